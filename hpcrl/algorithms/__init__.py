@@ -1,0 +1,1 @@
+"""Estimators, losses and statistics: torch and numpy alone, no ranks."""

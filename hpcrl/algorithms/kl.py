@@ -1,0 +1,109 @@
+"""The distance of the policy from the reference: estimators, the penalty in the reward, its controllers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hpcrl.algorithms.masked import masked_mean
+from hpcrl.algorithms.metrics import Mean, Metric
+from hpcrl.algorithms.registry import UnknownName
+
+
+def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimate of KL(policy | reference) at each sampled token, shape of the inputs, in nats.
+
+    With d = log_prob - ref_log_prob (Schulman, joschu.net/blog/kl-approx.html): kl, k1: d; abs: |d|; mse, k2: d^2 / 2;
+    low_var_kl, k3: clamp(exp(-d) - 1 + d, -10, 10), its -d clamped to [-20, 20].
+    """
+    difference = log_prob - ref_log_prob
+    match kind:
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return 0.5 * difference.square()
+        case "low_var_kl" | "k3":
+            back = (-difference).clamp(-20.0, 20.0)
+            return (back.exp() - back - 1).clamp(-10.0, 10.0)
+    raise UnknownName(f"unknown KL kind {kind!r}; there are kl (k1), abs, mse (k2), low_var_kl (k3)")
+
+
+def apply_kl_in_reward(
+    token_level_scores: torch.Tensor,
+    log_prob: torch.Tensor,
+    ref_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    beta: float,
+    kind: str,
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """token_level_rewards = scores - beta kl mask, all (B, T) (Ziegler et al. 2019, arXiv 1909.08593, eq. 2).
+
+    `actor/reward_kl_penalty` is the mean over sequences of each one's mean KL per token: what a controller follows.
+    """
+    kl = kl_penalty(log_prob, ref_log_prob, kind).detach().masked_fill(response_mask == 0, 0.0)
+    per_sequence = masked_mean(kl.double(), response_mask.double(), dim=-1)
+    return token_level_scores - beta * kl * response_mask, {
+        "actor/reward_kl_penalty": Mean(per_sequence.sum(), float(len(kl))),
+        "actor/reward_kl_penalty_coeff": Mean(beta, 1.0),
+    }
+
+
+class KLController(Protocol):
+    """`value` is the weight beta of the penalty."""
+
+    value: float
+
+    def update(self, current_kl: float, n_samples: int) -> None: ...
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class FixedKLController:
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Keeps the configured weight: a changed `kl_coef` takes effect on resume."""
+
+
+class AdaptiveKLController:
+    """beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n_samples / horizon (Ziegler et al. 2019, section 2.2)."""
+
+    def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
+        self.value = kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """current_kl: `actor/reward_kl_penalty` of the whole step; n_samples: sequences of the step."""
+        if n_samples == 0:
+            return
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def make_kl_controller(kind: str, *, kl_coef: float, target_kl: float, horizon: int) -> KLController:
+    """kind: fixed or adaptive, as in `algorithm.kl_ctrl.type`."""
+    if kind == "fixed":
+        return FixedKLController(kl_coef)
+    if kind == "adaptive":
+        return AdaptiveKLController(kl_coef, target_kl, horizon)
+    raise UnknownName(f"unknown KL controller {kind!r}; there are fixed, adaptive")

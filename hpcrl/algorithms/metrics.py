@@ -1,0 +1,189 @@
+"""Numbers that can be merged: over micro-batches, replicas and steps alike, in any grouping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+Number: TypeAlias = float | torch.Tensor  # a 0-d tensor stays on its device until `to_floats`
+
+
+class Mean(NamedTuple):
+    """total / weight; NaN without weight."""
+
+    total: Number
+    weight: Number
+
+    @classmethod
+    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Mean:
+        """Mean of x where mask (same shape) is not 0, each entry weighing its mask."""
+        x, mask = _fp64(x, mask)
+        return cls((x * mask).sum(), mask.sum())
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def finish(self) -> float:
+        return float(self.total) / float(self.weight) if self.weight else math.nan
+
+
+class Sum(NamedTuple):
+    total: Number
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def finish(self) -> float:
+        return float(self.total)
+
+
+class Max(NamedTuple):
+    """NaN if there was nothing (-inf); a NaN among the values shows."""
+
+    value: Number
+
+    @classmethod
+    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Max:
+        chosen = x.detach()[mask.bool()]
+        return cls(chosen.max().double() if chosen.numel() else -math.inf)
+
+    def merge(self, other: Max) -> Max:
+        a, b = self.value, other.value
+        return Max(a if a >= b or a != a else b)
+
+    def finish(self) -> float:
+        value = float(self.value)
+        return math.nan if value == -math.inf else value
+
+
+class Min(NamedTuple):
+    """NaN if there was nothing (inf); a NaN among the values shows."""
+
+    value: Number
+
+    @classmethod
+    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Min:
+        chosen = x.detach()[mask.bool()]
+        return cls(chosen.min().double() if chosen.numel() else math.inf)
+
+    def merge(self, other: Min) -> Min:
+        a, b = self.value, other.value
+        return Min(a if a <= b or a != a else b)
+
+    def finish(self) -> float:
+        value = float(self.value)
+        return math.nan if value == math.inf else value
+
+
+class Std(NamedTuple):
+    """Standard deviation with n - 1, merged as by Chan, Golub and LeVeque (1979): sums of x^2 would cancel."""
+
+    n: Number
+    mean: Number
+    squares: Number  # sum of squared deviations from the mean
+
+    @classmethod
+    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Std:
+        x, mask = _fp64(x, mask.bool())
+        n = mask.sum()
+        mean = (x * mask).sum() / n.clamp(min=1)
+        return cls(n, mean, ((x - mean).square() * mask).sum())
+
+    def merge(self, other: Std) -> Std:
+        n = self.n + other.n
+        step = (other.mean - self.mean) * other.n / _at_least_one(n)
+        shift = (other.mean - self.mean) * step * self.n
+        return Std(n, self.mean + step, self.squares + other.squares + shift)
+
+    @property
+    def variance(self) -> float:
+        return float(self.squares) / (float(self.n) - 1) if self.n > 1 else math.nan
+
+    def finish(self) -> float:
+        return math.sqrt(self.variance)
+
+
+class ExplainedVariance(NamedTuple):
+    """1 - Var(target - prediction) / (Var(target) + 1e-5), as verl's critic/vf_explained_var."""
+
+    residual: Std
+    target: Std
+
+    @classmethod
+    def of(cls, prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> ExplainedVariance:
+        return cls(Std.of(target.double() - prediction.double(), mask), Std.of(target, mask))
+
+    def merge(self, other: ExplainedVariance) -> ExplainedVariance:
+        return ExplainedVariance(self.residual.merge(other.residual), self.target.merge(other.target))
+
+    def finish(self) -> float:
+        return 1 - self.residual.variance / (self.target.variance + 1e-5)
+
+
+class Pearson(NamedTuple):
+    """Correlation of x and y; NaN where one of them does not vary."""
+
+    x: Std
+    y: Std
+    products: Number  # sum of products of the deviations of x and y
+
+    @classmethod
+    def of(cls, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Pearson:
+        of_x, of_y = Std.of(x, mask), Std.of(y, mask)
+        x, valid = _fp64(x, mask.bool())
+        y, _ = _fp64(y, mask.bool())
+        return cls(of_x, of_y, ((x - of_x.mean) * (y - of_y.mean) * valid).sum())
+
+    def merge(self, other: Pearson) -> Pearson:
+        dx, dy = other.x.mean - self.x.mean, other.y.mean - self.y.mean
+        weight = self.x.n * other.x.n / _at_least_one(self.x.n + other.x.n)
+        products = self.products + other.products + dx * dy * weight
+        return Pearson(self.x.merge(other.x), self.y.merge(other.y), products)
+
+    def finish(self) -> float:
+        scale = math.sqrt(float(self.x.squares) * float(self.y.squares))
+        return float(self.products) / scale if scale > 0 else math.nan
+
+
+Metric: TypeAlias = Mean | Sum | Max | Min | Std | ExplainedVariance | Pearson
+
+
+def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
+    """Key by key; a key may be missing in some parts. Associative, and commutative up to rounding."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for key, metric in part.items():
+            if key not in merged:
+                merged[key] = metric
+            elif type(merged[key]) is type(metric):
+                merged[key] = merged[key].merge(metric)  # type: ignore[arg-type]
+            else:
+                found = f"{type(merged[key]).__name__} and {type(metric).__name__}"
+                raise ValueError(f"metric {key!r} is {found} in two parts; expected one kind")
+    return merged
+
+
+def to_floats(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """The same metrics with Python floats inside, to be sent or kept."""
+    return {key: _floats(metric) for key, metric in metrics.items()}
+
+
+def finish(metrics: dict[str, Metric]) -> dict[str, float]:
+    """One number per key."""
+    return {key: metric.finish() for key, metric in to_floats(metrics).items()}
+
+
+def _floats(value: Any) -> Any:
+    return type(value)(*map(_floats, value)) if isinstance(value, tuple) else float(value)
+
+
+def _fp64(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in fp64, x with 0 wherever the mask is 0, so that padding may hold anything."""
+    return x.detach().double().masked_fill(mask == 0, 0.0), mask.detach().double()
+
+
+def _at_least_one(count: Number) -> Number:
+    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)

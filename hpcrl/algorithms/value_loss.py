@@ -1,0 +1,27 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+import torch
+
+from hpcrl.algorithms.metrics import Mean, Metric
+
+
+def value_loss(
+    vpreds: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    response_mask: torch.Tensor,
+    cliprange_value: float,
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Clipped squared error per token, before aggregation; all tensors (B, T), only vpreds carries gradients.
+
+    0.5 max((V - G)^2, (clip(V, V_old - e, V_old + e) - G)^2), as in OpenAI's baselines (ppo2) and verl.
+    """
+    clipped_vpreds = torch.maximum(torch.minimum(vpreds, old_values + cliprange_value), old_values - cliprange_value)
+    unclipped = (vpreds - returns).square()
+    clipped = (clipped_vpreds - returns).square()
+    return 0.5 * torch.maximum(unclipped, clipped), {
+        "critic/vf_clipfrac": Mean.of(clipped > unclipped, response_mask),
+        "critic/vpred_mean": Mean.of(vpreds, response_mask),
+    }

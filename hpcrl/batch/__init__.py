@@ -1,0 +1,1 @@
+"""Columns of a step and how samples are shared out."""

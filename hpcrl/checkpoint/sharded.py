@@ -1,0 +1,163 @@
+"""A model and its optimizer on disk in megatron's distributed format, loadable under any layout.
+
+The format is megatron `dist_checkpointing`'s ("torch_dist"); the collectives are the role's own, where megatron's entry
+point takes the whole world; each rank writes one file itself, where megatron's writer starts processes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+
+from hpcrl.launch import platform
+from hpcrl.launch.exits import InputError
+
+if TYPE_CHECKING:
+    from hpcrl.grid.groups import RoleGroups
+
+HEADS = ("output_layer.weight", "value_head.weight")
+
+
+class Sharded(Protocol):
+    """What can be saved and loaded: `hpcrl.engine.engine.TrainEngine`."""
+
+    def sharded_state_dict(self, *, optimizer: bool = True, is_loading: bool = False) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def save_sharded(engine: Sharded, path: str | Path, groups: RoleGroups) -> None:
+    """Write weights, optimizer state and step count into the folder `path`. Collective over the role's ranks.
+
+    The folder is complete when the call has returned on every rank. Files are fsynced; the folder is not.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    with platform.cpu_bridge(), torch.no_grad():
+        sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
+        if groups.rank == groups.layout.ranks[0]:
+            torch.save(common, path / COMMON_STATE_FNAME)
+            save_config(CheckpointingConfig("torch_dist", 1), str(path))
+        entries, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        dcp.save(
+            torch_dist.mcore_to_pyt_state_dict(entries),
+            storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True, thread_count=1),
+            planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=groups.pgc.intra_dist_opt,
+        )
+
+
+def load_sharded(
+    engine: Sharded, path: str | Path, groups: RoleGroups, *, optimizer: bool = True, strict: bool = True
+) -> None:
+    """Load what `save_sharded` wrote, under whatever layout. Each rank reads what it needs; no collective.
+
+    `optimizer` False takes the weights alone. `strict` False keeps a head that the checkpoint lacks as it is: an actor's
+    weights then start a critic. Raises InputError when the folder is no checkpoint or does not fit the model.
+    """
+    path = Path(path)
+    try:
+        with platform.cpu_bridge(), torch.no_grad():
+            state = engine.sharded_state_dict(optimizer=optimizer, is_loading=True)
+            metadata = _MetadataReader(path).read_metadata()
+            if not strict:
+                stored = metadata.state_dict_metadata
+                state["model"] = {
+                    name: entry
+                    for name, entry in state["model"].items()
+                    if entry.key in stored or entry.key not in HEADS
+                }
+            loaded = dist_checkpointing.load(
+                state,
+                str(path),
+                sharded_strategy=_LoadAlone(),
+                common_strategy=_SafeCommonStrategy(),
+                validate_access_integrity=False,
+            )
+    except (OSError, KeyError, pickle.UnpicklingError, RuntimeError, dist_checkpointing.core.CheckpointingException) as e:
+        raise InputError(
+            f"cannot load checkpoint {path}: {type(e).__name__}: {' '.join(str(e).split())[:300]}; "
+            "name a folder that hpcrl has written, of a model of the same shape"
+        ) from e
+    if not optimizer:
+        loaded.pop("optimizer", None)
+    engine.load_state_dict(loaded)
+
+
+class _LoadAlone(torch_dist.TorchDistLoadShardedStrategy):
+    """Megatron's loading of the torch_dist format without its collectives over the world."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+        wanted = [entry for entry in nested_values(sharded_state_dict) if isinstance(entry, ShardedTensor)]
+        entries, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        tensors = torch_dist.mcore_to_pyt_state_dict(entries, is_loading=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*single process.*")
+            dcp.load(
+                tensors,
+                storage_reader=_MetadataReader(checkpoint_dir),
+                planner=torch_dist.MCoreLoadPlanner(shapes_validation_sharded_tensors=wanted),
+                no_dist=True,
+            )
+        state = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in tensors.items()}
+        state = torch_dist._replace_sharded_keys_with_state_dict_keys(state, flat, renamed)
+        torch_dist._restore_dict_types(state, sharded_state_dict)
+        return state
+
+
+class _SafeCommonStrategy(TorchCommonLoadStrategy):
+    """Whatever the version of torch, no pickle is executed."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return torch.load(Path(checkpoint_dir) / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
+
+
+class _MetadataReader(dcp.FileSystemReader):
+    """Reads `.metadata`, which torch writes as a pickle, without executing what it may hold."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        metadata = _MetadataUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes that describe tensors, and nothing that acts."""
+
+    ALLOWED = {
+        "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+        "torch": ("Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+        "torch.serialization": ("_get_layout",),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.distributed.checkpoint.metadata": (
+            "_MEM_FORMAT_ENCODING",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        ),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Python 3.13 moved pathlib's classes into pathlib._local.
+        if name in self.ALLOWED.get(module.removesuffix("._local"), ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint of hpcrl does")

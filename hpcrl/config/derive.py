@@ -1,0 +1,345 @@
+"""What follows from a config and a number of ranks: checked before any model is built, computed, never typed in.
+
+Pure functions without torch or MPI, so a job template can be checked on a login node.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.schema import Config, LossAggMode, ModelConfig, RolePlacement
+
+ROLES = ("actor", "critic", "ref", "rollout")
+
+
+@dataclass(frozen=True)
+class PlacedRole:
+    """Where a role runs: world ranks in ascending order, and how they are divided."""
+
+    pool: str
+    ranks: tuple[int, ...]
+    tp: int
+    pp: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Derived values of `hpcrl train`. Token counts are per model replica, sizes are over all ranks."""
+
+    world_size: int
+    roles: dict[str, PlacedRole]  # only the roles that the algorithm needs
+    needs_critic: bool
+    needs_ref: bool
+    max_sequence_length: int  # tokens of prompt and response
+    samples_per_step: int
+    actor_mini_batch_samples: int
+    actor_updates_per_step: int  # optimizer steps
+    critic_mini_batch_size: int  # prompts
+    critic_mini_batch_samples: int
+    critic_ppo_epochs: int
+    critic_loss_agg_mode: LossAggMode
+    critic_updates_per_step: int  # optimizer steps; 0 without a critic
+    loss_scale_factor: float  # divisor of seq-mean-token-sum-norm
+    ref_max_tokens: int  # tokens per micro-batch of the reference policy
+
+
+@dataclass(frozen=True)
+class DerivedSft:
+    """Derived values of `hpcrl sft`."""
+
+    world_size: int
+    roles: dict[str, PlacedRole]
+    max_sequence_length: int
+    samples_per_step: int
+
+
+def check(config: Config, world_size: int, *, needs_critic: bool | None = None, needs_groups: bool = False) -> Derived:
+    """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
+
+    `needs_critic` and `needs_groups` (several samples per prompt) are the advantage estimator's; without
+    `needs_critic` only `gae` is taken to have a critic.
+    """
+    algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
+    if needs_critic is None:
+        needs_critic = algorithm.adv_estimator == "gae"
+    needs_ref = algorithm.use_kl_in_reward or actor.use_kl_loss
+
+    used = ["actor", *(["critic"] if needs_critic else []), *(["ref"] if needs_ref else []), "rollout"]
+    roles = _place(config, used, world_size)
+    if not data.train_files and config.trainer.rollouts_from is None:
+        raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts")
+    longest = _check_lengths(config)
+    _check_sampling(config, needs_groups)
+    _check_loop(config, needs_critic)
+
+    budgets = {"actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu}
+    mini_batches = {"actor.ppo_mini_batch_size": actor.ppo_mini_batch_size}
+    ref_max_tokens = config.ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    critic_mini_batch = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    if needs_critic:
+        budgets["critic.ppo_max_token_len_per_gpu"] = critic.ppo_max_token_len_per_gpu
+        mini_batches["critic.ppo_mini_batch_size"] = critic_mini_batch
+    if needs_ref:
+        budgets["ref.log_prob_max_token_len_per_gpu"] = ref_max_tokens
+    for key, prompts in mini_batches.items():
+        if prompts > data.train_batch_size:
+            raise ConfigError(
+                f"{key}={prompts} exceeds data.train_batch_size={data.train_batch_size} (both in prompts); "
+                f"use {data.train_batch_size} or less"
+            )
+    for key, tokens in budgets.items():
+        _check_budget(key, tokens, longest)
+
+    critic_epochs = critic.ppo_epochs or actor.ppo_epochs
+    return Derived(
+        world_size=world_size,
+        roles=roles,
+        needs_critic=needs_critic,
+        needs_ref=needs_ref,
+        max_sequence_length=longest,
+        samples_per_step=data.train_batch_size * config.rollout.n,
+        actor_mini_batch_samples=actor.ppo_mini_batch_size * config.rollout.n,
+        actor_updates_per_step=math.ceil(data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs,
+        critic_mini_batch_size=critic_mini_batch,
+        critic_mini_batch_samples=critic_mini_batch * config.rollout.n,
+        critic_ppo_epochs=critic_epochs,
+        critic_loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
+        critic_updates_per_step=(
+            math.ceil(data.train_batch_size / critic_mini_batch) * critic_epochs if needs_critic else 0
+        ),
+        loss_scale_factor=actor.loss_scale_factor or float(data.max_response_length),
+        ref_max_tokens=ref_max_tokens,
+    )
+
+
+def check_sft(config: Config, world_size: int) -> DerivedSft:
+    """Derived values of `hpcrl sft`, which trains on the actor's ranks and samples on the rollout's."""
+    sft = config.sft
+    samples = sft.eval_freq > 0
+    roles = _place(config, ["actor", "rollout"] if samples else ["actor"], world_size)
+    if not config.data.train_files:
+        raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts and answers")
+    if sft.stop_at_score is not None and not samples:
+        raise ConfigError(f"sft.stop_at_score={sft.stop_at_score} needs evaluations; set sft.eval_freq to 1 or more")
+    if samples and not config.data.val_files:
+        raise ConfigError(f"sft.eval_freq={sft.eval_freq} evaluates, and data.val_files is empty; name files or use -1")
+    longest = _check_lengths(config)
+    _check_budget("sft.max_token_len_per_gpu", sft.max_token_len_per_gpu, longest)
+    return DerivedSft(world_size, roles, longest, sft.batch_size)
+
+
+def describe(derived: Derived | DerivedSft) -> str:
+    """The derived values as a table, for the log."""
+    lines = [f"derived values on {derived.world_size} ranks"]
+    width = max(len(f"{name} ({role.pool})") for name, role in derived.roles.items())
+    for name, role in derived.roles.items():
+        layout = f"tp {role.tp}  pp {role.pp}  dp {role.dp}"
+        lines.append(f"  {f'{name} ({role.pool})':<{width}}  {layout}  ranks {format_ranks(role.ranks)}")
+    idle = set(range(derived.world_size)).difference(*(role.ranks for role in derived.roles.values()))
+    if idle:
+        lines.append(f"  in no role: ranks {format_ranks(sorted(idle))}")
+
+    rows: list[tuple[str, object, str]] = [
+        ("longest sequence", derived.max_sequence_length, "tokens"),
+        ("step", derived.samples_per_step, "samples"),
+    ]
+    if isinstance(derived, Derived):
+        rows += [
+            ("actor mini-batch", derived.actor_mini_batch_samples, "samples"),
+            ("actor updates per step", derived.actor_updates_per_step, "optimizer steps"),
+        ]
+        if derived.needs_critic:
+            rows += [
+                ("critic mini-batch", derived.critic_mini_batch_samples, "samples"),
+                ("critic epochs", derived.critic_ppo_epochs, "passes over a step"),
+                ("critic updates per step", derived.critic_updates_per_step, "optimizer steps"),
+                ("critic loss", derived.critic_loss_agg_mode, ""),
+            ]
+        if derived.needs_ref:
+            rows.append(("reference micro-batch", derived.ref_max_tokens, "tokens"))
+    width = max(len(name) for name, _, _ in rows)
+    lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in rows]
+    return "\n".join(lines)
+
+
+def parse_ranks(text: str, world_size: int, *, key: str = "ranks") -> tuple[int, ...]:
+    """World ranks of a pool string, ascending: "*" is all, "0-3,6" is 0 1 2 3 6. `key` names it in errors."""
+    if text.strip() == "*":
+        return tuple(range(world_size))
+    ranks: set[int] = set()
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item, re.ASCII)
+        if not match:
+            raise ConfigError(
+                f'{key}={text!r} has {item.strip()!r}; expected "*", or ranks such as "0-63" or "0,2,4-7"'
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"{key}={text!r} counts down in {item.strip()!r}; use {last}-{first}")
+        if last >= world_size:
+            raise ConfigError(
+                f"{key}={text!r} names rank {max(first, world_size)}, and the job has {world_size} "
+                f"(0 to {world_size - 1}); start more ranks or name fewer"
+            )
+        span = range(first, last + 1)
+        if not ranks.isdisjoint(span):
+            raise ConfigError(f"{key}={text!r} names rank {min(ranks.intersection(span))} twice; name it once")
+        ranks.update(span)
+    return tuple(sorted(ranks))
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in the notation of `parse_ranks`: (0, 1, 2, 3, 6) is "0-3,6"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    return ",".join("-".join(map(str, span)) for span in spans)
+
+
+def _place(config: Config, used: Sequence[str], world_size: int) -> dict[str, PlacedRole]:
+    placement = config.placement
+    pools = {
+        name: parse_ranks(text, world_size, key=f"placement.pools.{name}") for name, text in placement.pools.items()
+    }
+    if config.model.path is None:  # a Hugging Face directory has its own sizes, checked where it is read
+        _check_shape(config.model)
+    roles = {}
+    for name in used:
+        role: RolePlacement = getattr(placement, name)
+        if role.pool not in pools:
+            nearest = difflib.get_close_matches(role.pool, pools, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known pools: {', '.join(pools)}"
+            raise ConfigError(f"placement.{name}.pool={role.pool} is not in placement.pools; {hint}")
+        _check_supported(name, role)
+        if config.model.path is None:
+            _check_divides_model(name, role, config.model)
+        ranks = pools[role.pool]
+        size = role.tp * role.pp * role.cp
+        if len(ranks) % size:
+            raise ConfigError(
+                f"placement.{name}: tp*pp*cp={role.tp}*{role.pp}*{role.cp}={size} does not divide the {len(ranks)} "
+                f"ranks of pool {role.pool}; the product must be {_either(_divisors(len(ranks)))}"
+            )
+        roles[name] = PlacedRole(role.pool, ranks, role.tp, role.pp, len(ranks) // size)
+    return roles
+
+
+def _check_supported(name: str, role: RolePlacement) -> None:
+    for axis in ("cp", "ep", "etp", "vpp"):
+        if getattr(role, axis) > 1:
+            raise ConfigError(f"placement.{name}.{axis}={getattr(role, axis)} is not supported yet; use 1")
+    if name == "rollout" and role.pp > 1:
+        raise ConfigError(f"placement.rollout.pp={role.pp} is not supported: rollout splits by tp and dp; use 1")
+
+
+def _check_shape(model: ModelConfig) -> None:
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads % groups:
+        raise ConfigError(
+            f"model.num_query_groups={groups} does not divide num_attention_heads={heads}; "
+            f"use {_either(_divisors(heads))}"
+        )
+    if model.head_dim is None and model.hidden_size % heads:
+        raise ConfigError(
+            f"model.num_attention_heads={heads} does not divide hidden_size={model.hidden_size}; "
+            "change one of them or set model.head_dim"
+        )
+    head_dim = model.head_dim or model.hidden_size // heads
+    if head_dim % 2:
+        raise ConfigError(f"model.head_dim={head_dim} is odd; rotary embeddings turn pairs, so use an even one")
+
+
+def _check_divides_model(name: str, role: RolePlacement, model: ModelConfig) -> None:
+    sizes = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "ffn_hidden_size": model.ffn_hidden_size,
+    }
+    for key, size in sizes.items():
+        if size % role.tp:
+            raise ConfigError(
+                f"placement.{name}.tp={role.tp} does not divide {key}={size}; "
+                f"use {_either(_divisors(math.gcd(*sizes.values())))}"
+            )
+    if role.pp > model.num_layers:
+        raise ConfigError(
+            f"placement.{name}.pp={role.pp} exceeds num_layers={model.num_layers}; use {model.num_layers} or less"
+        )
+
+
+def _check_lengths(config: Config) -> int:
+    """Tokens of the longest sequence."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    longest, limit = prompt + response, config.model.max_position_embeddings
+    if config.model.path is None and longest > limit:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {prompt} + {response} exceeds "
+            f"model.max_position_embeddings={limit}; shorten them or raise it"
+        )
+    return longest
+
+
+def _check_budget(key: str, tokens: int, longest: int) -> None:
+    if tokens < longest:
+        raise ConfigError(
+            f"{key}={tokens} is less than the longest sequence, "
+            f"data.max_prompt_length + data.max_response_length = {longest}; use {longest} or more"
+        )
+
+
+def _check_sampling(config: Config, needs_groups: bool) -> None:
+    rollout = config.rollout
+    if needs_groups and rollout.n == 1:
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the samples of a prompt, "
+            "and rollout.n=1 leaves nothing to compare; use rollout.n of 2 or more"
+        )
+    if rollout.max_num_batched_tokens < config.data.max_prompt_length:
+        raise ConfigError(
+            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
+            f"data.max_prompt_length={config.data.max_prompt_length}; use that or more"
+        )
+    for sampling in rollout.val_kwargs:
+        if sampling.n > 1 and sampling.temperature == 0:
+            raise ConfigError(
+                f"rollout.val_kwargs: n={sampling.n} at temperature 0 draws the same sample {sampling.n} times; "
+                "use n=1 or a temperature above 0"
+            )
+    if not rollout.val_kwargs and (config.data.val_files or config.trainer.test_freq > 0):
+        raise ConfigError("rollout.val_kwargs is an empty list; name one way of sampling, such as {temperature: 0}")
+
+
+def _check_loop(config: Config, needs_critic: bool) -> None:
+    trainer = config.trainer
+    if trainer.test_freq > 0 and not config.data.val_files:
+        raise ConfigError(
+            f"trainer.test_freq={trainer.test_freq} validates, and data.val_files is empty; name files or use -1"
+        )
+    if trainer.critic_warmup and not needs_critic:
+        raise ConfigError(
+            f"trainer.critic_warmup={trainer.critic_warmup} trains a critic alone, and "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} has none; use 0"
+        )
+    for section in ("actor", "critic") if needs_critic else ("actor",):
+        optim = getattr(config, section).optim
+        if optim.min_lr > optim.lr:
+            raise ConfigError(f"{section}.optim.min_lr={optim.min_lr} exceeds lr={optim.lr}; use {optim.lr} or less")
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _either(choices: Sequence[int]) -> str:
+    """(1, 2, 4) is "1, 2 or 4"."""
+    *most, last = map(str, choices)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,212 @@
+"""From YAML files and `key=value` overrides to a `Config`, and back to YAML."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcrl.config import yaml_core
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.schema import Config, Section
+from hpcrl.config.yaml_core import Node
+
+__all__ = ["ConfigError", "dump_config", "load_config"]
+
+KeyPath = tuple[str, ...]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a YAML file, of the files that it extends, and of overrides such as `actor.optim.lr=2e-6`.
+
+    Later wins: extended file, file, overrides from left to right. Mappings are merged, all else is replaced.
+    Raises ConfigError with one line that says where, what was found and what was expected.
+    """
+    tree = _read(Path(path), chain=())
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    try:
+        return Config.model_validate(tree.plain())
+    except ValidationError as error:
+        raise ConfigError(_explain(error, tree)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML; `load_config` of it gives an equal Config."""
+    return yaml_core.dump(config.model_dump())
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> Node:
+    """The tree of a file merged over the files it extends; `chain` holds the files that led here."""
+    by = f"{chain[-1]} extends {path}: " if chain else ""
+    if path.resolve() in {earlier.resolve() for earlier in chain}:
+        raise ConfigError(f"{' extends '.join(str(p) for p in (*chain, path))}: a circle; remove one of the extends")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{by}no such config file: {path}{_similar_file(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{by}{path} is a directory; expected a YAML file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{by}{path}: not YAML: it is not UTF-8 text") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{by}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+    tree = yaml_core.parse(text, str(path))
+    if tree.value is None:
+        return Node({}, str(path))
+    if not isinstance(tree.value, dict):
+        raise ConfigError(f"{path}: found {_describe(tree)} at the top; expected sections such as 'actor:'")
+    base = tree.value.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base.value, str) or not base.value:
+        raise ConfigError(f"{base.place}: extends is {_describe(base)}; expected the path of a YAML file")
+    return _merge(_read(path.parent / base.value, (*chain, path)), tree)
+
+
+def _similar_file(path: Path) -> str:
+    try:
+        siblings = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return ""
+    nearest = difflib.get_close_matches(path.name, siblings, n=1)
+    return f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+
+
+def _parse_override(text: str) -> Node:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"found the override {text!r}; expected key=value, such as actor.optim.lr=2e-6")
+    source = f"override {text}"
+    node = yaml_core.parse(value, source, numbered=False)
+    for part in reversed(parts):
+        node = Node({part: node}, source)
+    return node
+
+
+def _merge(base: Node, over: Node) -> Node:
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged = dict(base.value)
+    for key, child in over.value.items():
+        merged[key] = _merge(merged[key], child) if key in merged else child
+    return Node(merged, over.place)
+
+
+def _explain(error: ValidationError, tree: Node) -> str:
+    """One line for the first error; unknown keys first, because a misspelt key is often why another is wrong."""
+    errors = error.errors(include_url=False)
+    unknown = [item for item in errors if item["type"] == "extra_forbidden"]
+    first = (unknown or errors)[0]
+    path, node = _locate(tree, first["loc"])
+    if unknown:
+        return f"{node.place}: unknown key {_dotted(path)}; {_suggest(path)}"
+    # members of a union fail one by one, each with its own expectation of the same value
+    wanted = [_expected(item) for item in errors if _locate(tree, item["loc"])[0] == path]
+    return f"{node.place}: {_dotted(path)} is {_describe(node)}; expected {' or '.join(dict.fromkeys(wanted))}"
+
+
+def _locate(tree: Node, loc: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Node]:
+    """Follow pydantic's location down the tree, leaving out what stands only there (names of union members)."""
+    path: tuple[int | str, ...] = ()
+    for part in loc:
+        inside = tree.value
+        if isinstance(inside, dict) and part in inside:
+            tree = inside[str(part)]
+        elif isinstance(inside, list) and isinstance(part, int) and part < len(inside):
+            tree = inside[part]
+        else:
+            continue
+        path += (part,)
+    return path, tree
+
+
+def _dotted(path: tuple[int | str, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def _describe(node: Node) -> str:
+    value = node.value
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}" if value else "an empty list"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"the text {text}" if isinstance(value, str) else text
+
+
+def _expected(item: Any) -> str:
+    """What a pydantic error wanted, in the words of the person who writes YAML."""
+    kind, ctx = item["type"], item.get("ctx", {})
+    plain = {
+        "int_type": "an integer",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "text",
+        "list_type": "a list",
+        "dict_type": "a mapping",
+        "model_type": "a mapping",
+        "model_attributes_type": "a mapping",
+    }
+    bounds = {
+        "greater_than": ("gt", "a number above"),
+        "greater_than_equal": ("ge", "a number of at least"),
+        "less_than": ("lt", "a number below"),
+        "less_than_equal": ("le", "a number of at most"),
+    }
+    if kind in plain:
+        return plain[kind]
+    if kind in bounds:
+        key, words = bounds[kind]
+        return f"{words} {ctx[key]}"
+    if kind == "literal_error":
+        return str(ctx["expected"]).replace("'", "")
+    if kind in ("too_short", "too_long"):
+        return f"{ctx.get('min_length') or ctx.get('max_length')} entries"
+    if kind == "value_error":
+        return str(ctx["error"])
+    return str(item["msg"])
+
+
+def _known_keys(section: type[Section] = Config, prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """Every key of the schema, sections included; a list of sections has the keys of its entries."""
+    for name, field in section.model_fields.items():
+        yield (*prefix, name)
+        for inner in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, Section):
+                yield from _known_keys(inner, (*prefix, name))
+
+
+def _suggest(path: tuple[int | str, ...]) -> str:
+    """What to write instead of an unknown key: the same key of another section, or the nearest one of this."""
+    keys = [part for part in path if isinstance(part, str)]
+    known = list(_known_keys())
+    if keys[0] == "actor_rollout_ref":
+        return "names are verl's without the prefix 'actor_rollout_ref.'"
+
+    def closest(candidates: list[KeyPath]) -> str:
+        return ".".join(max(candidates, key=lambda candidate: len(set(candidate[:-1]) & set(keys[:-1]))))
+
+    elsewhere = [candidate for candidate in known if candidate[-1] == keys[-1]]
+    if elsewhere:
+        return f"did you mean {closest(elsewhere)}?"
+    here = [candidate[-1] for candidate in known if list(candidate[:-1]) == keys[:-1]]
+    nearest = difflib.get_close_matches(keys[-1], here, n=1)
+    if nearest:
+        return f"did you mean {'.'.join((*keys[:-1], nearest[0]))}?"
+    nearest = difflib.get_close_matches(keys[-1], [candidate[-1] for candidate in known], n=1)
+    if nearest:
+        return f"did you mean {closest([candidate for candidate in known if candidate[-1] == nearest[0]])}?"
+    return f"known here: {', '.join(here)}"

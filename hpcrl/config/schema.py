@@ -1,0 +1,298 @@
+"""The job template as types: every YAML key, its default, its unit. Names are verl's where verl has one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
+
+
+def _minus_one_or_positive(value: int) -> int:
+    if value == -1 or value >= 1:
+        return value
+    raise ValueError("-1, or an integer of 1 or more")
+
+
+def _minus_one_or_more(value: int) -> int:
+    if value >= -1:
+        return value
+    raise ValueError("-1, or an integer of 0 or more")
+
+
+def _folder_name(value: str) -> str:
+    if value and value not in (".", "..") and "/" not in value and "\0" not in value:
+        return value
+    raise ValueError("a folder name without '/'")
+
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+FolderName = Annotated[str, AfterValidator(_folder_name)]
+PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+
+
+class Section(BaseModel):
+    """A frozen section; unknown keys, wrong types, NaN and infinity are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class RunConfig(Section):
+    name: FolderName = Field("run", description="name of the run; its files go to <dir>/<name>/")
+    dir: str = Field("runs", description="folder that holds runs")
+    seed: int = Field(0, description="seed of weights, data order and sampling")
+    c10d_backend: Literal["mpi_host", "gloo"] = Field(
+        "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
+    )
+
+
+class ModelConfig(Section):
+    """A Llama-like decoder: RMSNorm, SwiGLU, grouped-query attention, RoPE, untied head unless said otherwise."""
+
+    path: str | None = Field(None, description="Hugging Face directory, or null for the architecture given here")
+    init_from: str | None = Field(
+        None, description="run directory or checkpoint whose actor weights start actor, reference and critic body"
+    )
+    tokenizer: str | None = Field(None, description="tokenizer directory; null: model.path")
+    num_layers: PositiveInt = Field(2, description="transformer layers")
+    hidden_size: PositiveInt = Field(128, description="width of the residual stream")
+    ffn_hidden_size: PositiveInt = Field(320, description="width of the SwiGLU layer")
+    num_attention_heads: PositiveInt = Field(4, description="query heads")
+    num_query_groups: PositiveInt = Field(2, description="key-value heads")
+    head_dim: PositiveInt | None = Field(None, description="width of a head; null: hidden_size / num_attention_heads")
+    vocab_size: PositiveInt | None = Field(None, description="tokens; null: the tokenizer's")
+    max_position_embeddings: PositiveInt = Field(4096, description="longest sequence, in tokens")
+    rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary embedding")
+    rms_norm_eps: PositiveFloat = Field(1e-5, description="epsilon of RMSNorm")
+    init_std: PositiveFloat = Field(0.02, description="standard deviation of random weights")
+    tie_word_embeddings: bool = Field(False, description="share embedding and output weights")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and activations")
+
+
+class RolePlacement(Section):
+    pool: str = Field("all", description="name of a pool in placement.pools")
+    tp: PositiveInt = Field(1, description="tensor-parallel size")
+    pp: PositiveInt = Field(1, description="pipeline-parallel size")
+    cp: PositiveInt = Field(1, description="context-parallel size")
+    ep: PositiveInt = Field(1, description="expert-parallel size")
+    etp: PositiveInt = Field(1, description="tensor-parallel size of experts")
+    vpp: PositiveInt = Field(1, description="virtual pipeline chunks per stage")
+
+
+class PlacementConfig(Section):
+    pools: dict[str, str] = Field(
+        default_factory=lambda: {"all": "*"}, description='name -> world ranks: "*", "0-63", "0,2,4-7"'
+    )
+    actor: RolePlacement = Field(default_factory=RolePlacement, description="layout of the trained policy")
+    critic: RolePlacement = Field(default_factory=RolePlacement, description="layout of the value model")
+    ref: RolePlacement = Field(default_factory=RolePlacement, description="layout of the reference policy")
+    rollout: RolePlacement = Field(default_factory=RolePlacement, description="layout of the generation engine")
+
+
+class DataConfig(Section):
+    train_files: list[str] = Field(default_factory=list, description="Parquet or JSONL files of training prompts")
+    val_files: list[str] = Field(default_factory=list, description="Parquet or JSONL files of validation prompts")
+    train_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N training rows; -1: all")
+    val_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N validation rows; -1: all")
+    prompt_key: str = Field("prompt", description="column that holds the chat messages or the prompt string")
+    train_batch_size: PositiveInt = Field(1024, description="prompts per step, over all ranks")
+    max_prompt_length: PositiveInt = Field(512, description="tokens of a prompt at most")
+    max_response_length: PositiveInt = Field(512, description="tokens of a response at most")
+    shuffle: bool = Field(True, description="permute the rows anew in each epoch, keyed by (seed, epoch)")
+    filter_overlong_prompts: bool = Field(False, description="leave out prompts above max_prompt_length")
+    truncation: Literal["error", "left", "right", "middle"] = Field(
+        "error", description="what to do with a prompt above max_prompt_length"
+    )
+    chat_template: str | None = Field(None, description="Jinja template in place of the tokenizer's own")
+    apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="extra arguments of the chat template"
+    )
+
+
+class ValKwargs(Section):
+    n: PositiveInt = Field(1, description="samples per validation prompt")
+    temperature: NonNegativeFloat = Field(0.0, description="sampling temperature; 0 is greedy")
+    top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
+
+
+class RolloutConfig(Section):
+    engine: Literal["native"] = Field("native", description="generation engine")
+    n: PositiveInt = Field(1, description="samples per prompt")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature")
+    top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
+    ignore_eos: bool = Field(False, description="go on to max_response_length after an end-of-sequence token")
+    max_num_seqs: PositiveInt = Field(256, description="sequences that decode at once in a replica (cache slots)")
+    max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
+    val_kwargs: list[ValKwargs] = Field(
+        default_factory=lambda: [ValKwargs()],
+        description="sampling of validation: one mapping, or a list of several",
+    )
+
+    @field_validator("val_kwargs", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return [value] if isinstance(value, dict) else value
+
+
+class OptimConfig(Section):
+    lr: NonNegativeFloat = Field(1e-6, description="peak learning rate")
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="adam is AdamW")
+    lr_warmup_steps: Annotated[int, AfterValidator(_minus_one_or_more)] = Field(
+        -1, description="optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio"
+    )
+    lr_warmup_steps_ratio: Fraction = Field(0.0, description="warm-up as a share of all optimizer steps")
+    lr_warmup_init: NonNegativeFloat = Field(0.0, description="learning rate at the start of the warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
+        "constant", description="shape after the warm-up"
+    )
+    lr_decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: all of them")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
+    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
+    betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = Field(
+        default_factory=lambda: [0.9, 0.999], description="Adam's decay rates"
+    )
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    momentum: Fraction = Field(0.0, description="momentum of SGD")
+    clip_grad: NonNegativeFloat = Field(1.0, description="gradient norm at most; 0: no clipping")
+
+
+class PolicyLossConfig(Section):
+    loss_mode: str = Field("vanilla", description="name of a registered policy loss")
+
+
+class ActorConfig(Section):
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
+    ppo_mini_batch_size: PositiveInt = Field(256, description="prompts per optimizer step, over all ranks")
+    ppo_max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
+    ppo_epochs: PositiveInt = Field(1, description="passes over a step's samples")
+    clip_ratio_low: NonNegativeFloat = Field(0.2, description="ratio is clipped below at 1 - this")
+    clip_ratio_high: NonNegativeFloat = Field(0.2, description="ratio is clipped above at 1 + this")
+    clip_ratio_c: Annotated[float, Field(gt=1.0)] = Field(3.0, description="dual-clip bound for negative advantages")
+    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
+    loss_scale_factor: PositiveFloat | None = Field(
+        None, description="divisor of seq-mean-token-sum-norm; null: max_response_length"
+    )
+    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
+    entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
+    use_kl_loss: bool = Field(False, description="add a KL term against the reference to the loss")
+    kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL term in the loss")
+    kl_loss_type: KlKind = Field("low_var_kl", description="estimator of the KL term in the loss")
+    shuffle: bool = Field(True, description="draw mini-batches by a permutation keyed by (seed, step, ppo epoch)")
+
+
+class CriticConfig(Section):
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
+    ppo_mini_batch_size: PositiveInt | None = Field(None, description="prompts per optimizer step; null: the actor's")
+    ppo_max_token_len_per_gpu: PositiveInt = Field(32768, description="tokens per micro-batch of one model replica")
+    ppo_epochs: PositiveInt | None = Field(None, description="passes over a step's samples; null: the actor's")
+    cliprange_value: PositiveFloat = Field(0.5, description="the new value stays within this of the old one")
+    loss_agg_mode: LossAggMode | None = Field(None, description="null: the actor's")
+
+
+class RefConfig(Section):
+    log_prob_max_token_len_per_gpu: PositiveInt | None = Field(
+        None, description="tokens per micro-batch of one model replica; null: the actor's"
+    )
+
+
+class CustomRewardConfig(Section):
+    path: str | None = Field(None, description="Python file of a reward function of your own; null: by data_source")
+    name: str = Field("compute_score", description="function in that file")
+    reward_kwargs: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="extra arguments of the function"
+    )
+
+
+class RewardConfig(Section):
+    custom_reward_function: CustomRewardConfig = Field(
+        default_factory=CustomRewardConfig, description="reward function of your own"
+    )
+    num_workers: PositiveInt = Field(1, description="scoring processes per home rank (custom functions)")
+    timeout: PositiveFloat = Field(10.0, description="seconds for one score; then it is 0 and counted")
+    format_score: float = Field(0.1, description="score of an answer of the right form with the wrong value")
+
+
+class KlCtrlConfig(Section):
+    type: Literal["fixed", "adaptive"] = Field("fixed", description="KL controller")
+    kl_coef: NonNegativeFloat = Field(0.001, description="weight of the KL penalty in the reward at the start")
+    horizon: PositiveInt = Field(10000, description="samples over which the adaptive controller reacts")
+    target_kl: PositiveFloat = Field(0.1, description="KL that the adaptive controller aims at")
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: str = Field("gae", description="name of a registered advantage estimator")
+    gamma: Fraction = Field(1.0, description="discount")
+    lam: Fraction = Field(1.0, description="lambda of GAE")
+    norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's deviation; false is Dr.GRPO")
+    use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from the token rewards")
+    kl_penalty: KlKind = Field("kl", description="estimator of the KL penalty in the reward")
+    kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig, description="KL controller of the reward penalty")
+
+
+class TrainerConfig(Section):
+    total_epochs: PositiveInt = Field(30, description="passes over the training prompts")
+    total_training_steps: PositiveInt | None = Field(None, description="steps; null: by total_epochs")
+    test_freq: PositiveOrMinusOne = Field(-1, description="validate every N steps; -1: never")
+    save_freq: PositiveOrMinusOne = Field(-1, description="save every N steps and at the end; -1: never")
+    val_before_train: bool = Field(True, description="validate before the first step")
+    critic_warmup: NonNegativeInt = Field(0, description="steps that train only the critic")
+    rollouts_from: str | None = Field(
+        None, description="rollout archive folder that feeds the steps, in place of rollout"
+    )
+    save_rollouts: bool = Field(True, description="write rollouts/step_*.h5")
+    max_ckpt_to_keep: PositiveInt | None = Field(None, description="checkpoints kept; null: all")
+    resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: go on from the newest valid checkpoint")
+    log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
+    balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
+
+
+class SftConfig(Section):
+    """`hpcrl sft`: supervised warm start on data.train_files, loss on the answer only."""
+
+    answer_key: str = Field("answer", description="column that holds the answer text")
+    batch_size: PositiveInt = Field(256, description="sequences per optimizer step, over all ranks")
+    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
+    total_training_steps: PositiveInt = Field(200, description="optimizer steps at most")
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=2e-3), description="optimizer")
+    eval_freq: PositiveOrMinusOne = Field(-1, description="sample validation prompts every N steps; -1: never")
+    eval_samples: PositiveInt = Field(256, description="validation prompts per evaluation")
+    stop_at_score: float | None = Field(
+        None, description="stop once validation accuracy at temperature 1 reaches this; null: run all steps"
+    )
+
+
+class JobConfig(Section):
+    """What `hpcrl submit` and the sbatch templates read."""
+
+    nodes: PositiveInt = Field(1, description="nodes")
+    ntasks_per_node: PositiveInt = Field(1, description="ranks per node")
+    time: str = Field("01:00:00", description="wall time, HH:MM:SS")
+
+
+class Config(Section):
+    run: RunConfig = Field(default_factory=RunConfig, description="the run and its folder")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="architecture and start weights")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="which ranks do what")
+    data: DataConfig = Field(default_factory=DataConfig, description="prompts")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="policy training")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="value training")
+    ref: RefConfig = Field(default_factory=RefConfig, description="reference policy")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="advantages and KL")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="the loop")
+    sft: SftConfig = Field(default_factory=SftConfig, description="supervised warm start")
+    job: JobConfig = Field(default_factory=JobConfig, description="batch system")

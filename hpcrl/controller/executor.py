@@ -1,0 +1,205 @@
+"""What every rank does with a command: send the rows it owes, gather the rows it needs, run the method, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.controller.columns import (
+    ColumnStore,
+    Read,
+    merge_rows,
+    pack,
+    receivers_of,
+    rows_between,
+    senders_of,
+    unpack,
+)
+from hpcrl.controller.register import registration_of
+from hpcrl.controller.wire import Wire, decode, encode
+from hpcrl.controller.worker import Worker
+from hpcrl.launch.waiting import wait
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcrl.grid.layout import Layout
+    from hpcrl.launch.world import World
+
+COMMANDS, RESULTS, ROWS = 1, 2, 3  # message tags
+FETCH = "fetch"
+STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One entry of a rank's FIFO, as that rank gets it.
+
+    role: the role that runs `method` here; None on a rank that only owes rows.
+    destination: int32 (N,) home rank of every row, None when no batch is moved.
+    samples: sample-level columns of this replica's rows.
+    forget: commands whose columns nobody can ask for any more.
+    """
+
+    id: int
+    role: str | None
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    reads: tuple[Read, ...] = ()
+    destination: np.ndarray | None = None
+    samples: dict[str, np.ndarray] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    reports: bool = False
+    forget: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a reporting rank sends to rank 0."""
+
+    command: int
+    rank: int
+    value: Any
+
+
+class Executor:
+    """One rank's workers and columns. Commands are run one after another, in the order rank 0 issued them."""
+
+    def __init__(self, world: World, workers: Mapping[str, Worker], layouts: Mapping[str, Layout]) -> None:
+        self.world = world
+        self.workers = workers
+        self.layouts = layouts
+        self.wire = Wire(world.comm)
+        self.store = ColumnStore()
+        self.row_bytes_sent = 0
+        self._replicas = _replica_communicators(self.wire.comm, layouts)
+
+    def serve(self) -> None:
+        """Run commands of rank 0 until it says stop."""
+        while (command := decode(self.wire.receive(0, COMMANDS))).method != STOP:
+            result = self.run(command)
+            if result is not None:
+                self.wire.send(encode(result), to=0, tag=RESULTS)
+
+    def run(self, command: Command) -> Result | None:
+        here = self.world.whereabouts
+        here.role, here.phase = command.role or "owner", command.method
+        for old in command.forget:
+            self.store.forget(old)
+        self._send_owed_rows(command)
+        value = self._execute(command) if command.role else None
+        here.role = here.phase = None
+        return Result(command.id, self.wire.rank, value) if command.reports else None
+
+    def close(self) -> None:
+        for comm in self._replicas.values():
+            comm.Free()
+        self.wire.close()
+
+    def _execute(self, command: Command) -> Any:
+        if command.role == FETCH:
+            return self._gather_rows(command)
+        worker = self.workers[command.role]  # type: ignore[index]
+        method = getattr(worker, command.method)
+        if command.destination is None:
+            return method(*command.args, **command.kwargs)
+        batch = DataProto(self._replica_rows(command, worker), dict(command.samples), dict(command.meta))
+        output = method(batch, *command.args, **command.kwargs)
+        return self._keep(command, worker, output) if worker.is_home else None
+
+    def _keep(self, command: Command, worker: Worker, output: Any) -> Any:
+        """Store the columns a method wrote; give what goes to rank 0."""
+        writes = registration_of(type(worker), command.method).writes
+        if not isinstance(output, DataProto):
+            if writes:
+                raise TypeError(f"{command.role}.{command.method} writes {', '.join(writes)}, but returned {output!r}")
+            return output
+        if set(output.tokens) != set(writes):
+            raise ValueError(
+                f"{command.role}.{command.method} is registered to write {sorted(writes)}, "
+                f"but returned the columns {sorted(output.tokens)}"
+            )
+        for name, column in output.tokens.items():
+            self.store.put(command.id, name, column)  # type: ignore[arg-type]
+        return output.samples, output.meta_info
+
+    def _send_owed_rows(self, command: Command) -> None:
+        if command.destination is None:
+            return
+        mine = self.wire.rank
+        for receiver in receivers_of(command.reads, command.destination, mine):
+            columns = [
+                self.store.rows(read, rows_between(read.location, command.destination, mine, receiver))
+                for read in command.reads
+            ]
+            message = pack(columns)
+            self.row_bytes_sent += message.nbytes
+            self.wire.send(message, receiver, ROWS)
+
+    def _gather_rows(self, command: Command) -> dict[str, Ragged]:
+        """Every column of the command, with the rows whose destination is this rank, in batch order."""
+        assert command.destination is not None
+        mine, destination = self.wire.rank, command.destination
+        if not command.reads:
+            return {}
+        received = {
+            sender: unpack(self.wire.receive(sender, ROWS), len(command.reads))
+            for sender in senders_of(command.reads, destination, mine)
+        }
+        needed = np.flatnonzero(destination == mine)
+        columns = {}
+        for index, read in enumerate(command.reads):
+            parts, positions = [], []
+            for sender in np.unique(read.location.rank[needed]).tolist():
+                rows = rows_between(read.location, destination, sender, mine)
+                parts.append(self.store.rows(read, rows) if sender == mine else received[sender][index])
+                positions.append(np.searchsorted(needed, rows))
+            columns[read.column] = merge_rows(parts, positions)
+            if read.moves(destination):
+                self.store.put(command.id, read.stored_as, columns[read.column])
+        return columns
+
+    def _replica_rows(self, command: Command, worker: Worker) -> dict[str, Ragged | Any]:
+        """The replica's rows on each of its ranks: gathered by the home, broadcast inside the replica."""
+        replica = worker.layout.replica(worker.layout.coord(worker.rank).dp)
+        columns = self._gather_rows(command) if worker.is_home else {}
+        if len(replica) == 1 or not command.reads:
+            return columns
+        comm = self._replicas[replica]
+        root = replica.index(worker.layout.home(worker.layout.coord(worker.rank).dp))
+        message = pack(list(columns.values())) if worker.is_home else np.zeros(0, np.uint8)
+        message = broadcast_bytes(comm, message, root)
+        if worker.is_home:
+            return columns
+        return dict(zip([read.column for read in command.reads], unpack(message, len(command.reads)), strict=True))
+
+
+def broadcast_bytes(comm: MPI.Comm, message: np.ndarray, root: int) -> np.ndarray:
+    size = np.array([message.nbytes], np.int64)
+    wait(comm.Ibcast(size, root=root))
+    if comm.rank != root:
+        message = np.empty(int(size[0]), np.uint8)
+    if size[0]:
+        wait(comm.Ibcast(message, root=root))
+    return message
+
+
+def _replica_communicators(comm: MPI.Comm, layouts: Mapping[str, Layout]) -> dict[tuple[int, ...], MPI.Comm]:
+    """One communicator per distinct replica of several ranks that this rank is in."""
+    made: dict[tuple[int, ...], MPI.Comm] = {}
+    world = comm.Get_group()
+    for layout in (layouts[role] for role in sorted(layouts)):
+        for dp in range(layout.dp):
+            ranks = layout.replica(dp)
+            if comm.rank in ranks and len(ranks) > 1 and ranks not in made:
+                group = world.Incl(ranks)
+                made[ranks] = comm.Create_group(group)
+                group.Free()
+    world.Free()
+    return made

@@ -1,0 +1,69 @@
+"""Messages between ranks: non-blocking sends that are kept until they are out, receives that wait with back-off."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcrl.launch.waiting import wait, wait_all, wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Wire:
+    """A communicator of its own, so that messages never meet those of other parts of the program."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.comm = comm.Dup()
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self._sends: list[tuple[MPI.Request, Any]] = []
+
+    def send(self, data: bytes | np.ndarray, to: int, tag: int) -> None:
+        """Start a send; its buffer is held until the message has left."""
+        self._sends = [(request, held) for request, held in self._sends if not request.Test()]
+        self._sends.append((self.comm.Isend(data, dest=to, tag=tag), data))
+
+    def receive(self, source: int, tag: int) -> np.ndarray:
+        """The next message of `source` under `tag`, as uint8."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        found: list[MPI.Message] = []
+
+        def arrived() -> bool:
+            message = self.comm.Improbe(source=source, tag=tag, status=status)
+            if message is not None:
+                found.append(message)
+            return message is not None
+
+        wait_until(arrived)
+        buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        wait(found[0].Irecv([buffer, MPI.BYTE]))
+        return buffer
+
+    def receive_any(self, tag: int) -> np.ndarray:
+        """The next message of any rank under `tag`."""
+        from mpi4py import MPI
+
+        return self.receive(MPI.ANY_SOURCE, tag)
+
+    def flush(self) -> None:
+        wait_all([request for request, _ in self._sends])
+        self._sends.clear()
+
+    def close(self) -> None:
+        self.flush()
+        self.comm.Free()
+
+
+def encode(message: object) -> bytes:
+    return pickle.dumps(message, protocol=5)
+
+
+def decode(data: np.ndarray) -> Any:
+    """Only for messages of this program's own ranks; files never come through here."""
+    return pickle.loads(data)

@@ -1,0 +1,1 @@
+"""Prompt and answer datasets, tokenizer, stateless order."""

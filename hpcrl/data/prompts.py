@@ -1,0 +1,230 @@
+"""Prompts of verl's schema from Parquet and JSONL files, tokenised by the chat template.
+
+Columns: `prompt` (a list of {role, content}, or a plain string), `data_source`, `ability`,
+`reward_model` {style, ground_truth}, `extra_info`; all but `prompt` are optional, others are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcrl.data.row_file import RowFile, short_names
+from hpcrl.launch.exits import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hpcrl.config.schema import DataConfig
+
+TOKENISE_ROWS = 4096  # prompts handed to the tokenizer at once: enough to keep its threads busy
+
+
+class PromptDataset:
+    """The rows of `files` in order, without those that the over-long filter leaves out.
+
+    Everything is read, tokenised and checked here, so that a bad row stops the job before its first step.
+    `max_samples` (-1: all) takes the first rows of all files together, before the filter, as verl does.
+    """
+
+    def __init__(
+        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, max_samples: int = -1
+    ) -> None:
+        if not files:
+            raise InputError(
+                "no data files were given; name Parquet or JSONL files in data.train_files and data.val_files"
+            )
+        self._cfg = cfg
+        self._tokenizer = tokenizer
+        self._files = [RowFile(path) for path in files]
+        self._names = short_names(files)
+        for file in self._files:
+            file.require(cfg.prompt_key, "data.prompt_key")
+
+        num_left = sum(len(file) for file in self._files) if max_samples < 0 else max_samples
+        ids: list[np.ndarray] = []
+        rows: list[tuple[int, int]] = []
+        num_found = 0
+        for index, file in enumerate(self._files):
+            num_rows = min(len(file), num_left - num_found)
+            num_found += num_rows
+            for start in range(0, num_rows, TOKENISE_ROWS):
+                self._tokenise(index, start, min(start + TOKENISE_ROWS, num_rows), ids, rows)
+        self._file_of, self._row_of = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+        self.num_filtered = num_found - len(rows)
+        if not len(self):
+            why = f"all {num_found} prompts are longer than {self._limit}" if num_found else "no rows"
+            raise InputError(f"{', '.join(files)}: empty dataset: {why}; expected at least one prompt to use")
+        self._offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
+        self._values = np.concatenate(ids)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def prompt_ids(self, row: int) -> np.ndarray:
+        """Token ids of a prompt with its generation prompt, int32 (length,), at most `max_prompt_length`."""
+        return self._values[self._offsets[row] : self._offsets[row + 1]]
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """Tokens of each prompt, int64 (len,)."""
+        return np.diff(self._offsets)
+
+    def row(self, row: int) -> dict[str, Any]:
+        """The row as it stands in its file, all columns."""
+        return self._files[self._file_of[row]][int(self._row_of[row])]
+
+    def values(self, name: str) -> list[Any]:
+        """A column over all rows, None where a row lacks it: cheaper than row by row."""
+        columns = [file.column(name) for file in self._files]
+        return [columns[file][row] for file, row in zip(self._file_of.tolist(), self._row_of.tolist(), strict=True)]
+
+    def record(self, row: int) -> dict[str, Any]:
+        """What a scorer needs: data_source, ground_truth, extra_info, ability, prompt (raw)."""
+        found = self.row(row)
+        for name in ("reward_model", "extra_info"):
+            if not isinstance(found.get(name) or {}, dict):
+                raise InputError(f"{self.where(row)}: column {name!r} holds {found[name]!r}; expected a mapping")
+        return {
+            "data_source": str(found.get("data_source") or ""),
+            "ground_truth": (found.get("reward_model") or {}).get("ground_truth"),
+            "extra_info": found.get("extra_info") or {},
+            "ability": found.get("ability") or "",
+            "prompt": found[self._cfg.prompt_key],
+        }
+
+    def data_sources(self) -> set[str]:
+        """Every `data_source` of the rows, to be checked against the scorers before the first step."""
+        return {str(source or "") for source in self.values("data_source")}
+
+    def uid(self, row: int, epoch: int) -> str:
+        """`<file>:<row>:<epoch>`, with the row's number in its file (from 0), whatever the filter left out."""
+        return f"{self._names[self._file_of[row]]}:{self._row_of[row]}:{epoch}"
+
+    def where(self, row: int) -> str:
+        """`<path>: row <n>`, for error messages."""
+        return self._where(self._file_of[row], self._row_of[row])
+
+    @property
+    def _limit(self) -> str:
+        return f"data.max_prompt_length={self._cfg.max_prompt_length}"
+
+    def _where(self, file: int, row: int) -> str:
+        return f"{self._files[file].path}: row {row}"
+
+    def _tokenise(self, file: int, start: int, stop: int, ids: list[np.ndarray], rows: list[tuple[int, int]]) -> None:
+        """Appends token ids and (file, row) of the rows [start, stop) of a file, without those that are filtered."""
+        prompts = self._files[file].column(self._cfg.prompt_key, start, stop)
+        places = [self._where(file, row) for row in range(start, stop)]
+        for row, tokens, where in zip(range(start, stop), self._encode(prompts, places), places, strict=True):
+            fitted = self._fit(tokens, where)
+            if fitted is not None:
+                ids.append(np.asarray(fitted, dtype=np.int32))
+                rows.append((file, row))
+
+    def _encode(self, prompts: list[Any], places: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = [[] for _ in prompts]
+        # A template writes its own special tokens; a plain string gets those that the tokenizer puts around any text.
+        for templated in (True, False):
+            mine = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) != templated]
+            texts = [self._render(prompts[i], places[i]) if templated else prompts[i] for i in mine]
+            where = [places[i] for i in mine]
+            for i, tokens in zip(mine, encode_texts(self._tokenizer, texts, where, not templated), strict=True):
+                ids[i] = tokens
+        return ids
+
+    def _render(self, messages: Any, where: str) -> str:
+        """The chat template's text of a conversation, generation prompt included."""
+        if not is_conversation(messages):
+            raise InputError(
+                f"{where}: column {self._cfg.prompt_key!r} holds {str(messages)[:80]!r}; "
+                "expected a string, or a non-empty list of {role, content} with text in both"
+            )
+        template = self._cfg.chat_template
+        if template is None and self._tokenizer.chat_template is None:
+            raise InputError(
+                f"{where}: the prompt is a conversation, but the tokenizer has no chat template; "
+                "set data.chat_template, or make prompts plain strings"
+            )
+        try:
+            # As text and then tokens: what `tokenize=True` returns differs between transformers 4 and 5.
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._cfg.apply_chat_template_kwargs,
+            )
+        except Exception as error:  # a template is a program of the user's
+            raise InputError(
+                f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
+                "expected a template for these roles (data.chat_template, data.apply_chat_template_kwargs)"
+            ) from None
+        return str(text)
+
+    def _fit(self, ids: list[int], where: str) -> list[int] | None:
+        """`ids` cut to the limit by data.truncation, or None when the filter leaves the prompt out."""
+        limit = self._cfg.max_prompt_length
+        if not ids:
+            raise InputError(f"{where}: the prompt has no tokens; expected at least one")
+        if len(ids) <= limit:
+            return ids
+        if self._cfg.filter_overlong_prompts:
+            return None
+        if self._cfg.truncation == "error":
+            raise InputError(
+                f"{where}: the prompt has {len(ids)} tokens, more than {self._limit}; raise the limit, "
+                "or set data.filter_overlong_prompts=true, or data.truncation to left, right or middle"
+            )
+        return truncate(ids, limit, self._cfg.truncation)
+
+
+def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
+    """`left` keeps the end, `right` keeps the start, `middle` keeps limit // 2 of the start and the rest of the end."""
+    if mode == "left":
+        return ids[-limit:]
+    if mode == "right":
+        return ids[:limit]
+    head = limit // 2
+    return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether this is a non-empty list of {role, content} with text in both."""
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], places: list[str], add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each text; a text outside the tokenizer's alphabet is an error that names its place."""
+    if not texts:
+        return []
+    try:
+        return tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
+    except Exception:  # the tokenizers library raises bare Exception; the loop finds which text it was
+        for text, where in zip(texts, places, strict=True):
+            try:
+                tokenizer(text, add_special_tokens=add_special_tokens)
+            except Exception as error:
+                raise InputError(
+                    f"{where}: the tokenizer cannot encode {text[:80]!r}: {folded(error)}; "
+                    "expected text in its vocabulary; use another model.tokenizer"
+                ) from None
+        raise
+
+
+def folded(error: BaseException) -> str:
+    """An error's message with its white space collapsed, at most 160 characters."""
+    return " ".join(str(error).split())[:160]

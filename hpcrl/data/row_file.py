@@ -1,0 +1,119 @@
+"""Rows of a Parquet or JSONL file, read whole, one plain dict at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hpcrl.launch.exits import InputError
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+
+
+class RowFile:
+    """One data file: `len(file)` rows, `file[i]` a dict, `file.column(name)` a list, `file.columns` the names."""
+
+    def __init__(self, path: str) -> None:
+        if not os.path.isfile(path):
+            found = "a directory" if os.path.isdir(path) else "no such file"
+            raise InputError(f"{path}: {found}; expected a Parquet or JSONL file (data.train_files, data.val_files)")
+        suffix = os.path.splitext(path)[1].lower()
+        self.path = path
+        self._rows: ParquetRows | list[dict[str, Any]]
+        if suffix in PARQUET_SUFFIXES:
+            self._rows = ParquetRows(path)
+            self.columns = self._rows.columns
+        elif suffix in JSONL_SUFFIXES:
+            self._rows = read_jsonl(path)
+            self.columns = sorted({name for row in self._rows for name in row})
+        else:
+            known = ", ".join(PARQUET_SUFFIXES + JSONL_SUFFIXES)
+            raise InputError(f"{path}: suffix {suffix or '(none)'} is not supported; expected one of {known}")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._rows[row]
+
+    def column(self, name: str, start: int = 0, stop: int | None = None) -> list[Any]:
+        """Values of a column in rows [start, stop); None where a row lacks it."""
+        if isinstance(self._rows, ParquetRows):
+            return self._rows.column(name, start, stop)
+        return [row.get(name) for row in self._rows[start:stop]]
+
+    def require(self, name: str, key: str) -> None:
+        """Refuses a non-empty file without the column `name`, which the config names under `key`."""
+        if len(self) and name not in self.columns:
+            raise InputError(
+                f"{self.path}: no column {name!r}; it has {', '.join(self.columns) or 'none'}; "
+                f"add the column, or name another one in {key}"
+            )
+
+
+class ParquetRows:
+    """A Parquet file kept as an Arrow table: a tenth of the memory of Python objects."""
+
+    def __init__(self, path: str) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            self._table = pyarrow.parquet.read_table(path, partitioning=None)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(
+                f"{path}: not a readable Parquet file ({' '.join(str(error).split())[:160]}); "
+                "expected Parquet; write it again, or name it .jsonl if it is JSON lines"
+            ) from None
+        self.columns: list[str] = list(self._table.column_names)
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._table.slice(row, 1).to_pylist()[0]
+
+    def column(self, name: str, start: int, stop: int | None) -> list[Any]:
+        """As RowFile.column."""
+        stop = len(self) if stop is None else stop
+        if name not in self.columns:
+            return [None] * (stop - start)
+        return self._table.column(name).slice(start, stop - start).to_pylist()
+
+
+def read_jsonl(path: str) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; blank lines are skipped."""
+    rows = []
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{path}:{number}: not JSON ({error}); expected one JSON object per line") from None
+            if not isinstance(row, dict):
+                raise InputError(
+                    f"{path}:{number}: found a JSON {type(row).__name__}; expected one JSON object per line"
+                )
+            rows.append(row)
+    return rows
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """A name for each path: the file name, with as many parent folders as tell it from the others of that name.
+
+    A path given several times gets `#2`, `#3`, ... from its second use on.
+    """
+    parts = [os.path.normpath(path).split(os.sep) for path in paths]
+    names: list[str] = []
+    for path in parts:
+        depth = 1
+        others = [other for other in parts if other != path]
+        while depth < len(path) and any(other[-depth:] == path[-depth:] for other in others):
+            depth += 1
+        names.append("/".join(path[-depth:]))
+    return [name if name not in names[:i] else f"{name}#{names[:i].count(name) + 1}" for i, name in enumerate(names)]

@@ -1,0 +1,37 @@
+"""Loading a Hugging Face tokenizer without the network."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from hpcrl.launch.exits import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory (or of the local hub cache); it must name an end-of-sequence token.
+
+    The hub is asked only where the user has set HF_HUB_OFFLINE=0. Code that comes with a tokenizer is never run.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
+    # Imported here: transformers takes seconds to import, and login-node tools use this package without it.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and bare Exception alike
+        if not os.path.isdir(path):
+            found = "no such directory, and not in the Hugging Face cache"
+        else:
+            found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise InputError(
+            f"model.tokenizer={path}: {found}; expected a directory with tokenizer.json and tokenizer_config.json"
+        ) from None
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            f"model.tokenizer={path}: no eos_token, which ends a response; name it in tokenizer_config.json"
+        )
+    return tokenizer

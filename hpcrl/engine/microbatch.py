@@ -1,0 +1,117 @@
+"""Micro-batches: which samples run together, packed, and the way back from head outputs to response space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcrl.batch.packing import micro_batches
+from hpcrl.batch.ragged import Ragged
+from hpcrl.model.packed import PackedTokens, pack
+
+if TYPE_CHECKING:
+    from hpcrl.batch.data_proto import DataProto
+    from hpcrl.model.shape import ModelShape
+
+ROW_MULTIPLE = 8  # a CPU matrix product gives a row the same bits whatever the number of rows only at such numbers
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples that run together.
+
+    Without samples it is one dummy token, without response tokens there is one dummy output: every rank computes and
+    communicates the same number of times.
+    """
+
+    rows: np.ndarray  # (n,) int64: which samples of the batch
+    packed: PackedTokens
+    targets: Tensor  # (R,) int64: the response token that each output row predicts
+    response_lengths: Tensor  # (n,) int64, sum R
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_outputs(self) -> int:
+        """Response tokens; 0 where the one output row is a dummy."""
+        return int(self.response_lengths.sum())
+
+    def ragged(self, outputs: Tensor) -> Ragged:
+        """Head outputs (R,) as a column in response space."""
+        return Ragged.from_lengths(outputs[: self.num_outputs].cpu(), self.response_lengths)
+
+    def padded(self, outputs: Tensor) -> Tensor:
+        """Head outputs (R,) of at least one response token as (n, longest response), padded with 0, differentiable."""
+        longest = int(self.response_lengths.max())
+        sequence = torch.repeat_interleave(self.response_lengths)
+        starts = self.response_lengths.cumsum(0) - self.response_lengths
+        place = torch.arange(len(sequence)) + (sequence * longest - starts[sequence])
+        flat = outputs.new_zeros(len(self) * longest).index_copy(0, place.to(outputs.device), outputs)
+        return flat.view(len(self), longest)
+
+
+def needed_count(batch: DataProto, max_tokens: int) -> int:
+    """How many micro-batches this replica needs; at least one."""
+    return max(1, len(micro_batches(_lengths(batch), max_tokens)))
+
+
+def make_micro_batches(
+    batch: DataProto,
+    shape: ModelShape,
+    *,
+    max_tokens: int,
+    count: int,
+    multiple: int,
+    same_size: bool,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """Pack the samples into `count` micro-batches of at most `max_tokens` tokens, before padding to `multiple`.
+
+    `same_size` pads all of them to the longest, as the stages of a pipeline need.
+    """
+    lengths = _lengths(batch)
+    rows_of = micro_batches(lengths, max_tokens, count=count)
+    sizes = [_round_up(max(1, int(lengths[rows].sum())), multiple) for rows in rows_of]
+    if same_size:
+        sizes = [max(sizes)] * count
+    return [_pack(batch, rows, size, shape, device) for rows, size in zip(rows_of, sizes, strict=True)]
+
+
+def _pack(batch: DataProto, rows: np.ndarray, size: int, shape: ModelShape, device: torch.device) -> MicroBatch:
+    if len(rows) == 0:
+        token = torch.zeros(1, dtype=torch.int64)
+        packed = pack(token, torch.ones_like(token), shape, size=size, output_rows=token).to(device)
+        return MicroBatch(rows, packed, token.to(device), token[:0])
+    ids = batch.tokens["input_ids"].take(rows)
+    lengths = ids.lengths
+    response_lengths = batch.tokens["response_mask"].lengths[torch.as_tensor(rows)]
+    prompt_lengths = lengths - response_lengths
+    if int(prompt_lengths.min()) < 1:
+        raise ValueError(
+            f"a sample has {int(lengths.max())} tokens and a response of {int(response_lengths.max())}; every sample needs "
+            "at least one prompt token, which predicts the first token of the response"
+        )
+    # Response token number r of the micro-batch lies at r + the prompt tokens up to and including its own sequence.
+    shift = torch.repeat_interleave(prompt_lengths.cumsum(0), response_lengths)
+    tokens = torch.arange(len(shift)) + shift
+    if len(tokens) == 0:
+        tokens = torch.ones(1, dtype=torch.int64).clamp(max=len(ids.values) - 1)  # a dummy
+    targets = ids.values[tokens].to(torch.int64)
+    output_rows = (tokens - 1).clamp(min=0)
+    packed = pack(ids.values, lengths, shape, size=size, output_rows=output_rows).to(device)
+    return MicroBatch(rows, packed, targets.to(device), response_lengths)
+
+
+def _lengths(batch: DataProto) -> np.ndarray:
+    if len(batch) == 0:
+        return np.zeros(0, dtype=np.int64)
+    return batch.tokens["input_ids"].lengths.numpy()
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

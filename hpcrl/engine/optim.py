@@ -1,0 +1,159 @@
+"""Megatron's optimizers over one role's groups, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.optimizer import Adam, OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+    from hpcrl.config.schema import OptimConfig
+    from hpcrl.grid.groups import RoleGroups
+
+
+def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0, of `total_steps`; megatron's `OptimizerParamScheduler`.
+
+    Linear from lr_warmup_init to lr over the warm-up, then the decay from lr to min_lr until `lr_decay_steps` (counted
+    from step 0), then min_lr. "constant" stays at lr.
+    """
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else round(optim.lr_warmup_steps_ratio * total_steps)
+    if step < warmup:
+        return optim.lr_warmup_init + (optim.lr - optim.lr_warmup_init) * step / warmup
+    if optim.lr_decay_style == "constant":
+        return optim.lr
+    decay_end = optim.lr_decay_steps or total_steps
+    if step > decay_end:
+        return optim.min_lr
+    if optim.lr_decay_style == "inverse-square-root":
+        return max(optim.min_lr, optim.lr * math.sqrt(max(warmup, 1) / max(step, 1)))
+    done = (step - warmup) / max(decay_end - warmup, 1)
+    left = 1.0 - done if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+    return optim.min_lr + left * (optim.lr - optim.min_lr)
+
+
+def uses_distributed_optimizer(optim: OptimConfig) -> bool:
+    """Adam's state is sharded over the data-parallel ranks; megatron shards no other optimizer."""
+    return optim.optimizer == "adam"
+
+
+def build_optimizer(
+    model: DistributedDataParallel, optim: OptimConfig, groups: RoleGroups, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """AdamW under megatron's distributed optimizer, or SGD held whole by every replica.
+
+    Megatron's own factory gathers the parameter groups over the whole world, where ranks outside this role would have to
+    take part; here every stage has the same two groups by construction.
+    """
+    bf16 = dtype is torch.bfloat16
+    distributed = uses_distributed_optimizer(optim)
+    config = OptimizerConfig(
+        optimizer=optim.optimizer,
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        sgd_momentum=optim.momentum,
+        # Megatron reports no gradient norm where it does not clip.
+        clip_grad=optim.clip_grad or math.inf,
+        bf16=bf16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+    param_groups = _param_groups(model, optim)
+    optimizer: MegatronOptimizer
+    if distributed:
+        options: dict[str, Any] = {"fused": True} if Adam is torch.optim.AdamW else {"adam_w_mode": True}
+        betas = (optim.betas[0], optim.betas[1])
+        inner = Adam(param_groups, lr=optim.lr, betas=betas, eps=optim.eps, **options)
+        optimizer = ShardedAdam(
+            inner,
+            config,
+            None,
+            _init_adam_state,
+            model_chunks=[model],
+            per_model_buffers={0: model.buffers},
+            data_parallel_group=groups.pgc.intra_dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=groups.pgc.mp.rank(),
+            distributed_optimizer_instance_id=0,
+        )
+        optimizer.grad_stats_parallel_group = groups.pgc.intra_dist_opt
+        # Torch's Adam makes its state at the first step; megatron cannot save or load before.
+        _init_adam_state(inner)
+    else:
+        sgd = torch.optim.SGD(param_groups, lr=optim.lr, momentum=optim.momentum)
+        if bf16:
+            optimizer = Float16OptimizerWithFloat16Params(sgd, config, None, _init_sgd_state)
+        else:
+            optimizer = FP32Optimizer(sgd, config, _init_sgd_state)
+        optimizer.grad_stats_parallel_group = groups.pgc.mp
+    optimizer.tp_group = groups.tp
+    return optimizer
+
+
+class ShardedAdam(DistributedOptimizer):
+    """Megatron's distributed optimizer over torch's AdamW, whose step counter is a tensor per parameter.
+
+    Megatron 0.16 expects a tensor named "step" in a reshardable checkpoint, which it does not write there, and loads one
+    tensor into all parameters, with which torch would count each step once per parameter.
+    """
+
+    def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        steps = {"step": state["step"]} if "step" in state else {}
+        super()._set_main_param_and_optimizer_states(model_param, tensors | steps)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _param_groups(model: DistributedDataParallel, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Matrices, and vectors without weight decay (norms, biases), with the marks by which megatron matches groups when it
+    loads a checkpoint."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = []
+    for decayed in (True, False):
+        groups.append(
+            {
+                "params": [parameter for parameter in parameters if (parameter.dim() > 1) == decayed],
+                "weight_decay": optim.weight_decay if decayed else 0.0,
+                "wd_mult": 1.0 if decayed else 0.0,
+                "lr_mult": 1.0,
+                "is_expert_parallel": False,
+                "is_decoupled_lr": False,
+                "default_config": True,
+                "max_lr": optim.lr,
+                "min_lr": optim.min_lr,
+            }
+        )
+    return groups
+
+
+def _init_adam_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                if isinstance(optimizer, torch.optim.AdamW):
+                    optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter.data)
+                optimizer.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter.data)
+
+
+def _init_sgd_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if group["momentum"] and not optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.data)

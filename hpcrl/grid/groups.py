@@ -1,0 +1,130 @@
+"""Process groups of each role: made once, in one order, shared where two roles ask for the same ranks.
+
+`parallel_state` is never initialised: every role carries its own `ProcessGroupCollection`, so that roles with different
+layouts live on the same ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from hpcrl.grid.layout import Coord, Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Megatron's name of a group -> the grid dimensions its members differ along.
+GROUP_DIMS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "dp_cp": ("dp", "cp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    "ep": ("ep",),
+    "expt_tp": ("etp",),
+    "expt_dp": ("edp",),
+    "tp_ep": ("etp", "ep"),
+    "tp_ep_pp": ("etp", "ep", "pp"),
+    "replica": ("tp", "cp", "pp"),
+    "all": ("tp", "cp", "dp", "pp"),
+}
+# Megatron's further names for groups of the table; one optimizer instance spans all data-parallel ranks.
+ALIASES = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp", "intra_dist_opt": "all"}
+
+
+class GroupCache:
+    """Tuple of world ranks -> process group. Asking is a collective over the world, in the same order on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+
+    def get(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """The group of these ranks; None where this rank is no member.
+
+        A group of size 1 is known to its only member alone and costs no communicator.
+        """
+        if len(ranks) == 1 and ranks[0] != self._rank:
+            return None
+        if ranks not in self._groups:
+            made = dist.new_group(list(ranks), use_local_synchronization=len(ranks) == 1)
+            self._groups[ranks] = made if self._rank in ranks else None
+        return self._groups[ranks]
+
+
+@dataclass(frozen=True)
+class RoleGroups:
+    """One rank's place in one role: its coordinates and the groups it communicates in."""
+
+    role: str
+    layout: Layout
+    rank: int
+    pgc: ProcessGroupCollection
+    replica: ProcessGroup = field(repr=False)
+
+    @property
+    def coord(self) -> Coord:
+        return self.layout.coord(self.rank)
+
+    @property
+    def tp(self) -> ProcessGroup:
+        return self.pgc.tp
+
+    @property
+    def pp(self) -> ProcessGroup:
+        return self.pgc.pp
+
+    @property
+    def dp(self) -> ProcessGroup:
+        return self.pgc.dp
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coord.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coord.pp == self.layout.pp - 1
+
+    @property
+    def is_home(self) -> bool:
+        return self.rank == self.layout.home(self.coord.dp)
+
+
+def make_groups(layouts: dict[str, Layout], rank: int, cache: GroupCache | None = None) -> dict[str, RoleGroups]:
+    """Make every group of every role, and give this rank those of the roles it is in.
+
+    Collective over the world: all ranks call it with the same layouts.
+    """
+    cache = cache or GroupCache(rank)
+    roles = {}
+    for role, layout in layouts.items():
+        mine = {
+            name: next((made for ranks in layout.groups(*dims) if (made := cache.get(ranks)) is not None), None)
+            for name, dims in GROUP_DIMS.items()
+        }
+        embd, pos_embd = _embedding_groups(layout, cache)
+        if rank not in layout:
+            continue
+        named = {name: group for name, group in mine.items() if name not in ("replica", "all")}
+        named |= {alias: mine[name] for alias, name in ALIASES.items()}
+        pgc = ProcessGroupCollection(**named, embd=embd, pos_embd=pos_embd, inter_dist_opt=None, hcp=None)
+        roles[role] = RoleGroups(role, layout, rank, pgc, mine["replica"])
+    return roles
+
+
+def _embedding_groups(layout: Layout, cache: GroupCache) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """Groups over which tied word embeddings (first and last stage) and position embeddings (first stage) are summed."""
+    embd = pos_embd = None
+    for stages in layout.groups("pp"):
+        ends = (stages[0], stages[-1]) if len(stages) > 1 else (stages[0],)
+        embd = cache.get(ends) or embd
+        pos_embd = cache.get(stages[:1]) or pos_embd
+    return embd, pos_embd

@@ -1,0 +1,107 @@
+"""The rank grid of one role, as arithmetic: no torch, no MPI, testable for thousands of ranks on a laptop."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+AXES = ("tp", "cp", "dp", "pp")  # fastest first: Megatron's order of dense ranks
+EXPERT_AXES = ("etp", "ep", "edp", "pp")  # the same ranks, seen by the experts of a MoE layer
+
+
+class Coord(NamedTuple):
+    """Position of a rank in its role's grid."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A role's ranks as a tp x cp x dp x pp grid; `ranks[i]` is the world rank at grid index i, tp fastest.
+
+    The expert grid (etp x ep x edp x pp) is laid over the same ranks. dp is what the other sizes leave of the pool.
+    """
+
+    ranks: tuple[int, ...]
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        if len(set(self.ranks)) != len(self.ranks) or not self.ranks:
+            raise ValueError(f"a layout needs distinct ranks, found {self.ranks}")
+        for name, size in (("tp*cp*pp", self.tp * self.cp * self.pp), ("etp*ep*pp", self.etp * self.ep * self.pp)):
+            if len(self.ranks) % size:
+                raise ValueError(f"{name}={size} does not divide the pool's {len(self.ranks)} ranks")
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def dp(self) -> int:
+        return self.size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        return self.size // (self.etp * self.ep * self.pp)
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._index
+
+    def coord(self, rank: int) -> Coord:
+        index = self._index[rank]
+        position = []
+        for axis in AXES:
+            index, place = divmod(index, getattr(self, axis))
+            position.append(place)
+        return Coord(*position)
+
+    def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        return self.ranks[tp + self.tp * (cp + self.cp * (dp + self.dp * pp))]
+
+    def groups(self, *dims: str) -> list[tuple[int, ...]]:
+        """All groups whose members differ only along `dims`, of AXES or of EXPERT_AXES; members in rank order of the
+        grid."""
+        axes = AXES if set(dims) <= set(AXES) else EXPERT_AXES
+        unknown = set(dims) - set(axes)
+        if unknown:
+            raise ValueError(f"unknown grid dimension {sorted(unknown)}; use some of {AXES} or of {EXPERT_AXES}")
+        sizes = [getattr(self, axis) for axis in axes]
+        strides = [math.prod(sizes[:place]) for place in range(len(axes))]
+
+        def offsets(chosen: list[int]) -> list[int]:
+            steps = [range(0, sizes[place] * strides[place], strides[place]) for place in reversed(chosen)]
+            return [sum(combination) for combination in itertools.product(*steps)]
+
+        along = [place for place, axis in enumerate(axes) if axis in dims]
+        across = [place for place in range(len(axes)) if place not in along]
+        return [tuple(self.ranks[start + step] for step in offsets(along)) for start in offsets(across)]
+
+    def group_of(self, rank: int, *dims: str) -> tuple[int, ...]:
+        return next(group for group in self.groups(*dims) if rank in group)
+
+    def replica(self, dp: int) -> tuple[int, ...]:
+        """World ranks of one model replica: all its tp, cp and pp coordinates."""
+        return self.groups("tp", "cp", "pp")[dp]
+
+    def home(self, dp: int) -> int:
+        """The rank that owns the replica's columns: tp 0, cp 0, last pipeline stage."""
+        return self.rank_of(dp=dp, pp=self.pp - 1)
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        return tuple(self.home(dp) for dp in range(self.dp))

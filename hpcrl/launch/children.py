@@ -1,0 +1,64 @@
+"""Child processes of a rank: from multiprocessing's forkserver, started before MPI, gone when the rank is gone.
+
+MPI and CUDA do not survive a fork, and a child that inherits a launcher's variables takes itself for a rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+
+LAUNCHER_PREFIXES = (
+    "PMI_",
+    "PMI2_",
+    "PMIX",
+    "PALS_",
+    "OMPI_",
+    "PRTE",
+    "SLURM_",
+    "MPICH",
+    "MPIR_",
+    "MPI_",
+    "HYDRA",
+)
+PR_SET_PDEATHSIG = 1
+
+
+def cleaned(environ: dict[str, str]) -> dict[str, str]:
+    """`environ` without what launchers put there for ranks."""
+    return {name: value for name, value in environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+
+
+def start() -> None:
+    """Start the server that all children are forked from. Before MPI: nothing of it is in the server then."""
+    full = dict(os.environ)
+    context().set_forkserver_preload([])  # by default it would import the program's main module
+    try:
+        for name in full.keys() - cleaned(full).keys():
+            del os.environ[name]
+        forkserver.ensure_running()
+    finally:
+        os.environ.update(full)
+
+
+def context() -> ForkServerContext:
+    """The multiprocessing context for every child: `context().Process(...)`, `ProcessPoolExecutor(mp_context=...)`."""
+    return multiprocessing.get_context("forkserver")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this child when the server that forked it goes; the server goes when its rank goes.
+
+    A child calls it first: as the first line of its target, or as `initializer=` of a process pool. Without it a child
+    that never returns would outlive a rank that got `kill -9`.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    rank = multiprocessing.parent_process()
+    if rank is not None and not rank.is_alive():  # it went before the kernel was asked
+        os._exit(1)

@@ -1,0 +1,104 @@
+"""The one way a job runs: children's server, MPI, config from rank 0, run directory, logs, torch, main, and an end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+
+from hpcrl.launch import children, exits, logs
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.world import Whereabouts, World, abort, broadcast, finish, start_mpi, start_torch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class RunSection(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def dir(self) -> str: ...
+    @property
+    def c10d_backend(self) -> str: ...
+
+
+class JobConfig(Protocol):
+    """What a job needs of its configuration; hpcrl.config.schema.Config has it."""
+
+    @property
+    def run(self) -> RunSection: ...
+
+
+C = TypeVar("C", bound=JobConfig)
+
+
+def run_spmd(load: Callable[[], C], main: Callable[[World, C], int]) -> NoReturn:
+    """Run a job on every rank that the launcher started, and end the process with the job's exit code.
+
+    Args:
+        load: makes the configuration; runs on rank 0 alone, so that a template is read, and refused, once.
+        main: the job on every rank; returns the exit code. When ranks disagree the highest counts.
+
+    A user error that all ranks share ends the job by agreement; anything else that main raises ends it by MPI_Abort,
+    with the rank, its role and phase (world.whereabouts) and the traceback on the terminal and in exit.json.
+    """
+    children.start()
+    try:
+        comm = start_mpi()
+    except InputError as error:
+        exits.refuse(error)
+    run_dir = None
+    whereabouts = Whereabouts(phase="start")
+    try:
+        config = load_once(comm, load)
+        run_dir = run_directory(config)
+        logs.start(run_dir, comm.rank)
+        world = start_torch(comm, config.run.c10d_backend)
+        logs.take_terminal_from_torch()
+        whereabouts = world.whereabouts
+        code = max(world.exchange(main(world, config)))
+    except BaseException as error:
+        if getattr(error, "everywhere", False):
+            if comm.rank == 0:
+                exits.write_exit(run_dir, exits.BAD_INPUT, error=exits.summary(error))
+                print(exits.one_line(error), file=sys.stderr)
+            finish(exits.BAD_INPUT)
+        abort(error, run_dir=run_dir, rank=comm.rank, role=whereabouts.role, phase=whereabouts.phase)
+    if comm.rank == 0:
+        exits.write_exit(run_dir, code)
+    finish(code)
+
+
+def load_once(comm: MPI.Comm, load: Callable[[], C]) -> C:
+    """rank 0's configuration on every rank, with its run directory made. A user error is raised on all ranks."""
+    config, line = None, None
+    if comm.rank == 0:
+        try:
+            config = load()
+            make_run_directory(run_directory(config))
+        except Exception as error:
+            if not exits.is_user_error(error):
+                raise
+            line = str(error)
+    config, line = broadcast(comm, (config, line))
+    if line is not None:
+        raise InputError(line, everywhere=True)
+    return config
+
+
+def run_directory(config: JobConfig) -> Path:
+    """<run.dir>/<run.name>, absolute: a rank may change its working directory later."""
+    return Path(os.path.abspath(os.path.join(config.run.dir, config.run.name)))
+
+
+def make_run_directory(path: Path) -> None:
+    """Make it, for the user's eyes alone: it will hold data and weights."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        exits.clear_exit(path)
+    except OSError as error:
+        why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"
+        raise InputError(why) from error

@@ -1,0 +1,345 @@
+"""The world of ranks: MPI first, then torch.distributed on top of it, and the two ways out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from hpcrl.launch import exits
+from hpcrl.launch.exits import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+SECONDS_TO_REPORT = 1.0  # launchers drop what is still in their pipes when MPI_Abort arrives
+
+
+@dataclass
+class Whereabouts:
+    """What this rank is doing, for the report when it fails. The one mutable thing in World."""
+
+    role: str | None = None
+    phase: str | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    comm: MPI.Comm
+    local_rank: int
+    local_size: int
+    threads: int
+    device: torch.device
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)
+
+    def barrier(self) -> None:
+        barrier(self.comm)
+
+    def broadcast(self, obj: Any, root: int = 0) -> Any:
+        """`obj` of rank `root` on every rank, by pickle."""
+        return broadcast(self.comm, obj, root)
+
+    def exchange(self, obj: Any) -> list[Any]:
+        """Every rank's `obj`, in rank order, on every rank, by pickle."""
+        return exchange(self.comm, obj)
+
+    def together(self, fn: Callable[[], T]) -> T:
+        """Run `fn` on every rank and agree on how it went.
+
+        A user error on any rank is raised on all of them with the same text (the lowest rank's), so that the job can
+        end by exit code 2 without an abort. Any other exception is raised where it happened, which ends the job.
+        """
+        return together(self.comm, fn)
+
+
+def barrier(comm: MPI.Comm) -> None:
+    from hpcrl.launch.waiting import wait
+
+    wait(comm.Ibarrier())
+
+
+def broadcast(comm: MPI.Comm, obj: Any, root: int = 0) -> Any:
+    """`obj` of rank `root` on every rank, by pickle; waits with back-off."""
+    import numpy as np
+
+    from hpcrl.launch.waiting import wait
+
+    blob = np.frombuffer(pickle.dumps(obj), np.uint8) if comm.rank == root else None
+    size = np.array([0 if blob is None else blob.size], np.int64)
+    wait(comm.Ibcast(size, root))
+    if blob is None:
+        blob = np.empty(size[0], np.uint8)
+    else:
+        blob = blob.copy()  # frombuffer's view of bytes is read-only, which MPI's binding refuses for an in-out buffer
+    wait(comm.Ibcast(blob, root))
+    return obj if comm.rank == root else pickle.loads(blob.tobytes())
+
+
+def exchange(comm: MPI.Comm, obj: Any) -> list[Any]:
+    """Every rank's `obj`, in rank order, on every rank, by pickle; waits with back-off."""
+    import numpy as np
+
+    from hpcrl.launch.waiting import wait
+
+    blob = np.frombuffer(pickle.dumps(obj), np.uint8)
+    sizes = np.empty(comm.size, np.int64)
+    wait(comm.Iallgather(np.array([blob.size], np.int64), sizes))
+    blobs = np.empty(int(sizes.sum()), np.uint8)
+    wait(comm.Iallgatherv(blob, [blobs, sizes]))
+    ends = np.cumsum(sizes)
+    return [pickle.loads(blobs[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
+
+
+def together(comm: MPI.Comm, fn: Callable[[], T]) -> T:
+    """See World.together."""
+    result: T
+    line = None
+    try:
+        result = fn()
+    except Exception as error:
+        if not exits.is_user_error(error):
+            raise
+        line = str(error)
+    lines = [line for line in exchange(comm, line) if line is not None]
+    if lines:
+        raise InputError(lines[0], everywhere=True)
+    return result
+
+
+def start_mpi() -> MPI.Comm:
+    """Initialise MPI, first thing and in the main thread, and return a duplicate of its world for the program's use.
+
+    MPI_THREAD_MULTIPLE where the library has it, though only the main thread calls MPI. Ranks that were meant to be one
+    world and came up as several are an InputError.
+    """
+    prepare_environment(os.environ)
+    launched = dict(os.environ)  # an Open MPI singleton adds OMPI_COMM_WORLD_SIZE of its own while it starts
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "multiple"
+        mpi4py.rc.finalize = False  # a planned end does; after an exception Finalize would wait for the others forever
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise InputError(f"cannot load MPI: {error}; `pip install mpi4py mpich`, then `hpcrl check`") from error
+
+    problem = split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
+    if problem:
+        raise InputError(problem)
+    return MPI.COMM_WORLD.Dup()
+
+
+def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
+    """Defaults that libraries read when they start; what the user has set stays."""
+    environ.setdefault("HF_HUB_OFFLINE", "1")
+    environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if int(environ.get("SLURM_JOB_NUM_NODES", "1")) == 1:
+        environ.setdefault("UCX_NET_DEVICES", "lo")  # else MPICH listens on the outside address
+
+
+def split_world(environ: Mapping[str, str], size: int, library: str) -> str | None:
+    """What is wrong when the launcher started several ranks and MPI made each of them a world of its own; else None.
+
+    The launcher closest to the rank knows best: under mpiexec inside a Slurm job, Slurm's variables describe mpiexec.
+    """
+    if size > 1:
+        return None
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        count = environ.get(name, "")
+        if not count.isdigit():
+            continue
+        if int(count) <= 1:
+            return None
+        mpich = "MPICH" in library.upper()
+        if name == "SLURM_NTASKS":
+            return (
+                f"this job has {count} tasks ({name}={count}) but one process was started, without srun: its MPI world "
+                f"has size 1; start it with `srun {srun_flag(mpich)} python -m hpcrl ...`, or with `mpiexec -n 1` when "
+                "one rank is meant"
+            )
+        return (
+            f"{count} ranks were started ({name}={count}) but each is an MPI world of its own, of size 1: the launcher "
+            f"and the MPI library ({library_name(library)}) do not speak the same process-management interface; start "
+            f"with `srun {srun_flag(mpich)} ...`, or with the mpiexec of the same MPI library "
+            f"({os.path.join(sys.prefix, 'bin', 'mpiexec')})"
+        )
+    return None
+
+
+def srun_flag(mpich: bool) -> str:
+    return "--mpi=pmi2" if mpich else "--mpi=pmix"
+
+
+def library_name(version: str) -> str:
+    """'MPICH 5.0.2' from what MPI_Get_library_version says."""
+    first = version.replace("\x00", "").strip().split("\n")[0].split(",")[0]
+    return " ".join(first.replace("Version:", "").split())
+
+
+def start_torch(comm: MPI.Comm, backend: str = "mpi_host") -> World:
+    """Start torch and torch.distributed on the ranks of `comm`. Collective.
+
+    Args:
+        backend: "mpi_host" (our own over MPI) or "gloo", for the CPU. With CUDA the world is NCCL for device tensors
+            and this backend for host tensors; that combination has not been tried on a machine with GPUs yet.
+    """
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    local_rank, local_size = node.rank, node.size
+    node.Free()
+    one_node = all(size == comm.size for size in exchange(comm, local_size))
+    if one_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    threads = rank_threads(os.environ, len(os.sched_getaffinity(0)), local_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # before torch, whose OpenMP reads it once
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if backend == "mpi_host":
+        from hpcrl.launch import mpi_backend
+
+        mpi_backend.register(comm)
+    dist.init_process_group(
+        f"cpu:{backend},cuda:nccl" if device.type == "cuda" else backend,
+        store=open_store(comm, one_node),
+        rank=comm.rank,
+        world_size=comm.size,
+    )
+    return World(comm.rank, comm.size, comm, local_rank, local_size, threads, device)
+
+
+def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int:
+    """Threads of a rank: an even share of the cores it may use, unless OMP_NUM_THREADS says otherwise.
+
+    Under `srun --cpus-per-task` with binding each rank sees only its own cores; where ranks share a node without
+    binding they all see the node's.
+    """
+    chosen = environ.get("OMP_NUM_THREADS", "")
+    if chosen.isdigit() and int(chosen) > 0:
+        return int(chosen)
+    bound = environ.get("SLURM_CPUS_PER_TASK", "")
+    if bound.isdigit() and cores == int(bound):
+        return cores
+    return max(1, cores // local_size)
+
+
+def open_store(comm: MPI.Comm, one_node: bool) -> torch.distributed.Store:
+    """The c10d store on rank 0, on a free port, listening on loopback only when there is one node."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    patience = timedelta(minutes=10)
+    host, port = "127.0.0.1", 0
+    if comm.rank == 0:
+        if not one_node:
+            host = socket.gethostbyname(socket.gethostname())
+        listener = socket.socket()
+        listener.bind((host, 0))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        # the port is open before its number is told, so nobody can take it in between
+        store = TCPStore(
+            host,
+            port,
+            comm.size,
+            is_master=True,
+            timeout=patience,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    host, port = broadcast(comm, (host, port))
+    if comm.rank != 0:
+        store = TCPStore(host, port, comm.size, is_master=False, timeout=patience, wait_for_workers=False)
+    return PrefixStore("hpcrl", store)
+
+
+def finish(code: int) -> NoReturn:
+    """Planned end: every rank calls it with the same code. Flush, meet, leave MPI, exit at once.
+
+    `os._exit` because a launcher that sees the first rank go may kill those that are still tearing down.
+    """
+    from mpi4py import MPI
+
+    flush()
+    barrier(MPI.COMM_WORLD)
+    if "torch.distributed" in sys.modules:
+        dist = sys.modules["torch.distributed"]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    MPI.Finalize()
+    flush()
+    os._exit(code)
+
+
+def abort(
+    error: BaseException,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    rank: int,
+    role: str | None = None,
+    phase: str | None = None,
+) -> NoReturn:
+    """Unplanned end of the whole job from one rank, whatever the others are doing.
+
+    The failing rank tells by itself, on stderr, as rank 0 may be deep in a wait; launchers forward every rank's stderr.
+    When several fail, the first one (whose exit.json it is) speaks; the others only fill their own logs.
+    """
+    code = exits.exit_code(error)
+    said = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    first = exits.write_exit(run_dir, code, rank, role, phase, exits.summary(error))
+    if logging.root.handlers:  # the rank's log file; without one Python would print this to stderr
+        logging.root.error("rank %d ends the job\n%s", rank, said.rstrip())
+    if first:
+        if exits.is_user_error(error):
+            text = exits.one_line(error)
+        elif code == exits.INTERRUPTED:
+            text = "hpcrl: interrupted"
+        else:
+            where = f"role {role or '-'}, phase {phase or '-'}"
+            text = f"hpcrl: rank {rank} failed ({where}): {type(error).__name__}: {error}\n{said.rstrip()}"
+            if run_dir is not None:
+                text += f"\nhpcrl: see {os.path.join(run_dir, 'logs')} and {os.path.join(run_dir, 'exit.json')}"
+        os.write(2, (text + "\n").encode(errors="replace"))
+    flush()
+    # The first needs this for its words to reach the terminal; the others leave the first room to speak.
+    time.sleep(SECONDS_TO_REPORT if first else 2 * SECONDS_TO_REPORT)
+    kill_job(code)
+
+
+def kill_job(code: int) -> NoReturn:
+    """MPI_Abort without MPI's own words: they would bury the report."""
+    from mpi4py import MPI
+
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def flush() -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass

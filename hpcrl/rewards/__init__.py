@@ -1,0 +1,1 @@
+"""Rule-based scorers, custom reward functions and the manager that runs them."""

@@ -1,0 +1,61 @@
+"""The rollout archive: each home rank writes its samples of a step to a log of its own."""
+
+from __future__ import annotations
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.data.prompts import PromptDataset
+from hpcrl.grid.layout import Layout
+from hpcrl.telemetry.archive import RolloutLog, log_path
+
+TOKENS = (
+    "input_ids",
+    "response_mask",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_prob",
+    "values",
+    "token_level_scores",
+    "token_level_rewards",
+    "advantages",
+    "returns",
+)
+SAMPLES = (
+    "position",
+    "prompt",
+    "row",
+    "epoch",
+    "sample_index",
+    "prompt_length",
+    "response_length",
+    "finish_reason",
+    "score",
+)
+
+
+class ArchiveWorker(Worker):
+    def __init__(self, layout: Layout, rank: int, folder: str, prompts: dict[str, PromptDataset]) -> None:
+        super().__init__(layout, rank)
+        self.folder = folder
+        self.prompts = prompts["train"]
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES))
+    def write(self, batch: DataProto) -> int:
+        """Append every sample to this rank's log of meta_info["step"]; gives how many."""
+        if not self.is_home:
+            return 0
+        version = batch.meta_info["weight_version"]
+        log = RolloutLog(log_path(self.folder, batch.meta_info["step"], self.rank))
+        for index in range(len(batch)):
+            samples = {name: column[index] for name, column in batch.samples.items()}
+            row = int(samples["row"])
+            samples |= {
+                "uid": self.prompts.uid(row, int(samples["epoch"])),
+                "data_source": self.prompts.record(row)["data_source"],
+                "weight_version_min": version,
+                "weight_version_max": version,
+            }
+            log.append({name: column.row(index).numpy() for name, column in batch.tokens.items()}, samples)
+        log.close()
+        return len(batch)

@@ -1,0 +1,104 @@
+"""What roles with a megatron model have in common: building, loading and saving it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpcrl.algorithms.aggregation import LossNorm
+from hpcrl.algorithms.metrics import Mean, Metric, to_floats
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.mini_batches import mini_batch_of
+from hpcrl.checkpoint.sharded import load_sharded, save_sharded
+from hpcrl.config.schema import OptimConfig
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.engine.engine import TrainEngine
+from hpcrl.grid.groups import RoleGroups
+from hpcrl.model.shape import ModelShape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How a step's samples become optimizer steps.
+
+    mini_batch_size: prompts per optimizer step. epochs: passes. Membership is keyed by (seed, step, pass).
+    """
+
+    mini_batch_size: int
+    epochs: int
+    shuffle: bool
+    seed: int
+
+    def mini_batches(self, batch: DataProto) -> Iterator[DataProto]:
+        """This replica's rows of every mini-batch, in order; a part may be empty."""
+        num_prompts, step = batch.meta_info["num_prompts"], batch.meta_info["step"]
+        for epoch in range(self.epochs):
+            of_prompt = mini_batch_of(
+                num_prompts, self.mini_batch_size, seed=self.seed, step=step, ppo_epoch=epoch, shuffle=self.shuffle
+            )
+            of_row = of_prompt[batch.samples["prompt"]]
+            for index in range(int(of_prompt.max()) + 1):
+                yield batch[np.flatnonzero(of_row == index)]
+
+
+class ModelWorker(Worker):
+    """A megatron model and, where it is trained, its optimizer."""
+
+    def __init__(
+        self,
+        groups: RoleGroups,
+        shape: ModelShape,
+        *,
+        head: str,
+        dtype: str,
+        seed: int,
+        optim: OptimConfig | None,
+        total_updates: int = 0,
+    ) -> None:
+        super().__init__(groups.layout, groups.rank)
+        self.groups = groups
+        self.engine = TrainEngine(
+            shape, groups, head=head, dtype=DTYPES[dtype], optim=optim, total_steps=total_updates, seed=seed
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self, folder: str) -> None:
+        """Write the role's weights and optimizer state into <folder>/<role>; `folder` exists."""
+        save_sharded(self.engine, Path(folder) / self.groups.role, self.groups)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:
+        """Read what `save` wrote, under any layout. With `weights_only`, the weights of another role's model may be
+        taken; a head that the other model lacks keeps its initial weights."""
+        source = Path(folder) / (role or self.groups.role)
+        load_sharded(self.engine, source, self.groups, optimizer=not weights_only, strict=not weights_only)
+
+    def train(
+        self, mini: DataProto, objective: Callable[[LossNorm], Callable], *, loss_scale_factor: float, **options: object
+    ) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch; `objective(norm)` is the loss, normalised by the global mini-batch."""
+        norm = self.global_norm(mini, loss_scale_factor)
+        metrics = self.engine.train(mini, loss=objective(norm), **options)
+        for name in ("grad_norm", "lr"):  # equal on all ranks, so their mean over replicas is what they are
+            metrics[f"{self.groups.role}/{name}"] = Mean(metrics.pop(name), 1.0)
+        return to_floats(metrics)
+
+    def global_norm(self, mini: DataProto, loss_scale_factor: float) -> LossNorm:
+        """Tokens and sequences of the mini-batch over all replicas."""
+        counts = torch.tensor([float(mini.tokens["response_mask"].values.sum()), float(len(mini))], dtype=torch.float64)
+        return LossNorm(*self.sum_over_replicas(counts).tolist(), loss_scale_factor)
+
+    def sum_over_replicas(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of x over the data-parallel replicas, on every rank; x is on the host."""
+        x = x.clone()
+        if self.groups.layout.dp > 1:
+            dist.all_reduce(x, group=self.groups.dp)
+        return x

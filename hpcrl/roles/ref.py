@@ -1,0 +1,23 @@
+"""The reference policy: a frozen model."""
+
+from __future__ import annotations
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.grid.groups import RoleGroups
+from hpcrl.model.shape import ModelShape
+from hpcrl.roles.model_worker import ModelWorker
+
+
+class RefWorker(ModelWorker):
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived) -> None:
+        super().__init__(groups, shape, head="lm", dtype=config.model.dtype, seed=config.run.seed, optim=None)
+        self.max_tokens = derived.ref_max_tokens
+        self.temperature = config.rollout.temperature
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",))
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        outputs = self.engine.log_probs(batch, max_tokens=self.max_tokens, temperature=self.temperature)
+        return DataProto({"ref_log_prob": outputs["log_probs"]}) if self.is_home else DataProto()

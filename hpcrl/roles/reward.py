@@ -1,0 +1,88 @@
+"""Scores, made where the responses are: each home rank of the rollout role scores its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hpcrl.algorithms.metrics import Sum
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.data.prompts import PromptDataset
+from hpcrl.grid.layout import Layout
+from hpcrl.rewards.manager import RewardManager, ScoreRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RewardWorker(Worker):
+    """`manager` is None on ranks that are no home: they have nothing to score."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        manager: RewardManager | None,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: dict[str, PromptDataset],
+    ) -> None:
+        super().__init__(layout, rank)
+        self.manager = manager
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("input_ids", "response_mask", "row", "finish_reason", "show?"),
+        writes=("token_level_scores",),
+    )
+    def score(self, batch: DataProto) -> DataProto:
+        """Scores of whole responses, placed on their last token; `score` and `acc` per sample.
+
+        Where the batch has a bool column `show`, the texts of those rows come back too, for people to read.
+        """
+        if self.manager is None:
+            return DataProto()
+        prompts = self.prompts[batch.meta_info["split"]]
+        lengths = batch.tokens["response_mask"].lengths
+        texts = self.tokenizer.batch_decode(response_ids(batch), skip_special_tokens=True)
+        items = []
+        rows, reasons = batch.samples["row"].tolist(), batch.samples["finish_reason"].tolist()
+        for row, text, reason in zip(rows, texts, reasons, strict=True):
+            record = prompts.record(row)
+            items.append(
+                ScoreRequest(record["data_source"], text, record["ground_truth"], record["extra_info"], reason)
+            )
+        scores, extras, counts = self.manager.score(items)
+        values = torch.zeros(int(lengths.sum()))
+        ends = lengths.cumsum(0)[lengths > 0] - 1
+        values[ends] = torch.from_numpy(scores)[lengths > 0]
+        samples = {"score": scores, "acc": np.asarray(extras.get("acc", scores), np.float32)}
+        if "show" in batch.samples:
+            show = batch.samples["show"]
+            ids = [prompts.prompt_ids(row).tolist() for row in rows]
+            samples["prompt_text"] = np.where(show, np.array(self.tokenizer.batch_decode(ids), object), "")
+            samples["response_text"] = np.where(show, np.array(texts, object), "")
+        return DataProto(
+            {"token_level_scores": Ragged.from_lengths(values, lengths)},
+            samples,
+            {"metrics": {name: Sum(count) for name, count in counts.items()}},
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.close()
+
+
+def response_ids(batch: DataProto) -> list[list[int]]:
+    """The response part of every sequence."""
+    sequences = batch.tokens["input_ids"]
+    lengths = batch.tokens["response_mask"].lengths.tolist()
+    ends = sequences.offsets[1:].tolist()
+    return [sequences.values[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]

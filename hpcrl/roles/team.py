@@ -1,0 +1,157 @@
+"""From a config to the workers of this rank: layouts, groups, models, engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpcrl.config.derive import Derived, DerivedSft, PlacedRole
+from hpcrl.config.schema import Config
+from hpcrl.controller.worker import Worker
+from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.sft import SftDataset
+from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.grid.groups import RoleGroups, make_groups
+from hpcrl.grid.layout import Layout
+from hpcrl.launch import platform
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.job import run_directory
+from hpcrl.launch.world import World
+from hpcrl.model.shape import ModelShape
+from hpcrl.reshard.executor import Refit
+from hpcrl.reshard.planner import Resharding
+from hpcrl.rewards.manager import RewardManager
+from hpcrl.roles.actor import ActorWorker, SftActorWorker
+from hpcrl.roles.archive import ArchiveWorker
+from hpcrl.roles.critic import CriticWorker
+from hpcrl.roles.model_worker import DTYPES
+from hpcrl.roles.ref import RefWorker
+from hpcrl.roles.reward import RewardWorker
+from hpcrl.roles.rollout import RefitWorker, RolloutWorker
+from hpcrl.roles.sft_data import SftDataWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every rank reads from files before anything is built. Bad files end the job here, with one line."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: dict[str, PromptDataset]  # "train", "val"
+    answers: SftDataset | None
+    shape: ModelShape
+
+
+@dataclass(frozen=True)
+class Team:
+    """This rank's worker of each role it is in; class and layout of every role."""
+
+    workers: dict[str, Worker]
+    kinds: dict[str, type[Worker]]
+    layouts: dict[str, Layout]
+
+
+def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
+    """Tokenizer, datasets and the model's shape."""
+    if config.model.path is not None:
+        raise InputError(
+            f"model.path={config.model.path}: Hugging Face weights cannot be loaded yet; leave it null, give the "
+            "architecture under model: and start weights as model.init_from"
+        )
+    if config.model.tokenizer is None:
+        raise InputError("model.tokenizer is null; name a tokenizer directory")
+    tokenizer = load_tokenizer(config.model.tokenizer)
+    data = config.data
+    answers = None
+    if sft:
+        answers = SftDataset(data.train_files, tokenizer, data, config.sft.answer_key, data.train_max_samples)
+        prompts = {"train": answers.prompts}
+    else:
+        prompts = {"train": PromptDataset(data.train_files, tokenizer, data, data.train_max_samples)}
+    if data.val_files:
+        prompts["val"] = PromptDataset(data.val_files, tokenizer, data, data.val_max_samples)
+    shape = ModelShape.from_config(config.model, len(tokenizer))
+    return Inputs(tokenizer, prompts, answers, shape)
+
+
+def build_team(world: World, config: Config, derived: Derived, inputs: Inputs, total_steps: int) -> Team:
+    """Workers of `hpcrl train`. Collective over the world."""
+    shape = inputs.shape
+    layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
+    groups = _groups(world, layouts)
+    kinds: dict[str, type[Worker]] = {"actor": ActorWorker, "rollout": RolloutWorker}
+    workers: dict[str, Worker] = {}
+    if "actor" in groups:
+        workers["actor"] = ActorWorker(groups["actor"], shape, config, derived, total_steps)
+    if derived.needs_critic:
+        kinds["critic"] = CriticWorker
+        if "critic" in groups:
+            workers["critic"] = CriticWorker(groups["critic"], shape, config, derived, total_steps)
+    if derived.needs_ref:
+        kinds["ref"] = RefWorker
+        if "ref" in groups:
+            workers["ref"] = RefWorker(groups["ref"], shape, config, derived)
+    if "rollout" in groups:
+        workers["rollout"] = RolloutWorker(groups["rollout"], shape, config, inputs.prompts)
+    layouts["archive"], kinds["archive"] = layouts["actor"], ArchiveWorker
+    if world.rank in layouts["archive"]:
+        folder = str(run_directory(config) / "rollouts")
+        workers["archive"] = ArchiveWorker(layouts["archive"], world.rank, folder, inputs.prompts)
+    _add_sampling(world, config, inputs, Team(workers, kinds, layouts))
+    return Team(workers, kinds, layouts)
+
+
+def build_sft_team(world: World, config: Config, derived: DerivedSft, inputs: Inputs) -> Team:
+    """Workers of `hpcrl sft`. Collective over the world."""
+    assert inputs.answers is not None
+    layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
+    groups = _groups(world, layouts)
+    kinds: dict[str, type[Worker]] = {"actor": SftActorWorker, "data": SftDataWorker}
+    workers: dict[str, Worker] = {}
+    layouts["data"] = layouts["actor"]
+    if "actor" in groups:
+        workers["actor"] = SftActorWorker(groups["actor"], inputs.shape, config)
+        workers["data"] = SftDataWorker(layouts["actor"], world.rank, inputs.answers)
+    team = Team(workers, kinds, layouts)
+    if "rollout" in layouts:
+        kinds["rollout"] = RolloutWorker
+        if "rollout" in groups:
+            workers["rollout"] = RolloutWorker(groups["rollout"], inputs.shape, config, inputs.prompts)
+        _add_sampling(world, config, inputs, team)
+    return team
+
+
+def _add_sampling(world: World, config: Config, inputs: Inputs, team: Team) -> None:
+    """The roles that go with generation: scoring on its home ranks, refit on its and the actor's ranks."""
+    workers, kinds, layouts = team.workers, team.kinds, team.layouts
+    rank, rollout, actor = world.rank, layouts["rollout"], layouts["actor"]
+    layouts["reward"], kinds["reward"] = rollout, RewardWorker
+    if rank in rollout:
+        manager = RewardManager(config.reward) if rank in rollout.homes else None
+        if manager is not None:
+            for prompts in inputs.prompts.values():
+                manager.check(prompts.data_sources())
+        workers["reward"] = RewardWorker(rollout, rank, manager, inputs.tokenizer, inputs.prompts)
+    layouts["refit"], kinds["refit"] = Layout(tuple(sorted({*actor.ranks, *rollout.ranks}))), RefitWorker
+    dtype = DTYPES[config.model.dtype]
+    resharding = Resharding(inputs.shape, actor, rollout, dtype.itemsize, ranks_per_node=world.local_size)
+    comm = world.comm.Dup()
+    if rank in layouts["refit"]:
+        workers["refit"] = RefitWorker(
+            layouts["refit"],
+            rank,
+            Refit(resharding.plan_for_rank(rank), comm, rank, dtype),
+            workers.get("actor"),  # type: ignore[arg-type]
+            workers.get("rollout"),  # type: ignore[arg-type]
+        )
+
+
+def _layout(placed: PlacedRole) -> Layout:
+    return Layout(placed.ranks, tp=placed.tp, pp=placed.pp)
+
+
+def _groups(world: World, layouts: dict[str, Layout]) -> dict[str, RoleGroups]:
+    platform.install()
+    return make_groups(layouts, world.rank)

@@ -1,0 +1,1 @@
+"""What a run leaves behind for people: TensorBoard, metrics.jsonl, timers, progress, the rollout archive."""

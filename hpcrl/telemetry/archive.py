@@ -1,0 +1,243 @@
+"""The rollout archive: what every sample of a step was, for people to read and for `trainer.rollouts_from` to replay.
+
+While a step runs, each rank appends records to a log of its own, which survives a `kill -9`; at the end of the step
+rank 0 merges them into one HDF5 file:
+
+    step_00000020.rank_00003.log   records: uint32 length, uint32 crc32 of the payload, msgpack payload (little endian)
+    step_00000020.h5               tokens/<column>/{values,offsets}, samples/<name>, attributes seed, step,
+                                   weight_version, schema = 1
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import msgpack
+import numpy as np
+
+SCHEMA = 1
+_HEADER = struct.Struct("<II")
+_FILE_NAME = re.compile(r"step_(\d{8,})\.(h5|h5\.tmp|rank_\d+\.log)")
+
+Scalar = int | float | bool | str
+Record = dict[str, Any]  # {"tokens": {column: [dtype, bytes]}, "samples": {name: scalar}}
+Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # column -> (values (total,), offsets int64 (samples + 1,))
+
+
+class ArchiveError(ValueError):
+    """A rollout file that is damaged or not one of ours."""
+
+    user_error = True
+
+
+def log_path(folder: str | os.PathLike[str], step: int, rank: int) -> Path:
+    return Path(folder) / f"step_{step:08d}.rank_{rank:05d}.log"
+
+
+def step_path(folder: str | os.PathLike[str], step: int) -> Path:
+    return Path(folder) / f"step_{step:08d}.h5"
+
+
+class RolloutLog:
+    """One rank's records of one step. What `append` has taken survives the end of this process."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        # A log that is already there is of an attempt at the same step that did not end.
+        self._file = open(path, "wb")
+
+    def append(self, tokens: Mapping[str, np.ndarray], samples: Mapping[str, Any]) -> None:
+        """Add one sample.
+
+        tokens: column -> (length,) array, one dtype per column. samples: name -> number or string; the integer
+        `position` gives the sample's place in the step's file. NUL and unpaired surrogates in strings, which HDF5
+        cannot hold, become U+2400 and `?`.
+        """
+        if "position" not in samples:
+            raise ValueError("a sample needs an integer `position`, its place in the step's file")
+        record = {
+            "tokens": {
+                name: [array.dtype.str, np.ascontiguousarray(array).tobytes()] for name, array in tokens.items()
+            },
+            "samples": {name: _plain(value) for name, value in samples.items()},
+        }
+        payload = msgpack.packb(record)
+        self._file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: Any) -> Scalar:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str):
+        return value.replace("\0", "\u2400").encode("utf-8", errors="replace").decode("utf-8")
+    if isinstance(value, (bool, int, float)):
+        return value
+    raise ValueError(f"a sample holds numbers and strings, not {type(value).__name__}")
+
+
+def read_log(path: str | os.PathLike[str], report: Callable[[str], None]) -> list[Record]:
+    """The whole records of a log. From the first torn or damaged one on, everything is dropped and reported."""
+    records: list[Record] = []
+    good_end = 0
+    data = Path(path).read_bytes()
+    for record, end in _records(data):
+        records.append(record)
+        good_end = end
+    if good_end < len(data):
+        report(
+            f"{path}: record {len(records)} at byte {good_end} is torn or damaged; dropped the last "
+            f"{len(data) - good_end} bytes, kept {len(records)} samples"
+        )
+    return records
+
+
+def _records(data: bytes) -> Iterator[tuple[Record, int]]:
+    """Yield (record, byte after it) until the first one that is not whole."""
+    start = 0
+    while start + _HEADER.size <= len(data):
+        length, crc = _HEADER.unpack_from(data, start)
+        payload = data[start + _HEADER.size : start + _HEADER.size + length]
+        # An empty payload is no record: a block of zeros, which a power loss leaves, would pass the crc.
+        if length == 0 or len(payload) < length or zlib.crc32(payload) != crc:
+            return
+        start += _HEADER.size + length
+        yield msgpack.unpackb(payload), start
+
+
+def finish_step(
+    folder: str | os.PathLike[str],
+    step: int,
+    *,
+    seed: int,
+    weight_version: int,
+    report: Callable[[str], None] = print,
+) -> Path:
+    """Merge the step's logs, in the order of `position`, into its HDF5 file and remove them.
+
+    Rank 0 calls it after all ranks have closed their logs. A kill at any point leaves the logs or the whole file.
+    """
+    logs = sorted(Path(folder).glob(f"step_{step:08d}.rank_*.log"))
+    records = [record for log in logs for record in read_log(log, report)]
+    records.sort(key=lambda record: record["samples"]["position"])
+    _check_alike(records, folder, step)
+    path = step_path(folder, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with h5py.File(temporary, "w") as file:
+        file.attrs.update({"seed": seed, "step": step, "weight_version": weight_version, "schema": SCHEMA})
+        _write_tokens(file.create_group("tokens"), records)
+        _write_samples(file.create_group("samples"), records)
+    _fsync(temporary)
+    os.replace(temporary, path)
+    _fsync(path.parent)
+    for log in logs:
+        log.unlink()
+    return path
+
+
+def discard_from(folder: str | os.PathLike[str], step: int) -> None:
+    """Remove files of `step` and later: a resumed run makes them anew, maybe with fewer ranks."""
+    for path in Path(folder).glob("step_*"):
+        name = _FILE_NAME.fullmatch(path.name)
+        if name and int(name[1]) >= step:
+            path.unlink()
+
+
+def _check_alike(records: list[Record], folder: str | os.PathLike[str], step: int) -> None:
+    if not records:
+        return
+    where = f"rollout logs of step {step} in {folder}"
+    for part in ("tokens", "samples"):
+        names = set(records[0][part])
+        for record in records:
+            if set(record[part]) != names:
+                differing = ", ".join(sorted(names ^ set(record[part])))
+                raise ArchiveError(f"{where}: only some samples have {differing}; all must have the same {part}")
+    positions = [record["samples"]["position"] for record in records]
+    for position, following in itertools.pairwise(positions):
+        if position == following:
+            raise ArchiveError(f"{where}: two samples have position {position}; remove the logs of an earlier attempt")
+
+
+def _write_tokens(group: h5py.Group, records: list[Record]) -> None:
+    for name in sorted(records[0]["tokens"]) if records else ():
+        rows = [np.frombuffer(data, dtype) for dtype, data in (record["tokens"][name] for record in records)]
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        column = group.create_group(name)
+        _write(column, "values", np.concatenate(rows))
+        _write(column, "offsets", offsets)
+
+
+def _write_samples(group: h5py.Group, records: list[Record]) -> None:
+    for name in sorted(records[0]["samples"]) if records else ():
+        values = [record["samples"][name] for record in records]
+        if any(isinstance(value, str) for value in values):
+            if not all(isinstance(value, str) for value in values):
+                raise ArchiveError(f"samples/{name} holds strings and numbers; use one kind")
+            group.create_dataset(name, data=values, dtype=h5py.string_dtype("utf-8"))
+        else:
+            _write(group, name, np.array(values))
+
+
+def _write(group: h5py.Group, name: str, values: np.ndarray) -> None:
+    # Fletcher-32 makes reading a flipped bit an error; it needs chunks, which an empty dataset cannot have.
+    group.create_dataset(name, data=values, **({"fletcher32": True} if len(values) else {}))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_step(path: str | os.PathLike[str]) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
+    """Return (token columns, sample columns, attributes); strings come as object arrays of `str`.
+
+    Raises ArchiveError for a missing, foreign or damaged file.
+    """
+    try:
+        with h5py.File(path, "r") as file:
+            if file.attrs.get("schema") != SCHEMA:
+                raise ArchiveError(
+                    f"{path}: schema {file.attrs.get('schema')} where {SCHEMA} is expected; not a rollout archive "
+                    "of this version"
+                )
+            attributes = {name: int(file.attrs[name]) for name in ("seed", "step", "weight_version", "schema")}
+            tokens = {name: (column["values"][:], column["offsets"][:]) for name, column in file["tokens"].items()}
+            samples = {name: _read_samples(dataset) for name, dataset in file["samples"].items()}
+    except ArchiveError:
+        raise
+    except FileNotFoundError:
+        raise ArchiveError(f"{path}: no such rollout file") from None
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ArchiveError(f"{path}: not a whole rollout archive ({error})") from error
+    _check_lengths(path, tokens, samples)
+    return tokens, samples, attributes
+
+
+def _read_samples(dataset: h5py.Dataset) -> np.ndarray:
+    return dataset.asstr()[:] if h5py.check_string_dtype(dataset.dtype) else dataset[:]
+
+
+def _check_lengths(path: str | os.PathLike[str], tokens: Columns, samples: dict[str, np.ndarray]) -> None:
+    counts = {len(offsets) - 1 for _, offsets in tokens.values()} | {len(values) for values in samples.values()}
+    if len(counts) > 1:
+        raise ArchiveError(f"{path}: columns have {sorted(counts)} samples; all must have the same number")
+    for name, (values, offsets) in tokens.items():
+        if offsets[0] != 0 or offsets[-1] != len(values) or np.any(np.diff(offsets) < 0):
+            raise ArchiveError(f"{path}: offsets of tokens/{name} do not fit its {len(values)} values")

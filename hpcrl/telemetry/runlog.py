@@ -1,0 +1,129 @@
+"""Metrics of a run, read back for the tools of a login node: no torch, no MPI."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class RunError(ValueError):
+    """A folder or file that holds no metrics, or a request that they cannot answer."""
+
+    user_error = True
+
+
+@dataclass(frozen=True)
+class RunLog:
+    name: str
+    rows: dict[int, dict[str, float]]  # step -> tag -> value, steps rising; what was null is NaN
+
+    def tags(self) -> list[str]:
+        """Tags in the order of their first appearance."""
+        return list(dict.fromkeys(key for row in self.rows.values() for key in row))
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of the steps that have `key`."""
+        return [(step, row[key]) for step, row in self.rows.items() if key in row]
+
+    def between(self, start: int | None, stop: int | None) -> RunLog:
+        """Steps from `start` to `stop`, both included; None is open."""
+        low, high = -math.inf if start is None else start, math.inf if stop is None else stop
+        return RunLog(self.name, {step: row for step, row in self.rows.items() if low <= step <= high})
+
+
+def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
+    """Read several runs; those whose folders have the same name are called by their paths."""
+    paths = list(paths)
+    runs = [read_run(path) for path in paths]
+    names = [run.name for run in runs]
+    return [
+        RunLog(str(path), run.rows) if names.count(run.name) > 1 else run for path, run in zip(paths, runs, strict=True)
+    ]
+
+
+def read_run(path: str | os.PathLike[str]) -> RunLog:
+    """Read a run directory (`metrics.jsonl`, else TensorBoard event files) or one such file."""
+    place = Path(path)
+    if not place.exists():
+        raise RunError(f"{path}: no such run; expected a run directory or a metrics.jsonl")
+    name = place.resolve().name if place.is_dir() else place.resolve().parent.name
+    for source in _sources(place):
+        rows = _read_jsonl(source) if source.suffix == ".jsonl" else _read_events(source)
+        if rows:
+            return RunLog(name, dict(sorted(rows.items())))
+    if place.is_dir() and not any(True for _ in _sources(place)):
+        raise RunError(f"{path}: holds neither metrics.jsonl nor TensorBoard event files; is it a run directory?")
+    raise RunError(f"{path}: no step has been logged yet, or it is not a log of metrics")
+
+
+def _sources(place: Path) -> Iterable[Path]:
+    if place.is_file():
+        yield place
+    elif place.is_dir():
+        if (place / "metrics.jsonl").exists():
+            yield place / "metrics.jsonl"
+        for folder in (place / "tensorboard", place):
+            if any(folder.glob("*tfevents*")):
+                yield folder
+
+
+def _read_jsonl(path: Path) -> dict[int, dict[str, float]]:
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        # The last line of a running or a killed run may be torn.
+        try:
+            record = json.loads(line)
+            step = record.pop("step")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            continue
+        if isinstance(step, int):
+            rows[step] = {key: math.nan if value is None else float(value) for key, value in record.items()}
+    return rows
+
+
+def _read_events(path: Path) -> dict[int, dict[str, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0})
+    events.Reload()
+    rows: dict[int, dict[str, float]] = {}
+    for tag in events.Tags()["scalars"]:
+        for event in events.Scalars(tag):
+            rows.setdefault(event.step, {})[tag] = event.value
+    return rows
+
+
+# What a person looks at first, in this order; the names are verl's.
+USUAL_KEYS = (
+    r"critic/score/mean",
+    r"critic/rewards/mean",
+    r"val-core/.*",
+    r"(train|val|sft)/.*",
+    r"actor/(pg_loss|ppo_kl|kl_loss|reward_kl_penalty|entropy|pg_clipfrac|grad_norm)",
+    r"critic/(vf_loss|vf_explained_var|grad_norm)",
+    r"response_length/(mean|clip_ratio)",
+    r"training/(rollout_probs_diff_(max|mean)|rollout_actor_probs_pearson_corr)",
+    r"perf/(throughput|time_per_step)",
+    r"timing_s/[^/]+",
+)
+
+
+def choose_keys(runs: Iterable[RunLog], pattern: str | None) -> list[str]:
+    """Tags that match `pattern` anywhere (None: the usual ones, else all), in order."""
+    known = list(dict.fromkeys(key for run in runs for key in run.tags()))
+    if pattern is None:
+        usual = [key for wanted in USUAL_KEYS for key in sorted(known) if re.fullmatch(wanted, key)]
+        return list(dict.fromkeys(usual)) or known
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise RunError(f"--keys {pattern!r} is not a regular expression: {error}") from None
+    chosen = [key for key in known if expression.search(key)]
+    if not chosen:
+        raise RunError(f"--keys {pattern!r} matches none of {len(known)} keys, e.g. {', '.join(sorted(known)[:5])}")
+    return chosen

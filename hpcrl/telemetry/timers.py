@@ -1,0 +1,41 @@
+"""Seconds and bytes per phase of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimers:
+    """Adds up what phases of a step took: `with timers("gen"): ...`.
+
+    Phases may nest and repeat; an outer phase includes its inner ones. Bytes go under `perf/`, because they, like
+    times, may differ between two runs that are otherwise equal.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._bytes: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add_seconds(name, self._clock() - start)
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def add_bytes(self, name: str, count: int) -> None:
+        self._bytes[name] = self._bytes.get(name, 0) + count
+
+    def collect(self) -> dict[str, float]:
+        """`timing_s/<name>` in seconds and `perf/bytes/<name>` since the last call, which it forgets."""
+        metrics: dict[str, float] = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics.update({f"perf/bytes/{name}": count for name, count in self._bytes.items()})
+        self._seconds, self._bytes = {}, {}
+        return metrics

@@ -1,0 +1,120 @@
+"""Metrics of a run: TensorBoard events and `metrics.jsonl`, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams as hparams_summaries
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+# Category -> chart -> regular expressions of tags; TensorBoard's "Custom Scalars" tab.
+CHARTS = {
+    "reward": {
+        "reward": ["Multiline", ["critic/score/mean", "critic/rewards/mean"]],
+        "validation accuracy": ["Multiline", [r"val-core/.*/mean@\d+"]],
+    },
+    "policy": {
+        "KL": ["Multiline", ["actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"]],
+        "entropy": ["Multiline", ["actor/entropy"]],
+        "loss": ["Multiline", ["actor/pg_loss", "critic/vf_loss", "train/loss"]],
+    },
+    "lengths": {
+        "response length": ["Multiline", [r"response_length/(mean|max|min)"]],
+        "responses at the limit": ["Multiline", ["response_length/clip_ratio"]],
+    },
+    "seconds per phase": {"seconds per phase": ["Multiline", [r"timing_s/[^/]+"]]},
+    "rollout against training": {
+        "probability difference": ["Multiline", [r"training/rollout_probs_diff_(max|mean|std)"]],
+        "correlation": ["Multiline", ["training/rollout_actor_probs_pearson_corr"]],
+    },
+}
+
+
+class MetricsWriter:
+    """One line of `metrics.jsonl` and one set of TensorBoard scalars per step.
+
+    A resumed run continues both so that they read as if it had never stopped: with `first_step` = k + 1, what an
+    earlier attempt wrote for steps above k is dropped. `first_step` 0 or 1 is a fresh run: everything is dropped.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], *, first_step: int) -> None:
+        purge = first_step if first_step > 1 else 0
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._last_step = _drop_steps_from(folder / METRICS_FILE, purge)
+        self._lines: TextIO = open(folder / METRICS_FILE, "a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge)
+        self._board.add_custom_scalars(CHARTS)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write all metrics of `step`; a step is written once, steps rise. On return they survive a kill."""
+        if step <= self._last_step:
+            raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; a step is one line")
+        line: dict[str, float | int | None] = {"step": step}
+        for tag, value in metrics.items():
+            number = value if isinstance(value, int) else float(value)
+            line[tag] = number if math.isfinite(number) else None
+            self._board.add_scalar(tag, number, step)
+        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+        self._lines.flush()
+        os.fsync(self._lines.fileno())
+        self._board.flush()
+        self._last_step = step
+
+    def text(self, tag: str, step: int, markdown: str) -> None:
+        self._board.add_text(tag, markdown, step)
+
+    def hparams(self, config: Mapping[str, object], metrics: Mapping[str, float]) -> None:
+        """Flat configuration and final metrics for TensorBoard's HParams tab; metrics appear as `hparam/<key>`."""
+        values = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in config.items()}
+        finals = {f"hparam/{key}": float(value) for key, value in metrics.items()}
+        # SummaryWriter.add_hparams would open a second run in a folder named by the time of day.
+        for summary in hparams_summaries(values, finals):
+            self._board._get_file_writer().add_summary(summary)
+        for key, value in finals.items():
+            self._board.add_scalar(key, value, max(self._last_step, 0))
+        self._board.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+
+
+def _drop_steps_from(path: Path, step: int) -> int:
+    """Keep the whole lines of steps below `step`, atomically; return the last step kept, or -1."""
+    if not path.exists():
+        return -1
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept, last = [], -1
+    for line in text.splitlines(keepends=True):
+        number = _step_of(line)
+        if number is not None and last < number < step:
+            kept.append(line)
+            last = number
+    if "".join(kept) != text:
+        temporary = path.with_name(path.name + ".tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    return last
+
+
+def _step_of(line: str) -> int | None:
+    """None for a line that a kill has torn."""
+    if not line.endswith("\n"):
+        return None
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None

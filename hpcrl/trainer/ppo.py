@@ -1,0 +1,294 @@
+"""PPO, and GRPO and its relatives, which are the same loop without a critic."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcrl.algorithms.kl import make_kl_controller
+from hpcrl.algorithms.metrics import Metric, finish, merge
+from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.mini_batches import mini_batch_of
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.controller.controller import Controller, replica_column, run_program
+from hpcrl.data.order import batch_rows, steps_for_epochs
+from hpcrl.launch.exits import DONE
+from hpcrl.launch.world import World
+from hpcrl.roles.team import Inputs, build_team, read_inputs
+from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.telemetry.archive import discard_from, finish_step, read_step, step_path
+from hpcrl.trainer.run import Run, Start, find_start
+from hpcrl.trainer.validation import Validator
+
+log = logging.getLogger(__name__)
+
+
+def run(world: World, config: Config, derived: Derived) -> int:
+    """`hpcrl train` on every rank."""
+    inputs = world.together(lambda: read_inputs(config))
+    start = find_start(world, config)
+    prompts, batch_size = len(inputs.prompts["train"]), config.data.train_batch_size
+    total_steps = config.trainer.total_training_steps or steps_for_epochs(
+        prompts, batch_size, config.trainer.total_epochs
+    )
+    team = build_team(world, config, derived, inputs, total_steps)
+    run_program(
+        world,
+        team.workers,
+        team.kinds,
+        team.layouts,
+        lambda controller: PPOTrainer(controller, config, derived, inputs, start, total_steps).fit(),
+    )
+    return DONE
+
+
+class PPOTrainer:
+    """The controller's program, on rank 0."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        config: Config,
+        derived: Derived,
+        inputs: Inputs,
+        start: Start,
+        total_steps: int,
+    ) -> None:
+        self.controller = controller
+        self.config = config
+        self.derived = derived
+        self.inputs = inputs
+        self.start = start
+        self.total_steps = total_steps
+        self.run = Run(config, "ppo" if derived.needs_critic else config.algorithm.adv_estimator, start.step + 1, total_steps)
+        self.timers = self.run.timers
+        self.eos = (int(inputs.tokenizer.eos_token_id),)
+        ctrl = config.algorithm.kl_ctrl
+        self.kl_controller = make_kl_controller(
+            ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
+        )
+        self.metrics: dict[str, float] = {}
+        self.validator = None
+        if "val" in inputs.prompts:
+            self.validator = Validator(
+                controller,
+                inputs.prompts["val"],
+                config.data,
+                config.rollout.val_kwargs,
+                self.eos,
+                num_shown=config.trainer.log_val_generations,
+            )
+
+    def fit(self) -> None:
+        trainer = self.config.trainer
+        self._restore()
+        final: dict[str, float] = {}
+        if self.start.step == 0 and trainer.val_before_train:
+            final = self._validate(0)
+            self.run.writer.log(0, final | self.timers.collect())
+        for step in range(self.start.step + 1, self.total_steps + 1):
+            self.metrics = {"training/global_step": float(step)}
+            with self.timers("step"):
+                self._step(step)
+            if _due(step, trainer.test_freq, self.total_steps):
+                final = self._validate(step)
+                self.metrics |= final
+            self._log(step)
+            # After the log: a kill in between repeats the step, where the other order would lose its line.
+            if _due(step, trainer.save_freq, self.total_steps):
+                with self.timers("save_checkpoint"):
+                    self._save(step)
+        self.run.close(final)
+        self.controller["reward"].close().get()
+
+    def _step(self, step: int) -> None:
+        """One step of PPO, as in the paper's algorithm 1."""
+        timers, workers = self.timers, self.controller
+        with timers("gen"):
+            batch = self._rollout(step)
+        with timers("reward"):
+            batch = self._join(batch, workers["reward"].score(batch).get())
+        batch = self._balance(batch)
+        # All three are under way before the first is waited for: roles on ranks of their own run at the same time.
+        old_log_probs = workers["actor"].compute_log_prob(batch)
+        ref_log_prob = workers["ref"].compute_ref_log_prob(batch) if self.derived.needs_ref else None
+        values = workers["critic"].compute_values(batch) if self.derived.needs_critic else None
+        for phase, future in (("old_log_prob", old_log_probs), ("ref", ref_log_prob), ("values", values)):
+            if future is not None:
+                with timers(phase):
+                    batch = self._join(batch, future.get())
+        with timers("adv"):
+            batch.meta_info["kl_coef"] = self.kl_controller.value
+            batch = self._join(batch, workers["actor"].compute_advantage(batch).get())
+        updates = {}
+        if self.derived.needs_critic:
+            updates["update_critic"] = workers["critic"].update_critic(batch)
+        if step > self.config.trainer.critic_warmup or not self.derived.needs_critic:
+            updates["update_actor"] = workers["actor"].update_actor(batch)
+        for phase, update in updates.items():
+            with timers(phase):
+                self.metrics |= over_mini_batches(update.get())
+        with timers("update_weights"):
+            self._refit()
+        if self.config.trainer.save_rollouts:
+            with timers("dump_rollout_generations"):
+                self._archive(batch, step)
+        self._account(batch)
+
+    def _rollout(self, step: int) -> DataProto:
+        """The step's prompts, n times each, with a response to each."""
+        config = self.config
+        if config.trainer.rollouts_from is not None:
+            return self._recorded(step, config.trainer.rollouts_from)
+        train, n, size = self.inputs.prompts["train"], config.rollout.n, config.data.train_batch_size
+        rows, epochs = batch_rows(len(train), size, step, config.run.seed, config.data.shuffle)
+        self.metrics["training/epoch"] = float(epochs[0])
+        prompt = np.arange(size, dtype=np.int32)
+        batch = DataProto({}, {"row": rows, "epoch": epochs, "prompt": prompt}).repeat(n)
+        batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
+        batch.samples["position"] = np.arange(size * n, dtype=np.int64)
+        batch.meta_info |= {"split": "train", "step": step, "num_prompts": size, "weight_version": step - 1}
+        sampling = SamplingParams(
+            max_new_tokens=config.data.max_response_length,
+            temperature=config.rollout.temperature,
+            top_k=config.rollout.top_k,
+            top_p=config.rollout.top_p,
+            ignore_eos=config.rollout.ignore_eos,
+            eos_token_ids=self.eos,
+        )
+        return self._join(batch, self.controller["rollout"].generate(batch, sampling).get())
+
+    def _recorded(self, step: int, folder: str) -> DataProto:
+        """The samples of an archive in place of a rollout."""
+        _, samples, attributes = read_step(step_path(folder, step))
+        kept = ("row", "epoch", "prompt", "sample_index", "position")
+        meta = {
+            "split": "train",
+            "step": step,
+            "num_prompts": int(samples["prompt"].max()) + 1,
+            "weight_version": attributes["weight_version"],
+        }
+        batch = DataProto({}, {name: samples[name] for name in kept}, meta)
+        return self._join(batch, self.controller["rollout"].replay(batch, folder).get())
+
+    def _balance(self, batch: DataProto) -> DataProto:
+        """Assign rows to replicas, once for the step: tokens are balanced inside each mini-batch of the first pass."""
+        samples, config = batch.samples, self.config
+        weights = (samples["prompt_length"] + samples["response_length"]).astype(np.int64)
+        of_prompt = mini_batch_of(
+            batch.meta_info["num_prompts"],
+            config.actor.ppo_mini_batch_size,
+            seed=config.run.seed,
+            step=batch.meta_info["step"],
+            ppo_epoch=0,
+            shuffle=config.actor.shuffle,
+        )
+        mini_batch = of_prompt[samples["prompt"]]
+        for dp in sorted({role.dp for role in self.derived.roles.values()}):
+            assignment = balanced_assignment(weights, dp, groups=samples["prompt"], mini_batches=mini_batch)
+            if not config.trainer.balance_batch:
+                assignment = (samples["prompt"] * dp // batch.meta_info["num_prompts"]).astype(np.int32)
+            samples[replica_column(dp)] = assignment
+        per_replica = np.bincount(samples[replica_column(self.derived.roles["actor"].dp)], weights)
+        self.metrics |= {
+            "global_seqlen/mean": float(per_replica.mean()),
+            "global_seqlen/balanced_min": float(per_replica.min()),
+            "global_seqlen/balanced_max": float(per_replica.max()),
+        }
+        return batch
+
+    def _refit(self) -> None:
+        reports = self.controller["refit"].update_weights().get()
+        self.timers.add_bytes("update_weights", sum(report.bytes_received for report in reports))
+
+    def _archive(self, batch: DataProto, step: int) -> None:
+        self.controller["archive"].write(batch).get()
+        version = batch.meta_info["weight_version"]
+        finish_step(self.run.folder / "rollouts", step, seed=self.config.run.seed, weight_version=version)
+
+    def _validate(self, step: int) -> dict[str, float]:
+        if self.validator is None:
+            return {}
+        with self.timers("testing"):
+            metrics, shown = self.validator.run()
+        if shown:
+            self.run.writer.text("validation/samples", step, shown)
+        core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
+        return metrics
+
+    def _restore(self) -> None:
+        """Weights, optimizers and counters as the start says, and the weights in the rollout engine."""
+        workers, start = self.controller, self.start
+        roles = [role for role in ("actor", "critic", "ref") if role in self.derived.roles]
+        for role in roles:
+            if start.folder is not None and role != "ref":
+                workers[role].load(str(start.folder)).get()
+            elif start.init_from is not None:
+                workers[role].load(str(start.init_from), role="actor", weights_only=True).get()
+        if start.folder is not None:
+            self.kl_controller.load_state_dict(start.state["kl_ctrl"])
+            log.info("resuming after step %d from %s", start.step, start.folder)
+        if start.step >= self.total_steps:
+            log.info("nothing to do: %d of %d steps are done", start.step, self.total_steps)
+        discard_from(self.run.folder / "rollouts", start.step + 1)
+        self._refit()
+
+    def _save(self, step: int) -> None:
+        state: dict[str, Any] = {
+            "consumed_prompts": step * self.config.data.train_batch_size,
+            "epoch": self.metrics.get("training/epoch", 0.0),
+            "kl_ctrl": self.kl_controller.state_dict(),
+        }
+        roles = ("actor", "critic") if self.derived.needs_critic else ("actor",)
+        self.run.save(self.controller, step, roles, state)
+
+    def _join(self, batch: DataProto, part: DataProto) -> DataProto:
+        """Add a call's columns to the batch, and its metrics to the step's."""
+        self.metrics |= finish(merge(part.meta_info.pop("metrics", [])))
+        if "actor/reward_kl_penalty" in self.metrics and "advantages" in part.tokens:
+            self.kl_controller.update(self.metrics["actor/reward_kl_penalty"], len(batch))
+        return batch.union(part)
+
+    def _account(self, batch: DataProto) -> None:
+        """Sizes and speeds that need the batch."""
+        samples = batch.samples
+        self.num_response_tokens = int(samples["response_length"].sum())
+        self.num_tokens = int(samples["prompt_length"].sum()) + self.num_response_tokens
+        self.metrics["perf/total_num_tokens"] = float(self.num_tokens)
+
+    def _log(self, step: int) -> None:
+        found = self.timers.collect()
+        seconds = found["timing_s/step"]
+        for phase in ("gen", "ref", "values", "adv", "update_critic", "update_actor"):
+            if f"timing_s/{phase}" in found:
+                tokens = self.num_response_tokens if phase == "gen" else self.num_tokens
+                found[f"timing_per_token_ms/{phase}"] = 1e3 * found[f"timing_s/{phase}"] / max(tokens, 1)
+        found |= self.controller.traffic.collect()
+        found["perf/time_per_step"] = seconds
+        found["perf/throughput"] = self.num_tokens / seconds / self.derived.world_size
+        found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        self.run.writer.log(step, self.metrics | found)
+        shown = {
+            "score": "critic/score/mean",
+            "length": "response_length/mean",
+            "entropy": "actor/entropy",
+            "ratio_kl": "actor/ppo_kl",
+        }
+        self.run.progress.update(step, {name: self.metrics[key] for name, key in shown.items() if key in self.metrics})
+
+
+def _due(step: int, frequency: int, last: int) -> bool:
+    return frequency > 0 and (step % frequency == 0 or step == last)
+
+
+def over_mini_batches(homes: Sequence[Sequence[dict[str, Metric]]]) -> dict[str, float]:
+    """Metrics of an update: merged over replicas inside each mini-batch, then averaged over the mini-batches."""
+    steps = [finish(merge(parts)) for parts in zip(*homes, strict=True)]
+    return {name: float(np.mean([part[name] for part in steps if name in part])) for name in steps[0]}

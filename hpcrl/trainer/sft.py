@@ -1,0 +1,112 @@
+"""The supervised warm start: cross-entropy on answers, on the engine and layouts of the actor."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from hpcrl.algorithms.metrics import finish, merge
+from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import DerivedSft
+from hpcrl.config.schema import Config, ValKwargs
+from hpcrl.controller.controller import Controller, replica_column, run_program
+from hpcrl.data.order import batch_rows
+from hpcrl.launch.exits import DONE
+from hpcrl.launch.world import World
+from hpcrl.roles.team import Inputs, build_sft_team, read_inputs
+from hpcrl.trainer.run import Run, Start, find_start
+from hpcrl.trainer.validation import Validator
+
+log = logging.getLogger(__name__)
+
+
+def run(world: World, config: Config, derived: DerivedSft) -> int:
+    """`hpcrl sft` on every rank."""
+    inputs = world.together(lambda: read_inputs(config, sft=True))
+    start = find_start(world, config)
+    team = build_sft_team(world, config, derived, inputs)
+    run_program(
+        world,
+        team.workers,
+        team.kinds,
+        team.layouts,
+        lambda controller: SFTTrainer(controller, config, derived, inputs, start).fit(),
+    )
+    return DONE
+
+
+class SFTTrainer:
+    """The controller's program, on rank 0."""
+
+    def __init__(
+        self, controller: Controller, config: Config, derived: DerivedSft, inputs: Inputs, start: Start
+    ) -> None:
+        self.controller = controller
+        self.config = config
+        self.start = start
+        assert inputs.answers is not None
+        self.answers = inputs.answers
+        self.dp = derived.roles["actor"].dp
+        self.run = Run(config, "sft", start.step + 1, config.sft.total_training_steps)
+        self.metrics: dict[str, float] = {}
+        self.validator = None
+        if config.sft.eval_freq > 0:
+            self.validator = Validator(
+                controller,
+                inputs.prompts["val"],
+                config.data,
+                [ValKwargs(n=1, temperature=1.0)],
+                (int(inputs.tokenizer.eos_token_id),),
+                num_prompts=config.sft.eval_samples,
+            )
+
+    def fit(self) -> None:
+        sft, timers, save_freq = self.config.sft, self.run.timers, self.config.trainer.save_freq
+        total = sft.total_training_steps
+        if self.start.folder is not None:
+            self.controller["actor"].load(str(self.start.folder)).get()
+            log.info("resuming after step %d from %s", self.start.step, self.start.folder)
+        elif self.start.init_from is not None:
+            self.controller["actor"].load(str(self.start.init_from), weights_only=True).get()
+        step, reached, final = self.start.step, bool(self.start.state.get("reached")), {}
+        while step < total and not reached:
+            step += 1
+            with timers("step"):
+                self._step(step)
+                if self.validator is not None and (step % sft.eval_freq == 0 or step == total):
+                    final = self._evaluate()
+                    reached = sft.stop_at_score is not None and max(final.values()) >= sft.stop_at_score
+            self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
+            shown = {"loss": self.metrics["train/loss"]} | {"accuracy": value for value in final.values()}
+            self.run.progress.update(step, shown)
+            if step == total or reached or (save_freq > 0 and step % save_freq == 0):
+                with timers("save_checkpoint"):
+                    state = {"consumed_rows": step * sft.batch_size, "reached": reached}
+                    self.run.save(self.controller, step, ("actor",), state)
+        if reached:
+            log.info("stopped at step %d: accuracy reached sft.stop_at_score=%g", step, sft.stop_at_score)
+        self.run.close(final)
+
+    def _step(self, step: int) -> None:
+        config = self.config
+        rows, epochs = batch_rows(
+            len(self.answers), config.sft.batch_size, step, config.run.seed, config.data.shuffle
+        )
+        lengths = self.answers.lengths[rows]
+        samples = {"row": rows, replica_column(self.dp): balanced_assignment(lengths, self.dp)}
+        batch = DataProto({}, samples, {"step": step})
+        batch = batch.union(self.controller["data"].load(batch).get())
+        parts = self.controller["actor"].update(batch).get()
+        self.metrics = {"training/global_step": float(step), "training/epoch": float(epochs[0])} | finish(merge(parts))
+        self.metrics["perf/total_num_tokens"] = float(np.sum(lengths))
+
+    def _evaluate(self) -> dict[str, float]:
+        """Accuracy at temperature 1 on some validation prompts, by metric name."""
+        assert self.validator is not None
+        with self.run.timers("testing"):
+            self.controller["refit"].update_weights().get()
+            metrics, _ = self.validator.run()
+        self.metrics |= metrics
+        return {name: value for name, value in metrics.items() if name.startswith("val-core/")}

@@ -1,0 +1,69 @@
+"""Metadata and requirements; `tools/environment.sh` installs them, torch first."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+COMMON = [
+    "pydantic>=2.6",  # the YAML schema: types, bounds, unknown keys
+    "pyyaml>=6",  # job templates
+    "jinja2>=3.1",  # chat templates
+    "numpy",  # columns and statistics; no bound here, for TensorRT-LLM wants < 2
+    "h5py>=3.8",  # the rollout archive
+    "pyarrow>=14",  # Parquet prompts
+    "tensorboard>=2.14",  # the event files and the page that shows them
+    "tokenizers",  # the tokenizer that a small model ships; transformers pins its version
+    "tqdm>=4.60",  # progress on a terminal
+    "matplotlib>=3.7",  # the PNG of the curves
+    "msgpack>=1.0",  # records of the append-only rollout logs
+    "xxhash>=3.2",  # checksums of checkpoint files
+    "einops",  # megatron-core's HyperCommGrid imports it and does not require it
+    "psutil",  # megatron-core's dist_checkpointing imports it and does not require it; cores and memory in `check`
+]
+
+CPU = [
+    "torch==2.13.0",  # what the tests run on; anything from 2.6 should work
+    "megatron-core==0.16.1",  # the last release for Python 3.10 and 3.11
+    "mpi4py>=4.1,<5",  # control plane and the c10d backend
+    "mpich>=5.0,<6",  # an MPI library and mpiexec without root
+    "transformers>=4.57",  # tokenizers and configurations of Hugging Face directories
+]
+
+# TensorRT-LLM 1.2.1 decides this set (torch, transformers, numpy, MPI). Its wheels are at pypi.nvidia.com, torch's at
+# download.pytorch.org/whl/cu130; the supported route is NVIDIA's container with megatron-core added. NVIDIA's Apex is
+# not on PyPI (the project of that name there is another one), so it is used when present and not listed.
+GPU = [
+    "torch==2.9.1",
+    "megatron-core==0.16.1",
+    "mpi4py>=4.1,<5",  # on the container's Open MPI
+    "transformer-engine[pytorch,core_cu13]==2.11.0",  # fused layers; megatron-core 0.16.1 goes up to 2.11
+    "tensorrt-llm==1.2.1",  # rollout
+    "transformers==4.57.3",
+    "numpy<2",
+]
+
+TEST = [
+    "pytest>=8",
+    "pytest-timeout>=2.3",  # a hung collective must end a session
+    "hypothesis>=6.100",  # property tests
+    "ruff>=0.6",  # lint and format
+    "mypy>=1.11",  # types
+    "types-PyYAML",  # PyYAML's types
+]
+
+readme = Path(__file__).with_name("README.md")
+
+setup(
+    name="hpcrl",
+    version="0.1.0",
+    description="RL post-training of language models as one SPMD MPI program on megatron-core",
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["hpcrl", "hpcrl.*"]),
+    package_data={"hpcrl": ["**/*.json", "**/*.jinja"]},
+    install_requires=COMMON,
+    extras_require={"cpu": CPU, "gpu": GPU, "test": TEST},
+    entry_points={"console_scripts": ["hpcrl=hpcrl.cli:main"]},
+)

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.checkpoint.manifest import write_manifest
+from hpcrl.checkpoint.store import CheckpointStore, load_path, read_trainer_state
+from hpcrl.launch.exits import InputError
+
+
+def save(store: CheckpointStore, step: int, content: str = "") -> None:
+    folder = store.begin(step)
+    for role in ("actor", "critic"):
+        (folder / role).mkdir()
+        (folder / role / "__0_0.distcp").write_text(f"{role} {step} {content}" * 100)
+    store.commit(step, {"epoch": step // 10, "consumed": 64 * step, "kl_coef": 0.1 + step, "content": content})
+
+
+def quiet(line: str) -> None:
+    pytest.fail(f"unexpected report: {line}")
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_committed_checkpoint_comes_back(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep=None)
+    assert store.newest_valid(quiet) is None
+    save(store, 10)
+    save(store, 20)
+    step, folder, state = store.newest_valid(quiet)
+    assert (step, folder) == (20, store.folder(20))
+    assert state == {"step": 20, "epoch": 2, "consumed": 1280, "kl_coef": 20.1, "content": ""}
+    assert names(store.root) == ["latest", "step_00000010", "step_00000020"]
+    assert (store.root / "latest").read_text() == "step_00000020\n"
+    assert names(folder) == ["actor", "critic", "manifest.json", "trainer.json"]
+
+
+def test_keep_counts_the_one_just_written(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (5, 10, 15, 20):
+        save(store, step)
+    assert names(tmp_path) == ["latest", "step_00000015", "step_00000020"]
+    one = CheckpointStore(tmp_path, keep=1)
+    save(one, 25)
+    assert names(tmp_path) == ["latest", "step_00000025"]
+
+
+def test_later_checkpoints_of_an_abandoned_future_do_not_push_out_the_new_one(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    save(CheckpointStore(tmp_path, keep=None), 40)
+    save(store, 10)
+    save(store, 20)
+    assert names(tmp_path) == ["latest", "step_00000020", "step_00000040"]
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncated, flipped, Path.unlink])
+@pytest.mark.parametrize("name", ["manifest.json", "trainer.json", "actor/__0_0.distcp", "critic/__0_0.distcp"])
+def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, name, damage):
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 10)
+    save(store, 20)
+    damage(store.folder(20) / name)
+    reports: list[str] = []
+    step, folder, state = store.newest_valid(reports.append)
+    assert (step, folder, state["step"]) == (10, store.folder(10), 10)
+    assert len(reports) == 1 and "\n" not in reports[0]
+    assert "step_00000020" in reports[0] and name in reports[0] and "using step_00000010 instead" in reports[0]
+
+
+def test_when_none_is_whole_it_says_so(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    for step in (10, 20):
+        save(store, step)
+        truncated(store.folder(step) / "actor" / "__0_0.distcp")
+    reports: list[str] = []
+    assert store.newest_valid(reports.append) is None
+    assert len(reports) == 2 and all("no other checkpoint is whole" in line for line in reports)
+
+
+def test_latest_is_not_trusted(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 10)
+    save(store, 20)
+    for content in ("step_00000010", "step_00000099", "\x00garbage"):
+        (tmp_path / "latest").write_text(content)
+        assert store.newest_valid(quiet)[0] == 20
+    (tmp_path / "latest").unlink()
+    assert store.newest_valid(quiet)[0] == 20
+
+
+def test_leftovers_are_ignored_and_swept(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 10)
+    (store.begin(30) / "half").write_text("x")
+    (tmp_path / "step_notes").mkdir()
+    (tmp_path / "step_00000050").write_text("a file")
+    assert store.newest_valid(quiet)[0] == 10
+    assert list(store.begin(30).iterdir()) == []
+    save(store, 20)
+    assert not store.pending(30).exists()
+
+
+def test_a_step_can_be_saved_again(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 10, "first")
+    truncated(store.folder(10) / "actor" / "__0_0.distcp")
+    save(store, 10, "second")
+    assert store.newest_valid(quiet)[2]["content"] == "second"
+    assert names(tmp_path) == ["latest", "step_00000010"]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Kill:
+    """Counts the operations on the file system that matter for order, and ends the process at the n-th."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.count = 0
+        self.at = at
+        for owner, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "write_text")):
+            monkeypatch.setattr(owner, name, self.around(getattr(owner, name)))
+
+    def around(self, operation: Callable) -> Callable:
+        def counted(*arguments, **options):
+            self.count += 1
+            if self.count == self.at:
+                raise Killed
+            return operation(*arguments, **options)
+
+        return counted
+
+
+@pytest.mark.parametrize("new_step", [20, 10], ids=["a new step", "the same step again"])
+@pytest.mark.parametrize("keep", [1, 2, None])
+def test_a_kill_between_any_two_operations_loses_nothing(tmp_path, monkeypatch, new_step, keep):
+    for at in range(1, 200):
+        root = tmp_path / str(at)
+        store = CheckpointStore(root, keep=keep)
+        save(store, 5, "older")
+        save(store, 10, "old")
+        pending = store.begin(new_step)
+        (pending / "actor").mkdir()
+        (pending / "actor" / "__0_0.distcp").write_text("new")
+        with monkeypatch.context() as patch:
+            kill = Kill(patch, at)
+            try:
+                store.commit(new_step, {"content": "new"})
+            except Killed:
+                pass
+        step, folder, state = store.newest_valid(quiet)
+        assert (step, state["content"]) in ((10, "old"), (new_step, "new"))
+        assert (folder / "actor" / "__0_0.distcp").exists()
+        save(store, 30, "next")
+        assert store.newest_valid(quiet)[0] == 30
+        left = names(root)
+        assert not [name for name in left if name.endswith(".tmp")]
+        assert not [name for name in left if name.endswith(".replaced") and name.removesuffix(".replaced") in left]
+        if kill.count < at:
+            assert at > 10
+            return
+    pytest.fail("commit never ended")
+
+
+def test_load_path_takes_a_run_a_checkpoints_folder_or_a_step(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep=None)
+    save(store, 10)
+    save(store, 20)
+    assert load_path(tmp_path, quiet) == store.folder(20)
+    assert load_path(store.root, quiet) == store.folder(20)
+    assert load_path(str(store.folder(10)), quiet) == store.folder(10)
+    copy = shutil.copytree(store.folder(10), tmp_path / "warm_start")
+    assert load_path(copy, quiet) == copy
+
+
+def test_load_path_without_a_checkpoint_is_one_line(tmp_path):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=None)
+    save(store, 10)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for path in ("none", "empty", "file", "run/checkpoints/step_00000011"):
+        with pytest.raises(InputError, match=path) as caught:
+            load_path(tmp_path / path, quiet)
+        assert "\n" not in str(caught.value)
+    truncated(store.folder(10) / "actor" / "__0_0.distcp")
+    with pytest.raises(InputError, match="__0_0.distcp"):
+        load_path(store.folder(10), quiet)
+    reports: list[str] = []
+    with pytest.raises(InputError, match="no whole checkpoint"):
+        load_path(tmp_path / "run", reports.append)
+    assert len(reports) == 1
+
+
+@pytest.mark.parametrize("content", ["[]", "", "3", "{", '{"step": '])
+def test_a_trainer_file_that_is_not_an_object_is_damage(tmp_path, content):
+    (tmp_path / "trainer.json").write_text(content)
+    write_manifest(tmp_path)
+    with pytest.raises(InputError, match=r"trainer\.json"):
+        read_trainer_state(tmp_path)
+
+
+def test_state_that_json_cannot_hold_is_refused_before_anything_counts(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 10)
+    for state in ({"kl": float("nan")}, {"object": object()}):
+        store.begin(20)
+        with pytest.raises((ValueError, TypeError)):
+            store.commit(20, state)
+    assert store.newest_valid(quiet)[0] == 10

@@ -1,0 +1,190 @@
+"""Derived values, and the combinations that no job can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config import derive
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.schema import Config
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """A runnable config; each section given here is merged over it."""
+    base: dict[str, dict[str, Any]] = {
+        "data": {"train_files": ["train.parquet"], "train_batch_size": 64},
+        "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 8},
+        "actor": {"ppo_mini_batch_size": 32},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return Config.model_validate(base)
+
+
+def refusal(ranks: int = 4, /, *, needs_groups: bool = False, **sections: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        derive.check(config(**sections), ranks, needs_groups=needs_groups)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("*", (0, 1, 2, 3, 4, 5, 6)), ("0-3,6", (0, 1, 2, 3, 6)), (" 6 , 1 - 2 ", (1, 2, 6)), ("5", (5,)), ("2-2", (2,))],
+)
+def test_pool_strings(text: str, ranks: tuple[int, ...]) -> None:
+    assert derive.parse_ranks(text, 7) == ranks
+    assert derive.parse_ranks(derive.format_ranks(ranks), 7) == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "has ''; expected"),
+        ("a-b", "has 'a-b'; expected"),
+        ("0,,1", "has ''; expected"),
+        ("*,1", "has '*'; expected"),
+        ("-1", "has '-1'; expected"),
+        ("3-1", "counts down in '3-1'; use 1-3"),
+        ("0-2,2", "names rank 2 twice"),
+        ("0-999999999999999", "names rank 4, and the job has 4 (0 to 3)"),
+        ("9", "names rank 9, and the job has 4 (0 to 3)"),
+    ],
+)
+def test_bad_pool_strings(text: str, line: str) -> None:
+    assert line in refusal(placement={"pools": {"all": text}})
+
+
+def test_derived_values() -> None:
+    derived = derive.check(
+        config(
+            data={"train_batch_size": 50, "max_prompt_length": 100, "max_response_length": 28},
+            rollout={"n": 4},
+            actor={"ppo_mini_batch_size": 20, "ppo_epochs": 2, "loss_agg_mode": "token-sum", "use_kl_loss": True},
+            critic={"ppo_mini_batch_size": 25},
+            placement={
+                "pools": {"all": "*", "tail": "6-7"},
+                "actor": {"tp": 2, "pp": 2},
+                "critic": {"pool": "tail", "pp": 2},
+            },
+        ),
+        8,
+    )
+    assert derived.roles["actor"] == derive.PlacedRole("all", tuple(range(8)), 2, 2, 2)
+    assert derived.roles["critic"] == derive.PlacedRole("tail", (6, 7), 1, 2, 1)
+    assert set(derived.roles) == {"actor", "critic", "ref", "rollout"}
+    assert (derived.needs_critic, derived.needs_ref) == (True, True)
+    assert derived.max_sequence_length == 128
+    assert derived.samples_per_step == 200
+    # 50 prompts in mini-batches of 20 are 20, 20 and 10, twice; the critic takes the actor's epochs
+    assert (derived.actor_updates_per_step, derived.actor_mini_batch_samples) == (6, 80)
+    assert (derived.critic_updates_per_step, derived.critic_mini_batch_size, derived.critic_ppo_epochs) == (4, 25, 2)
+    assert derived.critic_loss_agg_mode == "token-sum"
+    assert derived.loss_scale_factor == 28.0
+    assert derived.ref_max_tokens == 16384
+    table = derive.describe(derived)
+    assert "critic (tail)" in table and "ranks 6-7" in table and "200 samples" in table
+
+
+def test_roles_that_the_algorithm_does_not_need_are_not_placed() -> None:
+    derived = derive.check(
+        config(algorithm={"adv_estimator": "grpo"}, rollout={"n": 2}, placement={"critic": {"pool": "none", "tp": 3}}),
+        4,
+    )
+    assert set(derived.roles) == {"actor", "rollout"}
+    assert derived.critic_updates_per_step == 0
+    assert derive.check(config(algorithm={"adv_estimator": "mine"}), 4, needs_critic=True).needs_critic
+
+
+def test_ranks_of_no_role_are_shown() -> None:
+    placement = {"pools": {"all": "1-2"}}
+    assert "in no role: ranks 0,3" in derive.describe(derive.check(config(placement=placement), 4))
+
+
+@pytest.mark.parametrize(
+    ("placement", "line"),
+    [
+        ({"actor": {"tp": 3}}, "placement.actor.tp=3 does not divide num_attention_heads=8; use 1, 2, 4 or 8"),
+        ({"critic": {"pp": 5}}, "placement.critic.pp=5 exceeds num_layers=4; use 4 or less"),
+        ({"actor": {"tp": 8}}, "tp*pp*cp=8*1*1=8 does not divide the 4 ranks of pool all; the product must be 1, 2 or 4"),
+        ({"actor": {"pp": 3}}, "tp*pp*cp=1*3*1=3 does not divide the 4 ranks"),
+        ({"rollout": {"pp": 2}}, "placement.rollout.pp=2 is not supported: rollout splits by tp and dp; use 1"),
+        ({"actor": {"cp": 2}}, "placement.actor.cp=2 is not supported yet; use 1"),
+        ({"critic": {"vpp": 2}}, "placement.critic.vpp=2 is not supported yet; use 1"),
+        ({"actor": {"pool": "al"}}, "placement.actor.pool=al is not in placement.pools; did you mean all?"),
+        ({"actor": {"pool": "xyz"}}, "placement.actor.pool=xyz is not in placement.pools; known pools: all"),
+    ],
+)  # fmt: skip
+def test_layouts(placement: dict[str, Any], line: str) -> None:
+    assert line in refusal(placement=placement)
+
+
+def test_tp_must_divide_query_groups_and_feed_forward_width() -> None:
+    tp4 = {"actor": {"tp": 4}}
+    assert refusal(model={"num_query_groups": 2}, placement=tp4) == (
+        "placement.actor.tp=4 does not divide num_query_groups=2; use 1 or 2"
+    )
+    assert refusal(model={"ffn_hidden_size": 30}, placement=tp4) == (
+        "placement.actor.tp=4 does not divide ffn_hidden_size=30; use 1 or 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"model": {"num_query_groups": 3}}, "num_query_groups=3 does not divide num_attention_heads=8; use 1, 2, 4 or 8"),
+        ({"model": {"hidden_size": 60}}, "num_attention_heads=8 does not divide hidden_size=60"),
+        ({"model": {"head_dim": 7}}, "model.head_dim=7 is odd"),
+        ({"model": {"hidden_size": 56}}, "model.head_dim=7 is odd"),
+        ({"model": {"max_position_embeddings": 1000}}, "= 512 + 512 exceeds model.max_position_embeddings=1000"),
+        ({"data": {"train_files": []}}, "data.train_files is empty"),
+        ({"actor": {"ppo_mini_batch_size": 65}}, "actor.ppo_mini_batch_size=65 exceeds data.train_batch_size=64"),
+        ({"critic": {"ppo_mini_batch_size": 65}}, "critic.ppo_mini_batch_size=65 exceeds data.train_batch_size=64"),
+        ({"actor": {"ppo_max_token_len_per_gpu": 1023}}, "actor.ppo_max_token_len_per_gpu=1023 is less than the longest"),
+        ({"critic": {"ppo_max_token_len_per_gpu": 9}}, "critic.ppo_max_token_len_per_gpu=9 is less than the longest"),
+        ({"ref": {"log_prob_max_token_len_per_gpu": 9}, "actor": {"use_kl_loss": True}}, "ref.log_prob_max_token_len_per_gpu=9"),
+        ({"rollout": {"max_num_batched_tokens": 511}}, "rollout.max_num_batched_tokens=511 is less than"),
+        ({"rollout": {"val_kwargs": {"n": 4}}}, "n=4 at temperature 0 draws the same sample 4 times"),
+        ({"trainer": {"test_freq": 5}}, "trainer.test_freq=5 validates, and data.val_files is empty"),
+        ({"algorithm": {"adv_estimator": "grpo"}, "trainer": {"critic_warmup": 5}}, "trainer.critic_warmup=5 trains a critic"),
+        ({"actor": {"optim": {"lr": 1.0, "min_lr": 2.0}}}, "actor.optim.min_lr=2.0 exceeds lr=1.0; use 1.0 or less"),
+    ],
+)  # fmt: skip
+def test_combinations(sections: dict[str, dict[str, Any]], line: str) -> None:
+    assert line in refusal(**sections)
+
+
+def test_group_estimators_need_several_samples() -> None:
+    line = refusal(needs_groups=True, algorithm={"adv_estimator": "grpo"})
+    assert line.startswith("algorithm.adv_estimator=grpo compares the samples of a prompt, and rollout.n=1")
+
+
+def test_recorded_rollouts_need_no_prompts() -> None:
+    derive.check(config(data={"train_files": []}, trainer={"rollouts_from": "runs/a/rollouts"}), 1)
+
+
+def test_sft() -> None:
+    # PPO's batch sizes mean nothing to SFT
+    derived = derive.check_sft(config(actor={"ppo_mini_batch_size": 9999}, placement={"actor": {"tp": 2}}), 4)
+    assert set(derived.roles) == {"actor"}
+    assert derived.samples_per_step == 256
+    assert "256 samples" in derive.describe(derived)
+    with_eval = config(sft={"eval_freq": 5}, data={"train_files": ["a"], "val_files": ["b"]})
+    assert set(derive.check_sft(with_eval, 4).roles) == {"actor", "rollout"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"data": {"train_files": []}}, "data.train_files is empty"),
+        ({"sft": {"stop_at_score": 0.2}}, "sft.stop_at_score=0.2 needs evaluations"),
+        ({"sft": {"eval_freq": 5}}, "sft.eval_freq=5 evaluates, and data.val_files is empty"),
+        ({"sft": {"max_token_len_per_gpu": 5}}, "sft.max_token_len_per_gpu=5 is less than the longest sequence"),
+        ({"placement": {"actor": {"tp": 3}}}, "placement.actor.tp=3 does not divide num_attention_heads=8"),
+    ],
+)
+def test_sft_combinations(sections: dict[str, dict[str, Any]], line: str) -> None:
+    with pytest.raises(ConfigError, match="^" + line):
+        derive.check_sft(config(**sections), 4)

@@ -1,0 +1,188 @@
+"""The loader: merging, YAML 1.2 scalars, round trip, and the one line that each mistake gets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.loader import dump_config, load_config
+from hpcrl.config.schema import Config
+
+
+def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The error's line, without the temporary folder."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    line = str(caught.value)
+    assert "\n" not in line
+    return line.replace(f"{path.parent}/", "")
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == Config()
+
+
+def test_later_wins_and_mappings_merge(tmp_path: Path) -> None:
+    write(tmp_path, "actor: {optim: {lr: 1, eps: 1e-7}, ppo_epochs: 2}\ndata: {val_files: [a, b]}", "base/ppo.yaml")
+    write(tmp_path, "extends: ppo.yaml\nactor: {optim: {lr: 2}}", "base/middle.yaml")
+    job = write(tmp_path, "extends: base/middle.yaml\nactor: {ppo_epochs: 3}\ndata: {val_files: [c]}")
+    config = load_config(job, ["run.seed=5", "actor.optim.eps=1e-6", "run.seed=6"])
+    assert (config.actor.optim.lr, config.actor.optim.eps, config.actor.ppo_epochs) == (2.0, 1e-6, 3)
+    assert config.data.val_files == ["c"]
+    assert config.run.seed == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("2E+1", 20.0), ("1.e-3", 1e-3), (".5", 0.5), ("3", 3.0), ("0x10", 16.0)]
+)
+def test_numbers_as_in_yaml_1_2(tmp_path: Path, text: str, value: float) -> None:
+    empty = write(tmp_path, "")
+    for config in (
+        load_config(write(tmp_path, f"actor: {{optim: {{lr: {text}}}}}", "file.yaml")),
+        load_config(empty, [f"actor.optim.lr={text}"]),
+    ):
+        assert config.actor.optim.lr == value
+        assert isinstance(config.actor.optim.lr, float)
+
+
+def test_text_as_in_yaml_1_2(tmp_path: Path) -> None:
+    """YAML 1.1 reads these as 1800, False, 8 and a date."""
+    config = load_config(write(tmp_path, "job: {time: 00:30:00}\nrun: {name: off, dir: 2026-01-01, seed: 010}"))
+    assert (config.job.time, config.run.name, config.run.dir, config.run.seed) == ("00:30:00", "off", "2026-01-01", 10)
+
+
+def test_anchors_and_merge_keys(tmp_path: Path) -> None:
+    text = "actor: {optim: &o {lr: 1, eps: 2}}\ncritic: {optim: {<<: *o, lr: 3}}"
+    optim = load_config(write(tmp_path, text)).critic.optim
+    assert (optim.lr, optim.eps) == (3.0, 2.0)
+
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter(lambda text: not set("/\0") & set(text))
+scalars = st.one_of(texts, st.sampled_from(["1e-4", "no", "~", "", "12:30", "<<", "=", "0o7", "\x85", " a"]))
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    text=scalars,
+    lr=st.floats(0, 1e30),
+    seed=st.integers(),
+    extra=st.dictionaries(texts, st.one_of(scalars, st.integers(), st.booleans(), st.floats(-1e9, 1e9)), max_size=3),
+)
+def test_dump_loads_back_equal(tmp_path: Path, text: str, lr: float, seed: int, extra: dict) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"dir": text, "seed": seed},
+            "actor": {"optim": {"lr": lr}},
+            "data": {"apply_chat_template_kwargs": extra, "val_files": [text]},
+            "rollout": {"val_kwargs": {"n": 4, "temperature": 1}},
+        }
+    )
+    again = load_config(write(tmp_path, dump_config(config)))
+    assert again == config
+    types = [type(value) for value in again.data.apply_chat_template_kwargs.values()]
+    assert types == [type(value) for value in extra.values()]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("actor.optm.lr=1", "unknown key actor.optm; did you mean actor.optim?"),
+        ("actr.optim.lr=1", "unknown key actr; did you mean actor?"),
+        ("actor.temperature=1", "unknown key actor.temperature; did you mean rollout.temperature?"),
+        ("rollout.tp=2", "unknown key rollout.tp; did you mean placement.rollout.tp?"),
+        ("rollout.val_kwargs={top_kk: 1}", "unknown key rollout.val_kwargs.top_kk; did you mean rollout.val_kwargs.top_k?"),
+        ("actor_rollout_ref.actor.ppo_epochs=1", "unknown key actor_rollout_ref; names are verl's without the prefix"),
+        ("zzz=1", "unknown key zzz; known here: run, model, placement"),
+        ("actor.optim.lr=fast", "actor.optim.lr is the text 'fast'; expected a number"),
+        ("actor.optim.lr=true", "actor.optim.lr is true; expected a number"),
+        ("actor.optim.lr=-1", "actor.optim.lr is -1; expected a number of at least 0.0"),
+        ("actor.optim.lr=.nan", "actor.optim.lr is nan; expected a finite number"),
+        ("data.train_batch_size=1.5", "data.train_batch_size is 1.5; expected an integer"),
+        ("data.train_files=a.parquet", "data.train_files is the text 'a.parquet'; expected a list"),
+        ("data.train_files=[a, 3]", "data.train_files[1] is 3; expected text"),
+        ("data.apply_chat_template_kwargs.x=[]", "is an empty list; expected text or an integer or a number or true"),
+        ("actor=3", "actor is 3; expected a mapping"),
+        ("rollout.top_k=0", "rollout.top_k is 0; expected -1, or an integer of 1 or more"),
+        ("rollout.temperature=0", "rollout.temperature is 0; expected a number above 0.0"),
+        ("trainer.test_freq=0", "trainer.test_freq is 0; expected -1, or"),
+        ("actor.loss_agg_mode=mean", "actor.loss_agg_mode is the text 'mean'; expected token-mean, token-sum,"),
+        ("actor.optim.betas=[0.9]", "actor.optim.betas is a list of 1; expected 2 entries"),
+        ("run.name=../x", "run.name is the text '../x'; expected a folder name"),
+    ],
+)  # fmt: skip
+def test_wrong_values(tmp_path: Path, override: str, line: str) -> None:
+    found = refusal(write(tmp_path, ""), override)
+    assert found.startswith(f"override {override}: ")
+    assert line in found
+
+
+@pytest.mark.parametrize("override", ["actor.optim.lr", "=3", "actor..lr=3", ""])
+def test_overrides_that_are_none(tmp_path: Path, override: str) -> None:
+    assert refusal(write(tmp_path, ""), override).startswith(f"found the override {override!r}; expected key=value")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("run: {seed: 1}\nactor:\n  optim:\n    lr: fast", "job.yaml:4: actor.optim.lr is the text 'fast'; expected a number"),
+        ("run: {seed: 1}\nactr: {}", "job.yaml:2: unknown key actr; did you mean actor?"),
+        ("run:\n  seed: 1\n  seed: 2", "job.yaml:3: the key seed stands twice, first at job.yaml:2; keep one of them"),
+        ("run: [", "job.yaml:1: not valid YAML: "),
+        ("run: {}\n\tactor: {}", "job.yaml:2: not valid YAML: "),
+        ("\x01", "job.yaml: not YAML: "),
+        ("- run", "job.yaml: found a list of 1 at the top; expected sections"),
+        ("3: x", "job.yaml:1: found the key 3; keys are text, so quote it"),
+        ("a: &a {b: *a}", "job.yaml: nested too deeply"),
+        ("run: !!python/object:os.system {}", "job.yaml:1: not valid YAML: could not determine a constructor"),
+        ("extends: [a]", "job.yaml:1: extends is a list of 1; expected the path of a YAML file"),
+        ("extends: job.yaml", "job.yaml extends job.yaml: a circle"),
+        ("extends: jb.yaml", "job.yaml extends jb.yaml: no such config file: jb.yaml; did you mean job.yaml?"),
+        ("extends: .", "is a directory; expected a YAML file"),
+    ],
+)  # fmt: skip
+def test_wrong_files(tmp_path: Path, text: str, line: str) -> None:
+    assert line in refusal(write(tmp_path, text))
+
+
+def test_error_names_the_file_that_said_it(tmp_path: Path) -> None:
+    write(tmp_path, "actor:\n  ppo_epochs: x\n  optim: {lr: y}", "base.yaml")
+    job = write(tmp_path, "extends: base.yaml\nactor: {optim: {lr: 1}}")
+    assert refusal(job).startswith("base.yaml:2: actor.ppo_epochs")
+    assert refusal(job, "actor.ppo_epochs=1", "actor.optim.lr=z").startswith("override actor.optim.lr=z: ")
+
+
+def test_circle_through_two_files(tmp_path: Path) -> None:
+    write(tmp_path, "extends: b.yaml", "a.yaml")
+    assert "a.yaml extends b.yaml extends a.yaml" in refusal(write(tmp_path, "extends: a.yaml", "b.yaml")).replace(
+        "b.yaml extends ", "", 1
+    )
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    write(tmp_path, "")
+    assert refusal(tmp_path / "jobs.yaml") == "no such config file: jobs.yaml; did you mean job.yaml?"
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x80")
+    assert refusal(binary) == "binary.yaml: not YAML: it is not UTF-8 text"
+
+
+def test_every_field_is_explained() -> None:
+    def walk(section: type) -> None:
+        for name, field in section.model_fields.items():  # type: ignore[attr-defined]
+            assert field.description, f"{section.__name__}.{name}"
+            for inner in re.findall(r"\w+Config|ValKwargs|RolePlacement", str(field.annotation)):
+                walk(getattr(__import__("hpcrl.config.schema", fromlist=[inner]), inner))
+
+    walk(Config)

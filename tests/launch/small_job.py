@@ -1,0 +1,89 @@
+"""A job that ends in the way that its argument names; started by the tests of this folder under mpiexec."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+from hpcrl.launch import children
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.job import run_spmd
+from hpcrl.launch.world import World
+
+MODE = sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+def load() -> SimpleNamespace:
+    if MODE == "load_refuses":
+        raise InputError("x.yaml: no such file")
+    if MODE == "load_breaks":
+        raise ValueError("the loader is broken")
+    folder = "small_job.file" if MODE == "no_run_directory" else "runs"
+    return SimpleNamespace(run=SimpleNamespace(dir=folder, name="small", c10d_backend="gloo"))
+
+
+def main(world: World, config: SimpleNamespace) -> int:
+    if MODE == "requeue":
+        return 85
+    if MODE == "log":
+        logging.getLogger("hpcrl.test").info("said by rank %d", world.rank)
+        logging.getLogger("megatron.test").warning("muttered by rank %d", world.rank)
+        warnings.warn("warned", stacklevel=1)
+    if MODE == "refuse_together":
+        world.together(refuse if world.rank == 1 else int)
+    if MODE == "refuse_on_rank_0":
+        if world.rank == 0:
+            refuse()
+        world.comm.recv(source=0)
+    if MODE == "raise":
+        world.whereabouts.role, world.whereabouts.phase = "actor", "update_actor"
+        if world.rank == 1:
+            break_down()
+        world.comm.recv(source=0)
+    if MODE == "raise_everywhere":
+        break_down()
+    if MODE == "exit":
+        if world.rank == 1:
+            os._exit(0)
+        world.comm.recv(source=0)
+    if MODE == "children":
+        for _ in range(2):
+            children.context().Process(target=loop, daemon=True).start()
+        while len(list(Path().glob("looping.*"))) < 2 * world.size:
+            time.sleep(0.05)
+        world.barrier()
+        Path(f"ready.{world.rank}").write_text(str(os.getpid()))
+        world.comm.recv(source=0)
+    if MODE == "environment":
+        with children.context().Pool(1, initializer=children.die_with_parent) as pool:
+            names = pool.apply(names_in_child)
+        Path(f"environment.{world.rank}").write_text("\n".join(names))
+    return 0
+
+
+def refuse() -> None:
+    raise InputError("train.parquet has no rows")
+
+
+def break_down() -> None:
+    raise ValueError("boom")
+
+
+def loop() -> None:
+    children.die_with_parent()
+    Path(f"looping.{os.getpid()}").touch()
+    while True:
+        time.sleep(0.01)
+
+
+def names_in_child() -> list[str]:
+    return sorted(os.environ)
+
+
+if __name__ == "__main__":
+    run_spmd(load, main)

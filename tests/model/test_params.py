@@ -1,0 +1,103 @@
+"""The parameter table: sharded over any layout it tiles each global tensor exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.launch.exits import InputError
+from hpcrl.model.params import check_layout, shards, stage_layers
+from hpcrl.model.shape import ModelShape
+
+
+def make_shape(**changes: object) -> ModelShape:
+    sizes = {
+        "num_layers": 3,
+        "hidden_size": 8,
+        "ffn_hidden_size": 12,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "head_dim": 2,
+        "vocab_size": 50,
+    }
+    return ModelShape(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def held(shape: ModelShape, tp_size: int, pp_size: int, head: str = "lm") -> dict[str, np.ndarray]:
+    """How often each element of each global parameter is held by the ranks of one replica."""
+    counts: dict[str, np.ndarray] = {}
+    for pp_rank in range(pp_size):
+        for tp_rank in range(tp_size):
+            for shard in shards(
+                shape, tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size, head=head
+            ):
+                cols = shard.global_shape[1] if len(shard.global_shape) == 2 else 1
+                count = counts.setdefault(shard.name, np.zeros((shard.global_shape[0], cols), dtype=int))
+                local = np.zeros((shard.local_shape[0], shard.local_shape[1] if len(shard.local_shape) == 2 else 1))
+                for box in shard.boxes:
+                    count[slice(*box.global_rows), slice(*box.global_cols)] += 1
+                    rows = box.global_rows[1] - box.global_rows[0]
+                    width = box.global_cols[1] - box.global_cols[0]
+                    local[box.local_row : box.local_row + rows, box.local_col : box.local_col + width] += 1
+                assert (local == 1).all(), shard
+    return counts
+
+
+@given(tp_size=st.sampled_from([1, 2, 4]), pp_size=st.integers(1, 3), head=st.sampled_from(["lm", "value"]))
+def test_shards_tile_every_parameter(tp_size: int, pp_size: int, head: str) -> None:
+    shape = make_shape()
+    counts = held(shape, tp_size, pp_size, head)
+    assert list(counts) == list(held(shape, 1, 1, head))
+    for name, count in counts.items():
+        replicated = "layernorm" in name or name == "value_head.weight"
+        assert (count == (tp_size if replicated else 1)).all(), name
+
+
+def test_names_are_megatrons_with_global_layer_numbers() -> None:
+    names = [(s.name, s.local_name) for s in shards(make_shape(), tp_rank=0, tp_size=2, pp_rank=1, pp_size=2)]
+    assert names == [
+        (f"decoder.layers.2.{name}.weight", f"decoder.layers.0.{name}.weight")
+        for name in (
+            "input_layernorm",
+            "self_attention.linear_qkv",
+            "self_attention.linear_proj",
+            "pre_mlp_layernorm",
+            "mlp.linear_fc1",
+            "mlp.linear_fc2",
+        )
+    ] + [(name, name) for name in ("decoder.final_layernorm.weight", "output_layer.weight")]
+
+
+def test_value_head_is_whole_on_every_tp_rank_of_the_last_stage() -> None:
+    last = shards(make_shape(), tp_rank=1, tp_size=2, pp_rank=1, pp_size=2, head="value")[-1]
+    assert (last.name, last.local_name, last.local_shape) == ("value_head.weight", "output_layer.weight", (1, 8))
+    assert last.tp_replicated
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_tied_embedding_has_a_copy_on_the_last_stage(pp_size: int) -> None:
+    shape = make_shape(tie_word_embeddings=True)
+    counts = held(shape, 2, pp_size)
+    assert "output_layer.weight" not in counts
+    assert (counts["embedding.word_embeddings.weight"] == pp_size).all()
+    if pp_size == 2:
+        last = shards(shape, tp_rank=0, tp_size=2, pp_rank=1, pp_size=2)[-1]
+        assert (last.name, last.local_name) == ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@given(num_layers=st.integers(1, 40), data=st.data())
+def test_first_stages_hold_the_remainder(num_layers: int, data: st.DataObject) -> None:
+    pp_size = data.draw(st.integers(1, num_layers))
+    stages = [stage_layers(num_layers, pp_rank, pp_size) for pp_rank in range(pp_size)]
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    sizes = [len(stage) for stage in stages]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size", "found"), [(3, 1, "actor.tp=3"), (1, 4, "actor.pp=4")])
+def test_a_layout_that_does_not_fit_is_one_clear_line(tp_size: int, pp_size: int, found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        check_layout(make_shape(), tp_size=tp_size, pp_size=pp_size, role="actor")

@@ -1,0 +1,234 @@
+"""The controller on toy workers: every dispatch mode, any order of get(), overlapping and disjoint pools."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.controller.columns import RemoteColumn
+from hpcrl.controller.controller import Controller, replica_column, run_program
+from hpcrl.controller.register import Dispatch, DispatchMode, register, register_dispatch_mode
+from hpcrl.controller.worker import Worker
+from hpcrl.grid.layout import Layout
+
+if not hasattr(Dispatch, "LAST_RANK"):
+    register_dispatch_mode(
+        DispatchMode(
+            "LAST_RANK",
+            split=lambda layout, args, kwargs: {layout.ranks[-1]: (args, kwargs)},
+            reporters=lambda layout: layout.ranks[-1:],
+            collect=lambda results: results[0],
+        )
+    )
+
+
+class Toy(Worker):
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("uid", "size"), writes=("ids",))
+    def make(self, batch: DataProto) -> DataProto:
+        """Row i holds `size` copies of its uid."""
+        rows = [torch.full((int(n),), int(uid), dtype=torch.int32) for uid, n in zip(*_columns(batch), strict=True)]
+        made = Ragged.from_rows(rows, dtype=torch.int32)
+        return DataProto({"ids": made}, {"made_by": np.full(len(rows), self.rank)}, {})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("ids",), writes=("doubled",))
+    def double(self, batch: DataProto) -> DataProto:
+        ids = batch.tokens["ids"]
+        self.seen = ids
+        return DataProto({"doubled": Ragged(ids.values * 2, ids.offsets)}, {}, {"metrics": {"rows": len(ids)}})
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("ids", "doubled", "uid"))
+    def check(self, batch: DataProto) -> int:
+        ids, doubled, uid = batch.tokens["ids"], batch.tokens["doubled"], batch.samples["uid"]
+        assert torch.equal(ids.values * 2, doubled.values)
+        first = [int(ids.row(i)[0]) for i in range(len(ids))]
+        assert first == uid.tolist()
+        return len(ids)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("uid",), group_by="uid")
+    def grouped(self, batch: DataProto) -> list[int]:
+        return sorted(set(batch.samples["uid"].tolist()))
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("ids",))
+    def seen_by_replica(self, batch: DataProto) -> int:
+        return int(batch.tokens["ids"].values.sum())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def whoami(self, greeting: str) -> str:
+        return f"{greeting} {self.rank}"
+
+    @register(Dispatch.RANK_ZERO)
+    def only_first(self) -> int:
+        return self.rank
+
+    @register(Dispatch.ALL_TO_ALL)
+    def each(self, number: int) -> int:
+        return number + self.rank
+
+    @register(Dispatch.DP_COMPUTE)
+    def per_replica(self, number: int) -> int:
+        return number
+
+    @register(Dispatch.LAST_RANK)
+    def only_last(self) -> int:
+        return self.rank
+
+
+def _columns(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
+    return batch.samples["uid"], batch.samples["size"]
+
+
+def play(world, layouts: dict[str, Layout], program):
+    workers = {role: Toy(layout, world.rank) for role, layout in layouts.items() if world.rank in layout}
+    return run_program(world, workers, dict.fromkeys(layouts, Toy), layouts, program)
+
+
+def pools(size: int) -> list[dict[str, Layout]]:
+    """Role layouts over `size` ranks: the same ranks, overlapping ones, disjoint ones, models of several ranks."""
+    everyone = tuple(range(size))
+    cases = [{"a": Layout(everyone), "b": Layout(everyone)}]
+    if size >= 2:
+        half = size // 2
+        cases += [
+            {"a": Layout(everyone, tp=2), "b": Layout(everyone, pp=2)},
+            {"a": Layout(everyone[:half]), "b": Layout(everyone[half:])},
+            {"a": Layout(everyone[1:]), "b": Layout(everyone[:half])},
+        ]
+    if size == 4:
+        cases += [{"a": Layout((3, 1)), "b": Layout((1, 0, 2), tp=3)}, {"a": Layout((2,)), "b": Layout((3, 2), pp=2)}]
+    return cases
+
+
+def new_batch(rows: int) -> DataProto:
+    uid = np.arange(rows) + 1
+    return DataProto({}, {"uid": uid, "size": uid % 5 + 1}, {})
+
+
+def test_columns_reach_every_role(world) -> None:
+    def program(controller: Controller) -> None:
+        for rows in (0, 1, 13):
+            batch = new_batch(rows)
+            batch = batch.union(controller["a"].make(batch).get())
+            batch = batch.union(controller["b"].double(batch).get())
+            for role in ("a", "b", "a"):
+                assert sum(controller[role].check(batch).get()) == rows
+            back = batch.reorder(np.arange(rows)[::-1])
+            assert sum(controller["a"].check(back).get()) == rows
+            twice = DataProto.concat([batch, back])[: rows + 2] if rows else batch
+            assert sum(controller["b"].check(twice).get()) == min(rows + 2, 2 * rows)
+            expected = [u for u, n in zip(*_columns(batch), strict=True) for _ in range(n)]
+            assert isinstance(batch.tokens["ids"], RemoteColumn)
+            assert batch.fetch("ids").values.tolist() == expected
+            assert batch.fetch("doubled").values.tolist() == [2 * u for u in expected]
+
+    for layouts in pools(world.size):
+        play(world, layouts, program)
+
+
+def test_any_order_of_get_is_free_of_deadlock(world) -> None:
+    def program(controller: Controller) -> None:
+        batch = new_batch(7)
+        batch = batch.union(controller["a"].make(batch).get())
+        for order in itertools.permutations(range(4)):
+            futures = [
+                controller["b"].double(batch),
+                controller["a"].seen_by_replica(batch),
+                controller["b"].seen_by_replica(batch),
+                controller["a"].whoami("I am"),
+            ]
+            for index in order:
+                futures[index].get()
+
+    for layouts in pools(world.size):
+        play(world, layouts, program)
+
+
+def test_assignment_decides_who_works_on_a_row(world) -> None:
+    layouts = {"a": Layout(tuple(range(world.size)))}
+
+    def program(controller: Controller) -> None:
+        batch = new_batch(11)
+        batch.samples[replica_column(world.size)] = (np.arange(11) * 7 % world.size).astype(np.int32)
+        made = controller["a"].make(batch).get()
+        assert made.samples["made_by"].tolist() == (np.arange(11) * 7 % world.size).tolist()
+
+    play(world, layouts, program)
+
+
+def test_groups_stay_together(world) -> None:
+    layouts = {"a": Layout(tuple(range(world.size)))}
+
+    def program(controller: Controller) -> None:
+        batch = new_batch(5).repeat(3, interleave=False)
+        seen = controller["a"].grouped(batch).get()
+        assert sorted(itertools.chain(*seen)) == [1, 2, 3, 4, 5]
+
+    play(world, layouts, program)
+
+
+def test_other_dispatch_modes(world) -> None:
+    layouts = {"a": Layout(tuple(range(world.size)), tp=2 if world.size > 1 else 1)}
+
+    def program(controller: Controller) -> None:
+        a = controller["a"]
+        assert a.whoami("rank").get() == [f"rank {r}" for r in range(world.size)]
+        assert a.only_first().get() == 0
+        assert a.only_last().get() == world.size - 1
+        assert a.each(list(range(world.size))).get() == [2 * r for r in range(world.size)]
+        dp = a.layout.dp
+        assert a.per_replica(list(range(10, 10 + dp))).get() == list(range(10, 10 + dp))
+        with pytest.raises(ValueError, match="one entry per rank"):
+            a.each([1] * (world.size + 1))
+        with pytest.raises(AttributeError, match="no registered method 'wohami'"):
+            a.wohami()
+        with pytest.raises(KeyError, match="reads 'ids'"):
+            a.double(new_batch(3))
+
+    play(world, layouts, program)
+
+
+def test_ranks_forget_columns_that_rank_0_dropped(world) -> None:
+    layouts = {"a": Layout(tuple(range(world.size))), "b": Layout(tuple(range(world.size))[::-1])}
+    held = []
+
+    class Counting(Toy):
+        @register(Dispatch.ONE_TO_ALL)
+        def bytes_held(self) -> int:
+            return held[0].num_bytes
+
+    workers = {role: Counting(layout, world.rank) for role, layout in layouts.items()}
+
+    def program(controller: Controller) -> None:
+        held[:] = [controller._executor.store]
+        for _ in range(3):
+            batch = new_batch(40)
+            batch = batch.union(controller["a"].make(batch).get())
+            batch = batch.union(controller["b"].double(batch).get())
+            del batch
+            controller["a"].whoami("").get()
+        assert controller._executor.store.num_bytes == 0
+
+    run_program(world, workers, dict.fromkeys(layouts, Counting), layouts, program)
+
+
+def test_rank_0_moves_no_tokens(world) -> None:
+    """Control traffic grows with the number of samples, not with their length."""
+    layouts = {"a": Layout(tuple(range(world.size))), "b": Layout(tuple(range(world.size))[::-1])}
+
+    def program(controller: Controller) -> None:
+        seen = []
+        for size in (10, 10_000):
+            batch = new_batch(16)
+            batch.samples["size"] = np.full(16, size)
+            batch = batch.union(controller["a"].make(batch).get())
+            batch = batch.union(controller["b"].double(batch).get())
+            controller["a"].seen_by_replica(batch).get()
+            seen.append(controller.traffic.collect())
+        for key in seen[0]:
+            assert abs(seen[1][key] - seen[0][key]) <= 128
+
+    play(world, layouts, program)

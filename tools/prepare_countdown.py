@@ -1,0 +1,119 @@
+"""Writes the countdown task as Parquet: `python tools/prepare_countdown.py --out data/countdown`.
+
+A problem is 4 numbers from 1 to 9 (repeats allowed) and a target from 1 to 36 that + and - reach with each number used
+once. All 2,717 problems are enumerated and split by a hash of the problem, so that no problem is in two files:
+
+    train.parquet  every training problem once (2,186 rows), for RL
+    val.parquet    every held-out problem once (531 rows)
+    sft.parquet    fresh draws of training problems with the drawn expression as `answer`, for the warm start
+
+The answers of the warm start have their numbers in a random order: this leaves the policy the entropy that RL needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+from itertools import combinations_with_replacement, permutations, product
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+DIGITS = range(1, 10)
+NUM_NUMBERS = 4
+TARGETS = range(1, 37)
+HELD_OUT_SHARE = 5  # one problem in this many is for validation
+
+Problem = tuple[tuple[int, ...], int]  # sorted numbers, target
+
+
+def all_problems() -> list[Problem]:
+    """Every solvable problem, in order."""
+    found = set()
+    for numbers in combinations_with_replacement(DIGITS, NUM_NUMBERS):
+        for order in set(permutations(numbers)):
+            for signs in product((1, -1), repeat=NUM_NUMBERS - 1):
+                target = order[0] + sum(sign * number for sign, number in zip(signs, order[1:], strict=True))
+                if target in TARGETS:
+                    found.add((numbers, target))
+    return sorted(found)
+
+
+def is_held_out(problem: Problem) -> bool:
+    """Membership is a property of the problem alone: no seed, no order of enumeration."""
+    numbers, target = problem
+    return crc32(repr((list(numbers), target)).encode()) % HELD_OUT_SHARE == 0
+
+
+def draw(rng: random.Random) -> tuple[Problem, str]:
+    """A problem and the expression it was made from."""
+    while True:
+        numbers = [rng.choice(DIGITS) for _ in range(NUM_NUMBERS)]
+        operators = [rng.choice("+-") for _ in range(NUM_NUMBERS - 1)]
+        signed = [
+            number if operator == "+" else -number for operator, number in zip(["+", *operators], numbers, strict=True)
+        ]
+        if sum(signed) in TARGETS:
+            expression = str(numbers[0]) + "".join(o + str(n) for o, n in zip(operators, numbers[1:], strict=True))
+            return (tuple(sorted(numbers)), sum(signed)), expression
+
+
+def training_draws(count: int, rng: random.Random) -> Iterator[tuple[Problem, str]]:
+    while count:
+        problem, expression = draw(rng)
+        if not is_held_out(problem):
+            count -= 1
+            yield problem, expression
+
+
+def row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, Any]:
+    """A row of verl's schema; the prompt shows the numbers in random order and the target last, as `5 8 5 2 6:`."""
+    numbers, target = problem
+    shown = rng.sample(numbers, len(numbers))
+    return {
+        "data_source": "countdown",
+        "prompt": [{"role": "user", "content": " ".join(map(str, [*shown, target])) + ":"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"numbers": list(shown), "target": target}},
+        "extra_info": {"index": index, "split": split},
+    }
+
+
+def make_rows(sft_rows: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each file; the order of a split is drawn from the seed, so that its first N are a fair sample."""
+    rng = random.Random(seed)
+    splits: dict[str, list[Problem]] = {"train": [], "val": []}
+    for problem in all_problems():
+        splits["val" if is_held_out(problem) else "train"].append(problem)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for split, problems in splits.items():
+        rng.shuffle(problems)
+        rows[split] = [row(problem, split, i, rng) for i, problem in enumerate(problems)]
+    rows["sft"] = [
+        row(problem, "sft", i, rng) | {"answer": f"<a>{expression}</a>"}
+        for i, (problem, expression) in enumerate(training_draws(sft_rows, rng))
+    ]
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("data/countdown"), help="folder to write")
+    parser.add_argument("--sft-rows", type=int, default=40000, help="rows of sft.parquet")
+    parser.add_argument("--seed", type=int, default=0, help="order of rows and numbers, and the draws of sft.parquet")
+    args = parser.parse_args(arguments)
+    if args.sft_rows < 1:
+        parser.error(f"--sft-rows {args.sft_rows}: expected at least 1")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, rows in make_rows(args.sft_rows, args.seed).items():
+        path = args.out / f"{name}.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        print(f"{path}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

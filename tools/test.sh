@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Run the tests: those without MPI, then one SPMD pytest session under mpiexec for each of 1, 2 and 4 ranks.
+#   tools/test.sh [--all | --exhaustive] [-k EXPR]
+# --all adds the tests marked slow, --exhaustive also those marked exhaustive.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage="expected tools/test.sh [--all | --exhaustive] [-k EXPR]"
+options=()
+timeout=${HPCRL_TEST_TIMEOUT:-300} # seconds for one test
+selected=no
+while (($#)); do
+    case $1 in
+    --all) options+=(-m "not exhaustive") timeout=${HPCRL_TEST_TIMEOUT:-900} ;;
+    --exhaustive) options+=(-m "") timeout=${HPCRL_TEST_TIMEOUT:-3600} ;;
+    -k)
+        (($# > 1)) || { echo "test.sh: error: -k has no expression; $usage" >&2; exit 2; }
+        options+=(-k "$2") selected=yes
+        shift
+        ;;
+    *) echo "test.sh: error: unknown argument '$1'; $usage" >&2; exit 2 ;;
+    esac
+    shift
+done
+
+tools/environment.sh
+
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 # ranks outnumber cores
+failed=0
+summary=()
+
+# part NAME COMMAND...: run it, note its seconds and pytest's last line
+part() {
+    local name=$1 started=$SECONDS code=0 closing
+    shift
+    printf '\n== %s\n' "$name"
+    "$@" 2>&1 | tee "$logs/out" || code=$?
+    closing=$(grep -E '^=+ .* in [0-9.]+s.* =+$' "$logs/out" | tail -n 1 | sed 's/^=* //; s/ =*$//' || true)
+    if ((code == 5)) && [[ $selected == yes ]]; then
+        code=0 # -k selects nothing here
+    fi
+    if ((code)); then
+        failed=1
+        closing="FAILED (exit code $code) $closing"
+    fi
+    summary+=("$(printf '%-14s %5d s  %s' "$name" $((SECONDS - started)) "$closing")")
+}
+
+# world N: rank 0 speaks, the other ranks are heard only when the session fails
+world() {
+    local size=$1 code=0 rank
+    export RANK_LOGS=$logs/world_$size
+    mkdir "$RANK_LOGS"
+    # shellcheck disable=SC2016 # each rank expands these for itself
+    .venv/bin/mpiexec -n "$size" bash -c '
+        rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}
+        [[ $rank == 0 ]] || exec >"$RANK_LOGS/$rank" 2>&1
+        exec .venv/bin/python -m pytest "$@"
+    ' pytest tests/mpi -p no:cacheprovider --timeout "$timeout" --timeout-method thread "${options[@]}" </dev/null || code=$?
+    if ((code != 0)) && ! ((code == 5 && ${#options[@]})); then
+        for ((rank = 1; rank < size; rank++)); do
+            printf '\n-- rank %d of %d, last lines\n' "$rank" "$size"
+            tail -n 60 "$RANK_LOGS/$rank" 2>/dev/null || true
+        done
+    fi
+    return "$code"
+}
+
+part "without MPI" .venv/bin/python -m pytest tests --ignore=tests/mpi --timeout "$timeout" "${options[@]}"
+for size in 1 2 4; do
+    part "$size rank(s)" world "$size"
+done
+
+printf '\n== summary\n'
+printf '%s\n' "${summary[@]}"
+exit "$failed"
