@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from hpcrl.launch import exits
+from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.config.derive import Derived, DerivedSft
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from hpcrl.launch.world import World
 
 D = TypeVar("D", "Derived", "DerivedSft")
+
+Values = TypeVar("Values", "Derived", "DerivedSft")
 
 HELP = """\
 usage: hpcrl COMMAND ...
@@ -26,9 +30,6 @@ usage: hpcrl COMMAND ...
 
 CONFIG is a YAML file; key=value overrides one of its keys, as in actor.optim.lr=2e-6.
 Run it on several ranks with mpiexec -n N python -m hpcrl ..., or with srun."""
-
-# one of them is set on every rank: Hydra and Slurm's PMI, PMIx, Open MPI, srun
-_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -49,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _run_job(name: str, job: Callable[[World, Config], int], arguments: list[str]) -> NoReturn:
     """Run `job` on all ranks with the config that rank 0 reads."""
     usage = f"hpcrl {name} CONFIG [key=value ...]"
-    for argument in arguments:
-        if argument.startswith("-"):
-            _refuse(f"unknown option {argument!r}; {name} has none: {usage}")
+    option = next((argument for argument in arguments if argument.startswith("-")), None)
+    if option is not None:
+        _refuse(f"unknown option {option!r}; {name} has none: {usage}")
     if not arguments:
         _refuse(f"{name} needs a YAML file: {usage}")
     path, *overrides = arguments
@@ -74,37 +75,36 @@ def _train(world: World, config: Config) -> int:
     from hpcrl.algorithms.policy_loss import get_policy_loss
     from hpcrl.config import derive
 
-    def derived() -> derive.Derived:
+    def derive_values() -> derive.Derived:
         get_policy_loss(config.actor.policy_loss.loss_mode)
         estimator = get_adv_estimator(config.algorithm.adv_estimator)
         return derive.check(
             config, world.size, needs_critic=estimator.needs_critic, needs_groups=estimator.needs_groups
         )
 
-    found = _agreed(world, derived)
+    derived = _print_derived(world, derive_values)
     from hpcrl.trainer import ppo
 
-    return ppo.run(world, config, found)
+    return ppo.run(world, config, derived)
 
 
 def _sft(world: World, config: Config) -> int:
     from hpcrl.config import derive
 
-    found = _agreed(world, lambda: derive.check_sft(config, world.size))
+    derived = _print_derived(world, lambda: derive.check_sft(config, world.size))
     from hpcrl.trainer import sft
 
-    return sft.run(world, config, found)
+    return sft.run(world, config, derived)
 
 
-def _agreed(world: World, derive: Callable[[], D]) -> D:
-    """The derived values, printed once. An impossible job is refused before anything is built, by all ranks together."""
+def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
+    """Refuse an impossible job before anything is built; every rank computes the same, so all refuse together."""
     from hpcrl.config.derive import describe
-    from hpcrl.launch.exits import InputError, is_user_error
 
     try:
-        derived = derive()
+        derived = compute()
     except ValueError as error:
-        if is_user_error(error):
+        if exits.is_user_error(error):
             raise InputError(str(error), everywhere=True) from None
         raise
     if world.rank == 0:
@@ -115,16 +115,11 @@ def _agreed(world: World, derive: Callable[[], D]) -> D:
 def _check(arguments: list[str]) -> NoReturn:
     from hpcrl.launch import check
 
-    sys.exit(check.main(arguments))
+    check.main(arguments)
 
 
 def _refuse(line: str) -> NoReturn:
-    """End all ranks of a bad command line. The others leave with 0, so that no launcher kills rank 0 as it prints."""
-    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
-    if rank != "0":
-        sys.exit(0)
-    print(f"hpcrl: error: {line}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    exits.refuse(InputError(line))
 
 
 COMMANDS: dict[str, Callable[[list[str]], NoReturn]] = {

@@ -6,13 +6,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { printf 'environment: %s\n' "$*" >&2; }
 die() { printf 'environment: error: %s\n' "$*" >&2; exit 1; }
 
-fits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
 version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null || true; }
+fits() { [[ $(version "$1") =~ ^3\.1[0-2]\. ]]; }
 
 choose_python() {
     if [[ -n ${PYTHON:-} ]]; then
         command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON is not a program; expected Python 3.10 to 3.12"
-        fits "$PYTHON" || die "PYTHON=$PYTHON is $(version "$PYTHON"); expected Python 3.10 to 3.12"
+        fits "$PYTHON" || die "PYTHON=$PYTHON says version '$(version "$PYTHON")'; expected Python 3.10 to 3.12"
         printf '%s\n' "$PYTHON"
         return
     fi
@@ -23,7 +23,7 @@ choose_python() {
             return
         fi
     done
-    die "found no Python 3.10 to 3.12 (python3 is $(version python3)); install one, or name it: PYTHON=/path/to/python"
+    die "found no Python 3.10 to 3.12 (python3 says version '$(version python3)'); install one, or name it: PYTHON=/path/to/python"
 }
 
 make_venv() {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ class RemoteColumn(Protocol):
         ...
 
 
+Columns: TypeAlias = dict[str, Ragged | RemoteColumn]
+
+
 @dataclass(eq=False)
 class DataProto:
     """Columns of equal length. Every method but `pop` leaves the object as it is and returns a new one.
@@ -37,7 +40,7 @@ class DataProto:
     meta_info: facts about the whole; its key "metrics" is special, see `metrics`.
     """
 
-    tokens: dict[str, Ragged | RemoteColumn] = field(default_factory=dict)
+    tokens: Columns = field(default_factory=dict)
     samples: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 

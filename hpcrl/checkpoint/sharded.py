@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
@@ -87,14 +88,21 @@ def load_sharded(
                 common_strategy=_SafeCommonStrategy(),
                 validate_access_integrity=False,
             )
-    except (OSError, KeyError, pickle.UnpicklingError, RuntimeError, dist_checkpointing.core.CheckpointingException) as e:
+    except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
         raise InputError(
-            f"cannot load checkpoint {path}: {type(e).__name__}: {' '.join(str(e).split())[:300]}; "
-            "name a folder that hpcrl has written, of a model of the same shape"
-        ) from e
+            f"cannot load checkpoint {path}: {_cause(error)}; "
+            "expected a folder that hpcrl has written for a model of this shape"
+        ) from error
     if not optimizer:
         loaded.pop("optimizer", None)
     engine.load_state_dict(loaded)
+
+
+def _cause(error: BaseException) -> str:
+    """One line; torch wraps what went wrong on a rank with the traceback in its message."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class _LoadAlone(torch_dist.TorchDistLoadShardedStrategy):

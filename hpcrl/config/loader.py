@@ -197,7 +197,8 @@ def _suggest(path: tuple[int | str, ...]) -> str:
         return "names are verl's without the prefix 'actor_rollout_ref.'"
 
     def closest(candidates: list[KeyPath]) -> str:
-        return ".".join(max(candidates, key=lambda candidate: len(set(candidate[:-1]) & set(keys[:-1]))))
+        shared = [len(set(candidate[:-1]) & set(keys[:-1])) for candidate in candidates]
+        return ".".join(candidates[shared.index(max(shared))])
 
     elsewhere = [candidate for candidate in known if candidate[-1] == keys[-1]]
     if elsewhere:

@@ -90,6 +90,8 @@ def parse(text: str, source: str, *, numbered: bool = True) -> Node:
         # before merging: a key may stand both in the mapping and in what `<<` brings
         seen: dict[str, str] = {}
         for key_node, _ in node.value:
+            if key_node.tag == _TAG + "merge":
+                continue
             key = loader.construct_object(key_node, deep=True)
             where = place(key_node.start_mark)
             if not isinstance(key, str):
@@ -117,4 +119,4 @@ def parse(text: str, source: str, *, numbered: bool = True) -> Node:
 
 def dump(value: Any) -> str:
     """Plain dicts, lists and scalars as YAML that `parse` reads back to an equal value."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120)

@@ -1,7 +1,7 @@
 """Where columns live, and how they go from one home rank to another.
 
-Token-level columns stay in host memory of home ranks. Rank 0 knows a column by its `Location`: for every row the command
-that wrote it, the rank that holds it and its place there. Everything about a move follows from a location and a
+Token-level columns stay in host memory of home ranks. Rank 0 knows a column by its `Location`: for every row the
+command that wrote it, the rank that holds it and its place there. Everything about a move follows from a location and a
 destination by pure functions, so that sender and receiver agree without talking.
 """
 
@@ -63,8 +63,8 @@ class Location:
     @staticmethod
     def concat(parts: Sequence[Location]) -> Location:
         slots = tuple({slot.command: slot for part in parts for slot in part.slots}.values())
-        arrays = (np.concatenate([getattr(part, name) for part in parts]) for name in ("writer", "rank", "row"))
-        return Location(*arrays, slots)
+        writer, rank, row = (np.concatenate([getattr(p, name) for p in parts]) for name in ("writer", "rank", "row"))
+        return Location(writer, rank, row, slots)
 
 
 def places(rank: np.ndarray) -> np.ndarray:
@@ -78,10 +78,10 @@ def places(rank: np.ndarray) -> np.ndarray:
     return result
 
 
-class RemoteColumn:
+class PlacedColumn:
     """A column of rank 0's batch whose rows are on home ranks (see `hpcrl.batch.data_proto.RemoteColumn`)."""
 
-    def __init__(self, name: str, locations: list[Location], fetch: Callable[[RemoteColumn], Ragged]) -> None:
+    def __init__(self, name: str, locations: list[Location], fetch: Callable[[PlacedColumn], Ragged]) -> None:
         self.name = name
         self.locations = locations  # the same rows may stand in several places; the first is where they were written
         self._fetch = fetch
@@ -89,13 +89,12 @@ class RemoteColumn:
     def __len__(self) -> int:
         return len(self.locations[0])
 
-    def take(self, rows: Any) -> RemoteColumn:
-        rows = np.asarray(rows)
-        return RemoteColumn(self.name, [location.take(rows) for location in self.locations], self._fetch)
+    def take(self, rows: np.ndarray) -> PlacedColumn:
+        return PlacedColumn(self.name, [location.take(rows) for location in self.locations], self._fetch)
 
-    def concat(self, others: Sequence[RemoteColumn]) -> RemoteColumn:
-        parts = [self, *others]
-        return RemoteColumn(self.name, [Location.concat([part.locations[0] for part in parts])], self._fetch)
+    def concat(self, others: Sequence[Any]) -> PlacedColumn:
+        parts: list[PlacedColumn] = [self, *others]
+        return PlacedColumn(self.name, [Location.concat([part.locations[0] for part in parts])], self._fetch)
 
     def fetch(self) -> Ragged:
         """Bring all rows to rank 0, for a person who wants to look."""

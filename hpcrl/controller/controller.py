@@ -1,8 +1,8 @@
 """The controller on rank 0: issues commands, hands out futures, keeps the metadata of batches.
 
-Why no order of `get()` can deadlock: commands are numbered in the order in which rank 0 issues them, every rank runs its
-part of command k only after its parts of all commands before k, sends never wait, and a part of k waits only for parts
-of k on other ranks. `get()` runs rank 0's own parts first. So the lowest unfinished command can always go on.
+Why no order of `get()` can deadlock: commands are numbered in the order in which rank 0 issues them, every rank runs
+its part of command k only after its parts of all commands before k, sends never wait, and a part of k waits only for
+parts of k on other ranks. `get()` runs rank 0's own parts first. So the lowest unfinished command can always go on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from hpcrl.batch.balance import balanced_assignment
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.controller.columns import Location, Read, RemoteColumn, Slot
+from hpcrl.controller.columns import Location, PlacedColumn, Read, Slot
 from hpcrl.controller.executor import COMMANDS, FETCH, RESULTS, STOP, Command, Executor, Result
 from hpcrl.controller.register import Registration, registration_of
 from hpcrl.controller.wire import decode, encode
@@ -142,7 +142,7 @@ class Controller:
         collect = self._collector(plan) if mode.returns_batch else mode.collect
         return Future(lambda: collect(self._wait_for(command, reporters)))
 
-    def fetch(self, column: RemoteColumn) -> Ragged:
+    def fetch(self, column: PlacedColumn) -> Ragged:
         """Bring a column to rank 0."""
         command = self._number()
         read = Read(column.name, column.name, column.locations[0])
@@ -170,7 +170,8 @@ class Controller:
     ) -> _Plan:
         assignment = _assignment(batch, group.layout, registration.group_by)
         destination = np.asarray(group.layout.homes, np.int32)[assignment]
-        reads, sample_reads = [], []
+        reads: list[Read] = []
+        sample_reads: list[str] = []
         for entry in registration.reads:
             name = entry.removesuffix("?")
             if name in batch.samples:
@@ -182,7 +183,7 @@ class Controller:
             if column is None:
                 known = ", ".join(sorted({*batch.tokens, *batch.samples}))
                 raise KeyError(f"{group.role}.{method} reads {name!r}; the batch has {known}")
-            if not isinstance(column, RemoteColumn):
+            if not isinstance(column, PlacedColumn):
                 raise TypeError(f"{group.role}.{method} reads {name!r}, which is on rank 0; only columns on ranks move")
             reads.append(Read(name, column.name, column.nearest(destination)))
         slot = Slot(command)
@@ -240,7 +241,7 @@ class Controller:
         order = np.argsort(np.concatenate(plan.rows), kind="stable")
 
         def collect(results: list[Any]) -> DataProto:
-            tokens = {name: RemoteColumn(name, [location], self.fetch) for name in plan.writes}
+            tokens: Columns = {name: PlacedColumn(name, [location], self.fetch) for name in plan.writes}
             samples = {name: np.concatenate([part[name] for part, _ in results])[order] for name in results[0][0]}
             metrics = [meta["metrics"] for _, meta in results if "metrics" in meta]
             return DataProto(tokens, samples, {"metrics": metrics})

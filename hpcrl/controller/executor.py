@@ -190,7 +190,7 @@ def broadcast_bytes(comm: MPI.Comm, message: np.ndarray, root: int) -> np.ndarra
     return message
 
 
-def _replica_communicators(comm: MPI.Comm, layouts: Mapping[str, Layout]) -> dict[tuple[int, ...], MPI.Comm]:
+def _replica_communicators(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> dict[tuple[int, ...], MPI.Comm]:
     """One communicator per distinct replica of several ranks that this rank is in."""
     made: dict[tuple[int, ...], MPI.Comm] = {}
     world = comm.Get_group()

@@ -18,9 +18,9 @@ class DispatchMode:
 
     `split(layout, args, kwargs)` gives the arguments of every rank that runs the method, keyed by world rank;
     `reporters(layout)` names the ranks whose results come back, in order; `collect(results)` makes the call's value.
-    With `takes_batch`, the first argument is a DataProto whose rows are divided over the replicas and whose columns move
-    from owner to owner; it is left out of `args`. With `returns_batch`, the results are a DataProto whose written columns
-    stay on the ranks, and `collect` is not used.
+    With `takes_batch`, the first argument is a DataProto whose rows are divided over the replicas and whose columns
+    move from owner to owner; it is left out of `args`. With `returns_batch`, the results are a DataProto whose written
+    columns stay on the ranks, and `collect` is not used.
     """
 
     name: str
@@ -32,7 +32,7 @@ class DispatchMode:
 
 
 def _to_all(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Arguments]:
-    return {rank: (args, kwargs) for rank in layout.ranks}
+    return dict.fromkeys(layout.ranks, (args, kwargs))
 
 
 def _to_first(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Arguments]:
@@ -63,7 +63,9 @@ class Dispatch:
     """The built-in modes, under verl's names. `register_dispatch_mode` adds one of your own."""
 
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _to_all, lambda layout: layout.ranks)
-    RANK_ZERO = DispatchMode("RANK_ZERO", _to_first, lambda layout: layout.ranks[:1], collect=lambda results: results[0])
+    RANK_ZERO = DispatchMode(
+        "RANK_ZERO", _to_first, lambda layout: layout.ranks[:1], collect=lambda results: results[0]
+    )
     ALL_TO_ALL = DispatchMode("ALL_TO_ALL", _one_each, lambda layout: layout.ranks)
     DP_COMPUTE = DispatchMode("DP_COMPUTE", _one_per_replica, lambda layout: layout.homes)
     DP_COMPUTE_PROTO = DispatchMode(

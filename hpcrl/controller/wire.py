@@ -17,7 +17,7 @@ class Wire:
     """A communicator of its own, so that messages never meet those of other parts of the program."""
 
     def __init__(self, comm: MPI.Comm) -> None:
-        self.comm = comm.Dup()
+        self.comm: MPI.Intracomm = comm.Dup()  # type: ignore[assignment]
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._sends: list[tuple[MPI.Request, Any]] = []
@@ -66,4 +66,4 @@ def encode(message: object) -> bytes:
 
 def decode(data: np.ndarray) -> Any:
     """Only for messages of this program's own ranks; files never come through here."""
-    return pickle.loads(data)
+    return pickle.loads(data.data)

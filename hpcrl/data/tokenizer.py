@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
     # Imported here: transformers takes seconds to import, and login-node tools use this package without it.
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        if _is_plain(path):
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and bare Exception alike
         if not os.path.isdir(path):
             found = "no such directory, and not in the Hugging Face cache"
@@ -35,3 +41,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"model.tokenizer={path}: no eos_token, which ends a response; name it in tokenizer_config.json"
         )
     return tokenizer
+
+
+def _is_plain(path: str) -> bool:
+    """Whether the directory names the base class: AutoTokenizer would find the same after loading all model tables,
+    which costs every rank more than a second."""
+    try:
+        with open(os.path.join(path, "tokenizer_config.json"), encoding="utf-8") as file:
+            return json.load(file).get("tokenizer_class") == "PreTrainedTokenizerFast"
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -106,10 +106,7 @@ def make_groups(layouts: dict[str, Layout], rank: int, cache: GroupCache | None 
     cache = cache or GroupCache(rank)
     roles = {}
     for role, layout in layouts.items():
-        mine = {
-            name: next((made for ranks in layout.groups(*dims) if (made := cache.get(ranks)) is not None), None)
-            for name, dims in GROUP_DIMS.items()
-        }
+        mine = {name: _own([cache.get(ranks) for ranks in layout.groups(*dims)]) for name, dims in GROUP_DIMS.items()}
         embd, pos_embd = _embedding_groups(layout, cache)
         if rank not in layout:
             continue
@@ -120,8 +117,13 @@ def make_groups(layouts: dict[str, Layout], rank: int, cache: GroupCache | None 
     return roles
 
 
+def _own(groups: list[ProcessGroup | None]) -> ProcessGroup | None:
+    """The one group of the list that this rank is in. The list is whole: every rank helps to make every group."""
+    return next((group for group in groups if group is not None), None)
+
+
 def _embedding_groups(layout: Layout, cache: GroupCache) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Groups over which tied word embeddings (first and last stage) and position embeddings (first stage) are summed."""
+    """Groups that sum tied word embeddings (first and last stage) and position embeddings (first stage)."""
     embd = pos_embd = None
     for stages in layout.groups("pp"):
         ends = (stages[0], stages[-1]) if len(stages) > 1 else (stages[0],)

@@ -54,8 +54,10 @@ def die_with_parent() -> None:
     """Have the kernel kill this child when the server that forked it goes; the server goes when its rank goes.
 
     A child calls it first: as the first line of its target, or as `initializer=` of a process pool. Without it a child
-    that never returns would outlive a rank that got `kill -9`.
+    that never returns would outlive a rank that got `kill -9`. Ctrl-C reaches every process of a job; it is the rank
+    that answers it, so the child does not.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -6,6 +6,9 @@ Collectives complete inside the call; only send and receive stay under way until
 Everything must be called from the one thread that calls MPI.
 """
 
+# torch's stubs list overloads and return types that a Python process group need not have.
+# mypy: disable-error-code="override, assignment"
+
 from __future__ import annotations
 
 import zlib
@@ -35,7 +38,7 @@ from hpcrl.launch.waiting import wait, wait_all, wait_until
 BACKEND = "mpi_host"
 
 
-def register(comm_world: MPI.Comm) -> None:
+def register(comm_world: MPI.Intracomm) -> None:
     """Make `mpi_host` known to torch.distributed; the ranks of its groups are ranks of `comm_world`.
 
     Collective over `comm_world` the first time, without effect afterwards.
@@ -49,7 +52,7 @@ def register(comm_world: MPI.Comm) -> None:
     def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
         # torch gives no ranks for the default group, which has them all.
         ranks = list(options.global_ranks_in_group) or list(range(control.size))
-        return MpiProcessGroup(control, ranks, options.group_rank, options.group_id)
+        return MpiProcessGroup(control, ranks, options)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
 
@@ -155,14 +158,16 @@ class MpiProcessGroup(dist.ProcessGroup):
     The options that torch passes (`opts`) carry the reduce operation or the root; timeouts and asyncOp are ignored.
     """
 
-    def __init__(self, control: MPI.Comm, ranks: list[int], rank: int, name: str) -> None:
-        """Collective over `ranks` of `control`."""
-        super().__init__(rank, len(ranks))
-        self._rank = rank
+    def __init__(self, control: MPI.Intracomm, ranks: list[int], options: Any) -> None:
+        """Collective over `ranks` of `control`. `options` is what torch gives the creator of a backend."""
+        super().__init__(options.group_rank, len(ranks))  # type: ignore[call-arg]  # the one for Python subclasses
+        self._rank: int = options.group_rank
         self._size = len(ranks)
-        self._name = name
+        self._name: str = options.group_id
         self._under_way: list[MpiWork] = []
-        self._comm = MPI.COMM_SELF if self._size == 1 else _create_comm(control, ranks, rank, name)
+        self._comm: MPI.Intracomm = MPI.COMM_SELF
+        if self._size > 1:  # MPICH has about 2,046 communicators, and COMM_SELF costs none of them
+            self._comm = _create_comm(control, ranks, self._rank, self._name)
 
     def rank(self) -> int:
         return self._rank
@@ -405,7 +410,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             )
 
 
-def _create_comm(control: MPI.Comm, ranks: list[int], rank: int, name: str) -> MPI.Comm:
+def _create_comm(control: MPI.Intracomm, ranks: list[int], rank: int, name: str) -> MPI.Intracomm:
     """Communicator of `ranks`, in that order. Collective over them alone."""
     tag = zlib.crc32(name.encode()) % 32768  # tells apart groups that overlapping sets of ranks make at the same time
     _meet(control, ranks, rank, tag)
@@ -418,7 +423,7 @@ def _create_comm(control: MPI.Comm, ranks: list[int], rank: int, name: str) -> M
     return comm
 
 
-def _meet(control: MPI.Comm, ranks: list[int], rank: int, tag: int) -> None:
+def _meet(control: MPI.Intracomm, ranks: list[int], rank: int, tag: int) -> None:
     """Wait with back-off until all `ranks` are here (dissemination barrier): Create_group itself would spin."""
     nothing = [bytearray(), 0, MPI.BYTE]
     distance = 1

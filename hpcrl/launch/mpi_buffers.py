@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ _NUMBERS = {
 _NUMPY_STAND_IN = {torch.bfloat16: torch.int16}
 _WIRE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.uint8}
 
-_Kind = ReduceOp.RedOpType
+_Kind: Any = ReduceOp.RedOpType  # torch's stubs do not list its members
 _OPS = {
     _Kind.SUM: MPI.SUM,
     _Kind.AVG: MPI.SUM,

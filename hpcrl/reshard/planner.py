@@ -181,9 +181,7 @@ class Resharding:
 
     def _table(self, layout: Layout) -> dict[Cell, list[Shard]]:
         return {
-            (tp, pp): shards(
-                self.shape, tp_rank=tp, tp_size=layout.tp, pp_rank=pp, pp_size=layout.pp, head=self.head
-            )
+            (tp, pp): shards(self.shape, tp_rank=tp, tp_size=layout.tp, pp_rank=pp, pp_size=layout.pp, head=self.head)
             for pp in range(layout.pp)
             for tp in range(layout.tp)
         }

@@ -9,10 +9,10 @@ import torch
 from hpcrl.algorithms.advantages import AdvantageConfig, get_adv_estimator
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.kl import apply_kl_in_reward, kl_penalty
-from hpcrl.algorithms.metrics import Mean, Metric, Sum, to_floats
+from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum, to_floats
 from hpcrl.algorithms.policy_loss import PolicyLossConfig, get_policy_loss
 from hpcrl.algorithms.statistics import response_statistics, rollout_log_prob_statistics
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
@@ -40,9 +40,7 @@ class ActorWorker(ModelWorker):
         self.updates = Updates(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.run.seed)
         self.loss_scale_factor = derived.loss_scale_factor
         self.policy_loss = get_policy_loss(actor.policy_loss.loss_mode)
-        self.policy_loss_config = PolicyLossConfig(
-            actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c
-        )
+        self.policy_loss_config = PolicyLossConfig(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c)
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
 
     @register(
@@ -70,7 +68,15 @@ class ActorWorker(ModelWorker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("response_mask", "token_level_scores", "old_log_probs", "ref_log_prob?", "values?", "prompt", "prompt_length"),
+        reads=(
+            "response_mask",
+            "token_level_scores",
+            "old_log_probs",
+            "ref_log_prob?",
+            "values?",
+            "prompt",
+            "prompt_length",
+        ),
         writes=("token_level_rewards", "advantages", "returns"),
     )
     def compute_advantage(self, batch: DataProto) -> DataProto:
@@ -81,10 +87,11 @@ class ActorWorker(ModelWorker):
         if not self.is_home:
             return DataProto()
         algorithm, data = self.config.algorithm, self.config.data
-        column = batch.tokens["response_mask"]
+        column = batch.fetch("response_mask")
         mask = column.padded().float()
         scores = batch.padded("token_level_scores")
-        rewards, metrics = scores, {}
+        rewards = scores
+        metrics: dict[str, Metric] = {}
         if algorithm.use_kl_in_reward:
             rewards, metrics = apply_kl_in_reward(
                 scores,
@@ -116,7 +123,7 @@ class ActorWorker(ModelWorker):
             values=values,
         )
         written = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
-        tokens = {name: Ragged.from_padded(padded.float(), column.lengths) for name, padded in written.items()}
+        tokens: Columns = {name: Ragged.from_padded(padded.float(), column.lengths) for name, padded in written.items()}
         return DataProto(tokens, {}, {"metrics": to_floats(metrics)})
 
     @register(
@@ -151,7 +158,12 @@ class ActorWorker(ModelWorker):
                 self.policy_loss_config,
             )
             loss = agg_loss(token_loss, mask, actor.loss_agg_mode, norm)
-            metrics = {**metrics, "actor/pg_loss": Sum(loss.detach())}
+            deviation = (outputs["log_probs"].detach() - micro.padded("old_log_probs")).exp().sub(1).abs()
+            metrics = {
+                **metrics,
+                "actor/pg_loss": Sum(loss.detach()),
+                "actor/ratio_deviation_max": Max.of(deviation, mask),
+            }
             if actor.entropy_coeff:
                 entropy = agg_loss(outputs["entropy"], mask, actor.loss_agg_mode, norm)
                 loss = loss - actor.entropy_coeff * entropy
@@ -193,6 +205,4 @@ class SftActorWorker(ModelWorker):
 
             return loss
 
-        return self.train(
-            batch, objective, loss_scale_factor=1.0, max_tokens=self.config.sft.max_token_len_per_gpu
-        )
+        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.config.sft.max_token_len_per_gpu)

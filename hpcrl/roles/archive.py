@@ -47,6 +47,7 @@ class ArchiveWorker(Worker):
             return 0
         version = batch.meta_info["weight_version"]
         log = RolloutLog(log_path(self.folder, batch.meta_info["step"], self.rank))
+        columns = {name: batch.fetch(name) for name in batch.tokens}
         for index in range(len(batch)):
             samples = {name: column[index] for name, column in batch.samples.items()}
             row = int(samples["row"])
@@ -56,6 +57,6 @@ class ArchiveWorker(Worker):
                 "weight_version_min": version,
                 "weight_version_max": version,
             }
-            log.append({name: column.row(index).numpy() for name, column in batch.tokens.items()}, samples)
+            log.append({name: column.row(index).numpy() for name, column in columns.items()}, samples)
         log.close()
         return len(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
+from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,7 +59,7 @@ class ModelWorker(Worker):
         groups: RoleGroups,
         shape: ModelShape,
         *,
-        head: str,
+        head: Head,
         dtype: str,
         seed: int,
         optim: OptimConfig | None,
@@ -82,7 +84,7 @@ class ModelWorker(Worker):
         load_sharded(self.engine, source, self.groups, optimizer=not weights_only, strict=not weights_only)
 
     def train(
-        self, mini: DataProto, objective: Callable[[LossNorm], Callable], *, loss_scale_factor: float, **options: object
+        self, mini: DataProto, objective: Callable[[LossNorm], Callable], *, loss_scale_factor: float, **options: Any
     ) -> dict[str, Metric]:
         """One optimizer step on a mini-batch; `objective(norm)` is the loss, normalised by the global mini-batch."""
         norm = self.global_norm(mini, loss_scale_factor)
@@ -93,8 +95,9 @@ class ModelWorker(Worker):
 
     def global_norm(self, mini: DataProto, loss_scale_factor: float) -> LossNorm:
         """Tokens and sequences of the mini-batch over all replicas."""
-        counts = torch.tensor([float(mini.tokens["response_mask"].values.sum()), float(len(mini))], dtype=torch.float64)
-        return LossNorm(*self.sum_over_replicas(counts).tolist(), loss_scale_factor)
+        counts = torch.tensor([int(mini.fetch("response_mask").values.sum()), len(mini)], dtype=torch.float64)
+        num_tokens, num_sequences = self.sum_over_replicas(counts).tolist()
+        return LossNorm(num_tokens, num_sequences, loss_scale_factor)
 
     def sum_over_replicas(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of x over the data-parallel replicas, on every rank; x is on the host."""

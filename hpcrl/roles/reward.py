@@ -49,8 +49,8 @@ class RewardWorker(Worker):
         if self.manager is None:
             return DataProto()
         prompts = self.prompts[batch.meta_info["split"]]
-        lengths = batch.tokens["response_mask"].lengths
-        texts = self.tokenizer.batch_decode(response_ids(batch), skip_special_tokens=True)
+        lengths = batch.fetch("response_mask").lengths
+        texts = self.tokenizer.batch_decode(answer_ids(batch, int(self.tokenizer.eos_token_id)))
         items = []
         rows, reasons = batch.samples["row"].tolist(), batch.samples["finish_reason"].tolist()
         for row, text, reason in zip(rows, texts, reasons, strict=True):
@@ -62,7 +62,9 @@ class RewardWorker(Worker):
         values = torch.zeros(int(lengths.sum()))
         ends = lengths.cumsum(0)[lengths > 0] - 1
         values[ends] = torch.from_numpy(scores)[lengths > 0]
-        samples = {"score": scores, "acc": np.asarray(extras.get("acc", scores), np.float32)}
+        # A score that failed has no `acc`: it counts as wrong, like its score.
+        acc = extras.get("acc", scores)
+        samples = {"score": scores, "acc": np.nan_to_num(acc if acc.dtype == np.float32 else scores)}
         if "show" in batch.samples:
             show = batch.samples["show"]
             ids = [prompts.prompt_ids(row).tolist() for row in rows]
@@ -80,9 +82,16 @@ class RewardWorker(Worker):
             self.manager.close()
 
 
-def response_ids(batch: DataProto) -> list[list[int]]:
-    """The response part of every sequence."""
-    sequences = batch.tokens["input_ids"]
-    lengths = batch.tokens["response_mask"].lengths.tolist()
+def answer_ids(batch: DataProto, eos_token_id: int) -> list[list[int]]:
+    """The response of every row without the end-of-sequence token that closed it.
+
+    Other special tokens stay and show in the text: a scorer must not take an answer with one inside for a clean one.
+    """
+    sequences = batch.fetch("input_ids")
+    lengths = batch.fetch("response_mask").lengths.tolist()
     ends = sequences.offsets[1:].tolist()
-    return [sequences.values[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+    answers = []
+    for end, length in zip(ends, lengths, strict=True):
+        ids = sequences.values[end - length : end].tolist()
+        answers.append(ids[:-1] if ids and ids[-1] == eos_token_id else ids)
+    return answers

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
@@ -70,7 +70,7 @@ class RolloutWorker(Worker):
         tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]))
         rows = batch.samples["position"]
         names = ("input_ids", "response_mask", "rollout_log_probs")
-        columns = {
+        columns: Columns = {
             name: Ragged(torch.from_numpy(tokens[name][0]), torch.from_numpy(tokens[name][1])).take(rows)
             for name in names
         }
@@ -83,7 +83,9 @@ def responses(requests: list[Request], completions: list[Completion]) -> DataPro
     prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
     response_length = np.array([len(completion.token_ids) for completion in completions], np.int32)
     ids = [
-        part for request, done in zip(requests, completions, strict=True) for part in (request.prompt_ids, done.token_ids)
+        part
+        for request, done in zip(requests, completions, strict=True)
+        for part in (request.prompt_ids, done.token_ids)
     ]
     log_probs = [completion.log_probs for completion in completions]
     of_response = torch.from_numpy(response_length)
@@ -91,7 +93,9 @@ def responses(requests: list[Request], completions: list[Completion]) -> DataPro
     return DataProto(
         {
             "input_ids": Ragged.from_lengths(input_ids, torch.from_numpy(prompt_length + response_length)),
-            "response_mask": Ragged.from_lengths(torch.ones(int(response_length.sum()), dtype=torch.int32), of_response),
+            "response_mask": Ragged.from_lengths(
+                torch.ones(int(response_length.sum()), dtype=torch.int32), of_response
+            ),
             "rollout_log_probs": Ragged.from_lengths(
                 torch.from_numpy(np.concatenate(log_probs)) if log_probs else torch.zeros(0), of_response
             ),

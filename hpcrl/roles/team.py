@@ -21,6 +21,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
 from hpcrl.rewards.manager import RewardManager
+from hpcrl.rewards.registry import scorer_for
 from hpcrl.roles.actor import ActorWorker, SftActorWorker
 from hpcrl.roles.archive import ArchiveWorker
 from hpcrl.roles.critic import CriticWorker
@@ -72,6 +73,9 @@ def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
         prompts = {"train": PromptDataset(data.train_files, tokenizer, data, data.train_max_samples)}
     if data.val_files:
         prompts["val"] = PromptDataset(data.val_files, tokenizer, data, data.val_max_samples)
+    if config.reward.custom_reward_function.path is None:
+        for source in sorted({source for dataset in prompts.values() for source in dataset.data_sources()}):
+            scorer_for(source)  # one that nothing scores is refused here
     shape = ModelShape.from_config(config.model, len(tokenizer))
     return Inputs(tokenizer, prompts, answers, shape)
 
@@ -130,9 +134,6 @@ def _add_sampling(world: World, config: Config, inputs: Inputs, team: Team) -> N
     layouts["reward"], kinds["reward"] = rollout, RewardWorker
     if rank in rollout:
         manager = RewardManager(config.reward) if rank in rollout.homes else None
-        if manager is not None:
-            for prompts in inputs.prompts.values():
-                manager.check(prompts.data_sources())
         workers["reward"] = RewardWorker(rollout, rank, manager, inputs.tokenizer, inputs.prompts)
     layouts["refit"], kinds["refit"] = Layout(tuple(sorted({*actor.ranks, *rollout.ranks}))), RefitWorker
     dtype = DTYPES[config.model.dtype]

@@ -54,7 +54,7 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """One replica. Its tensor-parallel ranks all make the same calls with the same arguments and get the same results."""
+    """One replica. Its tensor-parallel ranks make the same calls with the same arguments and get the same results."""
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's shards by global parameter name, buffers that live as long as the engine: refit writes there."""

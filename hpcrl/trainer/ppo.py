@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpcrl.algorithms.kl import make_kl_controller
-from hpcrl.algorithms.metrics import Metric, finish, merge
+from hpcrl.algorithms.metrics import Max, Metric, Min, finish, merge
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.mini_batches import mini_batch_of
@@ -66,7 +66,8 @@ class PPOTrainer:
         self.inputs = inputs
         self.start = start
         self.total_steps = total_steps
-        self.run = Run(config, "ppo" if derived.needs_critic else config.algorithm.adv_estimator, start.step + 1, total_steps)
+        label = "ppo" if derived.needs_critic else config.algorithm.adv_estimator
+        self.run = Run(config, label, start.step + 1, total_steps)
         self.timers = self.run.timers
         self.eos = (int(inputs.tokenizer.eos_token_id),)
         ctrl = config.algorithm.kl_ctrl
@@ -195,7 +196,8 @@ class PPOTrainer:
             if not config.trainer.balance_batch:
                 assignment = (samples["prompt"] * dp // batch.meta_info["num_prompts"]).astype(np.int32)
             samples[replica_column(dp)] = assignment
-        per_replica = np.bincount(samples[replica_column(self.derived.roles["actor"].dp)], weights)
+        dp = self.derived.roles["actor"].dp
+        per_replica = np.bincount(samples[replica_column(dp)], weights, minlength=dp)
         self.metrics |= {
             "global_seqlen/mean": float(per_replica.mean()),
             "global_seqlen/balanced_min": float(per_replica.min()),
@@ -289,6 +291,11 @@ def _due(step: int, frequency: int, last: int) -> bool:
 
 
 def over_mini_batches(homes: Sequence[Sequence[dict[str, Metric]]]) -> dict[str, float]:
-    """Metrics of an update: merged over replicas inside each mini-batch, then averaged over the mini-batches."""
-    steps = [finish(merge(parts)) for parts in zip(*homes, strict=True)]
-    return {name: float(np.mean([part[name] for part in steps if name in part])) for name in steps[0]}
+    """Metrics of an update: merged over replicas inside each mini-batch, then averaged over them (or max, min)."""
+    steps = [merge(parts) for parts in zip(*homes, strict=True)]
+    averages: dict[str, float] = {}
+    for name, metric in steps[0].items():
+        values = [step[name].finish() for step in steps if name in step]
+        reduce = {Max: np.max, Min: np.min}.get(type(metric), np.mean)
+        averages[name] = float(reduce(values))
+    return averages

@@ -79,7 +79,7 @@ class SFTTrainer:
                     final = self._evaluate()
                     reached = sft.stop_at_score is not None and max(final.values()) >= sft.stop_at_score
             self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
-            shown = {"loss": self.metrics["train/loss"]} | {"accuracy": value for value in final.values()}
+            shown = {"loss": self.metrics["train/loss"]} | {name.split("/")[-1]: value for name, value in final.items()}
             self.run.progress.update(step, shown)
             if step == total or reached or (save_freq > 0 and step % save_freq == 0):
                 with timers("save_checkpoint"):
@@ -91,9 +91,7 @@ class SFTTrainer:
 
     def _step(self, step: int) -> None:
         config = self.config
-        rows, epochs = batch_rows(
-            len(self.answers), config.sft.batch_size, step, config.run.seed, config.data.shuffle
-        )
+        rows, epochs = batch_rows(len(self.answers), config.sft.batch_size, step, config.run.seed, config.data.shuffle)
         lengths = self.answers.lengths[rows]
         samples = {"row": rows, replica_column(self.dp): balanced_assignment(lengths, self.dp)}
         batch = DataProto({}, samples, {"step": step})

@@ -38,7 +38,7 @@ def test_divisors_are_those_of_the_global_mini_batch():
 @pytest.mark.parametrize("mode", MODES)
 @given(seed=st.integers(0, 2**31), replicas=st.integers(1, 4), parts=st.integers(1, 4))
 def test_any_split_gives_the_same_loss_and_gradient(mode, seed, replicas, parts):
-    """Samples go to random replicas and micro-batches, each padded to its own width; shares and gradients are summed."""
+    """Samples go to random replicas and micro-batches, each padded to its own width; shares are summed."""
     rng = np.random.default_rng(seed)
     size, width = 9, 7
     lengths = rng.integers(0, width + 1, size)

@@ -31,6 +31,7 @@ HALF = math.exp(-0.5) - 1 + 0.5  # k3 at log_prob - ref = 0.5
         ("k3", -1.0, math.e - 2, 1 - math.e),
         ("k3", -5.0, 10.0, 0.0),  # e^5 - 6 is above 10
         ("k3", 30.0, 10.0, 0.0),  # clamped to 20, then to 10
+        ("k3", -1000.0, 10.0, 0.0),  # the first clamp keeps the gradient from inf * 0
         ("k3", 0.0, 0.0, 0.0),
     ],
 )

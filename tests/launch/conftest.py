@@ -35,7 +35,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start("mpiexec", "-n", "3", ...)`: a process in tmp_path; what is left of it is killed at the end of the test."""
+    """`start("mpiexec", "-n", "3", ...)`: a process in tmp_path; what is left of it is killed when the test ends."""
     started: list[psutil.Process] = []
 
     def start(*command: str | Path, **more: str) -> subprocess.Popen[str]:

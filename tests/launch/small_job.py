@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from hpcrl.launch import children
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import run_spmd
+from hpcrl.launch.waiting import wait_until
 from hpcrl.launch.world import World
 
 MODE = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -39,18 +40,18 @@ def main(world: World, config: SimpleNamespace) -> int:
     if MODE == "refuse_on_rank_0":
         if world.rank == 0:
             refuse()
-        world.comm.recv(source=0)
+        world.barrier()
     if MODE == "raise":
         world.whereabouts.role, world.whereabouts.phase = "actor", "update_actor"
         if world.rank == 1:
             break_down()
-        world.comm.recv(source=0)
+        world.barrier()
     if MODE == "raise_everywhere":
         break_down()
     if MODE == "exit":
         if world.rank == 1:
             os._exit(0)
-        world.comm.recv(source=0)
+        world.barrier()
     if MODE == "children":
         for _ in range(2):
             children.context().Process(target=loop, daemon=True).start()
@@ -58,7 +59,7 @@ def main(world: World, config: SimpleNamespace) -> int:
             time.sleep(0.05)
         world.barrier()
         Path(f"ready.{world.rank}").write_text(str(os.getpid()))
-        world.comm.recv(source=0)
+        wait_until(lambda: False)
     if MODE == "environment":
         with children.context().Pool(1, initializer=children.die_with_parent) as pool:
             names = pool.apply(names_in_child)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -35,8 +36,33 @@ def test_a_world_of_one_among_many_started_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "environ",
-    [{"PMI_SIZE": "3"}, {"OMPI_COMM_WORLD_SIZE": "3"}, {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3"}],
+    ("size", "rank"),
+    [("PMI_SIZE", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("SLURM_NTASKS", "SLURM_PROCID")],
 )
-def test_a_split_world_is_refused_before_anything_runs(run: Callable, environ: dict[str, str]) -> None:
-    from conftest_launch import SMALL_JOB  # placeholder
+def test_split_worlds_end_with_one_line_before_anything_runs(run: Callable, size: str, rank: str) -> None:
+    small_job = Path(__file__).with_name("small_job.py")
+    first = run(sys.executable, small_job, "ok", **{size: "3", rank: "0"})
+    other = run(sys.executable, small_job, "ok", **{size: "3", rank: "1"})
+    assert (first.code, other.code) == (2, 2)
+    lines = [line for line in first.stderr.splitlines() if line.startswith("hpcrl: error:")]
+    assert len(lines) == 1 and f"{size}=3" in lines[0]
+    assert "Traceback" not in first.stderr and "hpcrl" not in other.stderr
+
+
+def test_threads_are_an_even_share_of_the_cores() -> None:
+    assert rank_threads({}, cores=96, local_size=8) == 12
+    assert rank_threads({}, cores=2, local_size=4) == 1
+    assert rank_threads({"OMP_NUM_THREADS": "3"}, cores=96, local_size=8) == 3
+
+
+def test_threads_of_a_rank_that_srun_has_bound_to_its_own_cores() -> None:
+    assert rank_threads({"SLURM_CPUS_PER_TASK": "12"}, cores=12, local_size=8) == 12
+
+
+def test_loopback_is_the_default_on_one_node_only() -> None:
+    one: dict[str, str] = {}
+    prepare_environment(one)
+    assert one["UCX_NET_DEVICES"] == "lo" and one["HF_HUB_OFFLINE"] == "1"
+    several = {"SLURM_JOB_NUM_NODES": "2", "HF_HUB_OFFLINE": "0"}
+    prepare_environment(several)
+    assert "UCX_NET_DEVICES" not in several and several["HF_HUB_OFFLINE"] == "0"

@@ -30,9 +30,7 @@ def held(shape: ModelShape, tp_size: int, pp_size: int, head: str = "lm") -> dic
     counts: dict[str, np.ndarray] = {}
     for pp_rank in range(pp_size):
         for tp_rank in range(tp_size):
-            for shard in shards(
-                shape, tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size, head=head
-            ):
+            for shard in shards(shape, tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size, head=head):
                 cols = shard.global_shape[1] if len(shard.global_shape) == 2 else 1
                 count = counts.setdefault(shard.name, np.zeros((shard.global_shape[0], cols), dtype=int))
                 local = np.zeros((shard.local_shape[0], shard.local_shape[1] if len(shard.local_shape) == 2 else 1))

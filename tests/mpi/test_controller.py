@@ -10,7 +10,7 @@ import torch
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.controller.columns import RemoteColumn
+from hpcrl.controller.columns import PlacedColumn
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.controller.register import Dispatch, DispatchMode, register, register_dispatch_mode
 from hpcrl.controller.worker import Worker
@@ -121,7 +121,7 @@ def test_columns_reach_every_role(world) -> None:
             twice = DataProto.concat([batch, back])[: rows + 2] if rows else batch
             assert sum(controller["b"].check(twice).get()) == min(rows + 2, 2 * rows)
             expected = [u for u, n in zip(*_columns(batch), strict=True) for _ in range(n)]
-            assert isinstance(batch.tokens["ids"], RemoteColumn)
+            assert isinstance(batch.tokens["ids"], PlacedColumn)
             assert batch.fetch("ids").values.tolist() == expected
             assert batch.fetch("doubled").values.tolist() == [2 * u for u in expected]
 

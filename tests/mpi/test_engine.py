@@ -6,99 +6,30 @@ import pytest
 import torch
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.logprob import vocab_parallel_log_probs
-from hpcrl.grid.groups import RoleGroups, make_groups
-from hpcrl.grid.layout import Layout
+from hpcrl.grid.groups import RoleGroups
 from hpcrl.launch.world import World
-from hpcrl.model.build import copy_boxes, local_shards
-from hpcrl.model.shape import ModelShape
-
-# Three layers do not divide evenly over two stages; of 45 ids, padded to 64, the last of four shards holds none.
-SHAPE = ModelShape(
-    num_layers=3,
-    hidden_size=64,
-    ffn_hidden_size=96,
-    num_attention_heads=8,
-    num_query_groups=4,
-    head_dim=8,
-    vocab_size=45,
-    init_std=0.1,
+from tests.mpi.layouts import (
+    LAYOUTS,
+    SGD,
+    SHAPE,
+    TIED,
+    assert_slices,
+    gradients,
+    make_batch,
+    part_of,
+    policy_loss,
+    role_groups,
+    value_engine,
+    value_loss,
 )
-TIED = ModelShape(**{**vars(SHAPE), "tie_word_embeddings": True})
-SIZES = {
-    1: {"single": {}},
-    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}},
-    4: {"tp2dp2": {"tp": 2}, "tp2pp2": {"tp": 2, "pp": 2}, "pp2dp2": {"pp": 2}, "tp4": {"tp": 4}},
-}
-LAYOUTS = [pytest.param(name, marks=pytest.mark.world(size)) for size, named in SIZES.items() for name in named]
-TOKENS = 400.0  # any normaliser; the loss is normalised by the global mini-batch, so it is a constant here
-SGD = OptimConfig(optimizer="sgd", lr=0.1, clip_grad=0.0, weight_decay=0.0)
 
 
 @pytest.fixture(scope="session")
 def groups(world: World) -> dict[str, RoleGroups]:
-    """This rank's groups of every layout of the whole world, and 'alone': the rank by itself."""
-    everyone = tuple(range(world.size))
-    layouts = {name: Layout(everyone, **sizes) for name, sizes in SIZES.get(world.size, {}).items()}
-    layouts |= {f"alone{rank}": Layout((rank,)) for rank in everyone}
-    layouts["first_half"] = Layout(everyone[: max(1, world.size // 2)], tp=max(1, world.size // 2))
-    made = make_groups(layouts, world.rank)
-    return {"alone" if name.startswith("alone") else name: of for name, of in made.items()}
-
-
-def make_batch(num_samples: int = 13, seed: int = 0) -> DataProto:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 28, (num_samples,), generator=generator)
-    responses = (lengths * torch.rand(num_samples, generator=generator)).long().clamp(min=1)
-    ids = torch.randint(0, SHAPE.vocab_size, (int(lengths.sum()),), generator=generator, dtype=torch.int32)
-    total = int(responses.sum())
-    columns = {
-        "response_mask": (torch.rand(total, generator=generator) < 0.9).float(),
-        "advantages": torch.randn(total, generator=generator),
-    }
-    tokens = {name: Ragged.from_lengths(values, responses) for name, values in columns.items()}
-    return DataProto({"input_ids": Ragged.from_lengths(ids, lengths), **tokens})
-
-
-def part_of(batch: DataProto, groups: RoleGroups) -> DataProto:
-    return batch.chunk(groups.layout.dp)[groups.coord.dp]
-
-
-def policy_loss(outputs: dict[str, torch.Tensor], batch: DataProto):
-    mask, advantages = batch.padded("response_mask"), batch.padded("advantages")
-    terms = outputs["log_probs"] * advantages + 0.1 * outputs["entropy"]
-    return -(terms * mask).sum() / TOKENS, {}
-
-
-def value_loss(outputs: dict[str, torch.Tensor], batch: DataProto):
-    error = outputs["values"] - batch.padded("advantages")
-    return (error.square() * batch.padded("response_mask")).sum() / TOKENS, {}
-
-
-def value_engine(groups: RoleGroups, optim: OptimConfig | None = SGD) -> TrainEngine:
-    engine = TrainEngine(SHAPE, groups, head="value", optim=optim, seed=5)
-    for name, weight in engine.named_shards().items():
-        if name == "value_head.weight":
-            weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(1))
-    return engine
-
-
-def gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    local = local_shards(engine.shape, engine.groups, engine.head)
-    parameters = dict(engine.module.named_parameters())
-    return {shard.name: parameters[shard.local_name].main_grad.clone() for shard in local}
-
-
-def assert_slices(engine: TrainEngine, mine: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
-    """`mine` are this rank's slices of `whole`, to 1e-4 of the norm over all parameters."""
-    norm = torch.stack([tensor.norm() for tensor in whole.values()]).norm()
-    for shard in local_shards(engine.shape, engine.groups, engine.head):
-        expected = torch.empty(shard.local_shape)
-        copy_boxes(whole[shard.name], expected, shard)
-        assert (mine[shard.name] - expected).norm() <= 1e-4 * norm, shard.name
+    return role_groups(world.rank, world.size)
 
 
 def assert_same_training(engine: TrainEngine, mine: DataProto, alone: TrainEngine, all_: DataProto, loss) -> None:

@@ -193,7 +193,7 @@ MOVES = {
     ),
     "ring": Call(run_ring, lambda r, n, d, op: [values((r - 1) % n, d)]),
 }
-# gloo knows no int16, averages no integers, and lets ranks of an all_to_all exchange equal sizes only.
+# gloo knows no int16, averages no integers, exchanges equal sizes only in an all_to_all, and sends nothing to itself.
 GLOO_LACKS = {("all_to_all", dtype) for dtype in DTYPES} | {(call, torch.int16) for call in (*REDUCTIONS, *MOVES)}
 
 
@@ -209,7 +209,7 @@ def check(call: str, dtype: torch.dtype, op: str, world: World, gloo: dist.Proce
         got = run(None, r, n, dtype, put, op)
         assert [g.dtype for g in got] == [dtype] * len(want)
         assert_same(got, want, f"{call} {dtype} {op} {put.__name__}")
-    if (call, dtype) not in GLOO_LACKS and op != "avg":
+    if (call, dtype) not in GLOO_LACKS and op != "avg" and not (call == "ring" and n == 1):
         # gloo adds bools as bytes, so that its True may be a 2
         peer = [g.to(torch.uint8).bool() if dtype is torch.bool else g for g in run(gloo, r, n, dtype, as_is, op)]
         assert_same(got, peer, f"{call} {dtype} {op} against gloo")

@@ -51,9 +51,7 @@ def sharded(shape: ModelShape, layout: Layout) -> TENSORS:
     for rank in layout.ranks:
         coord = layout.coord(rank)
         ranks[rank] = {}
-        for shard in shards(
-            shape, tp_rank=coord.tp, tp_size=layout.tp, pp_rank=coord.pp, pp_size=layout.pp
-        ):
+        for shard in shards(shape, tp_rank=coord.tp, tp_size=layout.tp, pp_rank=coord.pp, pp_size=layout.pp):
             local = np.full(two_dimensional(shard.local_shape), -1, dtype=np.int64)
             for box in shard.boxes:
                 part = whole[shard.name][slice(*box.global_rows), slice(*box.global_cols)]

@@ -205,4 +205,7 @@ def test_no_worker_outlives_its_rank(source: Path, end: str) -> None:
     deadline = time.monotonic() + 10
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    left = [pid for pid in pids if psutil.pid_exists(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

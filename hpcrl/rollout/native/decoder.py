@@ -61,7 +61,7 @@ class Decoder:
         self._cos, self._sin = rope_cos_sin(torch.arange(max_len, device=device), shape.head_dim, shape.rope_theta)
 
     def forward(self, token_ids: Tensor, attention: Attention, last: Tensor | None = None) -> Tensor:
-        """Logits (rows, padded vocabulary) after each of the flat `token_ids` int64 (n,), or after the `last` (rows,)."""
+        """Logits (rows, padded vocabulary) after each of the flat `token_ids` int64 (n,), or after those at `last`."""
         eps = self._shape.rms_norm_eps
         cos, sin = self._cos[attention.positions, None], self._sin[attention.positions, None]
         hidden = self._embed(token_ids)
@@ -80,7 +80,8 @@ class Decoder:
         rows = len(self._embedding)
         local = token_ids - self._tp.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        return self._tp.sum(embedding(local.masked_fill(elsewhere, 0), self._embedding).masked_fill_(elsewhere[:, None], 0))
+        found = embedding(local.masked_fill(elsewhere, 0), self._embedding)
+        return self._tp.sum(found.masked_fill_(elsewhere[:, None], 0))
 
     def _attend(self, layer: int, mixed: Tensor, attention: Attention, cos: Tensor, sin: Tensor) -> Tensor:
         """`mixed` (n, rows of qkv) is grouped by KV head: its queries, its key, its value."""

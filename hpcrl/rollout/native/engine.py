@@ -90,6 +90,6 @@ class NativeEngine:
                 f"prompt {uid} has {len(prompt)} tokens, with max_new_tokens={sequence.max_new_tokens} that is more "
                 f"than max_model_len={longest}; shorten one of them or make the engine with a larger limit"
             )
-        low, high = np.min(prompt), np.max(prompt)
-        if low < 0 or high >= self._decoder.vocab_size:
-            raise ValueError(f"prompt {uid} has token ids {low} to {high}; expected 0 to {self._decoder.vocab_size - 1}")
+        low, high, last = np.min(prompt), np.max(prompt), self._decoder.vocab_size - 1
+        if low < 0 or high > last:
+            raise ValueError(f"prompt {uid} has token ids {low} to {high}; expected 0 to {last}")

@@ -25,10 +25,9 @@ class KVCache:
     ) -> None:
         self.num_slots = num_slots
         self.max_len = max_len
+        self.dtype = dtype
         self.device = device
         self._size = (num_layers, num_slots, num_heads, max_len, head_dim)
-        self._options = {"dtype": dtype, "device": device}
-        self.keys = self.values = torch.empty(0, **self._options)
         self.allocate()
 
     @property
@@ -37,11 +36,11 @@ class KVCache:
 
     def allocate(self) -> None:
         # Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN.
-        self.keys = torch.zeros(self._size, **self._options)
-        self.values = torch.zeros(self._size, **self._options)
+        self.keys = torch.zeros(self._size, dtype=self.dtype, device=self.device)
+        self.values = torch.zeros_like(self.keys)
 
     def release(self) -> None:
-        self.keys = self.values = torch.empty(0, **self._options)
+        self.keys = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores `keys` and `values` (n, KV heads, head_dim) of n tokens, each at its slot and position, int64 (n,)."""

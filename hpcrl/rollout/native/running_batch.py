@@ -11,7 +11,7 @@ from hpcrl.rollout.protocol import Completion, SamplingParams
 
 
 class Vacancy(NamedTuple):
-    """After rows have gone: rows `sources` now stand at `targets`, int64 (n,) each, with up to `length` cached tokens."""
+    """Rows `sources` now stand at `targets`, int64 (n,) each, and have up to `length` cached tokens."""
 
     sources: np.ndarray
     targets: np.ndarray
@@ -21,8 +21,8 @@ class Vacancy(NamedTuple):
 class RunningBatch:
     """Rows 0..num_rows-1 are running; row i has slot i of the KV cache.
 
-    Per row: `cached` tokens in the KV cache, `num_new` tokens drawn (the last one is not cached yet), and what the random
-    numbers are keyed by.
+    Per row: `cached` tokens in the KV cache, `num_new` tokens drawn (the last one is not cached yet), and what the
+    random numbers are keyed by.
     """
 
     def __init__(self, capacity: int, sampling: SamplingParams) -> None:

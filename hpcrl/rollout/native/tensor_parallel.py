@@ -27,6 +27,6 @@ class TensorParallel:
         """(n, m) on each rank -> (n, size * m) on all, in rank order."""
         if self.size == 1:
             return part
-        parts = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
-        dist.all_gather_into_tensor(parts, part.contiguous(), group=self.group)
-        return parts.transpose(0, 1).flatten(1)
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, dim=1)

@@ -1,0 +1,270 @@
+"""`hpcrl train` as a whole: layouts agree, a resumed run is the uninterrupted one, rollout and training agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.algorithms.advantages import get_adv_estimator
+from hpcrl.config.derive import check
+from hpcrl.config.schema import Config
+from hpcrl.launch.job import make_run_directory, run_directory
+from hpcrl.telemetry.archive import read_step, step_path
+from hpcrl.trainer import ppo
+
+ROOT = Path(__file__).parents[2]
+NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+
+
+@pytest.fixture(scope="session")
+def data(world, tmp_path_factory) -> Path:
+    """The countdown files, made once by rank 0."""
+    folder = world.broadcast(str(tmp_path_factory.mktemp("data")) if world.rank == 0 else None)
+    if world.rank == 0:
+        tool = str(ROOT / "tools" / "prepare_countdown.py")
+        subprocess.run([sys.executable, tool, "--out", folder, "--sft-rows", "64"], check=True, capture_output=True)
+    world.barrier()
+    return Path(folder)
+
+
+class Lab:
+    """Runs small jobs in the session's world, and reads what they wrote."""
+
+    def __init__(self, world, data: Path, folder: Path) -> None:
+        self.world, self.data, self.folder = world, data, folder
+
+    def run(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
+        config = Config.model_validate(self.config(name, placement or {}, sections))
+        estimator = get_adv_estimator(config.algorithm.adv_estimator)
+        derived = check(
+            config, self.world.size, needs_critic=estimator.needs_critic, needs_groups=estimator.needs_groups
+        )
+        if self.world.rank == 0:
+            make_run_directory(run_directory(config))
+        self.world.barrier()
+        ppo.run(self.world, config, derived)
+        self.world.barrier()
+        return self.folder / name
+
+    def config(self, name: str, placement: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        template: dict[str, dict[str, Any]] = {
+            "run": {"name": name, "dir": str(self.folder)},
+            "model": {
+                "tokenizer": str(ROOT / "configs" / "tokenizer"),
+                "num_layers": 2,
+                "hidden_size": 64,
+                "ffn_hidden_size": 96,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "init_std": 0.2,
+            },
+            "placement": placement,
+            "data": {
+                "train_files": [str(self.data / "train.parquet")],
+                "train_batch_size": 12,
+                "max_prompt_length": 16,
+                "max_response_length": 12,
+            },
+            "rollout": {"n": 2},
+            "actor": {
+                "ppo_mini_batch_size": 6,
+                "ppo_max_token_len_per_gpu": 128,
+                "use_kl_loss": True,
+                "entropy_coeff": 0.01,
+                "optim": {"lr": 1e-3},
+            },
+            "critic": {"optim": {"lr": 1e-3}, "ppo_max_token_len_per_gpu": 128},
+            "algorithm": {"lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 100}},
+            "trainer": {"total_training_steps": 2},
+        }
+        for section, values in sections.items():
+            template[section] = _merged(template.get(section, {}), values)
+        return template
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: _merged(base[k], v) for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
+    return {**base, **over, **nested}
+
+
+@pytest.fixture(scope="session")
+def lab(world, data, tmp_path_factory) -> Lab:
+    folder = world.broadcast(str(tmp_path_factory.mktemp("runs")) if world.rank == 0 else None)
+    return Lab(world, data, Path(folder))
+
+
+def metrics(run: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines}
+
+
+def on(world, **sizes: int) -> dict[str, Any]:
+    """All roles on all ranks with these sizes; the engine keeps as much tensor parallelism."""
+    return {**{role: sizes for role in ("actor", "critic", "ref")}, "rollout": {"tp": sizes.get("tp", 1)}}
+
+
+def placements(size: int) -> dict[str, dict[str, Any]]:
+    if size == 2:
+        return {"tp2": on(2, tp=2), "pp2": on(2, pp=2), "dp2": on(2)}
+    return {
+        "tp2_dp2": on(4, tp=2),
+        "tp2_pp2": on(4, tp=2, pp=2),
+        "critic_apart_in_layout": {**on(4, tp=2), "critic": {"pp": 2}, "rollout": {"tp": 1}},
+        "critic_on_its_own_ranks": {
+            "pools": {"policy": "0-1", "value": "2-3"},
+            "actor": {"pool": "policy", "pp": 2},
+            "ref": {"pool": "value", "tp": 2},
+            "rollout": {"pool": "policy", "tp": 2},
+            "critic": {"pool": "value"},
+        },
+        "rank_0_in_no_role": {
+            "pools": {"work": "1-3"},
+            **{role: {"pool": "work"} for role in ("actor", "critic", "ref", "rollout")},
+        },
+    }
+
+
+ALONE = {"pools": {"one": "0"}, **{role: {"pool": "one"} for role in ("actor", "critic", "ref", "rollout")}}
+SGD = {
+    "actor": {"optim": {"optimizer": "sgd", "lr": 0.05}},
+    "critic": {"optim": {"optimizer": "sgd", "lr": 0.05}},
+}
+
+
+@pytest.fixture(scope="session")
+def alone(lab: Lab) -> Path:
+    """The reference: all roles on rank 0, the other ranks idle."""
+    return lab.run("alone", ALONE, **SGD)
+
+
+@pytest.mark.world(2, 4)
+def test_layouts_agree_on_recorded_rollouts(world, lab: Lab, alone: Path) -> None:
+    expected = metrics(alone)
+    recorded = {step: read_step(step_path(alone / "rollouts", step)) for step in (1, 2)}
+    for name, placement in placements(world.size).items():
+        run = lab.run(name, placement, trainer={"rollouts_from": str(alone / "rollouts")}, **SGD)
+        found = metrics(run)
+        for step in (1, 2):
+            for key in ("actor/grad_norm", "critic/grad_norm"):
+                assert found[step][key] == pytest.approx(expected[step][key], rel=1e-4), (name, step, key)
+            for key in ("actor/pg_loss", "critic/vf_loss", "actor/kl_loss", "actor/entropy", "actor/entropy_loss"):
+                assert found[step][key] == pytest.approx(expected[step][key], rel=1e-4, abs=1e-5), (name, step, key)
+            tokens, _, _ = read_step(step_path(run / "rollouts", step))
+            assert tokens.keys() == recorded[step][0].keys()
+            for column, (values, offsets) in tokens.items():
+                assert np.array_equal(offsets, recorded[step][0][column][1]), (name, step, column)
+                np.testing.assert_allclose(
+                    values, recorded[step][0][column][0], rtol=0, atol=1e-4, err_msg=f"{name} {step} {column}"
+                )
+
+
+@pytest.mark.world(2, 4)
+def test_layouts_sample_the_same_tokens(world, lab: Lab, alone: Path) -> None:
+    """Before any weight differs: the first step's prompts are the same, and so are at least 99% of the responses."""
+    options = {"trainer": {"total_training_steps": 1}, "data": {"train_batch_size": 64}, "actor": SGD["actor"]}
+    reference = lab.run("sampled_alone", ALONE, **options)
+    tokens, samples, _ = read_step(step_path(reference / "rollouts", 1))
+    for name, placement in placements(world.size).items():
+        run = lab.run(f"sampled_{name}", placement, **options)
+        other_tokens, other_samples, _ = read_step(step_path(run / "rollouts", 1))
+        assert other_samples["uid"].tolist() == samples["uid"].tolist()
+        same = [
+            np.array_equal(mine, others)
+            for mine, others in zip(_rows(tokens["input_ids"]), _rows(other_tokens["input_ids"]), strict=True)
+        ]
+        assert np.mean(same) >= 0.99, name
+
+
+def _rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
+    return np.split(column[0], column[1][1:-1])
+
+
+def own_layout(size: int) -> dict[str, Any]:
+    return {1: {}, 2: on(2, tp=2), 4: {**on(4, tp=2), "critic": {"pp": 2}, "rollout": {"tp": 1}}}[size]
+
+
+def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab) -> None:
+    placement = own_layout(world.size)
+    straight = lab.run("straight", placement, trainer={"total_training_steps": 4})
+    lab.run("halted", placement, trainer={"total_training_steps": 2, "save_freq": 2})
+    resumed = lab.run("halted", placement, trainer={"total_training_steps": 4, "save_freq": 2})
+    expected, found = metrics(straight), metrics(resumed)
+    assert sorted(found) == [1, 2, 3, 4]
+    for step, line in expected.items():
+        assert found[step] == line, f"step {step}"
+
+
+@pytest.mark.world(4)
+def test_resume_on_another_layout(world, lab: Lab) -> None:
+    """Same data order, and the first step on recorded rollouts agrees, optimizer state included."""
+    first = lab.run("first_layout", own_layout(4), trainer={"total_training_steps": 3, "save_freq": 2})
+    shapes = {"pp2": on(4, pp=2), "dp4": on(4), "tp2_pp2": on(4, tp=2, pp=2)}
+    for name, placement in shapes.items():
+        if world.rank == 0:
+            step = "checkpoints/step_00000002"
+            shutil.copytree(first / step, lab.folder / f"moved_{name}" / step)
+        world.barrier()
+        trainer = {"total_training_steps": 4, "rollouts_from": str(first / "rollouts")}
+        if name == "pp2":  # without a recording: only the order of the data is compared
+            lab_run = lab.run(f"moved_{name}", placement, trainer={"total_training_steps": 3})
+        else:
+            lab_run = lab.run(f"moved_{name}", placement, trainer={**trainer, "total_training_steps": 3})
+        tokens, samples, _ = read_step(step_path(first / "rollouts", 3))
+        other_tokens, other_samples, _ = read_step(step_path(lab_run / "rollouts", 3))
+        assert other_samples["uid"].tolist() == samples["uid"].tolist()
+        if name == "pp2":
+            continue
+        found, expected = metrics(lab_run)[3], metrics(first)[3]
+        for key in ("actor/grad_norm", "critic/grad_norm"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-3), (name, key)
+        for column in ("old_log_probs", "values", "ref_log_prob"):
+            np.testing.assert_allclose(other_tokens[column][0], tokens[column][0], rtol=0, atol=1e-4)
+
+
+def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab) -> None:
+    run = lab.run("ten_steps", own_layout(world.size), trainer={"total_training_steps": 10, "save_rollouts": False})
+    for step, line in metrics(run).items():
+        assert line["training/rollout_log_probs_diff_max"] < 1e-4, step
+        assert line["training/rollout_log_probs_diff_mean"] < 1e-5, step
+
+
+def test_ratio_stays_at_one_without_learning(world, lab: Lab) -> None:
+    run = lab.run("frozen", own_layout(world.size), actor={"optim": {"lr": 0.0}, "ppo_epochs": 2})
+    for line in metrics(run).values():
+        assert line["actor/ratio_deviation_max"] < 1e-5
+        assert line["actor/pg_clipfrac"] == 0
+
+
+def test_controller_traffic_does_not_grow_with_the_response(world, lab: Lab) -> None:
+    traffic = {}
+    for length in (8, 256):
+        run = lab.run(
+            f"length_{length}",
+            own_layout(world.size),
+            data={"max_response_length": length},
+            rollout={"ignore_eos": True},
+            actor={"ppo_max_token_len_per_gpu": 2048},
+            critic={"ppo_max_token_len_per_gpu": 2048},
+            trainer={"total_training_steps": 1, "save_rollouts": False},
+        )
+        line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+        assert line["response_length/mean"] == length
+        traffic[length] = line["perf/controller_bytes_sent"] + line["perf/controller_bytes_received"]
+    assert abs(traffic[256] - traffic[8]) <= 0.01 * traffic[8] + 64
+
+
+def test_grpo_and_others_run_without_a_critic(world, lab: Lab) -> None:
+    for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
+        run = lab.run(
+            estimator, own_layout(world.size), algorithm={"adv_estimator": estimator}, trainer={"save_rollouts": False}
+        )
+        line = metrics(run)[2]
+        assert "critic/vf_loss" not in line
+        assert line["actor/grad_norm"] > 0

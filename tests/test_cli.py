@@ -1,0 +1,95 @@
+"""What a person sees after a mistake on the command line: one line, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl import cli
+
+ROOT = Path(__file__).parents[1]
+
+
+def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """The line of a command line that is refused in this process, before anything heavy is imported."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    out, err = capfd.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert err.startswith("hpcrl: error: ") and err.count("\n") == 1
+    return err.removeprefix("hpcrl: error: ").rstrip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "a command is missing; expected one of train, sft, check"),
+        (["trian"], "unknown command 'trian'; did you mean train?"),
+        (["fly"], "unknown command 'fly'; expected one of train, sft, check"),
+        (["train"], "train needs a YAML file: hpcrl train CONFIG [key=value ...]"),
+        (["sft", "run.seed=1"], "found the override 'run.seed=1' in place of a YAML file: hpcrl sft CONFIG"),
+        (["train", "a.yaml", "--lr=1"], "unknown option '--lr=1'; train has none: hpcrl train CONFIG"),
+    ],
+)
+def test_wrong_command_lines(
+    arguments: list[str], line: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refused(capfd, monkeypatch, *arguments).startswith(line)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["train", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in cli.COMMANDS)
+
+
+def launch(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """A command line under mpiexec, as users run it."""
+    mpiexec = str(Path(sys.executable).with_name("mpiexec"))
+    command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "hpcrl", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def assert_one_line(run: subprocess.CompletedProcess[str], line: str) -> None:
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.count("hpcrl: error: ") == 1, run.stderr
+    assert f"hpcrl: error: {line}" in run.stderr
+    assert "Traceback" not in run.stderr + run.stdout
+
+
+def test_ranks_speak_with_one_voice() -> None:
+    assert_one_line(launch("chekc"), "unknown command 'chekc'; did you mean check?")
+
+
+def test_missing_file_under_mpi(tmp_path: Path) -> None:
+    assert_one_line(launch("train", str(tmp_path / "none.yaml")), "no such config file: ")
+
+
+@pytest.mark.slow
+def test_refusals_under_mpi(tmp_path: Path) -> None:
+    """The kinds of mistake that only a started job can see, or that go another way through it."""
+    job = tmp_path / "job.yaml"
+    job.write_text(f"run: {{dir: {tmp_path}}}\ndata: {{train_files: [none.parquet]}}\n")
+    for override, line in {
+        "actor.optm.lr=1": "override actor.optm.lr=1: unknown key actor.optm; did you mean actor.optim?",
+        "actor.optim.lr=x": "override actor.optim.lr=x: actor.optim.lr is the text 'x'; expected a number",
+        "placement.actor.tp=3": "placement.actor.tp=3 does not divide num_attention_heads=4; use 1 or 2",
+        "placement.pools.all=0-7": "placement.pools.all='0-7' names rank 2, and the job has 2 (0 to 1)",
+        "algorithm.adv_estimator=gea": "unknown advantage estimator 'gea'; did you mean 'gae'?",
+        "actor.policy_loss.loss_mode=vanila": "unknown policy loss 'vanila'; did you mean 'vanilla'?",
+    }.items():
+        assert_one_line(launch("train", str(job), override), line)

@@ -1,0 +1,119 @@
+"""Imports go one way, and what is imported early stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hpcrl"
+
+# lowest first; a file imports from lower layers and from its own folder
+LAYERS = (
+    ("config", "telemetry", "launch", "grid", "batch"),
+    ("controller",),
+    ("model",),
+    ("engine", "reshard", "algorithms", "rewards", "data", "checkpoint"),
+    ("rollout", "plan"),
+    ("roles",),
+    ("trainer",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+HEAVY = ("torch", "mpi4py", "numpy", "megatron", "transformers", "pydantic", "yaml")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, full module name) of every import, in functions and under TYPE_CHECKING too; relative ones resolved."""
+    package = ("hpcrl", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, node.module) if node.module else base)
+            # `from hpcrl import grid` names a folder as well
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+
+
+def folder(module: str) -> str:
+    return module.split(".")[1]
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for path in sources():
+        inside = path.relative_to(PACKAGE)
+        own = inside.parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue
+        assert own in LEVEL, f"hpcrl/{own} stands in no layer; add it to LAYERS in this test and to the design"
+        for line, module in imports(path):
+            if not module.startswith("hpcrl."):
+                continue
+            other = folder(module)
+            if other != own and LEVEL.get(other, len(LAYERS)) >= LEVEL[own]:
+                wrong.append(f"{path}:{line}: {own} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_package_files_are_empty() -> None:
+    """An __init__ that imports would make every module of its folder as heavy as the heaviest."""
+    for path in PACKAGE.rglob("__init__.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        allowed = (
+            (ast.Expr,) if path.parent.name != "algorithms" else (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign)
+        )
+        assert all(isinstance(node, allowed) for node in body), f"{path} holds code"
+
+
+def test_every_folder_is_a_package() -> None:
+    for path in sources():
+        assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py, so pip would leave it out"
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level modules that are loaded once `code` has run in a new interpreter."""
+    program = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("code", ["import hpcrl", "import hpcrl.cli"])
+def test_command_line_imports_nothing_heavy(code: str) -> None:
+    assert not loaded_after(code).intersection(HEAVY)
+
+
+def test_config_needs_neither_torch_nor_mpi() -> None:
+    code = "import hpcrl.config.loader, hpcrl.config.derive"
+    assert not loaded_after(code).intersection({"torch", "mpi4py", "numpy", "megatron"})
+
+
+def test_algorithms_need_torch_and_numpy_alone() -> None:
+    modules = ", ".join(f"hpcrl.algorithms.{path.stem}" for path in (PACKAGE / "algorithms").glob("[!_]*.py"))
+    loaded = loaded_after(f"import hpcrl.algorithms, {modules}")
+    assert not loaded.intersection({"megatron", "mpi4py", "pydantic", "yaml", "transformers", "h5py", "pyarrow"})
+
+
+def test_importing_starts_no_mpi() -> None:
+    """`from mpi4py import MPI` initialises MPI; two modules do so, and only start-up imports those."""
+    apart = {"hpcrl.launch.mpi_backend", "hpcrl.launch.mpi_buffers", "hpcrl.__main__"}
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in sources()}
+    modules = ", ".join(sorted(name.removesuffix(".__init__") for name in names - apart))
+    program = f"import sys, {modules}; sys.exit('mpi4py.MPI' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr or "mpi4py.MPI was loaded"
