@@ -53,7 +53,7 @@ pip() {
         die "'pip install $*' failed; see above (is the package index reachable?)"
 }
 started=$SECONDS
-torch=$(sed -n 's/^ *"\(torch==[0-9.]*\)",  # what the tests run on.*/\1/p' setup.py)
+torch=$(grep -om1 'torch==[0-9.]*' setup.py) # the CPU's, the first in the file
 say "installing $torch (a few hundred megabytes the first time)"
 pip "$torch"
 say "installing hpcrl with its requirements"

@@ -59,7 +59,7 @@ world() {
         rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}
         [[ $rank == 0 ]] || exec >"$RANK_LOGS/$rank" 2>&1
         exec .venv/bin/python -m pytest "$@"
-    ' pytest tests/mpi -p no:cacheprovider --timeout 0 "${options[@]}" </dev/null || code=$?
+    ' pytest tests/mpi --timeout 0 "${options[@]}" </dev/null || code=$?
     if ((code != 0)) && ! ((code == 5 && ${#options[@]})); then
         for ((rank = 1; rank < size; rank++)); do
             printf '\n-- rank %d of %d, last lines\n' "$rank" "$size"

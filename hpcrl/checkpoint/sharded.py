@@ -66,8 +66,8 @@ def load_sharded(
 ) -> None:
     """Load what `save_sharded` wrote, under whatever layout. Each rank reads what it needs; no collective.
 
-    `optimizer` False takes the weights alone. `strict` False keeps a head that the checkpoint lacks as it is: an actor's
-    weights then start a critic. Raises InputError when the folder is no checkpoint or does not fit the model.
+    `optimizer` False takes the weights alone. `strict` False keeps a head that the checkpoint lacks as it is: so an
+    actor's weights start a critic. Raises InputError when the folder is no checkpoint or does not fit the model.
     """
     path = Path(path)
     try:
@@ -149,7 +149,19 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     ALLOWED = {
         "pathlib": ("Path", "PosixPath", "PurePosixPath"),
-        "torch": ("Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+        "torch": (
+            "Size",
+            "float32",
+            "float64",
+            "bfloat16",
+            "float16",
+            "int64",
+            "int32",
+            "int16",
+            "int8",
+            "uint8",
+            "bool",
+        ),
         "torch.serialization": ("_get_layout",),
         "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
         "torch.distributed.checkpoint.metadata": (

@@ -87,14 +87,14 @@ def _pack(batch: DataProto, rows: np.ndarray, size: int, shape: ModelShape, devi
         token = torch.zeros(1, dtype=torch.int64)
         packed = pack(token, torch.ones_like(token), shape, size=size, output_rows=token).to(device)
         return MicroBatch(rows, packed, token.to(device), token[:0])
-    ids = batch.tokens["input_ids"].take(rows)
+    ids = _column(batch, "input_ids").take(rows)
     lengths = ids.lengths
-    response_lengths = batch.tokens["response_mask"].lengths[torch.as_tensor(rows)]
+    response_lengths = _column(batch, "response_mask").lengths[torch.as_tensor(rows)]
     prompt_lengths = lengths - response_lengths
     if int(prompt_lengths.min()) < 1:
         raise ValueError(
-            f"a sample has {int(lengths.max())} tokens and a response of {int(response_lengths.max())}; every sample needs "
-            "at least one prompt token, which predicts the first token of the response"
+            f"a sample has {int(prompt_lengths.min())} prompt tokens; every sample needs at least one, which predicts "
+            "the first token of the response"
         )
     # Response token number r of the micro-batch lies at r + the prompt tokens up to and including its own sequence.
     shift = torch.repeat_interleave(prompt_lengths.cumsum(0), response_lengths)
@@ -110,7 +110,14 @@ def _pack(batch: DataProto, rows: np.ndarray, size: int, shape: ModelShape, devi
 def _lengths(batch: DataProto) -> np.ndarray:
     if len(batch) == 0:
         return np.zeros(0, dtype=np.int64)
-    return batch.tokens["input_ids"].lengths.numpy()
+    return _column(batch, "input_ids").lengths.numpy()
+
+
+def _column(batch: DataProto, name: str) -> Ragged:
+    column = batch.tokens[name]
+    if not isinstance(column, Ragged):
+        raise TypeError(f"column {name!r} is a {type(column).__name__}; the engine needs its values on this rank")
+    return column
 
 
 def _round_up(number: int, multiple: int) -> int:

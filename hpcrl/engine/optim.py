@@ -48,8 +48,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW under megatron's distributed optimizer, or SGD held whole by every replica.
 
-    Megatron's own factory gathers the parameter groups over the whole world, where ranks outside this role would have to
-    take part; here every stage has the same two groups by construction.
+    Megatron's own factory gathers the parameter groups over the whole world, where ranks outside this role would have
+    to take part; here every stage has the same two groups by construction.
     """
     bf16 = dtype is torch.bfloat16
     distributed = uses_distributed_optimizer(optim)
@@ -103,8 +103,8 @@ def build_optimizer(
 class ShardedAdam(DistributedOptimizer):
     """Megatron's distributed optimizer over torch's AdamW, whose step counter is a tensor per parameter.
 
-    Megatron 0.16 expects a tensor named "step" in a reshardable checkpoint, which it does not write there, and loads one
-    tensor into all parameters, with which torch would count each step once per parameter.
+    Megatron 0.16 expects a tensor named "step" in a reshardable checkpoint, which it does not write there, and loads
+    one tensor into all parameters, with which torch would count each step once per parameter.
     """
 
     def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
@@ -121,8 +121,10 @@ class ShardedAdam(DistributedOptimizer):
 
 
 def _param_groups(model: DistributedDataParallel, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Matrices, and vectors without weight decay (norms, biases), with the marks by which megatron matches groups when it
-    loads a checkpoint."""
+    """Matrices, and vectors without weight decay (norms, biases).
+
+    With the marks by which megatron matches groups when it loads a checkpoint.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = []
     for decayed in (True, False):

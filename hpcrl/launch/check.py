@@ -70,7 +70,7 @@ def report(findings: list[Finding]) -> int:
     return exits.OTHER if needed else exits.DONE
 
 
-def mpi_findings(comm: MPI.Comm, hosts: list[tuple[str, int]]) -> Iterator[Finding]:
+def mpi_findings(comm: MPI.Intracomm, hosts: list[tuple[str, int]]) -> Iterator[Finding]:
     """The MPI library and where its ranks are. `hosts` is (host, cores) of each rank."""
     from mpi4py import MPI
 

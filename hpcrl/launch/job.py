@@ -72,7 +72,7 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int]) -> NoReturn
     finish(code)
 
 
-def load_once(comm: MPI.Comm, load: Callable[[], C]) -> C:
+def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
     """rank 0's configuration on every rank, with its run directory made. A user error is raised on all ranks."""
     config, line = None, None
     if comm.rank == 0:

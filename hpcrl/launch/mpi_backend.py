@@ -12,15 +12,12 @@ Everything must be called from the one thread that calls MPI.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from hpcrl.launch.mpi_buffers import (
     Reduction,
@@ -33,7 +30,8 @@ from hpcrl.launch.mpi_buffers import (
     raw,
     row_counts,
 )
-from hpcrl.launch.waiting import wait, wait_all, wait_until
+from hpcrl.launch.mpi_work import MpiWork
+from hpcrl.launch.waiting import wait, wait_all
 
 BACKEND = "mpi_host"
 
@@ -55,101 +53,6 @@ def register(comm_world: MPI.Intracomm) -> None:
         return MpiProcessGroup(control, ranks, options)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
-
-
-class MpiWork(Work):
-    """An operation under way or done. Holds its tensors, completes once, and raises on the thread that waits."""
-
-    def __init__(
-        self,
-        tensors: list[Tensor],
-        request: MPI.Request | None = None,
-        finish: Callable[[MPI.Status], None] | None = None,
-    ) -> None:
-        """`finish` gets the status of `request` once it has ended, and delivers the result."""
-        super().__init__()
-        self._tensors = tensors
-        self._request = request
-        self._finish = finish
-        self._source = -1
-        self._error: Exception | None = None
-        self._future: _MpiFuture | None = None
-
-    def is_completed(self) -> bool:
-        if self._request is None:
-            return True
-        status = MPI.Status()
-        try:
-            if not self._request.Test(status):
-                return False
-            self._source = status.Get_source()
-            if self._finish is not None:
-                self._finish(status)
-        except Exception as error:
-            self._error = error
-        self._request = self._finish = None
-        if self._future is not None:
-            self._future.fire(self)
-        return True
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when the operation ended well. `timeout` is ignored: hangs are the watchdog's business."""
-        if self._request is not None:
-            wait_until(self.is_completed)
-        if self._error is not None:
-            raise self._error
-        return True
-
-    synchronize = wait
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> Exception | None:
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self._tensors
-
-    def source_rank(self) -> int:
-        """Group rank that a received message came from."""
-        self.wait()
-        return self._source
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future:
-        """Future of the tensors. Its callbacks run on the thread whose test or wait finds the operation ended."""
-        if self._future is None:
-            self._future = _MpiFuture(self)
-            if self._request is None:
-                self._future.fire(self)
-        return self._future
-
-
-class _MpiFuture(torch.futures.Future):
-    """A future whose waiter drives MPI itself: no other thread would bring its message forward."""
-
-    def __new__(cls, work: MpiWork) -> _MpiFuture:
-        return super().__new__(cls)
-
-    def __init__(self, work: MpiWork) -> None:
-        super().__init__()
-        self._work = work
-
-    def fire(self, work: MpiWork) -> None:
-        if work.exception() is None:
-            self.set_result(work._tensors)
-        else:
-            self.set_exception(work.exception())
-
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self) -> Any:
-        wait_until(self._work.is_completed)
-        return super().wait()
 
 
 class MpiProcessGroup(dist.ProcessGroup):
@@ -191,11 +94,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self
 
     # Names under which C++ calls the same.
-    getRank = rank  # noqa: N815
-    getSize = size  # noqa: N815
-    getBackendName = name  # noqa: N815
+    getRank = rank
+    getSize = size
+    getBackendName = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
     def shutdown(self) -> None:
@@ -207,8 +110,6 @@ class MpiProcessGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """Forget the communicator without freeing it, which would need the other ranks."""
         self._comm = MPI.COMM_NULL
-
-    # Reductions
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> MpiWork:
         for tensor in tensors:
@@ -265,8 +166,6 @@ class MpiProcessGroup(dist.ProcessGroup):
             wait(self._comm.Ireduce_scatter(reduction.spec(whole), reduction.spec(part), counts, op=reduction.op))
             reduction.from_wire(part, output)
         return MpiWork(outputs)
-
-    # Data as it is
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> MpiWork:
         if self._size > 1:
@@ -361,8 +260,6 @@ class MpiProcessGroup(dist.ProcessGroup):
         if self._size > 1:
             wait(self._comm.Ibarrier())
         return MpiWork([])
-
-    # Point to point
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> MpiWork:
         (tensor,) = tensors

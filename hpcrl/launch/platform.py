@@ -1,8 +1,8 @@
 """The device of this process, and the bridge that lets megatron-core 0.16 run on a CPU.
 
 Megatron names CUDA in four ways: `torch.cuda.current_device()`, `device="cuda"` literals, `.cuda()`, and checks such as
-`grad.type() == "torch.cuda.FloatTensor"`. `install` answers the first for good; `cpu_bridge` rewrites the others while it
-is entered. It costs about 1.6 us per torch call, so it surrounds construction, optimizer step and checkpoint, never
+`grad.type() == "torch.cuda.FloatTensor"`. `install` answers the first for good; `cpu_bridge` rewrites the others while
+it is entered. It costs about 1.6 us per torch call, so it surrounds construction, optimizer step and checkpoint, never
 forward and backward. On a machine with CUDA both do nothing.
 """
 

@@ -38,7 +38,7 @@ class Whereabouts:
 class World:
     rank: int
     size: int
-    comm: MPI.Comm
+    comm: MPI.Intracomm
     local_rank: int
     local_size: int
     threads: int
@@ -65,13 +65,13 @@ class World:
         return together(self.comm, fn)
 
 
-def barrier(comm: MPI.Comm) -> None:
+def barrier(comm: MPI.Intracomm) -> None:
     from hpcrl.launch.waiting import wait
 
     wait(comm.Ibarrier())
 
 
-def broadcast(comm: MPI.Comm, obj: Any, root: int = 0) -> Any:
+def broadcast(comm: MPI.Intracomm, obj: Any, root: int = 0) -> Any:
     """`obj` of rank `root` on every rank, by pickle; waits with back-off."""
     import numpy as np
 
@@ -88,7 +88,7 @@ def broadcast(comm: MPI.Comm, obj: Any, root: int = 0) -> Any:
     return obj if comm.rank == root else pickle.loads(blob.tobytes())
 
 
-def exchange(comm: MPI.Comm, obj: Any) -> list[Any]:
+def exchange(comm: MPI.Intracomm, obj: Any) -> list[Any]:
     """Every rank's `obj`, in rank order, on every rank, by pickle; waits with back-off."""
     import numpy as np
 
@@ -103,7 +103,7 @@ def exchange(comm: MPI.Comm, obj: Any) -> list[Any]:
     return [pickle.loads(blobs[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
 
 
-def together(comm: MPI.Comm, fn: Callable[[], T]) -> T:
+def together(comm: MPI.Intracomm, fn: Callable[[], T]) -> T:
     """See World.together."""
     result: T
     line = None
@@ -119,7 +119,7 @@ def together(comm: MPI.Comm, fn: Callable[[], T]) -> T:
     return result
 
 
-def start_mpi() -> MPI.Comm:
+def start_mpi() -> MPI.Intracomm:
     """Initialise MPI, first thing and in the main thread, and return a duplicate of its world for the program's use.
 
     MPI_THREAD_MULTIPLE where the library has it, though only the main thread calls MPI. Ranks that were meant to be one
@@ -146,8 +146,19 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
     """Defaults that libraries read when they start; what the user has set stays."""
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if int(environ.get("SLURM_JOB_NUM_NODES", "1")) == 1:
+    if on_one_node(environ):
         environ.setdefault("UCX_NET_DEVICES", "lo")  # else MPICH listens on the outside address
+
+
+def on_one_node(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's variables say that all ranks are on this node; MPI cannot be asked before it starts."""
+    for here, all_ranks in (("MPI_LOCALNRANKS", "PMI_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")):
+        if here in environ and all_ranks in environ:
+            return environ[here] == environ[all_ranks]
+    nodes = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_JOB_NUM_NODES"))
+    if nodes is not None:
+        return nodes == "1"
+    return not any(name in environ for name in ("PMI_SIZE", "PMIX_RANK"))  # started without a launcher
 
 
 def split_world(environ: Mapping[str, str], size: int, library: str) -> str | None:
@@ -189,7 +200,7 @@ def library_name(version: str) -> str:
     return " ".join(first.replace("Version:", "").split())
 
 
-def start_torch(comm: MPI.Comm, backend: str = "mpi_host") -> World:
+def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host") -> World:
     """Start torch and torch.distributed on the ranks of `comm`. Collective.
 
     Args:
@@ -244,7 +255,7 @@ def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int
     return max(1, cores // local_size)
 
 
-def open_store(comm: MPI.Comm, one_node: bool) -> torch.distributed.Store:
+def open_store(comm: MPI.Intracomm, one_node: bool) -> torch.distributed.Store:
     """The c10d store on rank 0, on a free port, listening on loopback only when there is one node."""
     from torch.distributed import PrefixStore, TCPStore
 

@@ -15,8 +15,8 @@ from hpcrl.model.rope import apply_rope
 class PackedAttention(torch.nn.Module):
     """Megatron's core attention: rotary embedding, then attention inside each packed sequence.
 
-    Tokens are gathered into (N, heads, L, head_dim), padded at the end; as attention is causal no token sees the padding
-    behind it, so no mask is built.
+    Tokens are gathered into (N, heads, L, head_dim), padded at the end; as attention is causal no token sees the
+    padding behind it, so no mask is built.
     """
 
     def __init__(self, **_: object) -> None:
@@ -53,8 +53,8 @@ def _unpack(x: Tensor, packed: PackedTokens) -> Tensor:
 class _Unpack(torch.autograd.Function):
     """Packed (S, ...) -> padded (N * L, ...).
 
-    What lies in the padding is arbitrary and its gradient is 0, so that the backward pass gathers too: it neither adds up
-    nor clears anything.
+    What lies in the padding is arbitrary and its gradient is 0, so that the backward pass gathers too: it neither adds
+    up nor clears anything.
     """
 
     @staticmethod

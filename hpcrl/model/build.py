@@ -104,7 +104,7 @@ def transformer_config(shape: ModelShape, groups: RoleGroups, dtype: torch.dtype
 
 
 class _Stages(PipelineParallelLayerLayout):
-    """Layers per stage where they do not divide evenly; megatron's own asks its process-global state which stage it is."""
+    """Layers per stage where they do not divide evenly; megatron's own asks its process-global state for the stage."""
 
     def __init__(self, layout: list[list[str]], pp_rank: int) -> None:
         super().__init__(layout, len(layout))
@@ -158,8 +158,8 @@ def copy_boxes(whole: Tensor, local: Tensor, shard: Shard) -> None:
 def initial_weight(shape: ModelShape, name: str, global_shape: tuple[int, ...], seed: int) -> Tensor:
     """The whole initial tensor of a global parameter, fp32 on the CPU, a function of (seed, name) alone.
 
-    Normal with deviation `init_std`; the projections back into the residual stream are scaled by 1 / sqrt(2 layers) as in
-    GPT-2 (Radford et al. 2019, section 2.3). Norms are 1; the value head is 0.
+    Normal with deviation `init_std`; the projections back into the residual stream are scaled by 1 / sqrt(2 layers) as
+    in GPT-2 (Radford et al. 2019, section 2.3). Norms are 1; the value head is 0.
     """
     if len(global_shape) == 1:
         return torch.ones(global_shape)

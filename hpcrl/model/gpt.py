@@ -14,8 +14,8 @@ from hpcrl.model.packed import PackedTokens
 class PackedGPT(GPTModel):
     """GPTModel whose head runs only on the tokens whose output is wanted.
 
-    In RL these are the positions that predict a response token, often half of all; the logits of the others would be the
-    largest tensor of the step.
+    In RL these are the positions that predict a response token, often half of all; the logits of the others would be
+    the largest tensor of the step.
     """
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedTokens, **_: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -23,14 +23,15 @@ class PackedTokens(PackedSeqParams):
     sequence: their attention output is 0 and nothing reads their logits.
     """
 
-    input_ids: Tensor = None  # (1, S) int64
-    position_ids: Tensor = None  # (1, S) int64
-    cos: Tensor = None  # (S, head_dim / 2) fp32
-    sin: Tensor = None  # (S, head_dim / 2) fp32
+    # The class it extends has defaults, so these need them too; `pack` sets all.
+    input_ids: Tensor = None  # type: ignore[assignment]  # (1, S) int64
+    position_ids: Tensor = None  # type: ignore[assignment]  # (1, S) int64
+    cos: Tensor = None  # type: ignore[assignment]  # (S, head_dim / 2) fp32
+    sin: Tensor = None  # type: ignore[assignment]  # (S, head_dim / 2) fp32
     num_sequences: int = 0  # N
     longest: int = 0  # L, tokens of the longest sequence
-    slots: Tensor = None  # (T,) int64: place of token t in a padded (N * L) array
-    sources: Tensor = None  # (N * L,) int64: token at that place; any token where the place is padding
+    slots: Tensor = None  # type: ignore[assignment]  # (T,) int64: place of token t in a padded (N * L) array
+    sources: Tensor = None  # type: ignore[assignment]  # (N * L,) int64: token at that place; any token where the place is padding
     output_rows: Tensor | None = None  # (R,) int64: tokens whose head output is wanted; None: all S
 
     @property
@@ -41,7 +42,9 @@ class PackedTokens(PackedSeqParams):
     def to(self, device: torch.device) -> PackedTokens:
         if self.slots.device == device:
             return self
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **tensors)
 
 
@@ -50,8 +53,8 @@ def pack(
 ) -> PackedTokens:
     """Pack sequences for one forward pass.
 
-    `input_ids` (T,) holds the sequences one after the other, `lengths` (N,) int64 their lengths (at least 1 each), `size` is
-    S >= T. Index tensors are made once here and used by every layer.
+    `input_ids` (T,) holds the sequences one after the other, `lengths` (N,) int64 their lengths (at least 1 each),
+    `size` is S >= T. Index tensors are made once here and used by every layer.
     """
     total = input_ids.numel()
     longest = int(lengths.max())

@@ -90,7 +90,7 @@ class PPOTrainer:
         trainer = self.config.trainer
         self._restore()
         final: dict[str, float] = {}
-        if self.start.step == 0 and trainer.val_before_train:
+        if self.start.step == 0 and trainer.val_before_train and self.validator is not None:
             final = self._validate(0)
             self.run.writer.log(0, final | self.timers.collect())
         for step in range(self.start.step + 1, self.total_steps + 1):

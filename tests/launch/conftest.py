@@ -63,12 +63,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def run(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., Ended]:
-    """`run("python", "x.py")`: start, and wait for the end, two minutes at most."""
+    """`run("python", "x.py")`: start, and wait for the end, or for at most five minutes."""
 
     def run(*command: str | Path, **more: str) -> Ended:
         begin = time.monotonic()
         process = start(*command, **more)
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=300)
         return Ended(process.returncode, stdout, stderr, time.monotonic() - begin)
 
     return run

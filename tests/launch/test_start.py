@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.world import prepare_environment, rank_threads, split_world
+from hpcrl.launch.world import on_one_node, prepare_environment, rank_threads, split_world
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: today"
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI"
@@ -66,3 +66,17 @@ def test_loopback_is_the_default_on_one_node_only() -> None:
     several = {"SLURM_JOB_NUM_NODES": "2", "HF_HUB_OFFLINE": "0"}
     prepare_environment(several)
     assert "UCX_NET_DEVICES" not in several and several["HF_HUB_OFFLINE"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("environ", "one"),
+    [
+        ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "4", "SLURM_JOB_NUM_NODES": "2"}, True),
+        ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "8"}, False),  # mpiexec -hosts a,b
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, False),
+        ({"PMI_SIZE": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NUM_NODES": "2"}, True),  # srun -N 1
+        ({"PMI_SIZE": "4"}, False),  # a launcher that does not say
+    ],
+)
+def test_one_node_is_read_from_the_launcher(environ: dict[str, str], one: bool) -> None:
+    assert on_one_node(environ) is one

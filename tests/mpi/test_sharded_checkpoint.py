@@ -50,11 +50,12 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_shards().items()}
 
 
-@pytest.mark.parametrize("shape", [SHAPE, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("optim", [ADAM, SGD], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("optim", "shape"), [(ADAM, SHAPE), (ADAM, TIED), (SGD, SHAPE)], ids=["adam", "adam-tied", "sgd"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_load_under_other_layouts(groups, world_tmp_path, world, layout, optim, shape):
-    """Saved after two steps in `layout`; loaded in every layout, steps three and four are those that would have come."""
+    """Saved after two steps in `layout` and loaded in every layout, it takes the steps that would have come."""
     make = lambda name, seed: TrainEngine(shape, groups[name], optim=optim, total_steps=9, seed=seed)  # noqa: E731
     batch = make_batch()
     engine = make(layout, 3)
@@ -74,7 +75,7 @@ def test_load_under_other_layouts(groups, world_tmp_path, world, layout, optim, 
         assert_slices(other, other.named_shards(), weights(alone))
 
     expected_results = [train(alone, batch, 1) for _ in range(2)]
-    for name, other in others.items():
+    for other in others.values():
         for expected in expected_results:
             found = train(other, batch, 1)
             # Adam turns 1e-7 of a small gradient into 2 lr of weight, so the second step is compared loosely.
@@ -126,14 +127,14 @@ def test_actor_weights_start_a_critic_and_a_reference(groups, world_tmp_path, wo
 
 def test_bfloat16_keeps_its_fp32_weights(groups, world_tmp_path, world):
     make = lambda seed: TrainEngine(  # noqa: E731
-        SHAPE, groups["alone"], optim=OptimConfig(lr=1e-5), dtype=torch.bfloat16, seed=seed
+        SHAPE, groups["alone"], optim=OptimConfig(lr=1e-4), dtype=torch.bfloat16, seed=seed
     )
     engine, again, batch = make(3), make(4), make_batch()
     train(engine, batch, 2)
     folder = world_tmp_path / f"rank{world.rank}"
     save_sharded(engine, folder, groups["alone"])
     load_sharded(again, folder, groups["alone"])
-    for _ in range(20):  # steps this small show in bf16 only if the fp32 weights were kept
+    for _ in range(6):  # steps this small show in bf16 only if the fp32 weights were kept
         assert train(engine, batch, 1) == train(again, batch, 1)
     for name, tensor in engine.named_shards().items():
         assert torch.equal(tensor, again.named_shards()[name])

@@ -34,6 +34,13 @@ def data(world, tmp_path_factory) -> Path:
     return Path(folder)
 
 
+# A reward that random weights do not all miss in the same way: with equal scores, advantages would be amplified noise.
+SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
+
 class Lab:
     """Runs small jobs in the session's world, and reads what they wrote."""
 
@@ -83,6 +90,7 @@ class Lab:
             "critic": {"optim": {"lr": 1e-3}, "ppo_max_token_len_per_gpu": 128},
             "algorithm": {"lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 100}},
             "trainer": {"total_training_steps": 2},
+            "reward": {"custom_reward_function": {"path": str(self.folder / "score.py")}},
         }
         for section, values in sections.items():
             template[section] = _merged(template.get(section, {}), values)
@@ -97,6 +105,9 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def lab(world, data, tmp_path_factory) -> Lab:
     folder = world.broadcast(str(tmp_path_factory.mktemp("runs")) if world.rank == 0 else None)
+    if world.rank == 0:
+        (Path(folder) / "score.py").write_text(SCORE)
+    world.barrier()
     return Lab(world, data, Path(folder))
 
 
