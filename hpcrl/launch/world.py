@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -285,10 +287,7 @@ def open_store(comm: MPI.Intracomm, one_node: bool) -> torch.distributed.Store:
 
 
 def finish(code: int) -> NoReturn:
-    """Planned end: every rank calls it with the same code. Flush, meet, leave MPI, exit at once.
-
-    `os._exit` because a launcher that sees the first rank go may kill those that are still tearing down.
-    """
+    """Planned end: every rank calls it with the same code. Flush, meet, leave MPI, exit at once."""
     from mpi4py import MPI
 
     flush()
@@ -297,9 +296,14 @@ def finish(code: int) -> NoReturn:
         dist = sys.modules["torch.distributed"]
         if dist.is_initialized():
             dist.destroy_process_group()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun --kill-on-bad-exit sends it when the first of us has left
     MPI.Finalize()
     flush()
-    os._exit(code)
+    # Not os._exit: MPICH 5 takes leave of the launcher in a C exit handler, and mpiexec kills the ranks that are still
+    # leaving when one goes without it. Not sys.exit: Python's own teardown takes long and waits for threads. PyDLL keeps
+    # the interpreter's lock, so that no other thread runs into the libraries' teardown.
+    ctypes.PyDLL(None).exit(code)
+    raise AssertionError("exit returned")
 
 
 def abort(

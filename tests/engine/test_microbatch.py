@@ -75,5 +75,5 @@ def test_samples_without_response_have_no_outputs():
 
 
 def test_sample_without_prompt_is_refused():
-    with pytest.raises(ValueError, match="at least one prompt token"):
+    with pytest.raises(ValueError, match="0 prompt tokens"):
         make([[]], [[1, 2]], count=1)

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The main job on this machine, from nothing: environment, data, supervised warm start, PPO on 4 MPI ranks, and a table.
+#   tools/quickstart.sh [key=value ...]     overrides of configs/ppo_countdown_cpu.yaml, as in run.seed=1
+# A run that was stopped goes on where it was; remove runs/ to start anew.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+tools/environment.sh
+bin=.venv/bin
+started=$SECONDS
+step() { printf '\n== %s\n' "$*"; }
+
+step "countdown data"
+[[ -f data/countdown/train.parquet ]] || $bin/python tools/prepare_countdown.py --out data/countdown
+
+step "supervised warm start, stopped at about 20% accuracy (4 ranks)"
+$bin/mpiexec -n 4 $bin/python -m hpcrl sft configs/sft_countdown_cpu.yaml
+
+step "PPO: actor TP2 x DP2, critic PP2 x DP2, rollout 4 x TP1 (4 ranks)"
+$bin/mpiexec -n 4 $bin/python -m hpcrl train configs/ppo_countdown_cpu.yaml "$@"
+
+step "results after $((SECONDS - started)) s"
+run=runs/ppo_countdown
+for override in "$@"; do
+    [[ $override == run.name=* ]] && run=runs/${override#run.name=}
+done
+$bin/python -m hpcrl.telemetry.summary "$run" --sft runs/sft_countdown
+$bin/python -m hpcrl.telemetry.curves "$run" --out "$run/curves.png"
+printf '\ncurves:      %s\nTensorBoard: %s/tensorboard --logdir %s\n' "$run/curves.png" "$bin" runs
