@@ -29,8 +29,9 @@ CPU = [
     "transformers>=4.57",  # tokenizers and configurations of Hugging Face directories
 ]
 
-# TensorRT-LLM 1.2.1 decides this set (torch, transformers, numpy, MPI). Not all of it is on PyPI; the supported route is
-# NVIDIA's container with megatron-core added. NVIDIA's Apex is not on PyPI (the project of that name there is another one), so it is used when present and not listed.
+# TensorRT-LLM 1.2.1 decides this set (torch, transformers, numpy, MPI). Not all of it is on PyPI; the supported route
+# is NVIDIA's container with megatron-core added. NVIDIA's Apex is not on PyPI either (the project of that name there is
+# another one), so it is used when present and not listed.
 GPU = [
     "torch==2.9.1",
     "megatron-core==0.16.1",

@@ -90,6 +90,6 @@ def test_refusals_under_mpi(tmp_path: Path) -> None:
         "placement.actor.tp=3": "placement.actor.tp=3 does not divide num_attention_heads=4; use 1 or 2",
         "placement.pools.all=0-7": "placement.pools.all='0-7' names rank 2, and the job has 2 (0 to 1)",
         "algorithm.adv_estimator=gea": "unknown adv_estimator 'gea'; did you mean 'gae'?",
-        "actor.policy_loss.loss_mode=vanila": "unknown loss_mode 'vanila'; did you mean 'vanilla'?",
+        "actor.policy_loss.loss_mode=vanila": "unknown policy_loss.loss_mode 'vanila'; did you mean 'vanilla'?",
     }.items():
         assert_one_line(launch("train", str(job), override), line)

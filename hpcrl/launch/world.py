@@ -300,8 +300,8 @@ def finish(code: int) -> NoReturn:
     MPI.Finalize()
     flush()
     # Not os._exit: MPICH 5 takes leave of the launcher in a C exit handler, and mpiexec kills the ranks that are still
-    # leaving when one goes without it. Not sys.exit: Python's own teardown takes long and waits for threads. PyDLL keeps
-    # the interpreter's lock, so that no other thread runs into the libraries' teardown.
+    # leaving when one goes without it. Not sys.exit: Python's own teardown takes long and waits for threads. PyDLL
+    # keeps the interpreter's lock, so that no other thread runs into the libraries' teardown.
     ctypes.PyDLL(None).exit(code)
     raise AssertionError("exit returned")
 

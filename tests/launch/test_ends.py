@@ -26,6 +26,22 @@ def test_planned_ends_have_the_code_of_main(run_job: Callable, tmp_path: Path, m
     assert stat.S_IMODE((tmp_path / "runs" / "small").stat().st_mode) == 0o700
 
 
+def test_the_code_survives_ranks_that_leave_one_after_another(run: Callable, tmp_path: Path) -> None:
+    """mpiexec kills the ranks that are still leaving when one goes without taking leave, and then returns 9."""
+    script = tmp_path / "leave.py"
+    script.write_text(
+        "import time\n"
+        "from hpcrl.launch import world\n"
+        "comm = world.start_mpi()\n"
+        "shut, rank = world.flush, comm.rank\n"
+        "def flush_slowly(): time.sleep(0.2 * rank); shut()\n"
+        "world.flush = flush_slowly\n"
+        "world.finish(85)\n"
+    )
+    ended = run(Path(sys.executable).with_name("mpiexec"), "-n", "3", sys.executable, script)
+    assert (ended.code, ended.stderr) == (85, "")
+
+
 @pytest.mark.parametrize(
     ("mode", "line"),
     [

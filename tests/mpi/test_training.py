@@ -118,7 +118,7 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
 
 def on(world, **sizes: int) -> dict[str, Any]:
     """All roles on all ranks with these sizes; the engine keeps as much tensor parallelism."""
-    return {**{role: sizes for role in ("actor", "critic", "ref")}, "rollout": {"tp": sizes.get("tp", 1)}}
+    return {**dict.fromkeys(("actor", "critic", "ref"), sizes), "rollout": {"tp": sizes.get("tp", 1)}}
 
 
 def placements(size: int) -> dict[str, dict[str, Any]]:
