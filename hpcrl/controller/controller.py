@@ -7,7 +7,6 @@ parts of k on other ranks. `get()` runs rank 0's own parts first. So the lowest 
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -53,17 +52,21 @@ class Future(Generic[T]):
 
 @dataclass
 class Traffic:
-    """Bytes of rank 0's control messages: headers out, results in. Columns are not among them."""
+    """Bytes since the last `collect`: rank 0's control messages (headers out, results in), and the columns that home
+    ranks received from one another, by method. Homes that read a batch report, so the columns are all counted."""
 
     sent: int = 0
     received: int = 0
+    columns: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def collect(self) -> dict[str, float]:
         found = {
             "perf/controller_bytes_sent": float(self.sent),
             "perf/controller_bytes_received": float(self.received),
+            **{f"perf/bytes/{method}": float(count) for method, count in self.columns.items()},
         }
         self.sent = self.received = 0
+        self.columns.clear()
         return found
 
 
@@ -93,12 +96,11 @@ class Controller:
             role: WorkerGroup(self, role, workers[role], layout) for role, layout in executor.layouts.items()
         }
         self.traffic = Traffic()
-        self.exposed_wait_s = 0.0
         self._executor = executor
         self._wire = executor.wire
         self._next_id = 0
         self._own: deque[Command] = deque()
-        self._results: dict[int, dict[int, Any]] = defaultdict(dict)
+        self._results: dict[int, dict[int, Result]] = defaultdict(dict)
         self._forget: dict[int, list[int]] = defaultdict(list)
 
     def __getitem__(self, role: str) -> WorkerGroup:
@@ -116,7 +118,7 @@ class Controller:
                 self._issue(
                     rank, Command(command, group.role, method, rank_args, rank_kwargs, reports=rank in reporters)
                 )
-            return Future(lambda: mode.collect(self._wait_for(command, reporters)))
+            return Future(lambda: mode.collect(self._wait_for(command, method, reporters)))
         batch, *rest = args
         plan = self._plan(group, method, registration, batch, command)
         shares = mode.split(group.layout, tuple(rest), kwargs)
@@ -140,7 +142,7 @@ class Controller:
             )
         self._issue_to_owners(command, plan, set(shares))
         collect = self._collector(plan) if mode.returns_batch else mode.collect
-        return Future(lambda: collect(self._wait_for(command, reporters)))
+        return Future(lambda: collect(self._wait_for(command, method, reporters)))
 
     def fetch(self, column: PlacedColumn) -> Ragged:
         """Bring a column to rank 0."""
@@ -149,7 +151,7 @@ class Controller:
         plan = _Plan(command, (read,), np.zeros(len(column), np.int32), [], [], Slot(command), ())
         self._issue(0, Command(command, FETCH, FETCH, reads=plan.reads, destination=plan.destination, reports=True))
         self._issue_to_owners(command, plan, {0})
-        (columns,) = self._wait_for(command, [0])
+        (columns,) = self._wait_for(command, FETCH, [0])
         self._forget[0].append(command)
         return columns[column.name]
 
@@ -219,21 +221,22 @@ class Controller:
     def _run_own(self) -> None:
         result = self._executor.run(self._own.popleft())
         if result is not None:
-            self._results[result.command][result.rank] = result.value
+            self._results[result.command][result.rank] = result
 
-    def _wait_for(self, command: int, reporters: list[int]) -> list[Any]:
+    def _wait_for(self, command: int, method: str, reporters: list[int]) -> list[Any]:
+        """The values of a command's reporters, in order, once all have come."""
         while self._own and self._own[0].id <= command:
             self._run_own()
-        begin = time.perf_counter()
-        results = self._results[command]
-        while len(results) < len(reporters):
+        while len(self._results[command]) < len(reporters):
             data = self._wire.receive_any(RESULTS)
             self.traffic.received += len(data)
             result: Result = decode(data)
-            self._results[result.command][result.rank] = result.value
-        self.exposed_wait_s += time.perf_counter() - begin
-        del self._results[command]
-        return [results[rank] for rank in reporters]
+            self._results[result.command][result.rank] = result
+        results = self._results.pop(command)
+        row_bytes = sum(result.row_bytes for result in results.values())
+        if row_bytes:
+            self.traffic.columns[method] += row_bytes
+        return [results[rank].value for rank in reporters]
 
     def _collector(self, plan: _Plan) -> Callable[[list[Any]], DataProto]:
         """Rows of all replicas back in batch order; written columns stay on the ranks, as locations."""

@@ -61,11 +61,12 @@ class Command:
 
 @dataclass(frozen=True)
 class Result:
-    """What a reporting rank sends to rank 0."""
+    """What a reporting rank sends to rank 0. row_bytes: bytes of columns it received for the command."""
 
     command: int
     rank: int
     value: Any
+    row_bytes: int = 0
 
 
 class Executor:
@@ -77,7 +78,7 @@ class Executor:
         self.layouts = layouts
         self.wire = Wire(world.comm)
         self.store = ColumnStore()
-        self.row_bytes_sent = 0
+        self._row_bytes = 0
         self._replicas = _replica_communicators(self.wire.comm, layouts)
 
     def serve(self) -> None:
@@ -95,7 +96,8 @@ class Executor:
         self._send_owed_rows(command)
         value = self._execute(command) if command.role else None
         here.role = here.phase = None
-        return Result(command.id, self.wire.rank, value) if command.reports else None
+        row_bytes, self._row_bytes = self._row_bytes, 0
+        return Result(command.id, self.wire.rank, value, row_bytes) if command.reports else None
 
     def close(self) -> None:
         for comm in self._replicas.values():
@@ -138,9 +140,7 @@ class Executor:
                 self.store.rows(read, rows_between(read.location, command.destination, mine, receiver))
                 for read in command.reads
             ]
-            message = pack(columns)
-            self.row_bytes_sent += message.nbytes
-            self.wire.send(message, receiver, ROWS)
+            self.wire.send(pack(columns), receiver, ROWS)
 
     def _gather_rows(self, command: Command) -> dict[str, Ragged]:
         """Every column of the command, with the rows whose destination is this rank, in batch order."""
@@ -148,10 +148,11 @@ class Executor:
         mine, destination = self.wire.rank, command.destination
         if not command.reads:
             return {}
-        received = {
-            sender: unpack(self.wire.receive(sender, ROWS), len(command.reads))
-            for sender in senders_of(command.reads, destination, mine)
-        }
+        received = {}
+        for sender in senders_of(command.reads, destination, mine):
+            message = self.wire.receive(sender, ROWS)
+            self._row_bytes += message.nbytes
+            received[sender] = unpack(message, len(command.reads))
         needed = np.flatnonzero(destination == mine)
         columns = {}
         for index, read in enumerate(command.reads):

@@ -296,6 +296,10 @@ def over_mini_batches(homes: Sequence[Sequence[dict[str, Metric]]]) -> dict[str,
     averages: dict[str, float] = {}
     for name, metric in steps[0].items():
         values = [step[name].finish() for step in steps if name in step]
-        reduce = {Max: np.max, Min: np.min}.get(type(metric), np.mean)
-        averages[name] = float(reduce(values))
+        if isinstance(metric, Max):
+            averages[name] = max(values)
+        elif isinstance(metric, Min):
+            averages[name] = min(values)
+        else:
+            averages[name] = float(np.mean(values))
     return averages
