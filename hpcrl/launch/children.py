@@ -5,7 +5,7 @@ MPI and CUDA do not survive a fork, and a child that inherits a launcher's varia
 
 from __future__ import annotations
 
-import ctypes
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -25,7 +25,7 @@ LAUNCHER_PREFIXES = (
     "MPI_",
     "HYDRA",
 )
-PR_SET_PDEATHSIG = 1
+F_SETSIG = 10  # Linux's number; Python names it from 3.11 on where the platform has it
 
 
 def cleaned(environ: dict[str, str]) -> dict[str, str]:
@@ -51,16 +51,21 @@ def context() -> ForkServerContext:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this child when the server that forked it goes; the server goes when its rank goes.
+    """Have the kernel kill this child when its rank goes.
 
     A child calls it first: as the first line of its target, or as `initializer=` of a process pool. Without it a child
-    that never returns would outlive a rank that got `kill -9`. Ctrl-C reaches every process of a job; it is the rank
-    that answers it, so the child does not.
+    that never returns would outlive a rank that got `kill -9`. PR_SET_PDEATHSIG is no help: the parent is the fork
+    server, which lives while a child does, as each child holds the pipe whose end it waits for. The sentinel is a pipe
+    that only the rank holds open; the kernel sends SIGKILL when that closes, whatever the child is doing. Ctrl-C
+    reaches every process of a job; it is the rank that answers it, so the child does not.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     rank = multiprocessing.parent_process()
-    if rank is not None and not rank.is_alive():  # it went before the kernel was asked
+    if rank is None:
+        return
+    sentinel = rank.sentinel
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sentinel, F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if not rank.is_alive():  # it went before the kernel was asked
         os._exit(1)

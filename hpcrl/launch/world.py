@@ -207,7 +207,8 @@ def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host") -> World:
 
     Args:
         backend: "mpi_host" (our own over MPI) or "gloo", for the CPU. With CUDA the world is NCCL for device tensors
-            and this backend for host tensors; that combination has not been tried on a machine with GPUs yet.
+            and gloo for host tensors (torch takes a Python process group only as the whole of a group); that
+            combination has not been tried on a machine with GPUs yet.
     """
     from mpi4py import MPI
 
@@ -229,12 +230,14 @@ def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host") -> World:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if backend == "mpi_host":
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+    elif backend == "mpi_host":
         from hpcrl.launch import mpi_backend
 
         mpi_backend.register(comm)
     dist.init_process_group(
-        f"cpu:{backend},cuda:nccl" if device.type == "cuda" else backend,
+        backend,
         store=open_store(comm, one_node),
         rank=comm.rank,
         world_size=comm.size,

@@ -39,6 +39,7 @@ class ArchiveWorker(Worker):
         super().__init__(layout, rank)
         self.folder = folder
         self.prompts = prompts["train"]
+        self.sources = [str(source or "") for source in self.prompts.values("data_source")]
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES))
     def write(self, batch: DataProto) -> int:
@@ -53,7 +54,7 @@ class ArchiveWorker(Worker):
             row = int(samples["row"])
             samples |= {
                 "uid": self.prompts.uid(row, int(samples["epoch"])),
-                "data_source": self.prompts.record(row)["data_source"],
+                "data_source": self.sources[row],
                 "weight_version_min": version,
                 "weight_version_max": version,
             }
