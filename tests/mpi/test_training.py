@@ -201,7 +201,7 @@ def own_layout(size: int) -> dict[str, Any]:
     return {1: {}, 2: on(2, tp=2), 4: {**on(4, tp=2), "critic": {"pp": 2}, "rollout": {"tp": 1}}}[size]
 
 
-def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab) -> None:
+def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, caplog) -> None:
     placement = own_layout(world.size)
     straight = lab.run("straight", placement, trainer={"total_training_steps": 4})
     lab.run("halted", placement, trainer={"total_training_steps": 2, "save_freq": 2})
@@ -210,6 +210,16 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab) -> None:
     assert sorted(found) == [1, 2, 3, 4]
     for step, line in expected.items():
         assert found[step] == line, f"step {step}"
+
+    if world.rank == 0:  # a damaged checkpoint is passed over: the run goes on from the one before, to the same end
+        for file in (resumed / "checkpoints" / "step_00000004" / "actor").glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:-1])
+    world.barrier()
+    with caplog.at_level("WARNING"):
+        lab.run("halted", placement, trainer={"total_training_steps": 4, "save_freq": 2})
+    assert metrics(resumed) == found
+    if world.rank == 0:
+        assert "using step_00000002 instead" in caplog.text
 
 
 @pytest.mark.world(4)
