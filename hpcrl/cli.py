@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from hpcrl.config.derive import Derived, DerivedSft
     from hpcrl.config.schema import Config
     from hpcrl.launch.world import World
-
-D = TypeVar("D", "Derived", "DerivedSft")
 
 Values = TypeVar("Values", "Derived", "DerivedSft")
 
@@ -108,7 +107,7 @@ def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
             raise InputError(str(error), everywhere=True) from None
         raise
     if world.rank == 0:
-        print(describe(derived), flush=True)
+        logging.getLogger("hpcrl").info("%s", describe(derived))
     return derived
 
 

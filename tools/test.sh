@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests: those without MPI, then one SPMD pytest session under mpiexec for each of 1, 2 and 4 ranks.
+# Run the tests: those without MPI, then one SPMD pytest session under mpiexec for each of 1, 2 and 4 ranks,
+# and one of 3 ranks for the torch.distributed backend.
 #   tools/test.sh [--all | --exhaustive] [-k EXPR]
 # --all adds the tests marked slow, --exhaustive also those marked exhaustive.
 set -euo pipefail
@@ -49,9 +50,9 @@ part() {
     summary+=("$(printf '%-14s %5d s  %s' "$name" $((SECONDS - started)) "$closing")")
 }
 
-# world N: rank 0 speaks, the other ranks are heard only when the session fails
+# world N TESTS: rank 0 speaks, the other ranks are heard only when the session fails
 world() {
-    local size=$1 code=0 rank
+    local size=$1 tests=$2 code=0 rank
     export RANK_LOGS=$logs/world_$size
     mkdir "$RANK_LOGS"
     # shellcheck disable=SC2016 # each rank expands these for itself
@@ -59,7 +60,7 @@ world() {
         rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}
         [[ $rank == 0 ]] || exec >"$RANK_LOGS/$rank" 2>&1
         exec .venv/bin/python -m pytest "$@"
-    ' pytest tests/mpi --timeout 0 "${options[@]}" </dev/null || code=$?
+    ' pytest "$tests" --timeout 0 "${options[@]}" </dev/null || code=$?
     if ((code != 0)) && ! ((code == 5 && ${#options[@]})); then
         for ((rank = 1; rank < size; rank++)); do
             printf '\n-- rank %d of %d, last lines\n' "$rank" "$size"
@@ -71,8 +72,9 @@ world() {
 
 part "without MPI" .venv/bin/python -m pytest tests --ignore=tests/mpi --timeout "$seconds" "${options[@]}"
 for size in 1 2 4; do
-    part "$size rank(s)" world "$size"
+    part "$size rank(s)" world "$size" tests/mpi
 done
+part "3 ranks" world 3 tests/mpi/test_mpi_backend.py
 
 printf '\n== summary\n'
 printf '%s\n' "${summary[@]}"

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hpcrl.checkpoint.store import fsync_tree
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
 
@@ -43,7 +44,7 @@ class Sharded(Protocol):
 def save_sharded(engine: Sharded, path: str | Path, groups: RoleGroups) -> None:
     """Write weights, optimizer state and step count into the folder `path`. Collective over the role's ranks.
 
-    The folder is complete when the call has returned on every rank. Files are fsynced; the folder is not.
+    The folder is complete when the call has returned on every rank. Files are fsynced.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,7 @@ def save_sharded(engine: Sharded, path: str | Path, groups: RoleGroups) -> None:
         if groups.rank == groups.layout.ranks[0]:
             torch.save(common, path / COMMON_STATE_FNAME)
             save_config(CheckpointingConfig("torch_dist", 1), str(path))
+            fsync_tree(path)
         entries, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         dcp.save(
             torch_dist.mcore_to_pyt_state_dict(entries),

@@ -132,7 +132,7 @@ def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Pa
     """
     start = Path(path)
     if not start.is_dir():
-        raise InputError(f"no checkpoint at {path}: no such folder")
+        raise InputError(f"no checkpoint at {path}: no such folder; run the job that makes it (hpcrl sft ...) first")
     if (start / TRAINER_FILE).exists() or _STEP_FOLDER.fullmatch(start.name):
         read_trainer_state(start)
         return start

@@ -72,7 +72,7 @@ def check(config: Config, world_size: int, *, needs_critic: bool | None = None, 
 
     used = ["actor", *(["critic"] if needs_critic else []), *(["ref"] if needs_ref else []), "rollout"]
     roles = _place(config, used, world_size)
-    if not data.train_files and config.trainer.rollouts_from is None:
+    if not data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts")
     longest = _check_lengths(config)
     _check_sampling(config, needs_groups)
@@ -308,6 +308,12 @@ def _check_sampling(config: Config, needs_groups: bool) -> None:
             f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
             f"data.max_prompt_length={config.data.max_prompt_length}; use that or more"
         )
+    counts = [sampling.n for sampling in rollout.val_kwargs]
+    if len(set(counts)) < len(counts):
+        raise ConfigError(
+            f"rollout.val_kwargs: n={counts} has equal numbers, and validations are told apart by mean@n; "
+            "give each its own n"
+        )
     for sampling in rollout.val_kwargs:
         if sampling.n > 1 and sampling.temperature == 0:
             raise ConfigError(
@@ -328,6 +334,11 @@ def _check_loop(config: Config, needs_critic: bool) -> None:
         raise ConfigError(
             f"trainer.critic_warmup={trainer.critic_warmup} trains a critic alone, and "
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} has none; use 0"
+        )
+    if trainer.total_training_steps is not None and trainer.critic_warmup >= trainer.total_training_steps:
+        raise ConfigError(
+            f"trainer.critic_warmup={trainer.critic_warmup} leaves none of "
+            f"trainer.total_training_steps={trainer.total_training_steps} to the actor; use less"
         )
     for section in ("actor", "critic") if needs_critic else ("actor",):
         optim = getattr(config, section).optim

@@ -190,7 +190,9 @@ class ActorConfig(Section):
     use_kl_loss: bool = Field(False, description="add a KL term against the reference to the loss")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL term in the loss")
     kl_loss_type: KlKind = Field("low_var_kl", description="estimator of the KL term in the loss")
-    shuffle: bool = Field(True, description="draw mini-batches by a permutation keyed by (seed, step, ppo epoch)")
+    shuffle: bool = Field(
+        True, description="draw mini-batches, the critic's too, by a permutation keyed by (seed, step, ppo epoch)"
+    )
 
 
 class CriticConfig(Section):
@@ -275,11 +277,11 @@ class SftConfig(Section):
 
 
 class JobConfig(Section):
-    """What `hpcrl submit` and the sbatch templates read."""
+    """The allocation that a template asks for. Nothing reads it yet: batch templates come later."""
 
     nodes: PositiveInt = Field(1, description="nodes")
     ntasks_per_node: PositiveInt = Field(1, description="ranks per node")
-    time: str = Field("01:00:00", description="wall time, HH:MM:SS")
+    time: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$", description="wall time, [D-]HH:MM:SS")
 
 
 class Config(Section):

@@ -1,7 +1,7 @@
 """Where columns live, and how they go from one home rank to another.
 
 Token-level columns stay in host memory of home ranks. Rank 0 knows a column by its `Location`: for every row the
-command that wrote it, the rank that holds it and its place there. Everything about a move follows from a location and a
+block it is part of, the rank that holds it and its place there. Everything about a move follows from a location and a
 destination by pure functions, so that sender and receiver agree without talking.
 """
 
@@ -17,54 +17,54 @@ import torch
 from hpcrl.batch.ragged import Ragged
 
 
-class Slot:
-    """Rank 0's hold on what one command left on the ranks; when the last hold is gone, the ranks may forget it."""
+class Block:
+    """Rank 0's hold on rows that one command left on the ranks; when the last hold is gone, the ranks forget them."""
 
-    def __init__(self, command: int) -> None:
-        self.command = command
+    def __init__(self, id: int) -> None:
+        self.id = id
 
 
 @dataclass(frozen=True)
 class Location:
     """Where the rows of a column are. All arrays int32 (N,).
 
-    writer: id of the command that made the row; rank: world rank that holds it; row: its place in that rank's block.
+    block: id of the block that the row is part of; rank: world rank that holds it; row: its place in that rank's part.
     """
 
-    writer: np.ndarray
+    block: np.ndarray
     rank: np.ndarray
     row: np.ndarray
-    slots: tuple[Slot, ...] = field(default=(), compare=False, repr=False)
+    holds: tuple[Block, ...] = field(default=(), compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.rank)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels: constant and derivable arrays are left out."""
-        writer = int(self.writer[0]) if len(self) and (self.writer == self.writer[0]).all() else self.writer
+        block = int(self.block[0]) if len(self) and (self.block == self.block[0]).all() else self.block
         row = None if np.array_equal(self.row, places(self.rank)) else self.row
-        return {"writer": writer, "rank": self.rank, "row": row}
+        return {"block": block, "rank": self.rank, "row": row}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rank, row, writer = state["rank"], state["row"], state["writer"]
+        rank, row, block = state["rank"], state["row"], state["block"]
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "row", places(rank) if row is None else row)
-        object.__setattr__(self, "writer", np.full(len(rank), writer, np.int32) if isinstance(writer, int) else writer)
-        object.__setattr__(self, "slots", ())
+        object.__setattr__(self, "block", np.full(len(rank), block, np.int32) if isinstance(block, int) else block)
+        object.__setattr__(self, "holds", ())
 
     @classmethod
-    def of_command(cls, slot: Slot, rank: np.ndarray) -> Location:
-        """Rows written by one command: each rank's block holds its rows in batch order."""
-        return cls(np.full(len(rank), slot.command, np.int32), rank, places(rank), (slot,))
+    def of_block(cls, block: Block, rank: np.ndarray) -> Location:
+        """A whole block: each rank's part holds its rows in batch order."""
+        return cls(np.full(len(rank), block.id, np.int32), rank, places(rank), (block,))
 
     def take(self, rows: np.ndarray) -> Location:
-        return Location(self.writer[rows], self.rank[rows], self.row[rows], self.slots)
+        return Location(self.block[rows], self.rank[rows], self.row[rows], self.holds)
 
     @staticmethod
     def concat(parts: Sequence[Location]) -> Location:
-        slots = tuple({slot.command: slot for part in parts for slot in part.slots}.values())
-        writer, rank, row = (np.concatenate([getattr(p, name) for p in parts]) for name in ("writer", "rank", "row"))
-        return Location(writer, rank, row, slots)
+        holds = tuple({hold.id: hold for part in parts for hold in part.holds}.values())
+        block, rank, row = (np.concatenate([getattr(p, name) for p in parts]) for name in ("block", "rank", "row"))
+        return Location(block, rank, row, holds)
 
 
 def places(rank: np.ndarray) -> np.ndarray:
@@ -81,8 +81,7 @@ def places(rank: np.ndarray) -> np.ndarray:
 class PlacedColumn:
     """A column of rank 0's batch whose rows are on home ranks (see `hpcrl.batch.data_proto.RemoteColumn`)."""
 
-    def __init__(self, name: str, locations: list[Location], fetch: Callable[[PlacedColumn], Ragged]) -> None:
-        self.name = name
+    def __init__(self, locations: list[Location], fetch: Callable[[PlacedColumn], Ragged]) -> None:
         self.locations = locations  # the same rows may stand in several places; the first is where they were written
         self._fetch = fetch
 
@@ -90,11 +89,11 @@ class PlacedColumn:
         return len(self.locations[0])
 
     def take(self, rows: np.ndarray) -> PlacedColumn:
-        return PlacedColumn(self.name, [location.take(rows) for location in self.locations], self._fetch)
+        return PlacedColumn([location.take(rows) for location in self.locations], self._fetch)
 
     def concat(self, others: Sequence[Any]) -> PlacedColumn:
         parts: list[PlacedColumn] = [self, *others]
-        return PlacedColumn(self.name, [Location.concat([part.locations[0] for part in parts])], self._fetch)
+        return PlacedColumn([Location.concat([part.locations[0] for part in parts])], self._fetch)
 
     def fetch(self) -> Ragged:
         """Bring all rows to rank 0, for a person who wants to look."""
@@ -107,15 +106,11 @@ class PlacedColumn:
 
 @dataclass(frozen=True)
 class Read:
-    """A column that a command reads: under which name it is stored, and where."""
+    """A column that a command reads: its name in the batch, where it is, and the block it becomes if it moves."""
 
     column: str
-    stored_as: str
     location: Location
-
-    def moves(self, destination: np.ndarray) -> bool:
-        """Whether any row moves: then all rows are stored again at their destination, as columns of this command."""
-        return bool((self.location.rank != destination).any())
+    moved_to: int | None = None
 
 
 def rows_between(location: Location, destination: np.ndarray, sender: int, receiver: int) -> np.ndarray:
@@ -138,27 +133,26 @@ def senders_of(reads: Iterable[Read], destination: np.ndarray, receiver: int) ->
 
 
 class ColumnStore:
-    """The columns that one home rank holds: (command, name) -> block of rows."""
+    """What one home rank holds of each block: its id -> rows."""
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int, str], Ragged] = {}
+        self._blocks: dict[int, Ragged] = {}
 
-    def put(self, command: int, name: str, block: Ragged) -> None:
-        self._blocks[command, name] = block
+    def put(self, block: int, rows: Ragged) -> None:
+        self._blocks[block] = rows
 
-    def forget(self, command: int) -> None:
-        for key in [key for key in self._blocks if key[0] == command]:
-            del self._blocks[key]
+    def forget(self, block: int) -> None:
+        self._blocks.pop(block, None)
 
-    def rows(self, read: Read, rows: np.ndarray) -> Ragged:
+    def rows(self, location: Location, rows: np.ndarray) -> Ragged:
         """The given batch rows of a column, all of which this rank holds."""
-        writers, places_here = read.location.writer[rows], read.location.row[rows]
+        blocks, places_here = location.block[rows], location.row[rows]
         parts, order = [], []
-        for writer in np.unique(writers).tolist():
-            chosen = np.flatnonzero(writers == writer)
-            block = self._blocks[writer, read.stored_as]
-            whole = len(chosen) == len(block) and np.array_equal(places_here[chosen], np.arange(len(block)))
-            parts.append(block if whole else block.take(torch.from_numpy(places_here[chosen].astype(np.int64))))
+        for block in np.unique(blocks).tolist():
+            chosen = np.flatnonzero(blocks == block)
+            held = self._blocks[block]
+            whole = len(chosen) == len(held) and np.array_equal(places_here[chosen], np.arange(len(held)))
+            parts.append(held if whole else held.take(torch.from_numpy(places_here[chosen].astype(np.int64))))
             order.append(chosen)
         return merge_rows(parts, order)
 

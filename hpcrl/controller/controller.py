@@ -2,15 +2,16 @@
 
 Why no order of `get()` can deadlock: commands are numbered in the order in which rank 0 issues them, every rank runs
 its part of command k only after its parts of all commands before k, sends never wait, and a part of k waits only for
-parts of k on other ranks. `get()` runs rank 0's own parts first. So the lowest unfinished command can always go on.
+parts of k on other ranks. `get()` first runs rank 0's own parts up to its command, in order. So the lowest unfinished
+command can always go on.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -18,10 +19,10 @@ import numpy as np
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.controller.columns import Location, PlacedColumn, Read, Slot
+from hpcrl.controller.columns import Block, Location, PlacedColumn, Read
 from hpcrl.controller.executor import COMMANDS, FETCH, RESULTS, STOP, Command, Executor, Result
 from hpcrl.controller.register import Registration, registration_of
-from hpcrl.controller.wire import decode, encode
+from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
 
@@ -50,24 +51,30 @@ class Future(Generic[T]):
         return self._value
 
 
-@dataclass
 class Traffic:
-    """Bytes since the last `collect`: rank 0's control messages (headers out, results in), and the columns that home
-    ranks received from one another, by method. Homes that read a batch report, so the columns are all counted."""
+    """Bytes since the last `collect`.
 
-    sent: int = 0
-    received: int = 0
-    columns: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    controller_bytes_*: rank 0's control messages, headers out and results in. rank_0_bytes_*: all its messages, columns
+    that it owns or needs among them. bytes/<method>: columns that home ranks received from one another; every home that
+    reads a batch reports, so these are all.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.columns: Counter[str] = Counter()
 
     def collect(self) -> dict[str, float]:
+        sent, received = self._wire.bytes_sent, self._wire.bytes_received
         found = {
-            "perf/controller_bytes_sent": float(self.sent),
-            "perf/controller_bytes_received": float(self.received),
-            **{f"perf/bytes/{method}": float(count) for method, count in self.columns.items()},
+            "perf/controller_bytes_sent": sent[COMMANDS],
+            "perf/controller_bytes_received": received[RESULTS],
+            "perf/rank_0_bytes_sent": sent.total(),
+            "perf/rank_0_bytes_received": received.total(),
+            **{f"perf/bytes/{method}": count for method, count in self.columns.items()},
         }
-        self.sent = self.received = 0
-        self.columns.clear()
-        return found
+        for counter in (sent, received, self.columns):
+            counter.clear()
+        return {name: float(count) for name, count in found.items()}
 
 
 class WorkerGroup:
@@ -95,12 +102,13 @@ class Controller:
         self.groups = {
             role: WorkerGroup(self, role, workers[role], layout) for role, layout in executor.layouts.items()
         }
-        self.traffic = Traffic()
+        self.traffic = Traffic(executor.wire)
         self._executor = executor
         self._wire = executor.wire
         self._next_id = 0
         self._own: deque[Command] = deque()
         self._results: dict[int, dict[int, Result]] = defaultdict(dict)
+        self._open: dict[int, _Call] = {}  # calls whose results nobody has taken yet
         self._forget: dict[int, list[int]] = defaultdict(list)
 
     def __getitem__(self, role: str) -> WorkerGroup:
@@ -109,56 +117,59 @@ class Controller:
     def call(
         self, group: WorkerGroup, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
-        mode = registration.mode
-        reporters = list(mode.reporters(group.layout))
-        command = self._number()
-        if not mode.takes_batch:
-            shares = mode.split(group.layout, args, kwargs)
-            for rank, (rank_args, rank_kwargs) in shares.items():
-                self._issue(
-                    rank, Command(command, group.role, method, rank_args, rank_kwargs, reports=rank in reporters)
-                )
-            return Future(lambda: mode.collect(self._wait_for(command, method, reporters)))
-        batch, *rest = args
-        plan = self._plan(group, method, registration, batch, command)
-        shares = mode.split(group.layout, tuple(rest), kwargs)
-        meta = {name: value for name, value in batch.meta_info.items() if name != "metrics"}
+        """Issue a method to the ranks of a role; the future collects what they report."""
+        mode, layout = registration.mode, group.layout
+        collect: Callable[[list[Any]], Any] = mode.collect
+        reporters = tuple(mode.reporters(layout))
+        if mode.takes_batch:
+            batch, *rest = args
+            plan = self._plan(group, method, registration, batch)
+            shares = mode.split(layout, tuple(rest), kwargs)
+            if registration.homes_only:
+                shares = {rank: share for rank, share in shares.items() if rank in layout.homes}
+            if mode.returns_batch:
+                collect = self._collector(plan)
+        else:
+            batch, plan = None, None
+            shares = mode.split(layout, args, kwargs)
+        call = _Call(self._number(), method, reporters, runs_here=self._wire.rank in shares)
         for rank, (rank_args, rank_kwargs) in shares.items():
-            rows = plan.rows[group.layout.coord(rank).dp]
-            self._issue(
-                rank,
-                Command(
-                    command,
-                    group.role,
-                    method,
-                    rank_args,
-                    rank_kwargs,
-                    plan.reads,
-                    plan.destination,
-                    {name: batch.samples[name][rows] for name in plan.sample_reads},
-                    meta,
-                    reports=rank in reporters,
-                ),
+            command = Command(
+                call.id,
+                group.role,
+                method,
+                rank_args,
+                rank_kwargs,
+                reports=rank in reporters,
+                alone=registration.homes_only,
             )
-        self._issue_to_owners(command, plan, set(shares))
-        collect = self._collector(plan) if mode.returns_batch else mode.collect
-        return Future(lambda: collect(self._wait_for(command, method, reporters)))
+            if plan is not None:
+                command = plan.onto(command, batch, layout.coord(rank).dp)
+            self._issue(rank, command)
+        if plan is not None:
+            self._issue_to_owners(call.id, plan, set(shares))
+        self._open[call.id] = call
+        return Future(lambda: collect(self._wait_for(call)))
 
     def fetch(self, column: PlacedColumn) -> Ragged:
         """Bring a column to rank 0."""
-        command = self._number()
-        read = Read(column.name, column.name, column.locations[0])
-        plan = _Plan(command, (read,), np.zeros(len(column), np.int32), [], [], Slot(command), ())
-        self._issue(0, Command(command, FETCH, FETCH, reads=plan.reads, destination=plan.destination, reports=True))
-        self._issue_to_owners(command, plan, {0})
-        (columns,) = self._wait_for(command, FETCH, [0])
-        self._forget[0].append(command)
-        return columns[column.name]
+        read = Read("fetched", column.locations[0])
+        plan = _Plan((read,), np.zeros(len(column), np.int32))
+        call = _Call(self._number(), FETCH, (0,), runs_here=True)
+        self._open[call.id] = call
+        self._issue(0, Command(call.id, FETCH, FETCH, reads=plan.reads, destination=plan.destination, reports=True))
+        self._issue_to_owners(call.id, plan, {0})
+        (columns,) = self._wait_for(call)
+        return columns[read.column]
 
     def stop(self) -> None:
         """Let rank 0's own commands end, and the other ranks leave their serve loops."""
         while self._own:
             self._run_own()
+        # Results that nobody asked for: their senders cannot leave while these are under way.
+        for call in self._open.values():
+            while len(self._results[call.id]) < len(call.reporters):
+                self._receive_result()
         for rank in range(1, self._wire.size):
             self._wire.send(encode(Command(self._number(), None, STOP)), rank, COMMANDS)
         self._wire.flush()
@@ -167,9 +178,7 @@ class Controller:
         self._next_id += 1
         return self._next_id
 
-    def _plan(
-        self, group: WorkerGroup, method: str, registration: Registration, batch: DataProto, command: int
-    ) -> _Plan:
+    def _plan(self, group: WorkerGroup, method: str, registration: Registration, batch: DataProto) -> _Plan:
         assignment = _assignment(batch, group.layout, registration.group_by)
         destination = np.asarray(group.layout.homes, np.int32)[assignment]
         reads: list[Read] = []
@@ -187,19 +196,26 @@ class Controller:
                 raise KeyError(f"{group.role}.{method} reads {name!r}; the batch has {known}")
             if not isinstance(column, PlacedColumn):
                 raise TypeError(f"{group.role}.{method} reads {name!r}, which is on rank 0; only columns on ranks move")
-            reads.append(Read(name, column.name, column.nearest(destination)))
-        slot = Slot(command)
-        weakref.finalize(slot, self._forget_slot, command, np.unique(destination).tolist())
-        for read in reads:
-            if read.moves(destination):
-                column = batch.tokens[read.column]
-                column.locations.append(Location.of_command(slot, destination))  # type: ignore[union-attr]
+            location, moved_to = column.nearest(destination), None
+            if (location.rank != destination).any():
+                # What has moved stays at its destination too: the next reader there finds it.
+                block = self._new_block(destination)
+                column.locations.append(Location.of_block(block, destination))
+                moved_to = block.id
+            reads.append(Read(name, location, moved_to))
         rows = [np.flatnonzero(assignment == dp) for dp in range(group.layout.dp)]
-        return _Plan(command, tuple(reads), destination, rows, sample_reads, slot, registration.writes)
+        writes = {name: self._new_block(destination) for name in registration.writes}
+        return _Plan(tuple(reads), destination, rows, sample_reads, writes)
 
-    def _forget_slot(self, command: int, ranks: list[int]) -> None:
+    def _new_block(self, ranks: np.ndarray) -> Block:
+        """A block whose rows are at `ranks`, for as long as rank 0 holds it."""
+        block = Block(self._number())
+        weakref.finalize(block, self._forget_block, block.id, np.unique(ranks).tolist())
+        return block
+
+    def _forget_block(self, block: int, ranks: list[int]) -> None:
         for rank in ranks:
-            self._forget[rank].append(command)
+            self._forget[rank].append(block)
 
     def _issue_to_owners(self, command: int, plan: _Plan, running: set[int]) -> None:
         owners = {rank for read in plan.reads for rank in np.unique(read.location.rank).tolist()}
@@ -210,41 +226,46 @@ class Controller:
     def _issue(self, rank: int, command: Command) -> None:
         forget = tuple(self._forget.pop(rank, ()))
         if forget:
-            command = Command(**{**command.__dict__, "forget": forget})
+            command = replace(command, forget=forget)
         if rank == self._wire.rank:
             self._own.append(command)
             return
-        data = encode(command)
-        self.traffic.sent += len(data)
-        self._wire.send(data, rank, COMMANDS)
+        self._wire.send(encode(command), rank, COMMANDS)
 
     def _run_own(self) -> None:
         result = self._executor.run(self._own.popleft())
         if result is not None:
             self._results[result.command][result.rank] = result
 
-    def _wait_for(self, command: int, method: str, reporters: list[int]) -> list[Any]:
-        """The values of a command's reporters, in order, once all have come."""
-        while self._own and self._own[0].id <= command:
+    def _receive_result(self) -> None:
+        result: Result = decode(self._wire.receive_any(RESULTS))
+        self._results[result.command][result.rank] = result
+
+    def _wait_for(self, call: _Call) -> list[Any]:
+        """What a call's reporters gave, in order, once all have reported."""
+        while self._own and self._own[0].id <= call.id:
             self._run_own()
-        while len(self._results[command]) < len(reporters):
-            data = self._wire.receive_any(RESULTS)
-            self.traffic.received += len(data)
-            result: Result = decode(data)
-            self._results[result.command][result.rank] = result
-        results = self._results.pop(command)
+        while len(self._results[call.id]) < len(call.reporters):
+            if self._own and not call.runs_here:
+                self._run_own()  # a role on other ranks is at work; rank 0 goes on with what it has to do itself
+            else:
+                self._receive_result()
+        del self._open[call.id]
+        results = self._results.pop(call.id)
         row_bytes = sum(result.row_bytes for result in results.values())
         if row_bytes:
-            self.traffic.columns[method] += row_bytes
-        return [results[rank].value for rank in reporters]
+            self.traffic.columns[call.method] += row_bytes
+        return [results[rank].value for rank in call.reporters]
 
     def _collector(self, plan: _Plan) -> Callable[[list[Any]], DataProto]:
         """Rows of all replicas back in batch order; written columns stay on the ranks, as locations."""
-        location = Location.of_command(plan.slot, plan.destination)
         order = np.argsort(np.concatenate(plan.rows), kind="stable")
 
         def collect(results: list[Any]) -> DataProto:
-            tokens: Columns = {name: PlacedColumn(name, [location], self.fetch) for name in plan.writes}
+            tokens: Columns = {
+                name: PlacedColumn([Location.of_block(block, plan.destination)], self.fetch)
+                for name, block in plan.writes.items()
+            }
             samples = {name: np.concatenate([part[name] for part, _ in results])[order] for name in results[0][0]}
             metrics = [meta["metrics"] for _, meta in results if "metrics" in meta]
             return DataProto(tokens, samples, {"metrics": metrics})
@@ -253,16 +274,35 @@ class Controller:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A batch call as rank 0 lays it out."""
+class _Call:
+    """An issued command. runs_here: rank 0 is among those that run the method."""
 
-    command: int
+    id: int
+    method: str
+    reporters: tuple[int, ...]
+    runs_here: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A batch call as rank 0 lays it out: where every row goes, and which rows each replica has."""
+
     reads: tuple[Read, ...]
     destination: np.ndarray
-    rows: list[np.ndarray]
-    sample_reads: list[str]
-    slot: Slot
-    writes: tuple[str, ...] = field(default=())
+    rows: list[np.ndarray] = field(default_factory=list)
+    sample_reads: list[str] = field(default_factory=list)
+    writes: dict[str, Block] = field(default_factory=dict)
+
+    def onto(self, command: Command, batch: DataProto, dp: int) -> Command:
+        """`command` with what a rank of replica `dp` needs of the batch."""
+        return replace(
+            command,
+            reads=self.reads,
+            destination=self.destination,
+            samples={name: batch.samples[name][self.rows[dp]] for name in self.sample_reads},
+            meta={name: value for name, value in batch.meta_info.items() if name != "metrics"},
+            writes={name: block.id for name, block in self.writes.items()},
+        )
 
 
 def _assignment(batch: DataProto, layout: Layout, group_by: str | None) -> np.ndarray:

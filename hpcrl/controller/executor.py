@@ -20,10 +20,9 @@ from hpcrl.controller.columns import (
     senders_of,
     unpack,
 )
-from hpcrl.controller.register import registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
-from hpcrl.launch.waiting import wait
+from hpcrl.launch.waiting import create_group, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,7 +42,9 @@ class Command:
     role: the role that runs `method` here; None on a rank that only owes rows.
     destination: int32 (N,) home rank of every row, None when no batch is moved.
     samples: sample-level columns of this replica's rows.
-    forget: commands whose columns nobody can ask for any more.
+    alone: the method runs on the replica's home only.
+    writes: column that the method writes -> id of the block it becomes.
+    forget: blocks that nobody can ask for any more.
     """
 
     id: int
@@ -55,6 +56,8 @@ class Command:
     destination: np.ndarray | None = None
     samples: dict[str, np.ndarray] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    writes: dict[str, int] = field(default_factory=dict)
+    alone: bool = False
     reports: bool = False
     forget: tuple[int, ...] = ()
 
@@ -91,8 +94,8 @@ class Executor:
     def run(self, command: Command) -> Result | None:
         here = self.world.whereabouts
         here.role, here.phase = command.role or "owner", command.method
-        for old in command.forget:
-            self.store.forget(old)
+        for block in command.forget:
+            self.store.forget(block)
         self._send_owed_rows(command)
         value = self._execute(command) if command.role else None
         here.role = here.phase = None
@@ -117,7 +120,7 @@ class Executor:
 
     def _keep(self, command: Command, worker: Worker, output: Any) -> Any:
         """Store the columns a method wrote; give what goes to rank 0."""
-        writes = registration_of(type(worker), command.method).writes
+        writes = command.writes
         if not isinstance(output, DataProto):
             if writes:
                 raise TypeError(f"{command.role}.{command.method} writes {', '.join(writes)}, but returned {output!r}")
@@ -128,7 +131,7 @@ class Executor:
                 f"but returned the columns {sorted(output.tokens)}"
             )
         for name, column in output.tokens.items():
-            self.store.put(command.id, name, column)  # type: ignore[arg-type]
+            self.store.put(writes[name], column)  # type: ignore[arg-type]
         return output.samples, output.meta_info
 
     def _send_owed_rows(self, command: Command) -> None:
@@ -137,7 +140,7 @@ class Executor:
         mine = self.wire.rank
         for receiver in receivers_of(command.reads, command.destination, mine):
             columns = [
-                self.store.rows(read, rows_between(read.location, command.destination, mine, receiver))
+                self.store.rows(read.location, rows_between(read.location, command.destination, mine, receiver))
                 for read in command.reads
             ]
             self.wire.send(pack(columns), receiver, ROWS)
@@ -159,18 +162,18 @@ class Executor:
             parts, positions = [], []
             for sender in np.unique(read.location.rank[needed]).tolist():
                 rows = rows_between(read.location, destination, sender, mine)
-                parts.append(self.store.rows(read, rows) if sender == mine else received[sender][index])
+                parts.append(self.store.rows(read.location, rows) if sender == mine else received[sender][index])
                 positions.append(np.searchsorted(needed, rows))
             columns[read.column] = merge_rows(parts, positions)
-            if read.moves(destination):
-                self.store.put(command.id, read.stored_as, columns[read.column])
+            if read.moved_to is not None:
+                self.store.put(read.moved_to, columns[read.column])
         return columns
 
     def _replica_rows(self, command: Command, worker: Worker) -> dict[str, Ragged | Any]:
         """The replica's rows on each of its ranks: gathered by the home, broadcast inside the replica."""
         replica = worker.layout.replica(worker.layout.coord(worker.rank).dp)
         columns = self._gather_rows(command) if worker.is_home else {}
-        if len(replica) == 1 or not command.reads:
+        if command.alone or len(replica) == 1 or not command.reads:
             return columns
         comm = self._replicas[replica]
         root = replica.index(worker.layout.home(worker.layout.coord(worker.rank).dp))
@@ -194,13 +197,8 @@ def broadcast_bytes(comm: MPI.Comm, message: np.ndarray, root: int) -> np.ndarra
 def _replica_communicators(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> dict[tuple[int, ...], MPI.Comm]:
     """One communicator per distinct replica of several ranks that this rank is in."""
     made: dict[tuple[int, ...], MPI.Comm] = {}
-    world = comm.Get_group()
     for layout in (layouts[role] for role in sorted(layouts)):
-        for dp in range(layout.dp):
-            ranks = layout.replica(dp)
-            if comm.rank in ranks and len(ranks) > 1 and ranks not in made:
-                group = world.Incl(ranks)
-                made[ranks] = comm.Create_group(group)
-                group.Free()
-    world.Free()
+        ranks = layout.replica(layout.coord(comm.rank).dp) if comm.rank in layout else ()
+        if len(ranks) > 1 and ranks not in made:
+            made[ranks] = create_group(comm, ranks)
     return made

@@ -90,6 +90,7 @@ class Registration:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     group_by: str | None
+    homes_only: bool
 
 
 def register(
@@ -98,6 +99,7 @@ def register(
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
     group_by: str | None = None,
+    homes_only: bool = False,
 ) -> Callable[[Method], Method]:
     """Make a worker method callable from rank 0.
 
@@ -105,13 +107,14 @@ def register(
         mode: how arguments and results are spread over the role's ranks.
         reads: columns that the method needs, token-level or sample-level; `name?` is read where the batch has it.
         writes: token-level columns that it returns; they stay where they were made.
+        homes_only: run on the home rank of each replica alone, for work on columns that needs no model.
         group_by: a sample-level column; rows with equal entries go to the same replica.
     """
-    if (reads or writes or group_by) and not mode.takes_batch:
+    if (reads or writes or group_by or homes_only) and not mode.takes_batch:
         raise ValueError(f"{mode.name} moves no batch, so it has no columns to read or write")
 
     def mark(method: Method) -> Method:
-        method.registration = Registration(mode, tuple(reads), tuple(writes), group_by)  # type: ignore[attr-defined]
+        method.registration = Registration(mode, tuple(reads), tuple(writes), group_by, homes_only)  # type: ignore[attr-defined]
         return method
 
     return mark

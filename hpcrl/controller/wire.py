@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.launch.waiting import wait, wait_all, wait_until
+from hpcrl.launch.waiting import duplicate, wait, wait_all, wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -17,14 +18,17 @@ class Wire:
     """A communicator of its own, so that messages never meet those of other parts of the program."""
 
     def __init__(self, comm: MPI.Comm) -> None:
-        self.comm: MPI.Intracomm = comm.Dup()  # type: ignore[assignment]
+        self.comm: MPI.Intracomm = duplicate(comm)  # type: ignore[assignment]
         self.rank: int = comm.rank
         self.size: int = comm.size
+        self.bytes_sent: Counter[int] = Counter()  # by tag
+        self.bytes_received: Counter[int] = Counter()
         self._sends: list[tuple[MPI.Request, Any]] = []
 
     def send(self, data: bytes | np.ndarray, to: int, tag: int) -> None:
         """Start a send; its buffer is held until the message has left."""
         self._sends = [(request, held) for request, held in self._sends if not request.Test()]
+        self.bytes_sent[tag] += len(data)
         self._sends.append((self.comm.Isend(data, dest=to, tag=tag), data))
 
     def receive(self, source: int, tag: int) -> np.ndarray:
@@ -43,6 +47,7 @@ class Wire:
         wait_until(arrived)
         buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
         wait(found[0].Irecv([buffer, MPI.BYTE]))
+        self.bytes_received[tag] += len(buffer)
         return buffer
 
     def receive_any(self, tag: int) -> np.ndarray:

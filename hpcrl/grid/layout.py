@@ -96,7 +96,8 @@ class Layout:
 
     def replica(self, dp: int) -> tuple[int, ...]:
         """World ranks of one model replica: all its tp, cp and pp coordinates."""
-        return self.groups("tp", "cp", "pp")[dp]
+        places = itertools.product(range(self.pp), range(self.cp), range(self.tp))
+        return tuple(self.rank_of(tp, cp, dp, pp) for pp, cp, tp in places)
 
     def home(self, dp: int) -> int:
         """The rank that owns the replica's columns: tp 0, cp 0, last pipeline stage."""

@@ -50,8 +50,8 @@ def context() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this child when its rank goes.
+def die_with_parent(own_session: bool = False) -> None:
+    """Have the kernel kill this child when its rank goes; with `own_session`, whatever the child has started as well.
 
     A child calls it first: as the first line of its target, or as `initializer=` of a process pool. Without it a child
     that never returns would outlive a rank that got `kill -9`. PR_SET_PDEATHSIG is no help: the parent is the fork
@@ -63,8 +63,10 @@ def die_with_parent() -> None:
     rank = multiprocessing.parent_process()
     if rank is None:
         return
+    if own_session:
+        os.setsid()
     sentinel = rank.sentinel
-    fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid() if own_session else os.getpid())
     fcntl.fcntl(sentinel, F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     if not rank.is_alive():  # it went before the kernel was asked

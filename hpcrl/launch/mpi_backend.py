@@ -31,7 +31,7 @@ from hpcrl.launch.mpi_buffers import (
     row_counts,
 )
 from hpcrl.launch.mpi_work import MpiWork
-from hpcrl.launch.waiting import wait, wait_all
+from hpcrl.launch.waiting import create_group, duplicate, wait
 
 BACKEND = "mpi_host"
 
@@ -44,8 +44,7 @@ def register(comm_world: MPI.Intracomm) -> None:
     if BACKEND in dist.Backend.backend_list:
         return
     # A communicator of its own: what the program sends over `comm_world` must not match what is sent here.
-    control, request = comm_world.Idup()
-    wait(request)
+    control = duplicate(comm_world)
 
     def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
         # torch gives no ranks for the default group, which has them all.
@@ -70,7 +69,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._under_way: list[MpiWork] = []
         self._comm: MPI.Intracomm = MPI.COMM_SELF
         if self._size > 1:  # MPICH has about 2,046 communicators, and COMM_SELF costs none of them
-            self._comm = _create_comm(control, ranks, self._rank, self._name)
+            self._comm = _create_comm(control, ranks, self._name)
 
     def rank(self) -> int:
         return self._rank
@@ -307,24 +306,9 @@ class MpiProcessGroup(dist.ProcessGroup):
             )
 
 
-def _create_comm(control: MPI.Intracomm, ranks: list[int], rank: int, name: str) -> MPI.Intracomm:
+def _create_comm(control: MPI.Intracomm, ranks: list[int], name: str) -> MPI.Intracomm:
     """Communicator of `ranks`, in that order. Collective over them alone."""
     tag = zlib.crc32(name.encode()) % 32768  # tells apart groups that overlapping sets of ranks make at the same time
-    _meet(control, ranks, rank, tag)
-    everyone = control.Get_group()
-    members = everyone.Incl(ranks)
-    comm = control.Create_group(members, tag=tag)
-    members.Free()
-    everyone.Free()
+    comm = create_group(control, ranks, tag)
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     return comm
-
-
-def _meet(control: MPI.Intracomm, ranks: list[int], rank: int, tag: int) -> None:
-    """Wait with back-off until all `ranks` are here (dissemination barrier): Create_group itself would spin."""
-    nothing = [bytearray(), 0, MPI.BYTE]
-    distance = 1
-    while distance < len(ranks):
-        ahead, behind = ranks[(rank + distance) % len(ranks)], ranks[(rank - distance) % len(ranks)]
-        wait_all([control.Isend(nothing, dest=ahead, tag=tag), control.Irecv(nothing, source=behind, tag=tag)])
-        distance *= 2

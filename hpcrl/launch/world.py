@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import logging
 import os
 import pickle
@@ -11,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# an address reserved for documentation, which takes the default route; then private networks, for nodes without one
+PROBES = ("192.0.2.1", "10.0.0.1", "172.16.0.1", "192.168.0.1")
 SECONDS_TO_REPORT = 1.0  # launchers drop what is still in their pipes when MPI_Abort arrives
 
 
@@ -141,7 +144,9 @@ def start_mpi() -> MPI.Intracomm:
     problem = split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
     if problem:
         raise InputError(problem)
-    return MPI.COMM_WORLD.Dup()
+    from hpcrl.launch.waiting import duplicate
+
+    return duplicate(MPI.COMM_WORLD)
 
 
 def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
@@ -212,6 +217,7 @@ def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host") -> World:
     """
     from mpi4py import MPI
 
+    barrier(comm)  # Split_type spins until all ranks are here
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     local_rank, local_size = node.rank, node.size
     node.Free()
@@ -268,7 +274,7 @@ def open_store(comm: MPI.Intracomm, one_node: bool) -> torch.distributed.Store:
     host, port = "127.0.0.1", 0
     if comm.rank == 0:
         if not one_node:
-            host = socket.gethostbyname(socket.gethostname())
+            host = own_address(socket.gethostname())
         listener = socket.socket()
         listener.bind((host, 0))
         listener.listen(1024)
@@ -287,6 +293,41 @@ def open_store(comm: MPI.Intracomm, one_node: bool) -> torch.distributed.Store:
     if comm.rank != 0:
         store = TCPStore(host, port, comm.size, is_master=False, timeout=patience, wait_for_workers=False)
     return PrefixStore("hpcrl", store)
+
+
+def own_address(hostname: str) -> str:
+    """An IPv4 address of this node for the other nodes."""
+    try:
+        named = socket.gethostbyname(hostname)
+    except OSError:
+        named = None
+    host = reachable((named, *map(interface_address, PROBES)))
+    if host is None:
+        raise InputError(
+            f"this node's name {hostname!r} resolves to {named or 'nothing'}, which other nodes do not reach, and no "
+            "interface leads to them; give the name the node's address in /etc/hosts or DNS"
+        )
+    return host
+
+
+def reachable(addresses: Iterable[str | None]) -> str | None:
+    """The first IPv4 address that is neither loopback (127.0.1.1, as Debian resolves a node's own name) nor 0.0.0.0."""
+    for address in addresses:
+        if address is not None:
+            ip = ipaddress.IPv4Address(address)
+            if not (ip.is_loopback or ip.is_unspecified):
+                return address
+    return None
+
+
+def interface_address(destination: str) -> str | None:
+    """Address of the interface that leads to `destination`, None without a route. Connecting UDP sends no packet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((destination, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
 
 
 def finish(code: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcrl.launch.exits import InputError
 from hpcrl.rewards.pool import Outcome, ScorePool, warn_of_failures
 from hpcrl.rewards.registry import scorer_for
 from hpcrl.rewards.score_worker import describe, plain
@@ -41,14 +43,8 @@ class RewardManager:
         self._pool: ScorePool | None = None
         custom = cfg.custom_reward_function
         if custom.path is not None:
-            path, name = split_path(custom.path, custom.name)
+            path, name = custom_function(cfg)
             self._pool = ScorePool(path, name, custom.reward_kwargs, cfg.num_workers, cfg.timeout)
-
-    def check(self, data_sources: Iterable[str]) -> None:
-        """Refuses data sources that nothing scores; for the start of a run (InputError)."""
-        if self._pool is None:
-            for data_source in sorted(data_sources):
-                scorer_for(data_source)
 
     def score(self, items: Sequence[ScoreRequest]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, float]]:
         """Returns (scores, extras, counts), rows in the order of `items`.
@@ -86,6 +82,26 @@ class RewardManager:
             return Outcome("ok", plain(scorer(**request, format_score=self._cfg.format_score)))
         except Exception as error:  # a row whose ground truth is not what the rule expects
             return Outcome("errors", {}, f"rule for {request['data_source']}: {describe(error)}")
+
+
+def check_rewards(cfg: RewardConfig, data_sources: Iterable[str]) -> None:
+    """Refuses, at the start of a run, a custom function's file that is not there, or data sources that nothing scores
+    (InputError)."""
+    if cfg.custom_reward_function.path is not None:
+        custom_function(cfg)
+        return
+    for data_source in sorted(set(data_sources)):
+        scorer_for(data_source)
+
+
+def custom_function(cfg: RewardConfig) -> tuple[str, str]:
+    """(file, function) of the configured custom function; InputError where there is no such file."""
+    path, name = split_path(cfg.custom_reward_function.path or "", cfg.custom_reward_function.name)
+    if not os.path.isfile(path):
+        raise InputError(
+            f"reward.custom_reward_function.path={path}: no such file; expected a Python file with a function {name!r}"
+        )
+    return path, name
 
 
 def split_path(path: str, name: str) -> tuple[str, str]:

@@ -73,11 +73,6 @@ class ScorePool:
     """
 
     def __init__(self, path: str, name: str, kwargs: dict[str, Any], num_workers: int, timeout: float) -> None:
-        if not os.path.isfile(path):
-            raise InputError(
-                f"reward.custom_reward_function.path={path}: no such file; "
-                f"expected a Python file with a function {name!r}"
-            )
         self._source = (os.path.abspath(path), name, kwargs)
         self._timeout = timeout
         self._workers: list[_Worker] = []

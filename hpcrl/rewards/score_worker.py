@@ -23,9 +23,8 @@ def serve(pipe: Connection, path: str, name: str, kwargs: dict[str, Any]) -> Non
     """Loads the function, says so, and answers requests until the pipe closes."""
     from hpcrl.launch import children
 
-    children.die_with_parent()
-    # A session of its own: the pool kills the worker together with whatever the function has started.
-    os.setsid()
+    # A session of its own: the pool, or the end of the rank, kills the worker with whatever the function has started.
+    children.die_with_parent(own_session=True)
     try:
         function = load_function(path, name)
     except BaseException as error:  # the file is the user's: SystemExit too must become one line

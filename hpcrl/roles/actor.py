@@ -78,14 +78,13 @@ class ActorWorker(ModelWorker):
             "prompt_length",
         ),
         writes=("token_level_rewards", "advantages", "returns"),
+        homes_only=True,
     )
     def compute_advantage(self, batch: DataProto) -> DataProto:
         """KL penalty, advantages and returns, on home ranks. meta_info["kl_coef"] is the weight of the penalty.
 
         For estimators with groups the caller assigns all samples of a prompt to one replica.
         """
-        if not self.is_home:
-            return DataProto()
         algorithm, data = self.config.algorithm, self.config.data
         column = batch.fetch("response_mask")
         mask = column.padded().float()

@@ -41,11 +41,9 @@ class ArchiveWorker(Worker):
         self.prompts = prompts["train"]
         self.sources = [str(source or "") for source in self.prompts.values("data_source")]
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES))
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), homes_only=True)
     def write(self, batch: DataProto) -> int:
         """Append every sample to this rank's log of meta_info["step"]; gives how many."""
-        if not self.is_home:
-            return 0
         version = batch.meta_info["weight_version"]
         log = RolloutLog(log_path(self.folder, batch.meta_info["step"], self.rank))
         columns = {name: batch.fetch(name) for name in batch.tokens}

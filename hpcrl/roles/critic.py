@@ -63,6 +63,6 @@ class CriticWorker(ModelWorker):
                 outputs["values"], micro.padded("values"), micro.padded("returns"), mask, self.config.cliprange_value
             )
             loss = agg_loss(token_loss, mask, self.loss_agg_mode, norm)
-            return loss, {**metrics, "critic/vf_loss": Sum(loss.detach())}
+            return loss, {**metrics, "critic/vf_loss": Sum(loss.detach()), "critic/loss": Sum(loss.detach())}
 
         return objective

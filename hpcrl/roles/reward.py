@@ -40,14 +40,14 @@ class RewardWorker(Worker):
         Dispatch.DP_COMPUTE_PROTO,
         reads=("input_ids", "response_mask", "row", "finish_reason", "show?"),
         writes=("token_level_scores",),
+        homes_only=True,
     )
     def score(self, batch: DataProto) -> DataProto:
-        """Scores of whole responses, placed on their last token; `score` and `acc` per sample.
+        """Scores of whole responses, placed on their last token; per sample `score`, and `acc` (NaN if there is none).
 
         Where the batch has a bool column `show`, the texts of those rows come back too, for people to read.
         """
-        if self.manager is None:
-            return DataProto()
+        assert self.manager is not None
         prompts = self.prompts[batch.meta_info["split"]]
         lengths = batch.fetch("response_mask").lengths
         texts = self.tokenizer.batch_decode(answer_ids(batch, int(self.tokenizer.eos_token_id)))
@@ -62,19 +62,23 @@ class RewardWorker(Worker):
         values = torch.zeros(int(lengths.sum()))
         ends = lengths.cumsum(0)[lengths > 0] - 1
         values[ends] = torch.from_numpy(scores)[lengths > 0]
-        # A score that failed has no `acc`: it counts as wrong, like its score.
-        acc = extras.get("acc", scores)
-        samples = {"score": scores, "acc": np.nan_to_num(acc if acc.dtype == np.float32 else scores)}
+        acc = extras.get("acc", np.full(len(items), np.nan, np.float32))
+        samples = {"score": scores, "acc": acc.astype(np.float32) if acc.dtype == np.float32 else scores}
         if "show" in batch.samples:
-            show = batch.samples["show"]
-            ids = [prompts.prompt_ids(row).tolist() for row in rows]
-            samples["prompt_text"] = np.where(show, np.array(self.tokenizer.batch_decode(ids), object), "")
-            samples["response_text"] = np.where(show, np.array(texts, object), "")
+            show = batch.samples["show"].tolist()
+            shown = [self._prompt_text(prompts, row) if wanted else "" for row, wanted in zip(rows, show, strict=True)]
+            samples["prompt_text"] = np.array(shown, object)
+            samples["response_text"] = np.array(
+                [t if wanted else "" for t, wanted in zip(texts, show, strict=True)], object
+            )
         return DataProto(
             {"token_level_scores": Ragged.from_lengths(values, lengths)},
             samples,
             {"metrics": {name: Sum(count) for name, count in counts.items()}},
         )
+
+    def _prompt_text(self, prompts: PromptDataset, row: int) -> str:
+        return self.tokenizer.decode(prompts.prompt_ids(row).tolist())
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:

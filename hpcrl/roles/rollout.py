@@ -16,6 +16,7 @@ from hpcrl.controller.worker import Worker
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
+from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.roles.model_worker import DTYPES, ModelWorker
@@ -69,6 +70,13 @@ class RolloutWorker(Worker):
         """The recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive."""
         tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]))
         rows = batch.samples["position"]
+        for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
+            found = self.prompts["train"].uid(row, epoch) if row < len(self.prompts["train"]) else "no such row"
+            if uid != found:
+                raise InputError(
+                    f"{folder}: recorded sample {uid} is {found} in data.train_files; "
+                    "replay with the data files and the filter of the recording"
+                )
         names = ("input_ids", "response_mask", "rollout_log_probs")
         columns: Columns = {
             name: Ragged(torch.from_numpy(tokens[name][0]), torch.from_numpy(tokens[name][1])).take(rows)

@@ -16,12 +16,12 @@ from hpcrl.grid.layout import Layout
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import run_directory
+from hpcrl.launch.waiting import duplicate
 from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
-from hpcrl.rewards.manager import RewardManager
-from hpcrl.rewards.registry import scorer_for
+from hpcrl.rewards.manager import RewardManager, check_rewards
 from hpcrl.roles.actor import ActorWorker, SftActorWorker
 from hpcrl.roles.archive import ArchiveWorker
 from hpcrl.roles.critic import CriticWorker
@@ -73,9 +73,7 @@ def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
         prompts = {"train": PromptDataset(data.train_files, tokenizer, data, data.train_max_samples)}
     if data.val_files:
         prompts["val"] = PromptDataset(data.val_files, tokenizer, data, data.val_max_samples)
-    if config.reward.custom_reward_function.path is None:
-        for source in sorted({source for dataset in prompts.values() for source in dataset.data_sources()}):
-            scorer_for(source)  # one that nothing scores is refused here
+    check_rewards(config.reward, [source for dataset in prompts.values() for source in dataset.data_sources()])
     shape = ModelShape.from_config(config.model, len(tokenizer))
     return Inputs(tokenizer, prompts, answers, shape)
 
@@ -137,8 +135,11 @@ def _add_sampling(world: World, config: Config, inputs: Inputs, team: Team) -> N
         workers["reward"] = RewardWorker(rollout, rank, manager, inputs.tokenizer, inputs.prompts)
     layouts["refit"], kinds["refit"] = Layout(tuple(sorted({*actor.ranks, *rollout.ranks}))), RefitWorker
     dtype = DTYPES[config.model.dtype]
-    resharding = Resharding(inputs.shape, actor, rollout, dtype.itemsize, ranks_per_node=world.local_size)
-    comm = world.comm.Dup()
+    # Every rank must plan alike; ranks are told to nodes by division, which takes equally many on each.
+    sizes = set(world.exchange(world.local_size))
+    ranks_per_node = sizes.pop() if len(sizes) == 1 else None
+    resharding = Resharding(inputs.shape, actor, rollout, dtype.itemsize, ranks_per_node=ranks_per_node)
+    comm = duplicate(world.comm)
     if rank in layouts["refit"]:
         workers["refit"] = RefitWorker(
             layouts["refit"],

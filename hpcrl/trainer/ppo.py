@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.data.order import batch_rows, steps_for_epochs
-from hpcrl.launch.exits import DONE
+from hpcrl.launch.exits import DONE, InputError
+from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_team, read_inputs
 from hpcrl.rollout.protocol import SamplingParams
@@ -32,7 +34,8 @@ log = logging.getLogger(__name__)
 def run(world: World, config: Config, derived: Derived) -> int:
     """`hpcrl train` on every rank."""
     inputs = world.together(lambda: read_inputs(config))
-    start = find_start(world, config)
+    world.together(lambda: check_recording(config))
+    start = find_start(world, config, needs_ref=derived.needs_ref)
     prompts, batch_size = len(inputs.prompts["train"]), config.data.train_batch_size
     total_steps = config.trainer.total_training_steps or steps_for_epochs(
         prompts, batch_size, config.trainer.total_epochs
@@ -68,6 +71,12 @@ class PPOTrainer:
         self.total_steps = total_steps
         label = "ppo" if derived.needs_critic else config.algorithm.adv_estimator
         self.run = Run(config, label, start.step + 1, total_steps)
+        log.info(
+            "%d steps over %d prompts; %d filtered out as too long",
+            total_steps,
+            len(inputs.prompts["train"]),
+            inputs.prompts["train"].num_filtered,
+        )
         self.timers = self.run.timers
         self.eos = (int(inputs.tokenizer.eos_token_id),)
         ctrl = config.algorithm.kl_ctrl
@@ -92,14 +101,16 @@ class PPOTrainer:
         final: dict[str, float] = {}
         if self.start.step == 0 and trainer.val_before_train and self.validator is not None:
             final = self._validate(0)
-            self.run.writer.log(0, final | self.timers.collect())
+            self.run.writer.log(0, final | self.timers.collect() | self.controller.traffic.collect())
         for step in range(self.start.step + 1, self.total_steps + 1):
             self.metrics = {"training/global_step": float(step)}
             with self.timers("step"):
                 self._step(step)
+            self.metrics |= self.controller.traffic.collect()
             if _due(step, trainer.test_freq, self.total_steps):
                 final = self._validate(step)
                 self.metrics |= final
+                self.controller.traffic.collect()  # of validation: a step's traffic is that of training
             self._log(step)
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             if _due(step, trainer.save_freq, self.total_steps):
@@ -192,13 +203,18 @@ class PPOTrainer:
         )
         mini_batch = of_prompt[samples["prompt"]]
         for dp in sorted({role.dp for role in self.derived.roles.values()}):
-            assignment = balanced_assignment(weights, dp, groups=samples["prompt"], mini_batches=mini_batch)
-            if not config.trainer.balance_batch:
+            if config.trainer.balance_batch:
+                assignment = balanced_assignment(weights, dp, groups=samples["prompt"], mini_batches=mini_batch)
+            else:
                 assignment = (samples["prompt"] * dp // batch.meta_info["num_prompts"]).astype(np.int32)
             samples[replica_column(dp)] = assignment
         dp = self.derived.roles["actor"].dp
         per_replica = np.bincount(samples[replica_column(dp)], weights, minlength=dp)
+        unbalanced = np.bincount(samples["prompt"] * dp // batch.meta_info["num_prompts"], weights, minlength=dp)
         self.metrics |= {
+            "global_seqlen/min": float(unbalanced.min()),
+            "global_seqlen/max": float(unbalanced.max()),
+            "global_seqlen/minmax_diff": float(np.ptp(unbalanced)),
             "global_seqlen/mean": float(per_replica.mean()),
             "global_seqlen/balanced_min": float(per_replica.min()),
             "global_seqlen/balanced_max": float(per_replica.max()),
@@ -212,7 +228,8 @@ class PPOTrainer:
     def _archive(self, batch: DataProto, step: int) -> None:
         self.controller["archive"].write(batch).get()
         version = batch.meta_info["weight_version"]
-        finish_step(self.run.folder / "rollouts", step, seed=self.config.run.seed, weight_version=version)
+        folder, seed = self.run.folder / "rollouts", self.config.run.seed
+        finish_step(folder, step, seed=seed, weight_version=version, report=log.warning)
 
     def _validate(self, step: int) -> dict[str, float]:
         if self.validator is None:
@@ -237,16 +254,16 @@ class PPOTrainer:
         if start.folder is not None:
             self.kl_controller.load_state_dict(start.state["kl_ctrl"])
             log.info("resuming after step %d from %s", start.step, start.folder)
-        if start.step >= self.total_steps:
-            log.info("nothing to do: %d of %d steps are done", start.step, self.total_steps)
         discard_from(self.run.folder / "rollouts", start.step + 1)
         self._refit()
+        self.timers.collect()  # of the start, which is no step's
 
     def _save(self, step: int) -> None:
         state: dict[str, Any] = {
             "consumed_prompts": step * self.config.data.train_batch_size,
             "epoch": self.metrics.get("training/epoch", 0.0),
             "kl_ctrl": self.kl_controller.state_dict(),
+            "init_from": str(self.start.init_from) if self.start.init_from else None,
         }
         roles = ("actor", "critic") if self.derived.needs_critic else ("actor",)
         self.run.save(self.controller, step, roles, state)
@@ -272,7 +289,6 @@ class PPOTrainer:
             if f"timing_s/{phase}" in found:
                 tokens = self.num_response_tokens if phase == "gen" else self.num_tokens
                 found[f"timing_per_token_ms/{phase}"] = 1e3 * found[f"timing_s/{phase}"] / max(tokens, 1)
-        found |= self.controller.traffic.collect()
         found["perf/time_per_step"] = seconds
         found["perf/throughput"] = self.num_tokens / seconds / self.derived.world_size
         found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -284,6 +300,17 @@ class PPOTrainer:
             "ratio_kl": "actor/ppo_kl",
         }
         self.run.progress.update(step, {name: self.metrics[key] for name, key in shown.items() if key in self.metrics})
+
+
+def check_recording(config: Config) -> None:
+    """A run cannot replay itself: it writes over what it would read."""
+    recorded = config.trainer.rollouts_from
+    if recorded is None:
+        return
+    if not Path(recorded).is_dir():
+        raise InputError(f"trainer.rollouts_from={recorded}: no such folder; name the rollouts/ folder of a run")
+    if Path(recorded).resolve().is_relative_to(run_directory(config).resolve()):
+        raise InputError(f"trainer.rollouts_from={recorded} is this run's own folder; choose another run.name")
 
 
 def _due(step: int, frequency: int, last: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.checkpoint.store import CheckpointStore, load_path
-from hpcrl.config.loader import dump_config
+from hpcrl.config.loader import dump_config, load_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.launch.exits import InputError
@@ -34,13 +35,16 @@ class Start:
     init_from: Path | None
 
 
-def find_start(world: World, config: Config) -> Start:
-    """Rank 0 looks; all ranks get what it found."""
+def find_start(world: World, config: Config, needs_ref: bool = False) -> Start:
+    """Rank 0 looks; all ranks get what it found.
+
+    A resumed run needs its first weights for the reference alone: those that the checkpoint names, for model.init_from
+    may mean a newer checkpoint by now.
+    """
 
     def look() -> Start | None:
         if world.rank != 0:
             return None
-        init_from = load_path(config.model.init_from, log.warning) if config.model.init_from else None
         folder = run_directory(config) / "checkpoints"
         found = CheckpointStore(folder, keep=None).newest_valid(log.warning)
         if found and config.trainer.resume_mode == "disable":
@@ -48,6 +52,10 @@ def find_start(world: World, config: Config) -> Start:
                 f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start anew beside it; "
                 "choose another run.name, or remove that folder"
             )
+        first = config.model.init_from
+        if found:
+            first = found[2].get("init_from") if needs_ref else None
+        init_from = load_path(first, log.warning) if first else None
         return Start(*found, init_from) if found else Start(0, None, {}, init_from)
 
     return world.broadcast(world.together(look))
@@ -59,7 +67,18 @@ class Run:
     def __init__(self, config: Config, label: str, first_step: int, total_steps: int) -> None:
         self.config = config
         self.folder = run_directory(config)
-        (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        if first_step > total_steps:
+            log.info(
+                "nothing to do: %d of %d steps are done; ask for more steps, or choose another run.name",
+                first_step - 1,
+                total_steps,
+            )
+        else:
+            if first_step == 1:
+                set_aside(self.folder)
+            else:
+                warn_of_changes(self.folder, config)
+            (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         self.writer = MetricsWriter(self.folder, first_step=first_step)
         self.progress = Progress(total_steps, label, first_step)
         self.timers = PhaseTimers()
@@ -78,6 +97,31 @@ class Run:
         self.writer.hparams(flatten(self.config.model_dump()), final)
         self.writer.close()
         self.progress.close()
+
+
+def set_aside(folder: Path) -> None:
+    """Keep what an earlier attempt without a checkpoint wrote: a run that starts anew must not lose it."""
+    written = [folder / name for name in ("metrics.jsonl", "tensorboard", "rollouts") if (folder / name).exists()]
+    if not written:
+        return
+    number = next(n for n in itertools.count(1) if not (folder / f"attempt_{n}").exists())
+    aside = folder / f"attempt_{number}"
+    aside.mkdir()
+    for path in written:
+        path.rename(aside / path.name)
+    log.warning("no checkpoint to resume from; what an earlier attempt wrote is in %s", aside)
+
+
+def warn_of_changes(folder: Path, config: Config) -> None:
+    """A resumed run takes new values, but not in silence."""
+    try:
+        before = flatten(load_config(str(folder / "config.yaml")).model_dump())
+    except ValueError:
+        return
+    now = flatten(config.model_dump())
+    for key in sorted(now):
+        if before.get(key) != now[key]:
+            log.warning("resuming with another %s: %s, was %s", key, now[key], before.get(key))
 
 
 def config_hash(config: Config) -> str:

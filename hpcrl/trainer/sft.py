@@ -77,7 +77,9 @@ class SFTTrainer:
                 self._step(step)
                 if self.validator is not None and (step % sft.eval_freq == 0 or step == total):
                     final = self._evaluate()
-                    reached = sft.stop_at_score is not None and max(final.values()) >= sft.stop_at_score
+                    reached = (
+                        sft.stop_at_score is not None and float(np.mean(list(final.values()))) >= sft.stop_at_score
+                    )
             self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
             shown = {"loss": self.metrics["train/loss"]} | {name.split("/")[-1]: value for name, value in final.items()}
             self.run.progress.update(step, shown)
@@ -88,6 +90,8 @@ class SFTTrainer:
         if reached:
             log.info("stopped at step %d: accuracy reached sft.stop_at_score=%g", step, sft.stop_at_score)
         self.run.close(final)
+        if self.validator is not None:
+            self.controller["reward"].close().get()
 
     def _step(self, step: int) -> None:
         config = self.config

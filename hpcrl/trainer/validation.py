@@ -40,20 +40,23 @@ class Validator:
     def run(self) -> tuple[dict[str, float], str]:
         """Metrics, and a Markdown table of the first samples.
 
-        `val-core/<source>/acc/mean@N` is the mean over prompts of the mean over N samples.
+        `val-core/<source>/acc/mean@N` is the mean over prompts of the mean over N samples; `reward` in place of `acc`
+        where the scorer gives no `acc` (verl's rule). A sample whose scoring failed counts as wrong.
         """
         metrics: dict[str, float] = {}
         shown = ""
         for way in self.ways:
             batch = self._sample(way)
-            for name, group in (("acc", "val-core"), ("score", "val-aux")):
-                per_prompt = batch.samples[name].reshape(len(self.rows), way.n).astype(np.float64)
-                for source in sorted(set(self.sources.tolist())):
-                    mine = per_prompt[self.sources == source]
-                    metrics[f"{group}/{source}/{name}/mean@{way.n}"] = float(mine.mean())
+            for source in sorted(set(self.sources.tolist())):
+                rows = np.repeat(self.sources == source, way.n)
+                reward, acc = (batch.samples[name][rows].astype(np.float64) for name in ("score", "acc"))
+                columns = {"reward": reward} if np.isnan(acc).all() else {"acc": np.nan_to_num(acc), "reward": reward}
+                for name, values in columns.items():
+                    per_prompt = values.reshape(-1, way.n)
+                    group = "val-core" if name == next(iter(columns)) else "val-aux"
+                    metrics[f"{group}/{source}/{name}/mean@{way.n}"] = float(per_prompt.mean())
                     if way.n > 1:
-                        metrics[f"val-aux/{source}/{name}/std@{way.n}"] = float(mine.std(axis=1).mean())
-                        metrics[f"val-aux/{source}/{name}/max@{way.n}"] = float(mine.max(axis=1).mean())
+                        metrics[f"val-aux/{source}/{name}/std@{way.n}"] = float(per_prompt.std(axis=1).mean())
             metrics[f"val-aux/response_length/mean@{way.n}"] = float(batch.samples["response_length"].mean())
             for name, count in _failures(batch).items():
                 metrics[f"val-aux/{name}"] = metrics.get(f"val-aux/{name}", 0.0) + count

@@ -164,10 +164,6 @@ def test_group_estimators_need_several_samples() -> None:
     assert line.startswith("algorithm.adv_estimator=grpo compares the samples of a prompt, and rollout.n=1")
 
 
-def test_recorded_rollouts_need_no_prompts() -> None:
-    derive.check(config(data={"train_files": []}, trainer={"rollouts_from": "runs/a/rollouts"}), 1)
-
-
 def test_sft() -> None:
     # PPO's batch sizes mean nothing to SFT
     derived = derive.check_sft(config(actor={"ppo_mini_batch_size": 9999}, placement={"actor": {"tp": 2}}), 4)

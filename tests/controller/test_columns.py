@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hpcrl.batch.ragged import Ragged
 from hpcrl.controller.columns import (
+    Block,
     ColumnStore,
     Location,
     Read,
-    Slot,
     merge_rows,
     pack,
     places,
@@ -36,11 +36,11 @@ def test_places_count_the_rows_of_each_rank(rank: np.ndarray) -> None:
 
 @given(ranks_of_rows, st.data())
 def test_locations_survive_the_wire(rank: np.ndarray, data: st.DataObject) -> None:
-    location = Location.of_command(Slot(7), rank)
+    location = Location.of_block(Block(7), rank)
     rows = np.array(data.draw(st.lists(st.integers(0, len(rank) - 1), max_size=8)) if len(rank) else [], np.int64)
-    for case in (location, location.take(rows), Location.concat([location, Location.of_command(Slot(9), rank)])):
+    for case in (location, location.take(rows), Location.concat([location, Location.of_block(Block(9), rank)])):
         back = pickle.loads(pickle.dumps(case))
-        for name in ("writer", "rank", "row"):
+        for name in ("block", "rank", "row"):
             assert np.array_equal(getattr(back, name), getattr(case, name))
 
 
@@ -49,17 +49,17 @@ def test_a_move_brings_every_row_to_its_destination_once(rank: np.ndarray, data:
     size = len(rank)
     destination = np.array(data.draw(st.lists(st.integers(0, RANKS - 1), min_size=size, max_size=size)), np.int32)
     whole = Ragged.from_rows([torch.full((i % 3,), i, dtype=torch.int32) for i in range(size)], dtype=torch.int32)
-    read = Read("x", "x", Location.of_command(Slot(1), rank))
+    read = Read("x", Location.of_block(Block(1), rank))
     stores = [ColumnStore() for _ in range(RANKS)]
     for r, store in enumerate(stores):
-        store.put(1, "x", whole.take(np.flatnonzero(rank == r)))
+        store.put(1, whole.take(np.flatnonzero(rank == r)))
     for receiver in range(RANKS):
         needed = np.flatnonzero(destination == receiver)
         parts, positions, senders = [], [], []
         for sender in range(RANKS):
             rows = rows_between(read.location, destination, sender, receiver)
             if len(rows):
-                parts.append(stores[sender].rows(read, rows))
+                parts.append(stores[sender].rows(read.location, rows))
                 positions.append(np.searchsorted(needed, rows))
                 senders.append(sender)
         assert [s for s in senders if s != receiver] == senders_of([read], destination, receiver)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 if TYPE_CHECKING:
     from hpcrl.launch.world import World
@@ -98,6 +99,22 @@ def run_reduce_scatter_tensor(group, r, n, dtype, put, op):
     return [out]
 
 
+def run_all_reduce_coalesced(group, r, n, dtype, put, op):
+    out = [put(values(r, dtype, salt=s)) for s in range(2)]
+    with _coalescing_manager(group):
+        for x in out:
+            dist.all_reduce(x, OPS[op], group=group)
+    return out
+
+
+def run_reduce_scatter_tensor_coalesced(group, r, n, dtype, put, op):
+    out = [put(torch.zeros(2, 3, dtype=dtype)) for _ in range(2)]
+    with _coalescing_manager(group):
+        for s, part in enumerate(out):
+            dist.reduce_scatter_tensor(part, put(values(r, dtype, rows=2 * n, salt=s)), OPS[op], group=group)
+    return out
+
+
 def run_broadcast(group, r, n, dtype, put, op):
     x = put(values(r, dtype))
     dist.broadcast(x, root(n), group=group)
@@ -114,6 +131,14 @@ def run_all_gather_into_tensor(group, r, n, dtype, put, op):
     out = put(torch.zeros(4 * n, 3, dtype=dtype))
     dist.all_gather_into_tensor(out, put(values(r, dtype)), group=group)
     return [out]
+
+
+def run_all_gather_into_tensor_coalesced(group, r, n, dtype, put, op):
+    out = [put(torch.zeros(4 * n, 3, dtype=dtype)) for _ in range(2)]
+    with _coalescing_manager(group):
+        for s, whole in enumerate(out):
+            dist.all_gather_into_tensor(whole, put(values(r, dtype, salt=s)), group=group)
+    return out
 
 
 def run_gather(group, r, n, dtype, put, op):
@@ -173,12 +198,26 @@ REDUCTIONS = {
         run_reduce_scatter_tensor,
         lambda r, n, d, op: [reduced([values(s, d, rows=2 * n)[2 * r : 2 * r + 2] for s in range(n)], op)],
     ),
+    "allreduce_coalesced": Call(
+        run_all_reduce_coalesced,
+        lambda r, n, d, op: [reduced([values(s, d, salt=x) for s in range(n)], op) for x in range(2)],
+    ),
+    "reduce_scatter_tensor_coalesced": Call(
+        run_reduce_scatter_tensor_coalesced,
+        lambda r, n, d, op: [
+            reduced([values(s, d, rows=2 * n, salt=x)[2 * r : 2 * r + 2] for s in range(n)], op) for x in range(2)
+        ],
+    ),
 }
 MOVES = {
     "broadcast": Call(run_broadcast, lambda r, n, d, op: [values(root(n), d)]),
     "all_gather": Call(run_all_gather, lambda r, n, d, op: [values(s, d) for s in range(n)]),
     "all_gather_into_tensor": Call(
         run_all_gather_into_tensor, lambda r, n, d, op: [torch.cat([values(s, d) for s in range(n)])]
+    ),
+    "allgather_into_tensor_coalesced": Call(
+        run_all_gather_into_tensor_coalesced,
+        lambda r, n, d, op: [torch.cat([values(s, d, salt=x) for s in range(n)]) for x in range(2)],
     ),
     "gather": Call(run_gather, lambda r, n, d, op: [values(s, d) for s in range(n)] if r == root(n) else []),
     "scatter": Call(run_scatter, lambda r, n, d, op: [values(root(n), d, salt=r)]),
@@ -291,8 +330,6 @@ def test_slice_of_the_same_buffer(world: World) -> None:
 @pytest.mark.parametrize("async_ops", [False, True])
 def test_coalescing_manager(async_ops: bool, world: World) -> None:
     """How megatron's DistributedDataParallel calls, synchronous or not."""
-    from torch.distributed.distributed_c10d import _coalescing_manager
-
     n, r = world.size, world.rank
     summed = [torch.full((k,), float(r), dtype=torch.bfloat16) for k in (1, 3)]
     with _coalescing_manager(dist.group.WORLD, async_ops=async_ops) as manager:

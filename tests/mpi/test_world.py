@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from hpcrl.launch.exits import InputError
-from hpcrl.launch.world import World
+from hpcrl.launch.waiting import create_group, duplicate, wait, wait_all
+from hpcrl.launch.world import World, exchange, rank_threads
 
 
 def test_ranks_agree_with_torch(world: World) -> None:
@@ -22,10 +25,41 @@ def test_ranks_agree_with_torch(world: World) -> None:
 
 
 def test_threads_share_the_cores(world: World) -> None:
-    assert torch.get_num_threads() == world.threads >= 1
-    if os.environ["OMP_NUM_THREADS"] == str(world.threads):
-        return
-    assert world.threads * world.local_size <= max(world.local_size, len(os.sched_getaffinity(0)))
+    assert torch.get_num_threads() == world.threads == int(os.environ["OMP_NUM_THREADS"])
+    unset = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")
+    }
+    for cores in (1, 2, 3, 8, 96):
+        threads = rank_threads(unset, cores, world.local_size)
+        assert threads >= 1
+        assert threads * world.local_size <= max(world.local_size, cores) < (threads + 1) * world.local_size
+
+
+def test_a_duplicate_keeps_its_messages_to_itself(world: World) -> None:
+    r, n = world.rank, world.size
+    copy = duplicate(world.comm)
+    assert (copy.rank, copy.size) == (r, n)
+    sent = [comm.Isend(np.array([value]), dest=(r + 1) % n) for comm, value in ((world.comm, 1), (copy, 2))]
+    for comm, value in ((copy, 2), (world.comm, 1)):
+        got = np.zeros(1, int)
+        wait(comm.Irecv(got, source=(r - 1) % n))
+        assert got[0] == value
+    wait_all(sent)
+    copy.Free()
+
+
+def test_groups_have_their_own_order_and_overlap(world: World) -> None:
+    """Every pair of neighbours, the higher rank first; the last to come is waited for."""
+    r, n = world.rank, world.size
+    for low in range(n - 1):
+        if r in (low, low + 1):
+            time.sleep(0.05 * (r == low))
+            comm = create_group(world.comm, (low + 1, low))
+            assert exchange(comm, r) == [low + 1, low]
+            comm.Free()
+    backwards = create_group(world.comm, range(n - 1, -1, -1))
+    assert backwards.rank == n - 1 - r and exchange(backwards, r) == list(range(n - 1, -1, -1))
+    backwards.Free()
 
 
 @pytest.mark.parametrize("length", [0, 1, 100_000])

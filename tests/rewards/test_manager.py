@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.config.schema import RewardConfig
 from hpcrl.launch.exits import InputError
-from hpcrl.rewards.manager import RewardManager, ScoreRequest, split_path
+from hpcrl.rewards.manager import RewardManager, ScoreRequest, check_rewards, split_path
 
 TRUTH = {"numbers": [1, 2, 3, 4], "target": 10}
 
@@ -28,10 +28,9 @@ def test_countdown_scores_extras_and_counts() -> None:
 
 
 def test_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
-    manager = RewardManager(RewardConfig())
-    manager.check({"countdown"})
+    check_rewards(RewardConfig(), {"countdown"})
     with pytest.raises(InputError, match=r"'gsm8k'.*known: countdown; .*custom_reward_function\.path"):
-        manager.check({"countdown", "gsm8k"})
+        check_rewards(RewardConfig(), {"countdown", "gsm8k"})
 
 
 def test_path_with_a_function_name() -> None:
