@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job on this machine, from nothing: environment, data, supervised warm start, PPO on 4 MPI ranks, and a table.
-#   tools/quickstart.sh [key=value ...]     overrides of configs/ppo_countdown_cpu.yaml, as in run.seed=1
+#   tools/quickstart.sh [key=value ...]     overrides of configs/ppo_countdown_cpu.yaml; give them a run.name=... too
 # A run that was stopped goes on where it was; remove runs/ to start anew.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
