@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -72,6 +73,10 @@ class Toy(Worker):
     @register(Dispatch.DP_COMPUTE)
     def per_replica(self, number: int) -> int:
         return number
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nap(self) -> None:
+        time.sleep(0.2)
 
     @register(Dispatch.LAST_RANK)
     def only_last(self) -> int:
@@ -145,6 +150,21 @@ def test_any_order_of_get_is_free_of_deadlock(world) -> None:
 
     for layouts in pools(world.size):
         play(world, layouts, program)
+
+
+@pytest.mark.world(2, 4)
+def test_rank_0_works_while_it_waits_for_roles_on_other_ranks(world) -> None:
+    layouts = {"a": Layout((0,)), "b": Layout(tuple(range(1, world.size)))}
+
+    def program(controller: Controller) -> None:
+        napping = controller["b"].nap()
+        mine = controller["a"].whoami("at work:")
+        napping.get()
+        assert not controller._own  # done meanwhile, before anybody asked for it
+        assert mine.get() == ["at work: 0"]
+        controller["b"].whoami("never asked for")  # and a future that nobody gets does not hang the end
+
+    play(world, layouts, program)
 
 
 def test_assignment_decides_who_works_on_a_row(world) -> None:
