@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,11 @@ class Location:
         return len(self.rank)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels: constant and derivable arrays are left out."""
+        return self._compact
+
+    @cached_property
+    def _compact(self) -> dict[str, Any]:
+        """What travels, to many ranks and in many commands: constant and derivable arrays are left out."""
         block = int(self.block[0]) if len(self) and (self.block == self.block[0]).all() else self.block
         row = None if np.array_equal(self.row, places(self.rank)) else self.row
         return {"block": block, "rank": self.rank, "row": row}

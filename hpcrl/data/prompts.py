@@ -95,9 +95,13 @@ class PromptDataset:
             "prompt": found[self._cfg.prompt_key],
         }
 
+    def source_of_rows(self) -> list[str]:
+        """The `data_source` of each row, "" where it has none."""
+        return [str(source or "") for source in self.values("data_source")]
+
     def data_sources(self) -> set[str]:
         """Every `data_source` of the rows, to be checked against the scorers before the first step."""
-        return {str(source or "") for source in self.values("data_source")}
+        return set(self.source_of_rows())
 
     def uid(self, row: int, epoch: int) -> str:
         """`<file>:<row>:<epoch>`, with the row's number in its file (from 0), whatever the filter left out."""

@@ -39,7 +39,7 @@ class ArchiveWorker(Worker):
         super().__init__(layout, rank)
         self.folder = folder
         self.prompts = prompts["train"]
-        self.sources = [str(source or "") for source in self.prompts.values("data_source")]
+        self.sources = self.prompts.source_of_rows()
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), homes_only=True)
     def write(self, batch: DataProto) -> int:

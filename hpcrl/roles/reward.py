@@ -63,7 +63,7 @@ class RewardWorker(Worker):
         ends = lengths.cumsum(0)[lengths > 0] - 1
         values[ends] = torch.from_numpy(scores)[lengths > 0]
         acc = extras.get("acc", np.full(len(items), np.nan, np.float32))
-        samples = {"score": scores, "acc": acc.astype(np.float32) if acc.dtype == np.float32 else scores}
+        samples = {"score": scores, "acc": acc if acc.dtype == np.float32 else scores}
         if "show" in batch.samples:
             show = batch.samples["show"].tolist()
             shown = [self._prompt_text(prompts, row) if wanted else "" for row, wanted in zip(rows, show, strict=True)]

@@ -38,8 +38,8 @@ class Start:
 def find_start(world: World, config: Config, needs_ref: bool = False) -> Start:
     """Rank 0 looks; all ranks get what it found.
 
-    A resumed run needs its first weights for the reference alone: those that the checkpoint names, for model.init_from
-    may mean a newer checkpoint by now.
+    A resumed run keeps the start weights that its checkpoint names, for model.init_from may mean newer ones by now;
+    only a reference still needs them to be there.
     """
 
     def look() -> Start | None:
@@ -52,10 +52,10 @@ def find_start(world: World, config: Config, needs_ref: bool = False) -> Start:
                 f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start anew beside it; "
                 "choose another run.name, or remove that folder"
             )
-        first = config.model.init_from
-        if found:
-            first = found[2].get("init_from") if needs_ref else None
-        init_from = load_path(first, log.warning) if first else None
+        named = found[2].get("init_from") if found else config.model.init_from
+        init_from = Path(named) if named else None
+        if init_from is not None and (needs_ref or not found):
+            init_from = load_path(init_from, log.warning)
         return Start(*found, init_from) if found else Start(0, None, {}, init_from)
 
     return world.broadcast(world.together(look))

@@ -35,7 +35,7 @@ class Validator:
         self.eos_token_ids = eos_token_ids
         self.rows = np.arange(min(num_prompts or len(prompts), len(prompts)), dtype=np.int64)
         self.num_shown = num_shown
-        self.sources = np.array([str(source or "") for source in prompts.values("data_source")], object)[self.rows]
+        self.sources = np.array(prompts.source_of_rows(), object)[self.rows]
 
     def run(self) -> tuple[dict[str, float], str]:
         """Metrics, and a Markdown table of the first samples.
