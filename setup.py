@@ -42,7 +42,12 @@ GPU = [
     "numpy<2",
 ]
 
+MATH = [
+    "math-verify>=0.9,<0.10",  # the scorer of the same name; brings an ANTLR parser of LaTeX and sympy
+]
+
 TEST = [
+    *MATH,
     "pytest>=8",
     "pytest-timeout>=2.3",  # a hung collective must end a session
     "hypothesis>=6.100",  # property tests
@@ -64,6 +69,6 @@ setup(
     packages=find_packages(include=["hpcrl", "hpcrl.*"]),
     package_data={"hpcrl": ["**/*.json", "**/*.jinja"]},
     install_requires=COMMON,
-    extras_require={"cpu": CPU, "gpu": GPU, "test": TEST},
+    extras_require={"cpu": CPU, "gpu": GPU, "math": MATH, "test": TEST},
     entry_points={"console_scripts": ["hpcrl=hpcrl.cli:main"]},
 )

@@ -14,17 +14,18 @@ from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
-    from hpcrl.config.derive import Derived, DerivedSft
+    from hpcrl.config.derive import Derived, DerivedRm, DerivedSft
     from hpcrl.config.schema import Config
     from hpcrl.launch.world import World
 
-Values = TypeVar("Values", "Derived", "DerivedSft")
+Values = TypeVar("Values", "Derived", "DerivedRm", "DerivedSft")
 
 HELP = """\
 usage: hpcrl COMMAND ...
 
   train CONFIG [key=value ...]   PPO, GRPO and relatives
   sft CONFIG [key=value ...]     supervised warm start
+  rm CONFIG [key=value ...]      reward model, from preferences
   check                          what is installed here, and what is wrong with it
 
 CONFIG is a YAML file; key=value overrides one of its keys, as in actor.optim.lr=2e-6.
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if not arguments:
         _refuse(f"a command is missing; expected one of {', '.join(COMMANDS)}")
     name, *rest = arguments
-    if name in ("-h", "--help", "help") or (name in ("train", "sft") and rest[:1] in (["-h"], ["--help"])):
+    if name in ("-h", "--help", "help") or (name in ("train", "sft", "rm") and rest[:1] in (["-h"], ["--help"])):
         print(HELP)
         sys.exit(0)
     if name not in COMMANDS:
@@ -65,24 +66,15 @@ def _run_job(name: str, job: Callable[[World, Config], int], arguments: list[str
 
 def _load(path: str, overrides: list[str]) -> Config:
     from hpcrl.config.loader import load_config
+    from hpcrl.trainer.prepare import with_presets
 
-    return load_config(path, overrides)
+    return with_presets(load_config(path, overrides))
 
 
 def _train(world: World, config: Config) -> int:
-    from hpcrl.algorithms.advantages import get_adv_estimator
-    from hpcrl.algorithms.policy_loss import get_policy_loss
-    from hpcrl.config import derive
+    from hpcrl.trainer import ppo, prepare
 
-    def derive_values() -> derive.Derived:
-        get_policy_loss(config.actor.policy_loss.loss_mode)
-        estimator = get_adv_estimator(config.algorithm.adv_estimator)
-        return derive.check(
-            config, world.size, needs_critic=estimator.needs_critic, needs_groups=estimator.needs_groups
-        )
-
-    derived = _print_derived(world, derive_values)
-    from hpcrl.trainer import ppo
+    derived = _print_derived(world, lambda: prepare.derive(config, world.size))
 
     return ppo.run(world, config, derived)
 
@@ -94,6 +86,15 @@ def _sft(world: World, config: Config) -> int:
     from hpcrl.trainer import sft
 
     return sft.run(world, config, derived)
+
+
+def _rm(world: World, config: Config) -> int:
+    from hpcrl.config import derive
+
+    derived = _print_derived(world, lambda: derive.check_rm(config, world.size))
+    from hpcrl.trainer import rm
+
+    return rm.run(world, config, derived)
 
 
 def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
@@ -124,5 +125,6 @@ def _refuse(line: str) -> NoReturn:
 COMMANDS: dict[str, Callable[[list[str]], NoReturn]] = {
     "train": partial(_run_job, "train", _train),
     "sft": partial(_run_job, "sft", _sft),
+    "rm": partial(_run_job, "rm", _rm),
     "check": _check,
 }

@@ -6,6 +6,9 @@ once. All 2,717 problems are enumerated and split by a hash of the problem, so t
     train.parquet  every training problem once (2,186 rows), for RL
     val.parquet    every held-out problem once (531 rows)
     sft.parquet    fresh draws of training problems with the drawn expression as `answer`, for the warm start
+    preference.parquet, preference_val.parquet
+                   fresh draws of training and held-out problems, for a reward model: the drawn expression is `chosen`,
+                   the same with one mistake is `rejected`
 
 The answers of the warm start have their numbers in a random order: this leaves the policy the entropy that RL needs.
 """
@@ -23,6 +26,7 @@ from zlib import crc32
 DIGITS = range(1, 10)
 NUM_NUMBERS = 4
 TARGETS = range(1, 37)
+MISTAKES = ("operator", "number", "term", "form")
 HELD_OUT_SHARE = 5  # one problem in this many is for validation
 
 Problem = tuple[tuple[int, ...], int]  # sorted numbers, target
@@ -59,12 +63,31 @@ def draw(rng: random.Random) -> tuple[Problem, str]:
             return (tuple(sorted(numbers)), sum(signed)), expression
 
 
-def training_draws(count: int, rng: random.Random) -> Iterator[tuple[Problem, str]]:
+def draws(count: int, rng: random.Random, *, held_out: bool = False) -> Iterator[tuple[Problem, str]]:
+    """Draws of problems that are all held out, or all not."""
     while count:
         problem, expression = draw(rng)
-        if not is_held_out(problem):
+        if is_held_out(problem) == held_out:
             count -= 1
             yield problem, expression
+
+
+def spoil(expression: str, rng: random.Random) -> str:
+    """The answer with one mistake: a wrong operator, a number that was not given, a term too few, or no closing tag.
+
+    Each of the first three changes the value, for every number is above 0.
+    """
+    parts = list(expression)  # numbers are at even places, operators at odd ones
+    mistake = rng.choice(MISTAKES)
+    if mistake == "operator":
+        place = rng.randrange(1, len(parts), 2)
+        parts[place] = "-" if parts[place] == "+" else "+"
+    elif mistake == "number":
+        place = rng.randrange(0, len(parts), 2)
+        parts[place] = rng.choice([str(digit) for digit in DIGITS if str(digit) != parts[place]])
+    elif mistake == "term":
+        parts = parts[:-2]
+    return "<a>" + "".join(parts) + ("" if mistake == "form" else "</a>")
 
 
 def row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, Any]:
@@ -80,7 +103,7 @@ def row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[st
     }
 
 
-def make_rows(sft_rows: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+def make_rows(sft_rows: int, preference_rows: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Rows of each file; the order of a split is drawn from the seed, so that its first N are a fair sample."""
     rng = random.Random(seed)
     splits: dict[str, list[Problem]] = {"train": [], "val": []}
@@ -92,8 +115,15 @@ def make_rows(sft_rows: int, seed: int) -> dict[str, list[dict[str, Any]]]:
         rows[split] = [row(problem, split, i, rng) for i, problem in enumerate(problems)]
     rows["sft"] = [
         row(problem, "sft", i, rng) | {"answer": f"<a>{expression}</a>"}
-        for i, (problem, expression) in enumerate(training_draws(sft_rows, rng))
+        for i, (problem, expression) in enumerate(draws(sft_rows, rng))
     ]
+    sizes = {"preference": preference_rows, "preference_val": max(1, preference_rows // 20)}
+    for name, count in sizes.items():
+        drawn = enumerate(draws(count, rng, held_out=name == "preference_val"))
+        rows[name] = [
+            row(problem, name, i, rng) | {"chosen": f"<a>{expression}</a>", "rejected": spoil(expression, rng)}
+            for i, (problem, expression) in drawn
+        ]
     return rows
 
 
@@ -104,12 +134,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("data/countdown"), help="folder to write")
     parser.add_argument("--sft-rows", type=int, default=40000, help="rows of sft.parquet")
-    parser.add_argument("--seed", type=int, default=0, help="order of rows and numbers, and the draws of sft.parquet")
+    parser.add_argument(
+        "--preference-rows", type=int, default=20000, help="rows of preference.parquet; a twentieth as many held out"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="order of rows and numbers, and all draws")
     args = parser.parse_args(arguments)
-    if args.sft_rows < 1:
-        parser.error(f"--sft-rows {args.sft_rows}: expected at least 1")
+    for option, count in (("--sft-rows", args.sft_rows), ("--preference-rows", args.preference_rows)):
+        if count < 1:
+            parser.error(f"{option} {count}: expected at least 1")
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in make_rows(args.sft_rows, args.seed).items():
+    for name, rows in make_rows(args.sft_rows, args.preference_rows, args.seed).items():
         path = args.out / f"{name}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         print(f"{path}: {len(rows)} rows")

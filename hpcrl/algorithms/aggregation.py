@@ -7,9 +7,25 @@ from dataclasses import dataclass
 import torch
 
 from hpcrl.algorithms.masked import masked_mean, masked_sum
+from hpcrl.algorithms.metrics import Mean, Metric
 from hpcrl.algorithms.registry import UnknownName
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """What a loss function returns: the losses before aggregation, and its metrics.
+
+    values: (B, T), or (B,) from a loss that has one number per sequence; carries gradients.
+    response_mask: (B, T), the mask that the loss ends with, where that is not the one it was given.
+    loss_agg_mode: a mode that the loss insists on.
+    """
+
+    values: torch.Tensor
+    metrics: dict[str, Metric]
+    response_mask: torch.Tensor | None = None
+    loss_agg_mode: str | None = None
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,14 @@ class LossNorm:
     global_batch_size: float
     loss_scale_factor: float | None = None
 
+    @classmethod
+    def of_whole(cls, response_mask: torch.Tensor, loss_scale_factor: float | None = None) -> LossNorm:
+        """What verl falls back on for a batch (B, T) that is the whole mini-batch: quirk, `global_batch_size` leaves
+        out sequences without tokens, and `loss_scale_factor` is the padded width T."""
+        with_tokens = (response_mask.sum(dim=-1) > 0).sum()
+        scale = response_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+        return cls(float(response_mask.sum()), float(with_tokens), float(scale))
+
 
 def agg_loss(token_loss: torch.Tensor, response_mask: torch.Tensor, mode: str, norm: LossNorm) -> torch.Tensor:
     """This part's share of the loss, a scalar: the sum over all micro-batches and replicas is the loss.
@@ -33,6 +57,8 @@ def agg_loss(token_loss: torch.Tensor, response_mask: torch.Tensor, mode: str, n
     token-mean: sum(l m) / N (DAPO, arXiv 2503.14476, eq. 12); token-sum: sum(l m);
     seq-mean-token-sum: sum(l m) / B; seq-mean-token-sum-norm: that / loss_scale_factor (Dr.GRPO, arXiv 2503.20783);
     seq-mean-token-mean: sum over sequences of [sum_t(l m) / (sum_t m + 1e-8)] / B (GRPO, arXiv 2402.03300, eq. 3).
+    Quirk kept from verl: the 1e-8 has the mask's dtype, so it is lost in fp32. Not kept: without any token verl
+    divides 0 by 0; here the share is 0.
     """
     match mode:
         case "token-mean":
@@ -49,3 +75,22 @@ def agg_loss(token_loss: torch.Tensor, response_mask: torch.Tensor, mode: str, n
         case "seq-mean-token-mean":
             return masked_mean(token_loss, response_mask, dim=-1).sum() / max(norm.global_batch_size, 1)
     raise UnknownName(f"unknown loss_agg_mode {mode!r}; there are {', '.join(MODES)}")
+
+
+def aggregate(losses: TokenLosses, response_mask: torch.Tensor, mode: str, norm: LossNorm) -> torch.Tensor:
+    """`agg_loss` of what a loss function returned, with its own mask and mode where it has them.
+
+    Losses per sequence (B,) are summed and divided by `global_batch_size`, whatever the mode.
+    """
+    if losses.values.ndim == 1:
+        return losses.values.sum() / max(norm.global_batch_size, 1)
+    mask = response_mask if losses.response_mask is None else losses.response_mask
+    return agg_loss(losses.values, mask, losses.loss_agg_mode or mode, norm)
+
+
+def token_mean(x: torch.Tensor, mask: torch.Tensor) -> Mean:
+    """Mean of x (B, T), any dtype, over the tokens with mask 1, in fp64; 0 without tokens.
+
+    As verl's masked_mean, the weight is sum(mask) + 1e-8 in the mask's dtype.
+    """
+    return Mean(masked_sum(x.detach().double(), mask.double()), (mask.sum() + 1e-8).double())

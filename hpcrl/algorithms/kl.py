@@ -15,8 +15,13 @@ def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) ->
     """Estimate of KL(policy | reference) at each sampled token, shape of the inputs, in nats.
 
     With d = log_prob - ref_log_prob (Schulman, joschu.net/blog/kl-approx.html): kl, k1: d; abs: |d|; mse, k2: d^2 / 2;
-    low_var_kl, k3: clamp(exp(-d) - 1 + d, -10, 10), its -d clamped to [-20, 20].
+    low_var_kl, k3: clamp(exp(-d) - 1 + d, -10, 10), its -d clamped to [-20, 20] (verl's bounds).
+    With a `+` behind it (k1+, low_var_kl+, ...) the value is the kind's and the gradient that of k2, unclamped: in
+    expectation over the policy's own samples it is the gradient of the KL, which that of k1 and k3 is not.
     """
+    if kind.endswith("+"):
+        square = kl_penalty(log_prob, ref_log_prob, "k2")
+        return square - square.detach() + kl_penalty(log_prob, ref_log_prob, kind[:-1]).detach()
     difference = log_prob - ref_log_prob
     match kind:
         case "kl" | "k1":
@@ -28,7 +33,10 @@ def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) ->
         case "low_var_kl" | "k3":
             back = (-difference).clamp(-20.0, 20.0)
             return (back.exp() - back - 1).clamp(-10.0, 10.0)
-    raise UnknownName(f"unknown KL kind {kind!r}; there are kl (k1), abs, mse (k2), low_var_kl (k3)")
+        case "full":
+            raise UnknownName("KL kind 'full' needs the logits of the whole vocabulary, which are not kept; use k3")
+    known = "kl (k1), abs, mse (k2), low_var_kl (k3), each also with a + behind it"
+    raise UnknownName(f"unknown KL kind {kind!r}; there are {known}")
 
 
 def apply_kl_in_reward(
@@ -45,7 +53,7 @@ def apply_kl_in_reward(
     `actor/reward_kl_penalty` is the mean over sequences of each one's mean KL per token: what a controller follows.
     """
     kl = kl_penalty(log_prob, ref_log_prob, kind).detach().masked_fill(response_mask == 0, 0.0)
-    per_sequence = masked_mean(kl.double(), response_mask.double(), dim=-1)
+    per_sequence = masked_mean(kl.double(), response_mask, dim=-1)
     return token_level_scores - beta * kl * response_mask, {
         "actor/reward_kl_penalty": Mean(per_sequence.sum(), float(len(kl))),
         "actor/reward_kl_penalty_coeff": Mean(beta, 1.0),

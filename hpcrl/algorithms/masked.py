@@ -26,15 +26,28 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> 
 
 
 def masked_whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = one_replica) -> torch.Tensor:
-    """(x - mean) * rsqrt(var + 1e-8) over the valid tokens of all replicas; 0 where mask is 0.
+    """(x - mean) * rsqrt(var + 1e-8) with mean and unbiased variance of the valid tokens of all replicas.
 
-    x, mask: (B, T); B may be 0 on a replica, which calls `reduce` (two times) like the others. The variance is
-    unbiased and taken in a second pass, all sums in fp64, so that the split over replicas does not show.
+    x, mask: (B, T); B may be 0 on a replica, which calls `reduce` (two times) like the others. The variance is taken
+    in a second pass, all sums in fp64, so that the split over replicas does not show. Fewer than two valid tokens on
+    all replicas give 0 everywhere (verl raises).
+
+    Quirks of verl: tokens with mask 0 are shifted and scaled like the others, so a caller who wants 0 there masks the
+    result; means divide by count + 1e-8; what is done with the count is done in the dtype of the mask, fp32 for
+    integers, which shows under fp64 values. One that is not followed: under fp32 verl sums in fp32, and where all
+    values are equal what it returns is that rounding error times 1e4; here it is 0.
     """
-    valid = mask.double()
-    values = x.double().masked_fill(mask == 0, 0.0)
-    count, total = reduce(torch.stack([valid.sum(), (values * valid).sum()]))
-    deviation = (values - total / count.clamp(min=1)) * valid
-    squares = reduce(deviation.square().sum().reshape(1))[0]
-    variance = squares / (count - 1).clamp(min=1)
-    return (deviation * torch.rsqrt(variance + 1e-8)).to(x.dtype)
+    values = x.double()
+    inside, valid = mask.bool(), mask.double()
+    count, total = reduce(torch.stack([valid.sum(), (values.masked_fill(~inside, 0.0) * valid).sum()]))
+    n = count.to(torch.promote_types(mask.dtype, torch.float32))
+    deviation = values - total / (n + 1e-8)
+    squares = reduce((deviation.masked_fill(~inside, 0.0).square() * valid).sum().reshape(1))[0]
+    variance = squares / (n + 1e-8) * (n / (n - 1).clamp(min=1))
+    scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), 0.0)
+    return (deviation * scale).to(x.dtype)
+
+
+def finite_outside(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """x with 0 for each NaN and infinity that stands where mask is 0; finite numbers there stay, as in verl."""
+    return x.masked_fill((mask == 0) & ~x.isfinite(), 0.0)

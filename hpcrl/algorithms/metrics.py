@@ -106,6 +106,47 @@ class Std(NamedTuple):
         return math.sqrt(self.variance)
 
 
+class Spread(NamedTuple):
+    """Standard deviation with n - ddof, 0 where n is 0 or 1: rollout_corr/*_std.
+
+    verl takes those with ddof 0 as sqrt(E[x^2] - E[x]^2) in fp32, of which the last half of the digits is noise.
+    """
+
+    of_all: Std
+    ddof: Number
+
+    @classmethod
+    def of(cls, x: torch.Tensor, mask: torch.Tensor, ddof: int) -> Spread:
+        return cls(Std.of(x, mask), ddof)
+
+    def merge(self, other: Spread) -> Spread:
+        return Spread(self.of_all.merge(other.of_all), self.ddof)
+
+    def finish(self) -> float:
+        n = float(self.of_all.n)
+        return math.sqrt(float(self.of_all.squares) / (n - float(self.ddof))) if n > 1 else 0.0
+
+
+class EffectiveSampleSize(NamedTuple):
+    """Of importance weights: 1 / E[(w / (E[w] + 1e-8))^2], a share in (0, 1]; NaN where all are 0."""
+
+    n: Number
+    total: Number
+    squares: Number
+
+    @classmethod
+    def of(cls, weights: torch.Tensor, mask: torch.Tensor) -> EffectiveSampleSize:
+        weights, mask = _fp64(weights, mask)
+        return cls(mask.sum(), (weights * mask).sum(), (weights.square() * mask).sum())
+
+    def merge(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
+        return EffectiveSampleSize(self.n + other.n, self.total + other.total, self.squares + other.squares)
+
+    def finish(self) -> float:
+        n, total, squares = map(float, self)
+        return (total / n + 1e-8) ** 2 / (squares / n) if squares > 0 else math.nan
+
+
 class ExplainedVariance(NamedTuple):
     """1 - Var(target - prediction) / (Var(target) + 1e-5), as verl's critic/vf_explained_var."""
 
@@ -145,10 +186,26 @@ class Pearson(NamedTuple):
 
     def finish(self) -> float:
         scale = math.sqrt(float(self.x.squares) * float(self.y.squares))
-        return float(self.products) / scale if scale > 0 else math.nan
+        return min(max(float(self.products) / scale, -1.0), 1.0) if scale > 0 else math.nan
 
 
-Metric: TypeAlias = Mean | Sum | Max | Min | Std | ExplainedVariance | Pearson
+class NoiseProxy(NamedTuple):
+    """max(0, (mean power - signal) / (n - 1)) of n samples, 0 for one; `signal` is the same in all parts."""
+
+    power: Mean
+    signal: Number
+
+    def merge(self, other: NoiseProxy) -> NoiseProxy:
+        return NoiseProxy(self.power.merge(other.power), self.signal)
+
+    def finish(self) -> float:
+        n = float(self.power.weight)
+        return max(0.0, (self.power.finish() - float(self.signal)) / (n - 1)) if n > 1 else 0.0
+
+
+Metric: TypeAlias = (
+    Mean | Sum | Max | Min | Std | Spread | EffectiveSampleSize | ExplainedVariance | Pearson | NoiseProxy
+)
 
 
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:

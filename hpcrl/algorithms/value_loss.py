@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hpcrl.algorithms.metrics import Mean, Metric
+from hpcrl.algorithms.aggregation import token_mean
+from hpcrl.algorithms.metrics import Metric
 
 
 def value_loss(
@@ -16,12 +17,15 @@ def value_loss(
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Clipped squared error per token, before aggregation; all tensors (B, T), only vpreds carries gradients.
 
-    0.5 max((V - G)^2, (clip(V, V_old - e, V_old + e) - G)^2), as in OpenAI's baselines (ppo2) and verl.
+    0.5 max((V - G)^2, (clip(V, V_old - e, V_old + e) - G)^2), as in OpenAI's baselines (ppo2) and verl. Where
+    response_mask (bool, int or float) is 0 the others may hold anything, and the error is 0.
     """
+    padding = response_mask == 0
+    vpreds, old_values, returns = (x.masked_fill(padding, 0.0) for x in (vpreds, old_values, returns))
     clipped_vpreds = torch.maximum(torch.minimum(vpreds, old_values + cliprange_value), old_values - cliprange_value)
     unclipped = (vpreds - returns).square()
     clipped = (clipped_vpreds - returns).square()
     return 0.5 * torch.maximum(unclipped, clipped), {
-        "critic/vf_clipfrac": Mean.of(clipped > unclipped, response_mask),
-        "critic/vpred_mean": Mean.of(vpreds, response_mask),
+        "critic/vf_clipfrac": token_mean(clipped > unclipped, response_mask),
+        "critic/vpred_mean": token_mean(vpreds, response_mask),
     }

@@ -117,6 +117,17 @@ class Ragged:
         out[_inside(self.lengths, longest)] = self.values
         return out
 
+    def padded_vectors(self, width: int) -> torch.Tensor:
+        """Right-padded rows of a column that holds `width` numbers per token, end to end: (N, longest row, width)."""
+        uneven = self.lengths % width
+        if bool(uneven.any()):
+            raise ValueError(
+                f"row {int(uneven.argmax())} has {int(self.lengths[uneven.argmax()])} values; expected a multiple of "
+                f"{width}, the numbers per token"
+            )
+        padded = self.padded()
+        return padded.view(len(self), padded.shape[1] // width, width)
+
     def equal(self, other: object) -> bool:
         """Same rows, same dtype, bit for bit up to NaN == NaN."""
         if not isinstance(other, Ragged) or self.dtype != other.dtype or not torch.equal(self.offsets, other.offsets):

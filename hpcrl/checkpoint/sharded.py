@@ -30,7 +30,7 @@ from hpcrl.launch.exits import InputError
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
 
-HEADS = ("output_layer.weight", "value_head.weight")
+HEADS = ("output_layer.weight", "value_head.weight", "reward_head.weight")
 
 
 class Sharded(Protocol):

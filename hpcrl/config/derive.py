@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config, LossAggMode, ModelConfig, RolePlacement
 
-ROLES = ("actor", "critic", "ref", "rollout")
+ROLES = ("actor", "critic", "ref", "teacher", "reward", "rollout")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Derived:
     roles: dict[str, PlacedRole]  # only the roles that the algorithm needs
     needs_critic: bool
     needs_ref: bool
+    needs_teacher: bool
+    needs_reward_model: bool
+    needs_old_log_prob: bool  # a forward pass before the update; bypass mode takes the rollout's log-probs
+    needs_sum_pi_squared: bool
+    needs_reward_baseline: bool  # one greedy response per prompt (ReMax)
+    loss_mode: str  # the policy loss that runs
     max_sequence_length: int  # tokens of prompt and response
     samples_per_step: int
     actor_mini_batch_samples: int
@@ -47,6 +54,7 @@ class Derived:
     critic_updates_per_step: int  # optimizer steps; 0 without a critic
     loss_scale_factor: float  # divisor of seq-mean-token-sum-norm
     ref_max_tokens: int  # tokens per micro-batch of the reference policy
+    teacher_max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -59,34 +67,56 @@ class DerivedSft:
     samples_per_step: int
 
 
-def check(config: Config, world_size: int, *, needs_critic: bool | None = None, needs_groups: bool = False) -> Derived:
+@dataclass(frozen=True)
+class DerivedRm:
+    """Derived values of `hpcrl rm`."""
+
+    world_size: int
+    roles: dict[str, PlacedRole]
+    max_sequence_length: int
+    samples_per_step: int  # two of each pair
+
+
+def check(config: Config, world_size: int, *, inputs: Collection[str] | None = None) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
-    `needs_critic` and `needs_groups` (several samples per prompt) are the advantage estimator's; without
-    `needs_critic` only `gae` is taken to have a critic.
+    `inputs` are the tensors that the advantage estimator takes (`AdvEstimator.inputs`); without them only `gae` is
+    taken to need anything, the critic's values.
     """
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
-    if needs_critic is None:
-        needs_critic = algorithm.adv_estimator == "gae"
-    needs_ref = algorithm.use_kl_in_reward or actor.use_kl_loss
-
-    used = ["actor", *(["critic"] if needs_critic else []), *(["ref"] if needs_ref else []), "rollout"]
-    roles = _place(config, used, world_size)
+    if inputs is None:
+        inputs = ("values",) if algorithm.adv_estimator == "gae" else ()
+    needs = {
+        "actor": True,
+        "critic": "values" in inputs,
+        "ref": algorithm.use_kl_in_reward or actor.use_kl_loss,
+        "teacher": config.distillation.enabled,
+        "reward": config.reward.reward_model.enable,
+        "rollout": True,
+    }
+    needs_critic, needs_ref = needs["critic"], needs["ref"]
+    roles = _place(config, [role for role in ROLES if needs[role]], world_size)
     if not data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts")
     longest = _check_lengths(config)
-    _check_sampling(config, needs_groups)
+    check_algorithm(config, inputs)
+    _check_sampling(config)
     _check_loop(config, needs_critic)
 
     budgets = {"actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu}
     mini_batches = {"actor.ppo_mini_batch_size": actor.ppo_mini_batch_size}
     ref_max_tokens = config.ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    teacher_max_tokens = config.teacher.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     critic_mini_batch = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
     if needs_critic:
         budgets["critic.ppo_max_token_len_per_gpu"] = critic.ppo_max_token_len_per_gpu
         mini_batches["critic.ppo_mini_batch_size"] = critic_mini_batch
     if needs_ref:
         budgets["ref.log_prob_max_token_len_per_gpu"] = ref_max_tokens
+    if needs["teacher"]:
+        budgets["teacher.log_prob_max_token_len_per_gpu"] = teacher_max_tokens
+    if needs["reward"]:
+        budgets["reward.reward_model.max_token_len_per_gpu"] = config.reward.reward_model.max_token_len_per_gpu
     for key, prompts in mini_batches.items():
         if prompts > data.train_batch_size:
             raise ConfigError(
@@ -102,6 +132,12 @@ def check(config: Config, world_size: int, *, needs_critic: bool | None = None, 
         roles=roles,
         needs_critic=needs_critic,
         needs_ref=needs_ref,
+        needs_teacher=needs["teacher"],
+        needs_reward_model=needs["reward"],
+        needs_old_log_prob=not algorithm.rollout_correction.bypass_mode,
+        needs_sum_pi_squared=actor.calculate_sum_pi_squared or "sum_pi_squared" in inputs,
+        needs_reward_baseline="reward_baselines" in inputs,
+        loss_mode=loss_mode(config),
         max_sequence_length=longest,
         samples_per_step=data.train_batch_size * config.rollout.n,
         actor_mini_batch_samples=actor.ppo_mini_batch_size * config.rollout.n,
@@ -115,6 +151,7 @@ def check(config: Config, world_size: int, *, needs_critic: bool | None = None, 
         ),
         loss_scale_factor=actor.loss_scale_factor or float(data.max_response_length),
         ref_max_tokens=ref_max_tokens,
+        teacher_max_tokens=teacher_max_tokens,
     )
 
 
@@ -134,7 +171,24 @@ def check_sft(config: Config, world_size: int) -> DerivedSft:
     return DerivedSft(world_size, roles, longest, sft.batch_size)
 
 
-def describe(derived: Derived | DerivedSft) -> str:
+def check_rm(config: Config, world_size: int) -> DerivedRm:
+    """Derived values of `hpcrl rm`, which trains on the reward model's ranks."""
+    rm = config.rm
+    roles = _place(config, ["reward"], world_size)
+    if not config.data.train_files:
+        raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of chosen and rejected")
+    if rm.eval_freq > 0 and not config.data.val_files:
+        raise ConfigError(f"rm.eval_freq={rm.eval_freq} evaluates, and data.val_files is empty; name files or use -1")
+    longest = _check_lengths(config)
+    if rm.max_token_len_per_gpu < 2 * longest:
+        raise ConfigError(
+            f"rm.max_token_len_per_gpu={rm.max_token_len_per_gpu} holds no pair of the longest sequences, "
+            f"2 * (data.max_prompt_length + data.max_response_length) = {2 * longest}; use {2 * longest} or more"
+        )
+    return DerivedRm(world_size, roles, longest, 2 * rm.batch_size)
+
+
+def describe(derived: Derived | DerivedRm | DerivedSft) -> str:
     """The derived values as a table, for the log."""
     lines = [f"derived values on {derived.world_size} ranks"]
     width = max(len(f"{name} ({role.pool})") for name, role in derived.roles.items())
@@ -163,6 +217,9 @@ def describe(derived: Derived | DerivedSft) -> str:
             ]
         if derived.needs_ref:
             rows.append(("reference micro-batch", derived.ref_max_tokens, "tokens"))
+        if derived.needs_teacher:
+            rows.append(("teacher micro-batch", derived.teacher_max_tokens, "tokens"))
+        rows.append(("policy loss", derived.loss_mode, ""))
     width = max(len(name) for name, _, _ in rows)
     lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in rows]
     return "\n".join(lines)
@@ -210,8 +267,6 @@ def _place(config: Config, used: Sequence[str], world_size: int) -> dict[str, Pl
     pools = {
         name: parse_ranks(text, world_size, key=f"placement.pools.{name}") for name, text in placement.pools.items()
     }
-    if config.model.path is None:  # a Hugging Face directory has its own sizes, checked where it is read
-        _check_shape(config.model)
     roles = {}
     for name in used:
         role: RolePlacement = getattr(placement, name)
@@ -220,8 +275,10 @@ def _place(config: Config, used: Sequence[str], world_size: int) -> dict[str, Pl
             hint = f"did you mean {nearest[0]}?" if nearest else f"known pools: {', '.join(pools)}"
             raise ConfigError(f"placement.{name}.pool={role.pool} is not in placement.pools; {hint}")
         _check_supported(name, role)
-        if config.model.path is None:
-            _check_divides_model(name, role, config.model)
+        model = architecture(config, name)
+        if model.path is None:  # a Hugging Face directory has its own sizes, checked where it is read
+            _check_shape(model)
+            _check_divides_model(name, role, model)
         ranks = pools[role.pool]
         size = role.tp * role.pp * role.cp
         if len(ranks) % size:
@@ -231,6 +288,12 @@ def _place(config: Config, used: Sequence[str], world_size: int) -> dict[str, Pl
             )
         roles[name] = PlacedRole(role.pool, ranks, role.tp, role.pp, len(ranks) // size)
     return roles
+
+
+def architecture(config: Config, role: str) -> ModelConfig:
+    """What a role's model looks like: the actor's, unless the role has one of its own."""
+    own = {"teacher": config.teacher.model, "reward": config.reward.reward_model.model}
+    return own.get(role) or config.model
 
 
 def _check_supported(name: str, role: RolePlacement) -> None:
@@ -296,13 +359,8 @@ def _check_budget(key: str, tokens: int, longest: int) -> None:
         )
 
 
-def _check_sampling(config: Config, needs_groups: bool) -> None:
+def _check_sampling(config: Config) -> None:
     rollout = config.rollout
-    if needs_groups and rollout.n == 1:
-        raise ConfigError(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the samples of a prompt, "
-            "and rollout.n=1 leaves nothing to compare; use rollout.n of 2 or more"
-        )
     if rollout.max_num_batched_tokens < config.data.max_prompt_length:
         raise ConfigError(
             f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
@@ -315,9 +373,9 @@ def _check_sampling(config: Config, needs_groups: bool) -> None:
             "give each its own n"
         )
     for sampling in rollout.val_kwargs:
-        if sampling.n > 1 and sampling.temperature == 0:
+        if sampling.n > 1 and (sampling.temperature == 0 or sampling.do_sample is False):
             raise ConfigError(
-                f"rollout.val_kwargs: n={sampling.n} at temperature 0 draws the same sample {sampling.n} times; "
+                f"rollout.val_kwargs: n={sampling.n} without sampling draws the same sample {sampling.n} times; "
                 "use n=1 or a temperature above 0"
             )
     if not rollout.val_kwargs and (config.data.val_files or config.trainer.test_freq > 0):

@@ -40,6 +40,7 @@ FolderName = Annotated[str, AfterValidator(_folder_name)]
 PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KlLossKind = Literal[KlKind, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]  # value of one, gradient of k2
 
 
 class Section(BaseModel):
@@ -98,15 +99,31 @@ class PlacementConfig(Section):
     critic: RolePlacement = Field(default_factory=RolePlacement, description="layout of the value model")
     ref: RolePlacement = Field(default_factory=RolePlacement, description="layout of the reference policy")
     rollout: RolePlacement = Field(default_factory=RolePlacement, description="layout of the generation engine")
+    reward: RolePlacement = Field(default_factory=RolePlacement, description="layout of the reward model")
+    teacher: RolePlacement = Field(default_factory=RolePlacement, description="layout of the teacher of a distillation")
+
+
+class SamplerConfig(Section):
+    class_path: str | None = Field(None, description="Python file of a sampler of your own; null: the built-in order")
+    class_name: str | None = Field(
+        None, description="class in that file, or a built-in curriculum: DifficultyCurriculum"
+    )
 
 
 class DataConfig(Section):
     train_files: list[str] = Field(default_factory=list, description="Parquet or JSONL files of training prompts")
+    train_weights: list[PositiveFloat] | None = Field(
+        None, description="share of each training file in the prompts drawn; null: all files laid end to end"
+    )
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="which training prompts come next")
     val_files: list[str] = Field(default_factory=list, description="Parquet or JSONL files of validation prompts")
     train_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N training rows; -1: all")
     val_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N validation rows; -1: all")
     prompt_key: str = Field("prompt", description="column that holds the chat messages or the prompt string")
     train_batch_size: PositiveInt = Field(1024, description="prompts per step, over all ranks")
+    gen_batch_size: PositiveInt | None = Field(
+        None, description="prompts per generation under algorithm.filter_groups; null: train_batch_size"
+    )
     max_prompt_length: PositiveInt = Field(512, description="tokens of a prompt at most")
     max_response_length: PositiveInt = Field(512, description="tokens of a response at most")
     shuffle: bool = Field(True, description="permute the rows anew in each epoch, keyed by (seed, epoch)")
@@ -122,6 +139,7 @@ class DataConfig(Section):
 
 class ValKwargs(Section):
     n: PositiveInt = Field(1, description="samples per validation prompt")
+    do_sample: bool | None = Field(None, description="false: greedy, whatever the temperature; null: by temperature")
     temperature: NonNegativeFloat = Field(0.0, description="sampling temperature; 0 is greedy")
     top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
@@ -171,6 +189,12 @@ class OptimConfig(Section):
 
 class PolicyLossConfig(Section):
     loss_mode: str = Field("vanilla", description="name of a registered policy loss")
+    clip_cov_ratio: Fraction = Field(2e-4, description="clip_cov: share of tokens that lose their gradient")
+    clip_cov_lb: float = Field(1.0, description="clip_cov: lowest covariance of a token that may lose its gradient")
+    clip_cov_ub: float = Field(5.0, description="clip_cov: highest covariance of a token that may lose its gradient")
+    kl_cov_ratio: Fraction = Field(2e-4, description="kl_cov: share of tokens that get a KL penalty")
+    ppo_kl_coef: NonNegativeFloat = Field(0.1, description="kl_cov: weight of that penalty")
+    dro_beta: PositiveFloat | None = Field(None, description="dro: weight of the squared log-ratio; dro needs it")
 
 
 class ActorConfig(Section):
@@ -178,18 +202,27 @@ class ActorConfig(Section):
     ppo_mini_batch_size: PositiveInt = Field(256, description="prompts per optimizer step, over all ranks")
     ppo_max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
     ppo_epochs: PositiveInt = Field(1, description="passes over a step's samples")
-    clip_ratio_low: NonNegativeFloat = Field(0.2, description="ratio is clipped below at 1 - this")
-    clip_ratio_high: NonNegativeFloat = Field(0.2, description="ratio is clipped above at 1 + this")
-    clip_ratio_c: Annotated[float, Field(gt=1.0)] = Field(3.0, description="dual-clip bound for negative advantages")
+    clip_ratio: NonNegativeFloat = Field(0.2, description="ratio is clipped to 1 - this and 1 + this")
+    clip_ratio_low: NonNegativeFloat | None = Field(None, description="clipped below at 1 - this; null: clip_ratio")
+    clip_ratio_high: NonNegativeFloat | None = Field(None, description="clipped above at 1 + this; null: clip_ratio")
+    clip_ratio_c: Annotated[float, Field(gt=1.0)] = Field(
+        3.0, description="dual-clip bound for negative advantages; dppo_*: bound of the ratio (20 in its paper)"
+    )
+    tau_pos: PositiveFloat = Field(1.0, description="sapo: temperature of the gate for positive advantages")
+    tau_neg: PositiveFloat = Field(1.05, description="sapo: temperature of the gate for negative advantages")
     loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
     loss_scale_factor: PositiveFloat | None = Field(
         None, description="divisor of seq-mean-token-sum-norm; null: max_response_length"
     )
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
     entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
+    calculate_entropy: bool = Field(False, description="log the entropy of the update too, without a bonus")
+    calculate_sum_pi_squared: bool = Field(
+        False, description="log variance_proxy/*; estimators that need the sum of squared probabilities have it anyway"
+    )
     use_kl_loss: bool = Field(False, description="add a KL term against the reference to the loss")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL term in the loss")
-    kl_loss_type: KlKind = Field("low_var_kl", description="estimator of the KL term in the loss")
+    kl_loss_type: KlLossKind = Field("low_var_kl", description="estimator of the KL term in the loss")
     shuffle: bool = Field(
         True, description="draw mini-batches, the critic's too, by a permutation keyed by (seed, step, ppo epoch)"
     )
@@ -210,6 +243,35 @@ class RefConfig(Section):
     )
 
 
+class TeacherConfig(Section):
+    init_from: str | None = Field(None, description="weights: a run's folder or a checkpoint; null: model.init_from")
+    model: ModelConfig | None = Field(None, description="architecture; null: the actor's")
+    log_prob_max_token_len_per_gpu: PositiveInt | None = Field(
+        None, description="tokens per micro-batch of one model replica; null: the actor's"
+    )
+
+
+class DistillationLossConfig(Section):
+    loss_mode: Literal["forward_kl_topk", "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = Field(
+        "k3", description="estimator on sampled tokens, or forward KL over the teacher's likeliest tokens"
+    )
+    topk: PositiveInt = Field(32, description="forward_kl_topk: tokens of the teacher")
+    use_task_rewards: bool = Field(True, description="keep the policy loss on rewards; false: distillation alone")
+    distillation_loss_coef: NonNegativeFloat = Field(1.0, description="weight of the distillation loss")
+    loss_max_clamp: PositiveFloat | None = Field(None, description="token losses are clamped to this size; null: not")
+    log_prob_min_clamp: float | None = Field(None, description="log-probs below this count as this; null: not")
+    use_policy_gradient: bool = Field(False, description="the negative loss of a token is its advantage")
+    policy_loss_mode: str = Field("vanilla", description="policy loss of that")
+    clip_ratio: NonNegativeFloat = Field(0.2, description="its clip range")
+
+
+class DistillationConfig(Section):
+    enabled: bool = Field(False, description="learn from a teacher on the policy's own samples")
+    distillation_loss: DistillationLossConfig = Field(
+        default_factory=DistillationLossConfig, description="what the student minimises"
+    )
+
+
 class CustomRewardConfig(Section):
     path: str | None = Field(None, description="Python file of a reward function of your own; null: by data_source")
     name: str = Field("compute_score", description="function in that file")
@@ -218,13 +280,53 @@ class CustomRewardConfig(Section):
     )
 
 
+class RewardManagerConfig(Section):
+    name: Literal["naive", "batch", "dapo", "gdpo", "rate_limited"] = Field(
+        "naive", description="how responses reach the scorer, and what is made of its results"
+    )
+
+
+class OverlongBufferConfig(Section):
+    enable: bool = Field(False, description="dapo: penalise responses that come near the limit")
+    len: NonNegativeInt = Field(0, description="tokens before the limit over which the penalty grows")
+    penalty_factor: NonNegativeFloat = Field(1.0, description="penalty at the limit")
+    log: bool = Field(False, description="keep overlong_reward and overlong with each sample")
+
+
+class RewardKwargs(Section):
+    overlong_buffer_cfg: OverlongBufferConfig = Field(
+        default_factory=OverlongBufferConfig, description="DAPO's shaping of over-long responses"
+    )
+    max_resp_len: PositiveInt | None = Field(None, description="the limit, in tokens; null: data.max_response_length")
+    max_concurrent: PositiveInt = Field(1, description="rate_limited: requests at once, over a home rank")
+    max_rpm: PositiveInt | None = Field(None, description="rate_limited: requests per minute of a home rank; null: any")
+    max_tpm: PositiveInt | None = Field(None, description="rate_limited: tokens per minute of a home rank; null: any")
+    estimated_tokens_per_request: PositiveInt = Field(2000, description="rate_limited: what a request counts for")
+    timeout: PositiveFloat = Field(300.0, description="rate_limited: seconds for one request")
+
+
+class RewardModelConfig(Section):
+    enable: bool = Field(False, description="score with a reward model too")
+    init_from: str | None = Field(None, description="its weights: a run's folder or a checkpoint of `hpcrl rm`")
+    model: ModelConfig | None = Field(None, description="its architecture; null: the actor's")
+    weight: float = Field(1.0, description="weight of the reward model's score")
+    rule_weight: float = Field(1.0, description="weight of the rule's score; 0: no rule is asked")
+    max_token_len_per_gpu: PositiveInt = Field(32768, description="tokens per micro-batch of one model replica")
+
+
 class RewardConfig(Section):
+    reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig, description="reward manager")
+    reward_kwargs: RewardKwargs = Field(default_factory=RewardKwargs, description="arguments of the reward manager")
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="reward model")
+    memory_limit_mb: PositiveInt | None = Field(4096, description="address space of a scoring process; null: any")
     custom_reward_function: CustomRewardConfig = Field(
         default_factory=CustomRewardConfig, description="reward function of your own"
     )
-    num_workers: PositiveInt = Field(1, description="scoring processes per home rank (custom functions)")
+    num_workers: PositiveInt = Field(1, description="scoring processes per home rank")
     timeout: PositiveFloat = Field(10.0, description="seconds for one score; then it is 0 and counted")
-    format_score: float = Field(0.1, description="score of an answer of the right form with the wrong value")
+    format_score: float | None = Field(
+        None, description="score of an answer of the right form with the wrong value; null: the rule's own"
+    )
 
 
 class KlCtrlConfig(Section):
@@ -232,6 +334,30 @@ class KlCtrlConfig(Section):
     kl_coef: NonNegativeFloat = Field(0.001, description="weight of the KL penalty in the reward at the start")
     horizon: PositiveInt = Field(10000, description="samples over which the adaptive controller reacts")
     target_kl: PositiveFloat = Field(0.1, description="KL that the adaptive controller aims at")
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = Field(False, description="drop prompts whose samples all score the same, and draw others (DAPO)")
+    metric: str = Field("reward", description="what must differ: reward, score, acc, or a key that the scorer returns")
+    max_num_gen_batches: NonNegativeInt = Field(0, description="generations per step at most; 0: any number")
+
+
+class PfPpoConfig(Section):
+    reweight_method: Literal["pow", "max_min", "max_random"] = Field("pow", description="weights of the resampling")
+    weight_pow: float = Field(2.0, description="pow: exponent of the absolute score")
+
+
+class RolloutCorrectionConfig(Section):
+    preset: str | None = Field(None, description="a preset's name, whose values the other keys then change")
+    rollout_is: Literal["token", "sequence"] | None = Field(None, description="level of the importance weights")
+    rollout_is_threshold: PositiveFloat | str = Field(2.0, description='upper bound of weights; "lo_hi" is IcePop')
+    rollout_is_batch_normalize: bool = Field(False, description="divide weights by their mean over the batch")
+    rollout_rs: str | None = Field(None, description="rejection options, comma-separated: token_k1, seq_mean_k3, ...")
+    rollout_rs_threshold: PositiveFloat | str | None = Field(
+        None, description='bounds of the options, comma-separated: "0.5_2.0", or one number'
+    )
+    bypass_mode: bool = Field(False, description="the rollout's log-probs are the old ones; no forward pass for them")
+    loss_type: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="policy loss of bypass mode")
 
 
 class AlgorithmConfig(Section):
@@ -242,6 +368,14 @@ class AlgorithmConfig(Section):
     use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from the token rewards")
     kl_penalty: KlKind = Field("kl", description="estimator of the KL penalty in the reward")
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig, description="KL controller of the reward penalty")
+    gdpo_reward_keys: list[str] = Field(default_factory=list, description="gdpo: keys of the scorer's result")
+    gdpo_reward_weights: list[float] | None = Field(None, description="gdpo: weight of each key; null: 1")
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig, description="dynamic sampling")
+    use_pf_ppo: bool = Field(False, description="resample a step's samples by their scores (PF-PPO); gae only")
+    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="PF-PPO")
+    rollout_correction: RolloutCorrectionConfig = Field(
+        default_factory=RolloutCorrectionConfig, description="correction of rollout against training log-probs"
+    )
 
 
 class TrainerConfig(Section):
@@ -258,6 +392,9 @@ class TrainerConfig(Section):
     max_ckpt_to_keep: PositiveInt | None = Field(None, description="checkpoints kept; null: all")
     resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: go on from the newest valid checkpoint")
     log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
+    validation_data_dir: str | None = Field(
+        None, description="folder of validation generations as JSONL, inside the run's; null: none are written"
+    )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
 
 
@@ -274,6 +411,19 @@ class SftConfig(Section):
     stop_at_score: float | None = Field(
         None, description="stop once validation accuracy at temperature 1 reaches this; null: run all steps"
     )
+
+
+class RmConfig(Section):
+    """`hpcrl rm`: a Bradley-Terry reward model from pairs of answers in data.train_files."""
+
+    chosen_key: str = Field("chosen", description="column that holds the better answer")
+    rejected_key: str = Field("rejected", description="column that holds the worse answer")
+    batch_size: PositiveInt = Field(256, description="pairs per optimizer step, over all ranks")
+    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
+    total_training_steps: PositiveInt = Field(200, description="optimizer steps")
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
+    eval_freq: PositiveOrMinusOne = Field(-1, description="evaluate on data.val_files every N steps; -1: never")
+    eval_samples: PositiveInt = Field(256, description="validation pairs per evaluation")
 
 
 class JobConfig(Section):
@@ -293,8 +443,11 @@ class Config(Section):
     actor: ActorConfig = Field(default_factory=ActorConfig, description="policy training")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="value training")
     ref: RefConfig = Field(default_factory=RefConfig, description="reference policy")
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="teacher of a distillation")
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="on-policy distillation")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="advantages and KL")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="the loop")
     sft: SftConfig = Field(default_factory=SftConfig, description="supervised warm start")
+    rm: RmConfig = Field(default_factory=RmConfig, description="reward-model training")
     job: JobConfig = Field(default_factory=JobConfig, description="batch system")

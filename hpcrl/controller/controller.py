@@ -20,7 +20,7 @@ from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.controller.columns import Block, Location, PlacedColumn, Read
-from hpcrl.controller.executor import COMMANDS, FETCH, RESULTS, STOP, Command, Executor, Result
+from hpcrl.controller.executor import COMMANDS, FETCH, RESULTS, STOP, Command, Executor, Kept, Result
 from hpcrl.controller.register import Registration, registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
@@ -204,7 +204,7 @@ class Controller:
                 moved_to = block.id
             reads.append(Read(name, location, moved_to))
         rows = [np.flatnonzero(assignment == dp) for dp in range(group.layout.dp)]
-        writes = {name: self._new_block(destination) for name in registration.writes}
+        writes = {name.removesuffix("?"): self._new_block(destination) for name in registration.writes}
         return _Plan(tuple(reads), destination, rows, sample_reads, writes)
 
     def _new_block(self, ranks: np.ndarray) -> Block:
@@ -261,13 +261,18 @@ class Controller:
         """Rows of all replicas back in batch order; written columns stay on the ranks, as locations."""
         order = np.argsort(np.concatenate(plan.rows), kind="stable")
 
-        def collect(results: list[Any]) -> DataProto:
+        def collect(results: list[Kept]) -> DataProto:
+            written = results[0].written
+            if any(part.written != written for part in results):
+                raise ValueError(f"replicas wrote different columns: {[part.written for part in results]}")
             tokens: Columns = {
-                name: PlacedColumn([Location.of_block(block, plan.destination)], self.fetch)
-                for name, block in plan.writes.items()
+                name: PlacedColumn([Location.of_block(plan.writes[name], plan.destination)], self.fetch)
+                for name in written
             }
-            samples = {name: np.concatenate([part[name] for part, _ in results])[order] for name in results[0][0]}
-            metrics = [meta["metrics"] for _, meta in results if "metrics" in meta]
+            samples = {
+                name: np.concatenate([part.samples[name] for part in results])[order] for name in results[0].samples
+            }
+            metrics = [part.meta["metrics"] for part in results if "metrics" in part.meta]
             return DataProto(tokens, samples, {"metrics": metrics})
 
         return collect

@@ -20,6 +20,7 @@ from hpcrl.controller.columns import (
     senders_of,
     unpack,
 )
+from hpcrl.controller.register import registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
 from hpcrl.launch.waiting import create_group, wait
@@ -70,6 +71,15 @@ class Result:
     rank: int
     value: Any
     row_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a home reports of a batch call: the columns that it wrote stay with it, and only their names travel."""
+
+    written: tuple[str, ...]
+    samples: dict[str, np.ndarray]
+    meta: dict[str, Any]
 
 
 class Executor:
@@ -125,14 +135,16 @@ class Executor:
             if writes:
                 raise TypeError(f"{command.role}.{command.method} writes {', '.join(writes)}, but returned {output!r}")
             return output
-        if set(output.tokens) != set(writes):
+        registered = registration_of(type(self.workers[command.role]), command.method).writes  # type: ignore[index]
+        required = {name for name in registered if not name.endswith("?")}
+        if not required <= output.tokens.keys() <= writes.keys():
             raise ValueError(
-                f"{command.role}.{command.method} is registered to write {sorted(writes)}, "
+                f"{command.role}.{command.method} is registered to write {sorted(registered)}, "
                 f"but returned the columns {sorted(output.tokens)}"
             )
         for name, column in output.tokens.items():
             self.store.put(writes[name], column)  # type: ignore[arg-type]
-        return output.samples, output.meta_info
+        return Kept(tuple(sorted(output.tokens)), output.samples, output.meta_info)
 
     def _send_owed_rows(self, command: Command) -> None:
         if command.destination is None:

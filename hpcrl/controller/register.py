@@ -106,7 +106,8 @@ def register(
     Args:
         mode: how arguments and results are spread over the role's ranks.
         reads: columns that the method needs, token-level or sample-level; `name?` is read where the batch has it.
-        writes: token-level columns that it returns; they stay where they were made.
+        writes: token-level columns that it returns; they stay where they were made. `name?` may be left out, by all
+            replicas alike.
         homes_only: run on the home rank of each replica alone, for work on columns that needs no model.
         group_by: a sample-level column; rows with equal entries go to the same replica.
     """

@@ -72,6 +72,15 @@ class PromptDataset:
         """Tokens of each prompt, int64 (len,)."""
         return np.diff(self._offsets)
 
+    @property
+    def file_sizes(self) -> list[int]:
+        """Rows of each file that are in the dataset, in the order of `files`: rows of a file stand together."""
+        return np.bincount(self._file_of, minlength=len(self._files)).tolist()
+
+    def prompt_text(self, row: int, skip_special_tokens: bool = False) -> str:
+        """The prompt's tokens as text."""
+        return str(self._tokenizer.decode(self.prompt_ids(row).tolist(), skip_special_tokens=skip_special_tokens))
+
     def row(self, row: int) -> dict[str, Any]:
         """The row as it stands in its file, all columns."""
         return self._files[self._file_of[row]][int(self._row_of[row])]

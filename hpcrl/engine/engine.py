@@ -6,19 +6,19 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
-from hpcrl.engine.logprob import vocab_parallel_log_probs
+from hpcrl.engine.logprob import vocab_parallel_log_probs, vocab_parallel_topk_ids
 from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count
 from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_optimizer
 from hpcrl.launch import platform
 from hpcrl.model.build import build_model, local_shards
-from hpcrl.model.params import OUTPUT_LAYER, VALUE_HEAD
+from hpcrl.model.params import OUTPUT_LAYER, SCALAR_HEADS, Head
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
@@ -41,8 +41,10 @@ class Metric(Protocol):
 
 Outputs = dict[str, Tensor]
 Loss = Callable[[Outputs, "DataProto"], tuple[Tensor, dict[str, Metric]]]
-# What becomes of a micro-batch's head outputs (R,) on the last stage: kept, or made into a loss.
+# What becomes of a micro-batch's head outputs (R, ...) on the last stage: kept, or made into a loss.
 Consume = Callable[[MicroBatch, Outputs], Any]
+# The model's raw output (R, width) into the head outputs that are asked for.
+Compute = Callable[[MicroBatch, Tensor], Outputs]
 
 
 class TrainEngine:
@@ -56,7 +58,7 @@ class TrainEngine:
         shape: ModelShape,
         groups: RoleGroups,
         *,
-        head: Literal["lm", "value"] = "lm",
+        head: Head = "lm",
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         optim: OptimConfig | None = None,
@@ -84,19 +86,41 @@ class TrainEngine:
         self._p2p = P2PCommunicator(groups.pp, self.config) if groups.layout.pp > 1 else None
 
     def log_probs(
-        self, batch: DataProto, *, max_tokens: int, temperature: float, entropy: bool = False
+        self,
+        batch: DataProto,
+        *,
+        max_tokens: int,
+        temperature: float,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
     ) -> dict[str, Ragged]:
-        """'log_probs' (and 'entropy') of the response tokens: fp32 on the CPU, in response space, in the batch's order.
+        """'log_probs' (and 'entropy', and 'sum_pi_squared', the sum of the vocabulary's squared probabilities) of the
+        response tokens: fp32 on the CPU, in response space, in the batch's order.
 
         On every rank of the last stage; {} on the others. Reads input_ids and the lengths of response_mask.
         """
-        return self._forward(
-            batch, max_tokens, partial(self._token_log_probs, temperature=temperature, entropy=entropy)
-        )
+        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
+        return self._forward(batch, max_tokens, partial(self._token_log_probs, **options))
+
+    def topk_log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, k: int) -> dict[str, Ragged]:
+        """'log_probs' of the response tokens, and at each of them the k likeliest tokens, the likeliest first.
+
+        'topk_log_probs' fp32 and 'topk_ids' int32 hold k numbers per response token, end to end (see
+        `Ragged.padded_vectors`). Otherwise as `log_probs`.
+        """
+        return self._forward(batch, max_tokens, partial(self._token_topk, temperature=temperature, k=k))
 
     def values(self, batch: DataProto, *, max_tokens: int) -> dict[str, Ragged]:
         """'values', the value before each response token; otherwise as `log_probs`."""
         return self._forward(batch, max_tokens, self._token_values)
+
+    def scores(self, batch: DataProto, *, max_tokens: int) -> Tensor | None:
+        """The reward head's number at the last token of each sequence: (N,) fp32 on the CPU, in the batch's order.
+
+        On every rank of the last stage; None on the others. Reads input_ids.
+        """
+        found = self._forward(batch, max_tokens, self._sequence_scores)
+        return found["scores"].values if found else None
 
     def train(
         self,
@@ -106,24 +130,32 @@ class TrainEngine:
         loss: Loss,
         temperature: float = 1.0,
         entropy: bool = False,
+        topk_ids: str | None = None,
+        unit: int = 1,
     ) -> dict[str, Any]:
         """One optimizer step over the samples of all replicas.
 
         `loss` gets, on the last stage and per micro-batch that has response tokens, padded (b, T) outputs that carry
-        gradients ({'log_probs', 'entropy'} or {'values'}) and the micro-batch's samples. Its gradient is summed as it
-        is over micro-batches and replicas: the loss is normalised by the global mini-batch already.
+        gradients ({'log_probs', 'entropy'}, {'values'} or {'scores'} of shape (b, 1)) and the micro-batch's samples, of
+        which `unit` successive ones are never parted. Its gradient is summed as it is over micro-batches and replicas:
+        the loss is normalised by the global mini-batch already. `topk_ids` names a column of k token ids per response
+        token, as `topk_log_probs` gives them: then there are also 'topk_log_probs' (b, T, k) at these ids, with
+        gradients, and 'own_topk_ids' (b, T, k) int64, the likeliest of the model in training.
         Returns the loss's metrics merged over the micro-batches (last stage), and as floats on every rank 'grad_norm'
         (before clipping) and 'lr'.
         """
         if self.optim is None or self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer; pass optim=... to train it")
-        head = self._token_values
+        compute: Compute = self._token_values if self.head == "value" else self._sequence_scores
         if self.head == "lm":
-            head = partial(self._token_log_probs, temperature=temperature, entropy=entropy)
+            options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+            compute = partial(self._token_log_probs, **options)
+            if topk_ids is not None:
+                compute = partial(self._token_log_probs_at, topk_ids=batch.fetch(topk_ids), **options)
 
         def consume(micro: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, dict[str, Metric]]:
             if micro.num_outputs == 0:
-                value = torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0
+                value = torch.stack([output.sum() for output in outputs.values() if output.requires_grad]).sum() * 0.0
                 metrics: dict[str, Metric] = {}
             else:
                 padded = {name: micro.padded(output) for name, output in outputs.items()}
@@ -134,7 +166,7 @@ class TrainEngine:
         self.model.zero_grad_buffer()  # type: ignore[operator]
         # Without this, gradients of FP32Optimizer's last step, aliases of the buffer, would be counted twice.
         self.optimizer.zero_grad()
-        results = self._run(batch, max_tokens, head, consume, forward_only=False)
+        results = self._run(batch, max_tokens, compute, consume, forward_only=False, unit=unit)
         merged: dict[str, Any] = {}
         for part in results:
             for name, metric in part.items():
@@ -166,8 +198,8 @@ class TrainEngine:
             for entry in model.values():
                 # Megatron pads the vocabulary by layout and so lets its size differ; ours does not depend on it.
                 entry.allow_shape_mismatch = False
-            if self.head == "value" and OUTPUT_LAYER in model:
-                model[OUTPUT_LAYER].key = VALUE_HEAD
+            if self.head in SCALAR_HEADS and OUTPUT_LAYER in model:
+                model[OUTPUT_LAYER].key = SCALAR_HEADS[self.head]
             state: dict[str, Any] = {"model": model, "steps": self.steps}
             if optimizer and self.optimizer is not None:
                 # Megatron collects garbage here, 0.3 s of walking over modules that live on anyway.
@@ -204,12 +236,12 @@ class TrainEngine:
         self.steps += 1
         return {"grad_norm": float(grad_norm), "lr": lr}
 
-    def _forward(self, batch: DataProto, max_tokens: int, head: Callable[..., Outputs]) -> dict[str, Ragged]:
+    def _forward(self, batch: DataProto, max_tokens: int, compute: Compute) -> dict[str, Ragged]:
         def consume(micro: MicroBatch, outputs: Outputs) -> tuple[MicroBatch, Outputs]:
             return micro, outputs
 
         with torch.no_grad():
-            results = self._run(batch, max_tokens, head, consume, forward_only=True)
+            results = self._run(batch, max_tokens, compute, consume, forward_only=True)
         if not results:
             return {}
         order = torch.cat([torch.as_tensor(micro.rows) for micro, _ in results]).argsort()
@@ -219,7 +251,14 @@ class TrainEngine:
         }
 
     def _run(
-        self, batch: DataProto, max_tokens: int, head: Callable[..., Outputs], consume: Consume, *, forward_only: bool
+        self,
+        batch: DataProto,
+        max_tokens: int,
+        compute: Compute,
+        consume: Consume,
+        *,
+        forward_only: bool,
+        unit: int = 1,
     ) -> list[Any]:
         """Run megatron's schedule over the micro-batches of all replicas' common number; what `consume` returned (its
         last part when training), on the last stage."""
@@ -227,17 +266,19 @@ class TrainEngine:
             batch,
             self.shape,
             max_tokens=max_tokens,
-            count=self._common_count(needed_count(batch, max_tokens)),
+            count=self._common_count(needed_count(batch, max_tokens, unit)),
             multiple=math.lcm(self.groups.layout.tp, ROW_MULTIPLE),
             same_size=self.groups.layout.pp > 1,
             device=platform.device(),
+            wanted="last" if self.head == "reward" else "response",
+            unit=unit,
         )
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
             packed = micro.packed
             output = model(packed.input_ids, packed.position_ids, None, packed_seq_params=packed)
-            return output, lambda raw, non_loss_data=False: consume(micro, head(micro, raw))
+            return output, lambda raw, non_loss_data=False: consume(micro, compute(micro, raw))
 
         return self._schedule(
             forward_step_func=step,
@@ -260,19 +301,57 @@ class TrainEngine:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.dp)
         return int(tensor)
 
-    def _token_log_probs(self, micro: MicroBatch, logits: Tensor, *, temperature: float, entropy: bool) -> Outputs:
-        log_probs, entropies = vocab_parallel_log_probs(
+    def _token_log_probs(
+        self,
+        micro: MicroBatch,
+        logits: Tensor,
+        *,
+        temperature: float,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+        ids: Tensor | None = None,
+    ) -> Outputs:
+        """Of the response tokens, and of the tokens `ids` (R, k) in their places."""
+        targets = micro.targets.unsqueeze(1)
+        log_probs, entropies, squares = vocab_parallel_log_probs(
             logits,
-            micro.targets,
+            targets if ids is None else torch.cat([targets, ids], dim=1),
             group=self.groups.tp,
             vocab_size=self.shape.vocab_size,
             temperature=temperature,
             entropy=entropy,
+            sum_pi_squared=sum_pi_squared,
         )
-        return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
+        outputs = {
+            "log_probs": log_probs[:, 0],
+            "topk_log_probs": log_probs[:, 1:] if ids is not None else None,
+            "entropy": entropies,
+            "sum_pi_squared": squares,
+        }
+        return {name: output for name, output in outputs.items() if output is not None}
+
+    def _token_topk(self, micro: MicroBatch, logits: Tensor, *, temperature: float, k: int) -> Outputs:
+        ids = self._likeliest(logits, k)
+        outputs = self._token_log_probs(micro, logits, temperature=temperature, ids=ids)
+        return {**outputs, "topk_ids": ids.to(torch.int32)}
+
+    def _token_log_probs_at(
+        self, micro: MicroBatch, logits: Tensor, *, temperature: float, entropy: bool, topk_ids: Ragged
+    ) -> Outputs:
+        ids = logits.new_zeros(1, 1, dtype=torch.int64)  # of a dummy output
+        if micro.num_outputs:
+            ids = topk_ids.take(micro.rows).values.view(micro.num_outputs, -1).to(ids)
+        outputs = self._token_log_probs(micro, logits, temperature=temperature, entropy=entropy, ids=ids)
+        return {**outputs, "own_topk_ids": self._likeliest(logits, ids.size(1))}
+
+    def _likeliest(self, logits: Tensor, k: int) -> Tensor:
+        return vocab_parallel_topk_ids(logits, k, group=self.groups.tp, vocab_size=self.shape.vocab_size)
 
     def _token_values(self, micro: MicroBatch, values: Tensor) -> Outputs:
         return {"values": values.squeeze(1)}
+
+    def _sequence_scores(self, micro: MicroBatch, scores: Tensor) -> Outputs:
+        return {"scores": scores.squeeze(1)}
 
 
 def _finalize_sum(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,8 @@
-"""Log-probability and entropy of a vocabulary that is split over tensor-parallel ranks."""
+"""Log-probability, entropy and likeliest tokens of a vocabulary that is split over tensor-parallel ranks.
+
+Logits are (R, V / tp): this rank's columns, rank i of `group` holding the i-th block. Columns of ids >= vocab_size are
+padding and have probability 0. Every function is collective over `group`, whose ranks pass the same rows.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,63 @@ def vocab_parallel_log_probs(
     vocab_size: int,
     temperature: float = 1.0,
     entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[target], and the entropy of that distribution, both (R,) fp32.
+    sum_pi_squared: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """log softmax(logits / temperature) at the targets; on request that distribution's entropy and sum of squares.
 
-    logits: (R, V / tp) this rank's columns, rank i of `group` holding the i-th block. targets: (R,) int64 global ids.
-    Columns of ids >= vocab_size are padding and have probability 0. Temperature 0 means 1: the log-probability has one
-    definition in this project, and that of greedy decoding is under temperature 1.
+    targets: (R,) or (R, K) int64 global ids, of which those behind the first are distinct in a row. Gives log-probs in
+    the shape of the targets, entropy -sum p log p (R,) and sum p^2 (R,), the last without a gradient; fp32, or fp64
+    where the logits are. Temperature 0 means 1: the log-probability has one definition in this project, and that of
+    greedy decoding is under temperature 1.
     """
-    log_probs, entropies = _LogProbs.apply(logits, targets, group, vocab_size, temperature or 1.0, entropy)
-    return log_probs, entropies
+    columns = targets.view(len(targets), -1)
+    log_probs, entropies, squares = _LogProbs.apply(
+        logits, columns, group, vocab_size, temperature or 1.0, entropy, sum_pi_squared
+    )
+    return log_probs.view(targets.shape), entropies, squares
+
+
+def vocab_parallel_topk_ids(logits: Tensor, k: int, *, group: ProcessGroup, vocab_size: int) -> Tensor:
+    """Ids of each row's k largest logits, the largest first, of equal ones the lower id first: (R, k) int64.
+
+    So the choice does not depend on how the vocabulary is split. Logits are fp32 or narrower. ValueError where k is
+    more than the vocabulary.
+    """
+    if k > vocab_size:
+        raise ValueError(f"the {k} likeliest of {vocab_size} tokens asked for; ask for {vocab_size} or fewer")
+    rows, width = logits.shape
+    first = group.rank() * width
+    x = logits.detach()[:, : max(0, min(width, vocab_size - first))]
+    kept = min(k, x.size(1))
+    values, ids = x.topk(kept)
+    # Of equal logits torch takes any: where the last ones taken have equals, those are candidates too.
+    candidates = max(kept, int((x >= values[:, -1:]).sum(dim=1).max()))
+    if candidates > kept:
+        values, ids = x.topk(candidates)
+    keys = _order_keys(values, first + ids).topk(kept).values
+    if group.size() > 1:
+        keys = torch.nn.functional.pad(keys, (0, k - kept), value=torch.iinfo(torch.int64).min)
+        gathered = keys.new_empty(group.size(), rows, k)
+        dist.all_gather_into_tensor(gathered, keys, group=group)
+        keys = gathered.transpose(0, 1).reshape(rows, -1).topk(k).values
+    return _LOW - (keys & _LOW)
+
+
+_LOW = 2**32 - 1
+
+
+def _order_keys(values: Tensor, ids: Tensor) -> Tensor:
+    """int64 keys, all different in a row, that order by (value, -id).
+
+    The upper half is the bits of the fp32 value, negative ones turned over so that integers order as the values do.
+    """
+    bits = (values.float() + 0.0).view(torch.int32)  # the sum makes -0 a 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(torch.int64) << 32) | (_LOW - ids)
 
 
 class _LogProbs(torch.autograd.Function):
-    """With p = softmax(x / T), target y and entropy H = -sum p log p:
+    """With p = softmax(x / T), targets y and entropy H = -sum p log p:
 
     d log p_y / d x_i = (1[i = y] - p_i) / T and d H / d x_i = -p_i (log p_i + H) / T.
     One tensor of the size of the logits is kept for the backward pass.
@@ -47,53 +95,66 @@ class _LogProbs(torch.autograd.Function):
         vocab_size: int,
         temperature: float,
         want_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        want_squares: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         rows, width = logits.shape
+        num_targets = targets.size(1)
         first = group.rank() * width
         valid = max(0, min(width, vocab_size - first))
         parallel = group.size() > 1
-        x = logits[:, :valid].float()
+        x = logits[:, :valid].to(torch.promote_types(logits.dtype, torch.float32))
         top = x.amax(dim=1) if valid else x.new_full((rows,), -torch.inf)
         if parallel:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         x = (x - top.unsqueeze(1)).div_(temperature)
 
-        # The three sums over the vocabulary travel together.
-        sums = x.new_zeros(3 if want_entropy else 2, rows)
+        # The sums over the vocabulary travel together: exp, targets, exp * x, exp^2.
+        sums = x.new_zeros(1 + num_targets + want_entropy + want_squares, rows)
         exponentials = x.exp()
         torch.sum(exponentials, dim=1, out=sums[0])
         column = targets - first
         here = (column >= 0) & (column < valid)
-        column = column.clamp(0, max(valid - 1, 0)).unsqueeze(1)
+        column = column.clamp(0, max(valid - 1, 0))
         if valid:
-            sums[1] = x.gather(1, column).squeeze(1) * here
+            sums[1 : 1 + num_targets] = (x.gather(1, column) * here).T
+        if want_squares:
+            # A norm, for it needs no further tensor of the size of the logits.
+            sums[-1] = torch.linalg.vector_norm(exponentials, dim=1).square()
         if want_entropy:
-            torch.sum(exponentials.mul_(x), dim=1, out=sums[2])
+            torch.sum(exponentials.mul_(x), dim=1, out=sums[1 + num_targets])
         del exponentials
         if parallel:
             dist.all_reduce(sums, group=group)
         log_sum = sums[0].log()
-        log_probs = sums[1] - log_sum
-        entropies = log_sum - sums[2] / sums[0] if want_entropy else None
+        log_probs = (sums[1 : 1 + num_targets] - log_sum).T.contiguous()
+        entropies = log_sum - sums[1 + num_targets] / sums[0] if want_entropy else None
+        squares = sums[-1] / sums[0].square() if want_squares else None
 
         x.sub_(log_sum.unsqueeze(1))
         ctx.save_for_backward(x, column, here, entropies)
         ctx.width, ctx.dtype, ctx.temperature = width, logits.dtype, temperature
         ctx.set_materialize_grads(False)
-        return log_probs, entropies
+        if squares is not None:
+            ctx.mark_non_differentiable(squares)
+        return log_probs, entropies, squares
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         log_p, column, here, entropies = ctx.saved_tensors
         p = log_p.exp()
         factor = torch.zeros((), dtype=p.dtype, device=p.device)
         if grad_log_probs is not None:
-            factor = -grad_log_probs.unsqueeze(1)
+            factor = -grad_log_probs.sum(dim=1, keepdim=True)
         if grad_entropies is not None:
             factor = factor - grad_entropies.unsqueeze(1) * (log_p + entropies.unsqueeze(1))
         grad = p.mul_(factor)
         if grad_log_probs is not None and grad.size(1):
-            grad.scatter_add_(1, column, (grad_log_probs * here).unsqueeze(1))
+            # Twice, for the first target may be among the others, and an addition in any order would change bits.
+            at_targets = grad_log_probs * here
+            for part in (slice(0, 1), slice(1, None)):
+                grad.scatter_add_(1, column[:, part], at_targets[:, part])
         grad.div_(ctx.temperature)
         grad = torch.nn.functional.pad(grad, (0, ctx.width - grad.size(1)))
-        return grad.to(ctx.dtype), None, None, None, None, None
+        return grad.to(ctx.dtype), None, None, None, None, None, None

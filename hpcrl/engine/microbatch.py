@@ -1,9 +1,9 @@
-"""Micro-batches: which samples run together, packed, and the way back from head outputs to response space."""
+"""Micro-batches: which samples run together, packed, and the way back from head outputs to samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
     from hpcrl.model.shape import ModelShape
 
+# What the head runs on: the positions that predict response tokens, or each sequence's last token.
+Wanted = Literal["response", "last"]
 ROW_MULTIPLE = 8  # a CPU matrix product gives a row the same bits whatever the number of rows only at such numbers
 
 
@@ -24,40 +26,41 @@ ROW_MULTIPLE = 8  # a CPU matrix product gives a row the same bits whatever the 
 class MicroBatch:
     """Samples that run together.
 
-    Without samples it is one dummy token, without response tokens there is one dummy output: every rank computes and
+    Without samples it is one dummy token, without wanted outputs there is one dummy output: every rank computes and
     communicates the same number of times.
     """
 
     rows: np.ndarray  # (n,) int64: which samples of the batch
     packed: PackedTokens
-    targets: Tensor  # (R,) int64: the response token that each output row predicts
-    response_lengths: Tensor  # (n,) int64, sum R
+    targets: Tensor  # (R,) int64: the response token that each output row predicts; of no meaning for last tokens
+    output_lengths: Tensor  # (n,) int64, sum R: head outputs of each sample, its response tokens or 1
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def num_outputs(self) -> int:
-        """Response tokens; 0 where the one output row is a dummy."""
-        return int(self.response_lengths.sum())
+        """R; 0 where the one output row is a dummy."""
+        return int(self.output_lengths.sum())
 
     def ragged(self, outputs: Tensor) -> Ragged:
-        """Head outputs (R,) as a column in response space."""
-        return Ragged.from_lengths(outputs[: self.num_outputs].cpu(), self.response_lengths)
+        """Head outputs (R,) as a column, in response space or with one entry per row; of (R, K), K per output."""
+        values = outputs[: self.num_outputs].reshape(-1)
+        return Ragged.from_lengths(values.cpu(), self.output_lengths * outputs.shape[1:].numel())
 
     def padded(self, outputs: Tensor) -> Tensor:
-        """Head outputs (R,) of at least one response token as (n, longest response), padded with 0, differentiable."""
-        longest = int(self.response_lengths.max())
-        sequence = torch.repeat_interleave(self.response_lengths)
-        starts = self.response_lengths.cumsum(0) - self.response_lengths
+        """Head outputs (R, ...), R at least 1, as (n, most outputs of a sample, ...), padded with 0, differentiable."""
+        longest = int(self.output_lengths.max())
+        sequence = torch.repeat_interleave(self.output_lengths)
+        starts = self.output_lengths.cumsum(0) - self.output_lengths
         place = torch.arange(len(sequence)) + (sequence * longest - starts[sequence])
-        flat = outputs.new_zeros(len(self) * longest).index_copy(0, place.to(outputs.device), outputs)
-        return flat.view(len(self), longest)
+        flat = outputs.new_zeros(len(self) * longest, *outputs.shape[1:])
+        return flat.index_copy(0, place.to(outputs.device), outputs).unflatten(0, (len(self), longest))
 
 
-def needed_count(batch: DataProto, max_tokens: int) -> int:
-    """How many micro-batches this replica needs; at least one."""
-    return max(1, len(micro_batches(_lengths(batch), max_tokens)))
+def needed_count(batch: DataProto, max_tokens: int, unit: int = 1) -> int:
+    """How many micro-batches this replica needs; at least one. `unit` as in `make_micro_batches`."""
+    return max(1, len(_share_out(_lengths(batch), max_tokens, unit)))
 
 
 def make_micro_batches(
@@ -69,26 +72,43 @@ def make_micro_batches(
     multiple: int,
     same_size: bool,
     device: torch.device,
+    wanted: Wanted = "response",
+    unit: int = 1,
 ) -> list[MicroBatch]:
     """Pack the samples into `count` micro-batches of at most `max_tokens` tokens, before padding to `multiple`.
 
-    `same_size` pads all of them to the longest, as the stages of a pipeline need.
+    `same_size` pads all of them to the longest, as the stages of a pipeline need. `unit` successive samples run
+    together, in order: 2 where a loss compares the two of a pair.
     """
     lengths = _lengths(batch)
-    rows_of = micro_batches(lengths, max_tokens, count=count)
+    rows_of = _share_out(lengths, max_tokens, unit, count)
     sizes = [_round_up(max(1, int(lengths[rows].sum())), multiple) for rows in rows_of]
     if same_size:
         sizes = [max(sizes)] * count
-    return [_pack(batch, rows, size, shape, device) for rows, size in zip(rows_of, sizes, strict=True)]
+    return [_pack(batch, rows, size, shape, device, wanted) for rows, size in zip(rows_of, sizes, strict=True)]
 
 
-def _pack(batch: DataProto, rows: np.ndarray, size: int, shape: ModelShape, device: torch.device) -> MicroBatch:
+def _share_out(lengths: np.ndarray, max_tokens: int, unit: int, count: int | None = None) -> list[np.ndarray]:
+    """Row numbers of each micro-batch."""
+    if len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} samples are no whole number of groups of {unit}; keep groups on one replica")
+    groups = micro_batches(lengths.reshape(-1, unit).sum(axis=1), max_tokens, count=count)
+    return [(group[:, None] * unit + np.arange(unit)).reshape(-1) for group in groups]
+
+
+def _pack(
+    batch: DataProto, rows: np.ndarray, size: int, shape: ModelShape, device: torch.device, wanted: Wanted
+) -> MicroBatch:
     if len(rows) == 0:
         token = torch.zeros(1, dtype=torch.int64)
         packed = pack(token, torch.ones_like(token), shape, size=size, output_rows=token).to(device)
         return MicroBatch(rows, packed, token.to(device), token[:0])
     ids = _column(batch, "input_ids").take(rows)
     lengths = ids.lengths
+    if wanted == "last":
+        last = lengths.cumsum(0) - 1
+        packed = pack(ids.values, lengths, shape, size=size, output_rows=last).to(device)
+        return MicroBatch(rows, packed, torch.zeros_like(last).to(device), torch.ones_like(last))
     response_lengths = _column(batch, "response_mask").lengths[torch.as_tensor(rows)]
     prompt_lengths = lengths - response_lengths
     if int(prompt_lengths.min()) < 1:

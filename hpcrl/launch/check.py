@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
+from hpcrl.launch.isolation import network_isolation
 from hpcrl.launch.world import broadcast, exchange, finish, library_name, start_mpi
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> NoReturn:
     """The subcommand. Collective over the ranks that the launcher started."""
     if arguments:
         exits.refuse(InputError(f"found {arguments[0]!r}; hpcrl check takes no arguments"))
+    network_isolation()  # starts a process, which is for before MPI; the answer is kept
     try:
         comm = start_mpi()
     except InputError as error:
@@ -108,6 +110,7 @@ def local_findings(ranks: int = 1) -> list[Finding]:
         lambda: package("tensorrt_llm", absent="not installed (the native rollout engine is used)"),
         apex,
         requirements,
+        sandbox,
         cores,
         memory,
         lambda: shared_memory(ranks),
@@ -231,6 +234,22 @@ def requirements() -> Finding:
             wrong.append(f"{requirement.name} {version} found, {requirement.specifier} expected")
     found = f"{version_of('hpcrl')}, {len(asked)} requirements"
     return Finding("hpcrl", found, "; ".join(wrong) + "; `pip install -e .` again" if wrong else None)
+
+
+def sandbox() -> Finding:
+    """What keeps programs that a model wrote, which code rewards run, from the rest of the machine."""
+    isolated, why = network_isolation()
+    limits = "time, memory, file and process limits"
+    if isolated:
+        return Finding("code sandbox", f"no network, own process namespace, {limits}")
+    return Finding(
+        "code sandbox",
+        f"{limits} only",
+        f"the kernel gives programs under test no namespaces of their own ({why}): they can reach the network, and your "
+        "files and processes; where you score code, have user namespaces allowed (user.max_user_namespaces, or the "
+        "container's seccomp profile)",
+        needed=False,
+    )
 
 
 def cores() -> Finding:

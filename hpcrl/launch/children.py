@@ -9,8 +9,12 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import sys
+from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import ModuleType
+from typing import Any
 
 LAUNCHER_PREFIXES = (
     "PMI_",
@@ -50,8 +54,22 @@ def context() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def die_with_parent(own_session: bool = False) -> None:
-    """Have the kernel kill this child when its rank goes; with `own_session`, whatever the child has started as well.
+def spawn(target: Callable[..., Any], args: tuple[Any, ...]) -> ForkServerProcess:
+    """Start a child that runs `target(*args)`, named in an importable module, and does not load this program's main
+    module, as multiprocessing would have it: that may take seconds, and need a guard which people forget."""
+    # Not daemonic: a daemonic process may not have children.
+    child = context().Process(target=target, args=args, daemon=False)
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        child.start()
+    finally:
+        sys.modules["__main__"] = main
+    return child
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this child when its rank goes. What the child starts itself needs `supervisor.supervise`.
 
     A child calls it first: as the first line of its target, or as `initializer=` of a process pool. Without it a child
     that never returns would outlive a rank that got `kill -9`. PR_SET_PDEATHSIG is no help: the parent is the fork
@@ -63,10 +81,8 @@ def die_with_parent(own_session: bool = False) -> None:
     rank = multiprocessing.parent_process()
     if rank is None:
         return
-    if own_session:
-        os.setsid()
     sentinel = rank.sentinel
-    fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid() if own_session else os.getpid())
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sentinel, F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     if not rank.is_alive():  # it went before the kernel was asked

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 
     from hpcrl.model.attention import PackedAttention
     from hpcrl.model.gpt import PackedGPT
-    from hpcrl.model.heads import ValueHead
+    from hpcrl.model.heads import ScalarHead
     from hpcrl.model.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def build_model(
             position_embedding_type="none",
             pg_collection=groups.pgc,
         )
-        if head == "value" and groups.is_last_stage:
-            model.output_layer = ValueHead(shape.hidden_size)
+        if head in params.SCALAR_HEADS and groups.is_last_stage:
+            model.output_layer = ScalarHead(shape.hidden_size)
         model.to(platform.device())
         _initialise(model, local, shape, seed)
     return model
@@ -159,11 +159,11 @@ def initial_weight(shape: ModelShape, name: str, global_shape: tuple[int, ...], 
     """The whole initial tensor of a global parameter, fp32 on the CPU, a function of (seed, name) alone.
 
     Normal with deviation `init_std`; the projections back into the residual stream are scaled by 1 / sqrt(2 layers) as
-    in GPT-2 (Radford et al. 2019, section 2.3). Norms are 1; the value head is 0.
+    in GPT-2 (Radford et al. 2019, section 2.3). Norms are 1; the heads of critic and reward model are 0.
     """
     if len(global_shape) == 1:
         return torch.ones(global_shape)
-    if name == params.VALUE_HEAD:
+    if name in params.SCALAR_HEADS.values():
         return torch.zeros(global_shape)
     std = shape.init_std
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 
-class ValueHead(torch.nn.Module):
+class ScalarHead(torch.nn.Module):
     """One number per token: a linear layer without bias, in fp32, held whole by every tensor-parallel rank.
 
-    Its weight starts at 0, so that a new critic says 0 everywhere and the first advantages are those of no critic.
+    A critic's value or a reward model's score. Its weight starts at 0: a new critic says 0 everywhere and the first
+    advantages are those of no critic; a new reward model prefers nothing.
     """
 
     def __init__(self, hidden_size: int) -> None:

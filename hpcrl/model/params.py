@@ -13,11 +13,14 @@ from typing import Literal
 from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "reward"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 VALUE_HEAD = "value_head.weight"
+REWARD_HEAD = "reward_head.weight"
+# The name says what the number means: a critic's weights are no reward model's.
+SCALAR_HEADS: dict[Head, str] = {"value": VALUE_HEAD, "reward": REWARD_HEAD}
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ class _Stage:
         if not last:
             return
         yield self._whole("decoder.final_layernorm.weight", (shape.hidden_size,))
-        if self.head == "value":
-            yield self._whole(VALUE_HEAD, (1, shape.hidden_size), OUTPUT_LAYER)
+        if self.head in SCALAR_HEADS:
+            yield self._whole(SCALAR_HEADS[self.head], (1, shape.hidden_size), OUTPUT_LAYER)
         elif not shape.tie_word_embeddings:
             yield self._split_rows(OUTPUT_LAYER, vocabulary)
         elif not first:

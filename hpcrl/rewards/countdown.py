@@ -19,6 +19,7 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     *,
     format_score: float = 0.1,
+    **_: Any,
 ) -> dict[str, float]:
     """1 for a right answer, `format_score` when only tags and expression parse, 0 otherwise; `acc` is 1 or 0.
 

@@ -1,19 +1,22 @@
-"""Scores of finished responses: built-in rules in this process, a custom function in processes of its own."""
+"""Scores of finished responses, all of them made in scoring processes; and the five ways of asking for them."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcrl.launch.exits import InputError
-from hpcrl.rewards.pool import Outcome, ScorePool, warn_of_failures
-from hpcrl.rewards.registry import scorer_for
-from hpcrl.rewards.score_worker import describe, plain
+from hpcrl.rewards.overlong import overlong_reward
+from hpcrl.rewards.pool import ScorePool, warn_of_failures
+from hpcrl.rewards.rate_limit import RateLimit
+from hpcrl.rewards.registry import rule_for
+from hpcrl.rewards.score_worker import Outcome, Source
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import RewardConfig
@@ -23,75 +26,180 @@ FATES = ("timeouts", "crashes", "errors")
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One response; `finish_reason` is "stop" when its end-of-sequence token ended it, "length" when it was cut off."""
+    """One response; `finish_reason` is "stop" when its end-of-sequence token ended it, "length" when it was cut off.
+
+    `response_length` is in tokens; only the dapo manager looks at it.
+    """
 
     data_source: str
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
     finish_reason: str = "stop"
+    response_length: int = 0
 
 
 class RewardManager:
     """Scores by `data_source`, or all by reward.custom_reward_function when that names a file.
 
-    A scorer gets verl's arguments; `extra_info` has `finish_reason` added.
+    A scorer gets verl's arguments; `extra_info` has `finish_reason` added. reward.reward_manager.name says how:
+
+    naive: one call per response.
+    gdpo: the same; every component that the scorer returns stays in the extras, where the gdpo estimator finds it.
+    dapo: the same, then `overlong_reward` is added.
+    batch: one call of a custom function for all responses of a collect: (data_sources, solution_strs, ground_truths,
+        extra_infos), lists, to a list of results. When that call fails, all of them have failed.
+    rate_limited: as naive, at most max_concurrent at once and max_rpm requests and max_tpm tokens a minute, timeout
+        reward_kwargs.timeout. Calls of a coroutine function share a process; others have num_workers processes.
     """
 
-    def __init__(self, cfg: RewardConfig) -> None:
+    def __init__(self, cfg: RewardConfig, max_response_length: int | None = None, log_path: str | None = None) -> None:
+        """`max_response_length`: tokens, the default of reward_kwargs.max_resp_len. `log_path`: file for what scorers
+        print; None drops it."""
         self._cfg = cfg
-        self._pool: ScorePool | None = None
-        custom = cfg.custom_reward_function
-        if custom.path is not None:
-            path, name = custom_function(cfg)
-            self._pool = ScorePool(path, name, custom.reward_kwargs, cfg.num_workers, cfg.timeout)
+        self._max_resp_len = cfg.reward_kwargs.max_resp_len or max_response_length
+        check_manager(cfg, self._max_resp_len)
+        self._batched = cfg.reward_manager.name == "batch"
+        self._requests: defaultdict[Hashable, deque[tuple[ScoreRequest, int | None]]] = defaultdict(deque)
+        limited = cfg.reward_manager.name == "rate_limited"
+        kwargs = cfg.reward_kwargs
+        self._pool = ScorePool(
+            source_of(cfg),
+            cfg.num_workers,
+            kwargs.timeout if limited else cfg.timeout,
+            memory_limit_mb=cfg.memory_limit_mb,
+            limit=RateLimit.per_minute(
+                kwargs.max_concurrent, kwargs.max_rpm, kwargs.max_tpm, kwargs.estimated_tokens_per_request
+            )
+            if limited
+            else None,
+            log_path=log_path,
+        )
 
-    def score(self, items: Sequence[ScoreRequest]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, float]]:
-        """Returns (scores, extras, counts), rows in the order of `items`.
+    def submit(self, key: Hashable, request: ScoreRequest) -> None:
+        """Starts scoring a response. Does not wait. The same key may come several times, to be collected as often."""
+        number = None if self._batched else self._pool.submit(_arguments(request))
+        self._requests[key].append((request, number))
 
-        scores: float32 (N,), 0 where scoring failed. extras: what else the scorer returned, each (N,): float32 with
-        NaN where missing, or an object array of strings where any value is text. counts: how many scores failed,
-        `reward/timeouts`, `reward/crashes`, `reward/errors`.
+    def submitted(self, key: Hashable) -> int:
+        """How often `collect` can still give the score of this key."""
+        return len(self._requests[key]) if key in self._requests else 0
+
+    def is_done(self, key: Hashable) -> bool:
+        """Whether `collect` would not have to wait for this key."""
+        return key in self._requests and all(n is not None and self._pool.is_done(n) for _, n in self._requests[key])
+
+    def pump(self) -> None:
+        """Lets waiting responses go on to free processes. Does not wait."""
+        self._pool.pump()
+
+    def collect(self, keys: Iterable[Hashable]) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
+        """Waits for the scores of submitted responses; returns (scores, extras, counts), rows in the order of `keys`.
+
+        scores: float32 (N,), 0 where scoring failed. extras: what else each scorer returned, {} where it failed.
+        counts: how many scores failed, `reward/timeouts`, `reward/crashes`, `reward/errors`.
         """
-        requests = [
-            {
-                "data_source": item.data_source,
-                "solution_str": item.solution_str,
-                "ground_truth": item.ground_truth,
-                "extra_info": {**(item.extra_info or {}), "finish_reason": item.finish_reason},
-            }
-            for item in items
-        ]
-        if self._pool is not None:
-            outcomes = self._pool.score(requests)
+        found = [self._take(key) for key in keys]
+        requests = [request for request, _ in found]
+        if self._batched:
+            outcomes = self._score_together(requests)
         else:
-            outcomes = [self._by_rule(request) for request in requests]
+            outcomes = [self._pool.take(number) for _, number in found if number is not None]
         warn_of_failures(outcomes)
-        scores = np.array([outcome.result.get("score", 0.0) for outcome in outcomes], dtype=np.float32)
+        results: list[dict[str, Any]] = [
+            outcome.result if outcome.fate == "ok" else {"score": 0.0} for outcome in outcomes
+        ]
+        if self._cfg.reward_manager.name == "dapo" and self._cfg.reward_kwargs.overlong_buffer_cfg.enable:
+            for outcome, request, result in zip(outcomes, requests, results, strict=True):
+                if outcome.fate == "ok":
+                    self._shape(result, request.response_length)
+        scores = np.array([result.pop("score") for result in results], dtype=np.float32)
         counts = {f"reward/{fate}": float(sum(outcome.fate == fate for outcome in outcomes)) for fate in FATES}
-        return scores, extra_columns([outcome.result for outcome in outcomes]), counts
+        return scores, results, counts
+
+    def score(self, items: Sequence[ScoreRequest]) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
+        """Submits and collects."""
+        keys = [object() for _ in items]
+        for key, item in zip(keys, items, strict=True):
+            self.submit(key, item)
+        return self.collect(keys)
 
     def close(self) -> None:
         """Ends the scoring processes. Harmless when called twice."""
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
 
-    def _by_rule(self, request: dict[str, Any]) -> Outcome:
-        scorer = scorer_for(request["data_source"])
-        try:
-            return Outcome("ok", plain(scorer(**request, format_score=self._cfg.format_score)))
-        except Exception as error:  # a row whose ground truth is not what the rule expects
-            return Outcome("errors", {}, f"rule for {request['data_source']}: {describe(error)}")
+    def _take(self, key: Hashable) -> tuple[ScoreRequest, int | None]:
+        waiting = self._requests[key]
+        found = waiting.popleft()
+        if not waiting:
+            del self._requests[key]
+        return found
+
+    def _score_together(self, requests: list[ScoreRequest]) -> list[Outcome]:
+        if not requests:
+            return []
+        each = [_arguments(request) for request in requests]
+        lists = {f"{name}s": [arguments[name] for arguments in each] for name in each[0]}
+        whole = self._pool.take(self._pool.submit(lists, weight=len(requests)))
+        return whole.result if whole.fate == "ok" else [whole] * len(requests)
+
+    def _shape(self, result: dict[str, Any], response_length: int) -> None:
+        overlong = self._cfg.reward_kwargs.overlong_buffer_cfg
+        assert self._max_resp_len is not None
+        added = overlong_reward(response_length, self._max_resp_len, overlong.len, overlong.penalty_factor)
+        result["score"] += added
+        if overlong.log:
+            result |= {"overlong_reward": added, "overlong": float(added < 0)}
+
+
+def asks_rules(cfg: RewardConfig) -> bool:
+    """Whether rules, or a custom function, have a part in the score; else it is the reward model's alone."""
+    return not cfg.reward_model.enable or cfg.reward_model.rule_weight != 0
 
 
 def check_rewards(cfg: RewardConfig, data_sources: Iterable[str]) -> None:
     """Refuses, at the start of a run, a custom function's file that is not there, or data sources that nothing scores
     (InputError)."""
+    if not asks_rules(cfg):
+        return
     if cfg.custom_reward_function.path is not None:
         custom_function(cfg)
         return
     for data_source in sorted(set(data_sources)):
-        scorer_for(data_source)
+        rule_for(data_source)
+
+
+def check_manager(cfg: RewardConfig, max_resp_len: int | None) -> None:
+    """Refuses settings of the manager that do not go together (InputError)."""
+    if cfg.reward_manager.name == "batch" and cfg.custom_reward_function.path is None:
+        raise InputError(
+            "reward.reward_manager.name=batch, and the built-in rules score one response at a time; use naive, or name "
+            "a function of lists in reward.custom_reward_function.path"
+        )
+    overlong = cfg.reward_kwargs.overlong_buffer_cfg
+    if cfg.reward_manager.name != "dapo" or not overlong.enable:
+        return
+    if max_resp_len is None or not 0 < overlong.len <= max_resp_len:
+        raise InputError(
+            f"reward.reward_kwargs: overlong_buffer_cfg.len={overlong.len} with max_resp_len={max_resp_len}; expected "
+            "1 to max_resp_len tokens, or overlong_buffer_cfg.enable=false"
+        )
+
+
+def source_of(cfg: RewardConfig) -> Source:
+    """What the scoring processes load."""
+    custom, name = cfg.custom_reward_function, cfg.reward_manager.name
+    if custom.path is None:
+        return Source(kwargs={} if cfg.format_score is None else {"format_score": cfg.format_score})
+    path, function = custom_function(cfg)
+    return Source(
+        os.path.abspath(path),
+        function,
+        custom.reward_kwargs,
+        batched=name == "batch",
+        at_once=cfg.reward_kwargs.max_concurrent if name == "rate_limited" else None,
+        timeout=cfg.reward_kwargs.timeout,
+    )
 
 
 def custom_function(cfg: RewardConfig) -> tuple[str, str]:
@@ -110,14 +218,11 @@ def split_path(path: str, name: str) -> tuple[str, str]:
     return (short[1], short[2]) if short else (path, name)
 
 
-def extra_columns(results: list[dict[str, float | str]]) -> dict[str, np.ndarray]:
-    """All keys but `score` as columns over all results."""
-    names = sorted({name for result in results for name in result} - {"score"})
-    columns: dict[str, np.ndarray] = {}
-    for name in names:
-        values = [result.get(name) for result in results]
-        if any(isinstance(value, str) for value in values):
-            columns[name] = np.array(["" if value is None else str(value) for value in values], dtype=object)
-        else:
-            columns[name] = np.array([np.nan if value is None else value for value in values], dtype=np.float32)
-    return columns
+def _arguments(request: ScoreRequest) -> dict[str, Any]:
+    """The keyword arguments of a scorer."""
+    return {
+        "data_source": request.data_source,
+        "solution_str": request.solution_str,
+        "ground_truth": request.ground_truth,
+        "extra_info": {**(request.extra_info or {}), "finish_reason": request.finish_reason},
+    }

@@ -1,104 +1,155 @@
-"""Processes that run a custom reward function, each of which can be killed and is then replaced."""
+"""Processes that score, each of which can be killed and is then replaced."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import signal
+import socket
+import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from multiprocessing.context import ForkServerProcess
+from typing import Any
 
 from hpcrl.launch import children
 from hpcrl.launch.exits import InputError
 from hpcrl.rewards import score_worker
+from hpcrl.rewards.rate_limit import RateLimit
+from hpcrl.rewards.score_worker import Fate, Outcome, Ready, Source
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # a worker's start and its import of the user's file, on a cold parallel file system
-FAILED_STARTS = 3  # in a row, and the rest of the batch scores 0 without waiting for more
+END_SECONDS = 5.0  # for a worker's supervisor to end what is below it
+MESSAGE_SECONDS = 10  # for a message on a node's own pipes
+LATE_SECONDS = 5.0  # beyond the timeout that a worker with several requests keeps itself
+FAILED_STARTS = 3  # in a row, and what waits scores 0
 WARNINGS = 3  # lines per batch that say why scores failed
 
-Fate = Literal["ok", "timeouts", "crashes", "errors"]
+
+@dataclass
+class _Job:
+    number: int
+    request: dict[str, Any]
+    timeout: float  # seconds
+    start_at: float  # monotonic time
+    alone: bool = False  # a worker that had it among others has ended: it is run with no other, to tell which it was
+    deadline: float = 0.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a request led to: `result` holds `score` and the extras if `fate` is "ok"; else `why` says what failed."""
-
-    fate: Fate
-    result: dict[str, float | str]
-    why: str = ""
-
-
+@dataclass
 class _Worker:
-    """One process, its pipe, and the request it is on."""
+    """One process below its supervisor, its pipe, and the requests it is on."""
 
-    def __init__(self, path: str, name: str, kwargs: dict[str, Any]) -> None:
-        context = children.context()
-        self.pipe, far_end = context.Pipe()
-        # Not daemonic: a daemonic process may not have children, and reward functions do use multiprocessing.
-        self.process = context.Process(target=score_worker.serve, args=(far_end, path, name, kwargs), daemon=False)
-        self.process.start()
+    process: ForkServerProcess
+    pipe: Connection
+    ready: Ready | None = None
+    jobs: dict[int, _Job] = field(default_factory=dict)
+    deadline: float = field(default_factory=lambda: time.monotonic() + START_SECONDS)  # of its start
+
+    @classmethod
+    def start(cls, source: Source, memory_limit_mb: int | None, log_path: str | None) -> _Worker:
+        pipe, far_end = children.context().Pipe()
+        process = children.spawn(score_worker.serve, (far_end, source, memory_limit_mb, log_path))
         far_end.close()
-        self.ready = False
-        self.request: int | None = None
-        self.deadline = time.monotonic() + START_SECONDS
+        with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+            # A worker that stops in the middle of a message counts as dead; the rank must not wait for it.
+            for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", MESSAGE_SECONDS, 0))
+        return cls(process, pipe)
 
     @property
     def pid(self) -> int:
+        """Of the supervisor."""
         assert self.process.pid is not None
         return self.process.pid
 
+    @property
+    def next_deadline(self) -> float:
+        if self.ready is None:
+            return self.deadline
+        return min((job.deadline for job in self.jobs.values()), default=float("inf"))
+
+    def takes(self, job: _Job) -> bool:
+        """Whether it has room for this job."""
+        if self.ready is None or any(other.alone for other in self.jobs.values()):
+            return False
+        return len(self.jobs) < (1 if job.alone else self.ready.at_once)
+
     def kill(self) -> None:
-        """Ends the process and whatever it started, and waits until it is gone."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # it has no session of its own yet, or is gone
-        self.process.kill()
-        self.process.join()
+        """Ends the process and whatever it has started, and waits until it is gone."""
+        self.process.terminate()
+        self.process.join(END_SECONDS)
+        if self.process.is_alive():
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # it has no session of its own yet, or is gone
+            self.process.kill()
+            self.process.join()
         self.process.close()
         self.pipe.close()
 
 
 class ScorePool:
-    """`num_workers` processes with the function `name` of the file `path`; `timeout` is in seconds for one score.
+    """`num_workers` processes with `source`; a request holds its function's keyword arguments.
 
     A request that times out, crashes its process, raises, or returns no finite number gets an Outcome that says so.
     """
 
-    def __init__(self, path: str, name: str, kwargs: dict[str, Any], num_workers: int, timeout: float) -> None:
-        self._source = (os.path.abspath(path), name, kwargs)
+    def __init__(
+        self,
+        source: Source,
+        num_workers: int,
+        timeout: float,
+        *,
+        memory_limit_mb: int | None = None,
+        limit: RateLimit | None = None,
+        log_path: str | None = None,
+    ) -> None:
+        self._source = source
+        self._num_workers = num_workers
         self._timeout = timeout
+        self._memory_limit_mb = memory_limit_mb
+        self._limit = limit
+        self._log_path = log_path
+        self._numbers = itertools.count()
+        self._pending: deque[_Job] = deque()
+        self._outcomes: dict[int, Outcome] = {}
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         # multiprocessing's own exit hook joins the workers for ever; hooks run last come, first served.
         atexit.register(self.close)
-        self._workers = [_Worker(*self._source) for _ in range(num_workers)]
+        self._fill()
         self._wait_until_loaded(self._workers[0])
 
-    def score(self, requests: Sequence[dict[str, Any]]) -> list[Outcome]:
-        """An outcome for each request, in their order; a request holds the function's keyword arguments."""
-        outcomes: list[Outcome | None] = [None] * len(requests)
-        pending = deque(range(len(requests)))
-        self._failed_starts = 0
-        while pending or any(worker.request is not None for worker in self._workers):
-            if self._failed_starts >= FAILED_STARTS:
-                for index in pending:
-                    outcomes[index] = Outcome("crashes", {}, "the workers do not start any more")
-                pending.clear()
-            for worker in list(self._workers):
-                if worker.ready and worker.request is None and pending:
-                    self._assign(worker, pending, requests, outcomes)
-            for worker in self._stirring():
-                self._hear(worker, pending, outcomes)
-            self._end_late(pending, outcomes)
-        return [outcome for outcome in outcomes if outcome is not None]
+    def submit(self, request: dict[str, Any], weight: int = 1) -> int:
+        """Queues a request, and returns its number; its timeout is `weight` times the usual one. Does not wait."""
+        now = time.monotonic()
+        start_at = now if self._limit is None else self._limit.reserve(now)
+        job = _Job(next(self._numbers), request, weight * self._timeout, start_at)
+        self._pending.append(job)
+        self.pump()
+        return job.number
+
+    def pump(self) -> None:
+        """Gives waiting requests to free workers and takes their answers, as far as that goes without waiting."""
+        self._progress(0.0)
+
+    def is_done(self, number: int) -> bool:
+        return number in self._outcomes
+
+    def take(self, number: int) -> Outcome:
+        """Waits for a request's outcome, and hands it out once."""
+        while number not in self._outcomes:
+            self._progress(max(0.0, self._next_event() - time.monotonic()))
+        return self._outcomes.pop(number)
 
     def close(self) -> None:
         """Kills the workers. Harmless when called twice."""
@@ -107,82 +158,122 @@ class ScorePool:
         for worker in workers:
             worker.kill()
 
+    def _progress(self, seconds: float) -> None:
+        """One round; waits for at most `seconds` until a worker has answered or died."""
+        if not self._pending and not any(worker.jobs or worker.ready is None for worker in self._workers):
+            return
+        self._give()
+        heard = wait([worker.pipe for worker in self._workers], seconds)
+        for worker in [worker for worker in self._workers if worker.pipe in heard]:
+            self._hear(worker)
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if worker.next_deadline <= now]:
+            self._end_late(worker, now)
+        if self._failed_starts >= FAILED_STARTS:
+            for job in self._pending:
+                self._outcomes[job.number] = Outcome("crashes", None, "the workers do not start any more")
+            self._pending.clear()
+            self._failed_starts = 0
+        self._fill()
+        self._give()
+
+    def _next_event(self) -> float:
+        """The time at which there is something to do though no worker stirs."""
+        events = [worker.next_deadline for worker in self._workers]
+        if self._pending and not self._is_full() and any(worker.takes(self._pending[0]) for worker in self._workers):
+            events.append(self._pending[0].start_at)
+        return min(events)
+
+    def _is_full(self) -> bool:
+        under_way = sum(len(worker.jobs) for worker in self._workers)
+        return self._limit is not None and under_way >= self._limit.max_concurrent
+
+    def _fill(self) -> None:
+        """Starts what workers are missing; after a failed start only when there is work."""
+        if self._failed_starts and not self._pending:
+            return
+        while len(self._workers) < self._num_workers:
+            self._workers.append(_Worker.start(self._source, self._memory_limit_mb, self._log_path))
+
+    def _give(self) -> None:
+        now = time.monotonic()
+        while self._pending and self._pending[0].start_at <= now and not self._is_full():
+            job = self._pending[0]
+            free = [worker for worker in self._workers if worker.takes(job)]
+            if not free:
+                return
+            self._pending.popleft()
+            self._send(min(free, key=lambda worker: len(worker.jobs)), job)
+
+    def _send(self, worker: _Worker, job: _Job) -> None:
+        assert worker.ready is not None
+        job.deadline = time.monotonic() + job.timeout + (LATE_SECONDS if worker.ready.at_once > 1 else 0.0)
+        worker.jobs[job.number] = job
+        try:
+            worker.pipe.send((job.number, job.request))
+        except OSError:
+            self._end(worker, "crashes", "the process died between two scores")
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            message = worker.pipe.recv()
+        except (EOFError, OSError):
+            self._end(worker, "crashes", "the process died")
+            return
+        if isinstance(message, Ready):
+            if message.why is not None:
+                self._end(worker, "crashes", f"a new process cannot load the function: {message.why}")
+                return
+            worker.ready = message
+            self._failed_starts = 0
+            return
+        number, outcome = message
+        if worker.jobs.pop(number, None) is not None:
+            self._outcomes[number] = outcome
+
+    def _end_late(self, worker: _Worker, now: float) -> None:
+        if worker.ready is None:
+            self._end(worker, "crashes", f"no start within {START_SECONDS:.0f} s")
+            return
+        late = next(job for job in worker.jobs.values() if job.deadline <= now)
+        self._end(worker, "timeouts", f"longer than {late.timeout:g} s")
+
+    def _end(self, worker: _Worker, fate: Fate, why: str) -> None:
+        """Kills a worker. The request it was on has this fate; of several, each is tried once more on its own."""
+        if worker.ready is None:
+            self._failed_starts += 1
+            log.warning("reward: %s", why)
+        jobs = list(worker.jobs.values())
+        if len(jobs) == 1:
+            self._outcomes[jobs[0].number] = Outcome(fate, None, why)
+        else:
+            for job in reversed(jobs):
+                job.alone = True
+                self._pending.appendleft(job)
+        self._workers.remove(worker)
+        worker.kill()
+
     def _wait_until_loaded(self, worker: _Worker) -> None:
         """Refuses a function that cannot be loaded, before the run starts."""
-        path, name, _ = self._source
-        why = "the process that loads it died"
+        why: str | None = "the process that loads it died"
         try:
             if not worker.pipe.poll(START_SECONDS):
                 why = f"not loaded after {START_SECONDS:.0f} s"
             else:
-                kind, payload = worker.pipe.recv()
-                worker.ready = kind == "ready"
-                why = str(payload)
+                worker.ready = worker.pipe.recv()
+                assert worker.ready is not None
+                why = worker.ready.why
         except (EOFError, OSError):
             pass
-        if not worker.ready:
-            self.close()
-            raise InputError(
-                f"reward.custom_reward_function.path={path}: cannot load {name!r}: {why}; expected a Python file with "
-                f"{name}(data_source, solution_str, ground_truth, extra_info)"
-            )
-
-    def _stirring(self) -> Iterable[_Worker]:
-        """Workers that have sent something or died, at the latest when the next deadline is over."""
-        deadlines = [worker.deadline for worker in self._workers if worker.request is not None or not worker.ready]
-        if not deadlines:
-            return []
-        found = wait([worker.pipe for worker in self._workers], max(0.0, min(deadlines) - time.monotonic()))
-        return [worker for worker in self._workers if worker.pipe in found]
-
-    def _assign(
-        self, worker: _Worker, pending: deque[int], requests: Sequence[dict[str, Any]], outcomes: list[Outcome | None]
-    ) -> None:
-        index = pending.popleft()
-        worker.request = index
-        worker.deadline = time.monotonic() + self._timeout
-        try:
-            worker.pipe.send(requests[index])
-        except OSError:
-            self._replace(worker, "crashes", "the process died between two scores", pending, outcomes)
-
-    def _hear(self, worker: _Worker, pending: deque[int], outcomes: list[Outcome | None]) -> None:
-        pipe: Connection = worker.pipe
-        try:
-            kind, payload = pipe.recv()
-        except (EOFError, OSError):
-            self._replace(worker, "crashes", "the process died", pending, outcomes)
+        if why is None:
             return
-        if kind == "refused":
-            self._replace(worker, "crashes", f"a new process cannot load the function: {payload}", pending, outcomes)
-        elif kind == "ready":
-            worker.ready = True
-            self._failed_starts = 0
-        elif worker.request is not None:
-            outcomes[worker.request] = Outcome("ok", payload) if kind == "score" else Outcome("errors", {}, payload)
-            worker.request = None
-
-    def _end_late(self, pending: deque[int], outcomes: list[Outcome | None]) -> None:
-        now = time.monotonic()
-        for worker in list(self._workers):
-            if now < worker.deadline:
-                continue
-            if worker.request is not None:
-                self._replace(worker, "timeouts", f"longer than {self._timeout:g} s", pending, outcomes)
-            elif not worker.ready:
-                self._replace(worker, "crashes", f"no start within {START_SECONDS:.0f} s", pending, outcomes)
-
-    def _replace(
-        self, worker: _Worker, fate: Fate, why: str, pending: deque[int], outcomes: list[Outcome | None]
-    ) -> None:
-        """Kills a worker and starts another; the request it was on, if any, has this fate."""
-        if worker.request is not None:
-            outcomes[worker.request] = Outcome(fate, {}, why)
-        if not worker.ready:
-            self._failed_starts += 1
-            log.warning("custom reward: %s", why)
-        worker.kill()
-        self._workers[self._workers.index(worker)] = _Worker(*self._source)
+        self.close()
+        if self._source.path is None:
+            raise InputError(f"cannot start a scoring process: {why}; expected one to start (reward.memory_limit_mb?)")
+        raise InputError(
+            f"reward.custom_reward_function.path={self._source.path}: cannot load {self._source.name!r}: {why}; "
+            f"expected a Python file with {self._source.signature}"
+        )
 
 
 def warn_of_failures(outcomes: Sequence[Outcome]) -> None:

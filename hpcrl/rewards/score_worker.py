@@ -1,4 +1,4 @@
-"""What a scoring process runs: one custom reward function, one request at a time over a pipe.
+"""What a scoring process runs: the rules, or one custom reward function, on requests that come over a pipe.
 
 Imported in the child: the standard library alone here, so that a worker starts in a moment and stays small.
 """
@@ -9,34 +9,102 @@ import asyncio
 import importlib.util
 import inspect
 import math
+import multiprocessing
 import os
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-# What goes over the pipe, worker to pool: ("ready", None), ("refused", why), ("score", dict) or ("error", why).
-Reply = tuple[str, Any]
+from hpcrl.launch import family, supervisor
+
+MOST_TEXT = 65536  # characters of a text that a scorer returns
+MOST_EXTRAS = 256  # entries of a result
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+Fate = Literal["ok", "timeouts", "crashes", "errors"]
+Plain = dict[str, float | str]
 
 
-def serve(pipe: Connection, path: str, name: str, kwargs: dict[str, Any]) -> None:
-    """Loads the function, says so, and answers requests until the pipe closes."""
-    from hpcrl.launch import children
+@dataclass(frozen=True)
+class Source:
+    """What scores: the function `name` of the Python file `path`, or with path None the built-in rules.
 
-    # A session of its own: the pool, or the end of the rank, kills the worker with whatever the function has started.
-    children.die_with_parent(own_session=True)
+    `batched`: the function takes lists. `at_once`: how many awaitables of a coroutine function may be under way; None
+    for one call after the other. `timeout`: seconds, of each of those awaitables.
+    """
+
+    path: str | None = None
+    name: str = "compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    batched: bool = False
+    at_once: int | None = None
+    timeout: float = 10.0
+
+    @property
+    def signature(self) -> str:
+        arguments = "data_source, solution_str, ground_truth, extra_info"
+        return f"{self.name}({arguments.replace(',', 's,') + 's' if self.batched else arguments})"
+
+
+class Outcome(NamedTuple):
+    """What a request led to: `result` holds `score` and the extras if `fate` is "ok"; else `why` says what failed.
+
+    Of a batched request, `result` is a list of outcomes.
+    """
+
+    fate: Fate
+    result: Any
+    why: str = ""
+
+
+class Ready(NamedTuple):
+    """The worker's first message; `at_once` is how many requests it takes before it answers, `why` a failure's."""
+
+    at_once: int = 1
+    why: str | None = None
+
+
+def serve(pipe: Connection, source: Source, memory_limit_mb: int | None, log: str | None) -> None:
+    """Loads the function, says so, and answers (number, request) by (number, Outcome) until the pipe closes."""
+    supervisor.supervise(lambda: work(pipe, source, memory_limit_mb), log)
+
+
+def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
+    for name in THREADS:  # a node has many scoring processes; and each thread of a library takes address space
+        os.environ.setdefault(name, "1")
+    if memory_limit_mb is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
     try:
-        function = load_function(path, name)
+        function = score_by_rule if source.path is None else load_function(source.path, source.name)
     except BaseException as error:  # the file is the user's: SystemExit too must become one line
-        pipe.send(("refused", describe(error)))
+        pipe.send(Ready(why=describe(error)))
         return
-    pipe.send(("ready", None))
+    if source.at_once is not None and inspect.iscoroutinefunction(function):
+        pipe.send(Ready(source.at_once))
+        asyncio.run(answer_concurrently(pipe, function, source))
+        return
+    pipe.send(Ready())
+    me = os.getpid()
     while True:
         try:
-            request = pipe.recv()
+            number, request = pipe.recv()
         except EOFError:
             return
-        pipe.send(answer(function, request, kwargs))
+        outcome = answer(function, request, source)
+        if os.getpid() != me:  # a process that the function forked, and that came back from it as well
+            os._exit(0)
+        pipe.send((number, outcome))
+        end_strays()
+
+
+def score_by_rule(data_source: str, **request: Any) -> Any:
+    """The built-in rule's result."""
+    from hpcrl.rewards.registry import scorer_for
+
+    return scorer_for(data_source)(data_source, **request)
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
@@ -54,26 +122,94 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def answer(function: Callable[..., Any], request: dict[str, Any], kwargs: dict[str, Any]) -> Reply:
-    """One call of the function as a reply; whatever it raises becomes an error."""
+def answer(function: Callable[..., Any], request: dict[str, Any], source: Source) -> Outcome:
+    """One call of the function; whatever it raises becomes an error."""
     try:
-        result = function(**request, **kwargs)
+        result = function(**request, **source.kwargs)
         if inspect.isawaitable(result):
             result = asyncio.run(_finish(result))
-        return "score", plain(result)
+        return Outcome("ok", each(result, request) if source.batched else plain(result))
     except BaseException as error:
-        return "error", describe(error)
+        return Outcome("errors", None, describe(error))
+
+
+async def answer_concurrently(pipe: Connection, function: Callable[..., Coroutine], source: Source) -> None:
+    """Calls of a coroutine function as they come, each under its own timeout, until the pipe closes."""
+    closed = asyncio.Event()
+    under_way: set[asyncio.Task] = set()
+    me = os.getpid()
+
+    async def one(number: int, request: dict[str, Any]) -> None:
+        try:
+            result = await asyncio.wait_for(function(**request, **source.kwargs), source.timeout)
+            outcome = Outcome("ok", plain(result))
+        except asyncio.TimeoutError:
+            outcome = Outcome("timeouts", None, f"longer than {source.timeout:g} s")
+        except BaseException as error:
+            outcome = Outcome("errors", None, describe(error))
+        if os.getpid() != me:
+            os._exit(0)
+        pipe.send((number, outcome))
+        if len(under_way) == 1:
+            end_strays()
+
+    def hear() -> None:
+        try:
+            while pipe.poll():
+                task = asyncio.ensure_future(one(*pipe.recv()))
+                under_way.add(task)
+                task.add_done_callback(under_way.discard)
+        except EOFError:
+            closed.set()
+
+    asyncio.get_running_loop().add_reader(pipe.fileno(), hear)
+    await closed.wait()
 
 
 async def _finish(awaitable: Any) -> Any:
     return await awaitable
 
 
-def plain(result: Any) -> dict[str, float | str]:
-    """A result as {"score": finite float, ...} of numbers and strings; ValueError where there is no finite score."""
-    extras = dict(result) if isinstance(result, dict) else {"score": result}
+def end_strays() -> None:
+    """Ends what a score has started and left, daemons too; multiprocessing's processes stay, which functions keep."""
+    me, parent = os.getpid(), os.getppid()
+    for orphan in family.children_of(parent):
+        if orphan != me:
+            family.kill_tree(orphan)
+    if children := family.children_of(me):
+        kept = {process.pid for process in multiprocessing.active_children()}
+        for child in set(children) - kept:
+            family.kill_tree(child)
+            try:
+                os.waitpid(child, 0)
+            except ChildProcessError:
+                pass
+
+
+def each(results: Any, request: dict[str, Any]) -> list[Outcome]:
+    """The outcomes of a batched call; an entry that is no score costs that sample alone."""
+    results, expected = list(results), len(request["solution_strs"])
+    if len(results) != expected:
+        raise ValueError(f"{len(results)} results for {expected} responses")
+    outcomes = []
+    for result in results:
+        try:
+            outcomes.append(Outcome("ok", plain(result)))
+        except Exception as error:
+            outcomes.append(Outcome("errors", None, describe(error)))
+    return outcomes
+
+
+def plain(result: Any) -> Plain:
+    """A result as {"score": finite float, ...} of numbers and strings; ValueError where there is no finite score.
+
+    A bare number is its own accuracy, as in verl: {"score": x, "acc": x}.
+    """
+    extras = dict(result) if isinstance(result, dict) else {"score": result, "acc": result}
     if "score" not in extras:
         raise ValueError(f"the result has no 'score', only {', '.join(map(str, extras)) or 'nothing'}")
+    if len(extras) > MOST_EXTRAS:
+        raise ValueError(f"the result has {len(extras)} entries; expected at most {MOST_EXTRAS}")
     score = extras["score"]
     if isinstance(score, (str, bytes)) or not math.isfinite(float(score)):
         raise ValueError(f"the score is {score!r}; expected a finite number")
@@ -82,11 +218,11 @@ def plain(result: Any) -> dict[str, float | str]:
 
 def number_or_text(value: Any) -> float | str:
     if isinstance(value, str):
-        return value
+        return value[:MOST_TEXT]
     try:
         return float(value)  # bool, int, numpy and torch scalars
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        return str(value)
+        return str(value)[:MOST_TEXT]
 
 
 def describe(error: BaseException) -> str:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
-from hpcrl.algorithms.advantages import AdvantageConfig, get_adv_estimator
+from hpcrl.algorithms.advantages import get_adv_estimator
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss
-from hpcrl.algorithms.kl import apply_kl_in_reward, kl_penalty
-from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum, to_floats
-from hpcrl.algorithms.policy_loss import PolicyLossConfig, get_policy_loss
-from hpcrl.algorithms.statistics import response_statistics, rollout_log_prob_statistics
+from hpcrl.algorithms.estimator import AdvantageConfig
+from hpcrl.algorithms.kl import apply_kl_in_reward
+from hpcrl.algorithms.metrics import Metric, Sum, to_floats
+from hpcrl.algorithms.rollout_correction import correct_rollout
+from hpcrl.algorithms.statistics import (
+    response_statistics,
+    rollout_log_prob_statistics,
+    variance_proxy_statistics,
+)
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
+from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
-from hpcrl.roles.model_worker import ModelWorker, Updates
+from hpcrl.roles.actor_objective import ActorObjective
+from hpcrl.roles.model_worker import ModelWorker, Updates, training_mask
 
 
 class ActorWorker(ModelWorker):
@@ -35,18 +45,18 @@ class ActorWorker(ModelWorker):
             optim=config.actor.optim,
             total_updates=(total_steps - config.trainer.critic_warmup) * derived.actor_updates_per_step,
         )
-        actor = config.actor
+        actor, algorithm = config.actor, config.algorithm
         self.config = config
         self.updates = Updates(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.run.seed)
         self.loss_scale_factor = derived.loss_scale_factor
-        self.policy_loss = get_policy_loss(actor.policy_loss.loss_mode)
-        self.policy_loss_config = PolicyLossConfig(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c)
-        self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
+        self.objective = ActorObjective(config, derived)
+        self.estimator = get_adv_estimator(algorithm.adv_estimator)
+        self.sum_pi_squared = derived.needs_sum_pi_squared
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=("input_ids", "response_mask", "rollout_log_probs"),
-        writes=("old_log_probs",),
+        writes=("old_log_probs", "sum_pi_squared?"),
     )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Log-probs under the policy before this step's update, their entropy, and how far the rollout engine's are."""
@@ -55,27 +65,64 @@ class ActorWorker(ModelWorker):
             max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
             temperature=self.config.rollout.temperature,
             entropy=True,
+            sum_pi_squared=self.sum_pi_squared,
         )
         if not self.is_home:
             return DataProto()
         mask = batch.padded("response_mask").float()
         norm = self.global_norm(batch, self.loss_scale_factor)
         entropy = agg_loss(outputs["entropy"].padded(), mask, self.config.actor.loss_agg_mode, norm)
-        old = outputs["log_probs"]
+        columns: Columns = {"old_log_probs": outputs["log_probs"]}
+        if self.sum_pi_squared:
+            columns["sum_pi_squared"] = outputs["sum_pi_squared"]
         metrics: dict[str, Metric] = {"actor/entropy": Sum(entropy)}
-        metrics |= rollout_log_prob_statistics(batch.padded("rollout_log_probs"), old.padded(), mask)
-        return DataProto({"old_log_probs": old}, {}, {"metrics": to_floats(metrics)})
+        metrics |= rollout_log_prob_statistics(batch.padded("rollout_log_probs"), outputs["log_probs"].padded(), mask)
+        return DataProto(columns, {}, {"metrics": to_floats(metrics)})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("rollout_log_probs",), writes=("old_log_probs",), homes_only=True)
+    def adopt_rollout_log_probs(self, batch: DataProto) -> DataProto:
+        """Bypass mode: the policy that wrote the responses is the old one, and the rollout engine's word is taken."""
+        return DataProto({"old_log_probs": batch.fetch("rollout_log_probs")})
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("response_mask", "rollout_log_probs", "old_log_probs"),
+        writes=("rollout_is_weights?", "loss_mask?"),
+        homes_only=True,
+    )
+    def correct_rollout(self, batch: DataProto) -> DataProto:
+        """Importance weights of training against rollout, and the response mask without rejected tokens."""
+        column, cfg = batch.fetch("response_mask"), self.objective.correction
+        corrected = correct_rollout(
+            batch.padded("old_log_probs"),
+            batch.padded("rollout_log_probs"),
+            column.padded().float(),
+            cfg,
+            self.sum_over_replicas,
+        )
+        tokens: Columns = {}
+        if corrected.weights is not None:
+            tokens["rollout_is_weights"] = Ragged.from_padded(corrected.weights.float(), column.lengths)
+        if cfg.rollout_rs is not None:
+            tokens["loss_mask"] = Ragged.from_padded(corrected.response_mask.to(torch.int32), column.lengths)
+        return DataProto(tokens, {}, {"metrics": to_floats(corrected.metrics)})
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=(
             "response_mask",
+            "loss_mask?",
             "token_level_scores",
             "old_log_probs",
             "ref_log_prob?",
             "values?",
+            "rollout_is_weights?",
+            "sum_pi_squared?",
             "prompt",
             "prompt_length",
+            "score",
+            "extras",
+            "reward_baseline?",
         ),
         writes=("token_level_rewards", "advantages", "returns"),
         homes_only=True,
@@ -83,7 +130,8 @@ class ActorWorker(ModelWorker):
     def compute_advantage(self, batch: DataProto) -> DataProto:
         """KL penalty, advantages and returns, on home ranks. meta_info["kl_coef"] is the weight of the penalty.
 
-        For estimators with groups the caller assigns all samples of a prompt to one replica.
+        For estimators with groups the caller assigns all samples of a prompt to one replica. The penalty is on every
+        token that the model wrote; estimators do not see the tokens that were rejected (verl's order).
         """
         algorithm, data = self.config.algorithm, self.config.data
         column = batch.fetch("response_mask")
@@ -100,14 +148,18 @@ class ActorWorker(ModelWorker):
                 beta=batch.meta_info["kl_coef"],
                 kind=algorithm.kl_penalty,
             )
-        values = batch.padded("values") if "values" in batch.tokens else None
         advantages, returns = self.estimator(
             rewards,
-            mask,
-            values=values,
-            group=torch.from_numpy(batch.samples["prompt"].astype("int64")),
-            cfg=AdvantageConfig(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo),
+            training_mask(batch),
+            cfg=AdvantageConfig(
+                algorithm.gamma,
+                algorithm.lam,
+                algorithm.norm_adv_by_std_in_grpo,
+                algorithm.gdpo_reward_keys or None,
+                algorithm.gdpo_reward_weights,
+            ),
             reduce=self.sum_over_replicas,
+            **self._estimator_tensors(batch),
         )
         metrics = metrics | response_statistics(
             prompt_length=torch.from_numpy(batch.samples["prompt_length"]),
@@ -118,63 +170,92 @@ class ActorWorker(ModelWorker):
             token_level_rewards=rewards,
             advantages=advantages,
             returns=returns,
-            response_mask=mask,
-            values=values,
+            response_mask=training_mask(batch),
+            values=batch.padded("values") if "values" in batch.tokens else None,
         )
         written = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         tokens: Columns = {name: Ragged.from_padded(padded.float(), column.lengths) for name, padded in written.items()}
         return DataProto(tokens, {}, {"metrics": to_floats(metrics)})
 
+    def _estimator_tensors(self, batch: DataProto) -> dict[str, Any]:
+        """What the estimator asks for, by verl's names."""
+        samples, keys = batch.samples, self.config.algorithm.gdpo_reward_keys
+        sources: dict[str, Callable[[], Any]] = {
+            "index": lambda: torch.from_numpy(samples["prompt"].astype(np.int64)),
+            "reward_baselines": lambda: torch.from_numpy(samples["reward_baseline"].astype(np.float32)),
+            "reward_components": lambda: {key: torch.from_numpy(component(samples, key)) for key in keys},
+        }
+        tensors = {}
+        for name in (*self.estimator.inputs, *self.estimator.optional):
+            if name in sources:
+                tensors[name] = sources[name]()
+            elif name in batch.tokens or name in self.estimator.inputs:
+                tensors[name] = batch.padded(name)
+        return tensors
+
     @register(
         Dispatch.DP_COMPUTE_METRIC,
-        reads=("input_ids", "response_mask", "old_log_probs", "advantages", "ref_log_prob?", "prompt"),
+        reads=(
+            "input_ids",
+            "response_mask",
+            "loss_mask?",
+            "old_log_probs",
+            "advantages",
+            "ref_log_prob?",
+            "rollout_is_weights?",
+            "teacher_log_prob?",
+            "teacher_topk_log_probs?",
+            "teacher_topk_ids?",
+            "prompt",
+            "sample_index",
+        ),
     )
     def update_actor(self, batch: DataProto) -> list[dict[str, Metric]]:
         """All optimizer steps of a training step; metrics of each mini-batch."""
         return [
             self.train(
                 mini,
-                self._objective,
+                partial(self.objective.normalised, key=(batch.meta_info["step"], number)),
                 loss_scale_factor=self.loss_scale_factor,
                 max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
                 temperature=self.config.rollout.temperature,
-                entropy=self.config.actor.entropy_coeff != 0,
+                entropy=self.objective.uses_entropy,
+                topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
             )
-            for mini in self.updates.mini_batches(batch)
+            for number, mini in enumerate(self.updates.mini_batches(batch))
         ]
 
-    def _objective(self, norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
-        """pg_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), each over the global mini-batch."""
-        actor = self.config.actor
+    @register(
+        Dispatch.DP_COMPUTE_METRIC,
+        reads=("response_mask", "loss_mask?", "old_log_probs", "sum_pi_squared", "advantages", "rollout_is_weights?"),
+        homes_only=True,
+    )
+    def variance_proxy(self, batch: DataProto, grad_norm: float | None) -> dict[str, Metric]:
+        """How noisy the step's gradient was; `grad_norm` is its update's, None where there was none."""
+        weights = batch.padded("rollout_is_weights") if "rollout_is_weights" in batch.tokens else None
+        found = variance_proxy_statistics(
+            old_log_probs=batch.padded("old_log_probs"),
+            sum_pi_squared=batch.padded("sum_pi_squared"),
+            advantages=batch.padded("advantages"),
+            response_mask=training_mask(batch),
+            rollout_is_weights=weights,
+            grad_norm=grad_norm,
+        )
+        return to_floats(found)
 
-        def objective(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
-            mask = micro.padded("response_mask").float()
-            token_loss, metrics = self.policy_loss(
-                outputs["log_probs"],
-                micro.padded("old_log_probs"),
-                micro.padded("advantages"),
-                mask,
-                self.policy_loss_config,
-            )
-            loss = agg_loss(token_loss, mask, actor.loss_agg_mode, norm)
-            deviation = (outputs["log_probs"].detach() - micro.padded("old_log_probs")).exp().sub(1).abs()
-            metrics = {
-                **metrics,
-                "actor/pg_loss": Sum(loss.detach()),
-                "actor/ratio_deviation_max": Max.of(deviation, mask),
-            }
-            if actor.entropy_coeff:
-                entropy = agg_loss(outputs["entropy"], mask, actor.loss_agg_mode, norm)
-                loss = loss - actor.entropy_coeff * entropy
-                metrics["actor/entropy_loss"] = Sum(entropy.detach())
-            if actor.use_kl_loss:
-                penalty = kl_penalty(outputs["log_probs"], micro.padded("ref_log_prob"), actor.kl_loss_type)
-                kl = agg_loss(penalty, mask, actor.loss_agg_mode, norm)
-                loss = loss + actor.kl_loss_coef * kl
-                metrics |= {"actor/kl_loss": Sum(kl.detach()), "actor/kl_coef": Mean(actor.kl_loss_coef, 1.0)}
-            return loss, metrics | {"actor/loss": Sum(loss.detach())}
 
-        return objective
+def component(samples: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    """float32 (N,): the scorer's `key` of every sample."""
+    if key == "score":
+        return samples["score"].astype(np.float32)
+    found = [extras.get(key) for extras in samples["extras"].tolist()]
+    if not all(isinstance(value, (int, float)) for value in found):
+        seen = sorted({name for extras in samples["extras"].tolist() for name in extras})
+        raise InputError(
+            f"algorithm.gdpo_reward_keys names {key!r}, which is no number of every sample; the scorer returns "
+            f"{', '.join(['score', *seen])}"
+        )
+    return np.array(found, np.float32)
 
 
 class SftActorWorker(ModelWorker):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
@@ -20,6 +22,9 @@ TOKENS = (
     "token_level_rewards",
     "advantages",
     "returns",
+    "rollout_is_weights",
+    "loss_mask",
+    "teacher_log_prob",
 )
 SAMPLES = (
     "position",
@@ -30,7 +35,12 @@ SAMPLES = (
     "prompt_length",
     "response_length",
     "finish_reason",
+    "weight_version",
     "score",
+    "acc",
+    "extras",
+    "rm_score?",
+    "reward_baseline?",
 )
 
 
@@ -42,17 +52,18 @@ class ArchiveWorker(Worker):
         self.sources = self.prompts.source_of_rows()
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), homes_only=True)
-    def write(self, batch: DataProto) -> int:
-        """Append every sample to this rank's log of meta_info["step"]; gives how many."""
-        version = batch.meta_info["weight_version"]
-        log = RolloutLog(log_path(self.folder, batch.meta_info["step"], self.rank))
+    def write(self, batch: DataProto, folder: str | None = None) -> int:
+        """Append every sample to this rank's log of meta_info["step"], in the run's archive or in `folder`; gives how
+        many."""
+        log = RolloutLog(log_path(folder or self.folder, batch.meta_info["step"], self.rank))
         columns = {name: batch.fetch(name) for name in batch.tokens}
         for index in range(len(batch)):
             samples = {name: column[index] for name, column in batch.samples.items()}
-            row = int(samples["row"])
+            row, version = int(samples["row"]), int(samples.pop("weight_version"))
             samples |= {
                 "uid": self.prompts.uid(row, int(samples["epoch"])),
                 "data_source": self.sources[row],
+                "extras": json.dumps(samples["extras"]),
                 "weight_version_min": version,
                 "weight_version_max": version,
             }

@@ -15,7 +15,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
-from hpcrl.roles.model_worker import ModelWorker, Updates
+from hpcrl.roles.model_worker import ModelWorker, Updates, training_mask
 
 
 class CriticWorker(ModelWorker):
@@ -43,7 +43,9 @@ class CriticWorker(ModelWorker):
         outputs = self.engine.values(batch, max_tokens=self.config.ppo_max_token_len_per_gpu)
         return DataProto({"values": outputs["values"]}) if self.is_home else DataProto()
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask", "values", "returns", "prompt"))
+    @register(
+        Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask", "loss_mask?", "values", "returns", "prompt")
+    )
     def update_critic(self, batch: DataProto) -> list[dict[str, Metric]]:
         """All optimizer steps of a training step; metrics of each mini-batch."""
         return [
@@ -58,7 +60,7 @@ class CriticWorker(ModelWorker):
 
     def _objective(self, norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
         def objective(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
-            mask = micro.padded("response_mask").float()
+            mask = training_mask(micro)
             token_loss, metrics = value_loss(
                 outputs["values"], micro.padded("values"), micro.padded("returns"), mask, self.config.cliprange_value
             )

@@ -51,6 +51,11 @@ class Updates:
                 yield batch[np.flatnonzero(of_row == index)]
 
 
+def training_mask(batch: DataProto) -> torch.Tensor:
+    """fp32 (N, longest response): 1 on the tokens that count, those that the model wrote without those rejected."""
+    return batch.padded("loss_mask" if "loss_mask" in batch.tokens else "response_mask").float()
+
+
 class ModelWorker(Worker):
     """A megatron model and, where it is trained, its optimizer."""
 
@@ -95,7 +100,7 @@ class ModelWorker(Worker):
 
     def global_norm(self, mini: DataProto, loss_scale_factor: float) -> LossNorm:
         """Tokens and sequences of the mini-batch over all replicas."""
-        counts = torch.tensor([int(mini.fetch("response_mask").values.sum()), len(mini)], dtype=torch.float64)
+        counts = torch.tensor([int(training_mask(mini).sum()), len(mini)], dtype=torch.float64)
         num_tokens, num_sequences = self.sum_over_replicas(counts).tolist()
         return LossNorm(num_tokens, num_sequences, loss_scale_factor)
 

@@ -1,101 +1,113 @@
-"""Scores, made where the responses are: each home rank of the rollout role scores its own."""
+"""The reward model: it scores whole responses, and `hpcrl rm` trains it on pairs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from hpcrl.algorithms.metrics import Sum
+from hpcrl.algorithms.aggregation import LossNorm
+from hpcrl.algorithms.bradley_terry import bradley_terry_loss
+from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.checkpoint.sharded import load_sharded
+from hpcrl.config.derive import architecture
+from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
-from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.preference import PreferenceDataset
+from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
-from hpcrl.rewards.manager import RewardManager, ScoreRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from hpcrl.model.shape import ModelShape
+from hpcrl.roles.model_worker import ModelWorker
 
 
-class RewardWorker(Worker):
-    """`manager` is None on ranks that are no home: they have nothing to score."""
+class RewardModelWorker(ModelWorker):
+    """A frozen reward model; its tokens are the policy's."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        manager: RewardManager | None,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: dict[str, PromptDataset],
-    ) -> None:
-        super().__init__(layout, rank)
-        self.manager = manager
-        self.tokenizer = tokenizer
-        self.prompts = prompts
-
-    @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "row", "finish_reason", "show?"),
-        writes=("token_level_scores",),
-        homes_only=True,
-    )
-    def score(self, batch: DataProto) -> DataProto:
-        """Scores of whole responses, placed on their last token; per sample `score`, and `acc` (NaN if there is none).
-
-        Where the batch has a bool column `show`, the texts of those rows come back too, for people to read.
-        """
-        assert self.manager is not None
-        prompts = self.prompts[batch.meta_info["split"]]
-        lengths = batch.fetch("response_mask").lengths
-        texts = self.tokenizer.batch_decode(answer_ids(batch, int(self.tokenizer.eos_token_id)))
-        items = []
-        rows, reasons = batch.samples["row"].tolist(), batch.samples["finish_reason"].tolist()
-        for row, text, reason in zip(rows, texts, reasons, strict=True):
-            record = prompts.record(row)
-            items.append(
-                ScoreRequest(record["data_source"], text, record["ground_truth"], record["extra_info"], reason)
-            )
-        scores, extras, counts = self.manager.score(items)
-        values = torch.zeros(int(lengths.sum()))
-        ends = lengths.cumsum(0)[lengths > 0] - 1
-        values[ends] = torch.from_numpy(scores)[lengths > 0]
-        acc = extras.get("acc", np.full(len(items), np.nan, np.float32))
-        samples = {"score": scores, "acc": acc if acc.dtype == np.float32 else scores}
-        if "show" in batch.samples:
-            show = batch.samples["show"].tolist()
-            shown = [self._prompt_text(prompts, row) if wanted else "" for row, wanted in zip(rows, show, strict=True)]
-            samples["prompt_text"] = np.array(shown, object)
-            samples["response_text"] = np.array(
-                [t if wanted else "" for t, wanted in zip(texts, show, strict=True)], object
-            )
-        return DataProto(
-            {"token_level_scores": Ragged.from_lengths(values, lengths)},
-            samples,
-            {"metrics": {name: Sum(count) for name, count in counts.items()}},
-        )
-
-    def _prompt_text(self, prompts: PromptDataset, row: int) -> str:
-        return self.tokenizer.decode(prompts.prompt_ids(row).tolist())
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config) -> None:
+        dtype = architecture(config, "reward").dtype
+        super().__init__(groups, shape, head="reward", dtype=dtype, seed=config.run.seed, optim=None)
+        self.max_tokens = config.reward.reward_model.max_token_len_per_gpu
 
     @register(Dispatch.ONE_TO_ALL)
-    def close(self) -> None:
-        if self.manager is not None:
-            self.manager.close()
+    def load_model(self, folder: str) -> None:
+        """The weights of a step folder of `hpcrl rm`, head included."""
+        load_sharded(self.engine, Path(folder) / "reward", self.groups, optimizer=False)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids",))
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """Per sample `rm_score`, float32: the head's number at the last token of prompt and response."""
+        scores = self.engine.scores(batch, max_tokens=self.max_tokens)
+        return DataProto({}, {"rm_score": scores.numpy()}) if self.is_home and scores is not None else DataProto()
 
 
-def answer_ids(batch: DataProto, eos_token_id: int) -> list[list[int]]:
-    """The response of every row without the end-of-sequence token that closed it.
+class PreferenceWorker(ModelWorker):
+    """The reward model of `hpcrl rm`, where rows 2i and 2i + 1 of a batch are a pair: chosen, rejected."""
 
-    Other special tokens stay and show in the text: a scorer must not take an answer with one inside for a clean one.
-    """
-    sequences = batch.fetch("input_ids")
-    lengths = batch.fetch("response_mask").lengths.tolist()
-    ends = sequences.offsets[1:].tolist()
-    answers = []
-    for end, length in zip(ends, lengths, strict=True):
-        ids = sequences.values[end - length : end].tolist()
-        answers.append(ids[:-1] if ids and ids[-1] == eos_token_id else ids)
-    return answers
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config) -> None:
+        super().__init__(
+            groups,
+            shape,
+            head="reward",
+            dtype=architecture(config, "reward").dtype,
+            seed=config.run.seed,
+            optim=config.rm.optim,
+            total_updates=config.rm.total_training_steps,
+        )
+        self.max_tokens = config.rm.max_token_len_per_gpu
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"))
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """One optimizer step on the pairs of all replicas."""
+
+        def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
+            def loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+                return pair_loss(outputs["scores"].squeeze(1), norm.global_batch_size / 2, "train")
+
+            return loss
+
+        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens, unit=2)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"))
+    def evaluate(self, batch: DataProto) -> dict[str, Metric]:
+        """What `update` would report, under `val/` and without a step."""
+        num_pairs = self.global_norm(batch, 1.0).global_batch_size / 2
+        scores = self.engine.scores(batch, max_tokens=self.max_tokens)
+        return {} if scores is None else to_floats(pair_loss(scores, num_pairs, "val")[1])
+
+
+class PreferenceDataWorker(Worker):
+    """Pairs as columns, made on the reward model's home ranks."""
+
+    def __init__(self, layout: Layout, rank: int, pairs: dict[str, PreferenceDataset]) -> None:
+        super().__init__(layout, rank)
+        self.pairs = pairs
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "side"), writes=("input_ids", "response_mask"), homes_only=True)
+    def load(self, batch: DataProto) -> DataProto:
+        """Sequences of (row, side) of meta_info["split"]: prompt, then answer, which the mask covers."""
+        pairs = self.pairs[batch.meta_info["split"]]
+        sequences, lengths = [], []
+        for row, side in zip(batch.samples["row"].tolist(), batch.samples["side"].tolist(), strict=True):
+            answer = pairs.response(row, side)
+            sequences.append(torch.from_numpy(np.concatenate([pairs.prompt_ids(row), answer])))
+            lengths.append(len(answer))
+        mask = torch.ones(sum(lengths), dtype=torch.int32)
+        return DataProto(
+            {
+                "input_ids": Ragged.from_rows(sequences, dtype=torch.int32),
+                "response_mask": Ragged.from_lengths(mask, torch.tensor(lengths, dtype=torch.int64)),
+            }
+        )
+
+
+def pair_loss(scores: torch.Tensor, num_pairs: float, split: str) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The loss of scores (2 B,) in the order of a batch of pairs, and its metrics as `<split>/...`."""
+    chosen, rejected = scores.view(-1, 2).unbind(1)
+    loss, metrics = bradley_terry_loss(chosen, rejected, num_pairs)
+    named = {f"{split}/{name}": metric for name, metric in metrics.items()}
+    return loss, {f"{split}/loss": Sum(loss.detach()), **named}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,26 @@ from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.roles.model_worker import DTYPES, ModelWorker
+from hpcrl.roles.scorer import ResponseScorer
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.telemetry.archive import read_step, step_path
 
 
 class RolloutWorker(Worker):
+    """`scorer`, on home ranks, scores responses as they finish."""
+
     def __init__(
-        self, groups: RoleGroups, shape: ModelShape, config: Config, prompts: dict[str, PromptDataset]
+        self,
+        groups: RoleGroups,
+        shape: ModelShape,
+        config: Config,
+        prompts: dict[str, PromptDataset],
+        scorer: ResponseScorer | None = None,
     ) -> None:
         super().__init__(groups.layout, groups.rank)
         self.prompts = prompts
+        self.scorer = scorer
         self.seed = config.run.seed
         self.engine = NativeEngine(
             shape,
@@ -56,18 +66,34 @@ class RolloutWorker(Worker):
             Request(prompts.prompt_ids(row), prompts.uid(row, epoch), sample)
             for row, epoch, sample in zip(*columns, strict=True)
         ]
+        split, rows = batch.meta_info["split"], batch.samples["row"].tolist()
+
+        def begin_score(index: int, done: Completion) -> None:
+            if self.scorer is not None:
+                self.scorer.begin(split, rows[index], done.token_ids, done.finish_reason)
+
         self.engine.wake()
-        completions = self.engine.generate(requests, sampling, seed=self.seed, step=batch.meta_info["step"])
+        completions = self.engine.generate(
+            requests,
+            sampling,
+            seed=self.seed,
+            step=batch.meta_info["step"],
+            on_finished=begin_score,
+            on_step=self.scorer.pump if self.scorer is not None else None,
+        )
         self.engine.sleep()
         return responses(requests, completions)
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=("position",),
-        writes=("input_ids", "response_mask", "rollout_log_probs"),
+        writes=("input_ids", "response_mask", "rollout_log_probs", "token_level_scores?"),
     )
-    def replay(self, batch: DataProto, folder: str) -> DataProto:
-        """The recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive."""
+    def replay(self, batch: DataProto, folder: str, *, scores: bool = False) -> DataProto:
+        """The recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive.
+
+        With `scores` also what scoring gave them.
+        """
         tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]))
         rows = batch.samples["position"]
         for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
@@ -77,12 +103,15 @@ class RolloutWorker(Worker):
                     f"{folder}: recorded sample {uid} is {found} in data.train_files; "
                     "replay with the data files and the filter of the recording"
                 )
-        names = ("input_ids", "response_mask", "rollout_log_probs")
+        names = ["input_ids", "response_mask", "rollout_log_probs", *(["token_level_scores"] if scores else [])]
         columns: Columns = {
             name: Ragged(torch.from_numpy(tokens[name][0]), torch.from_numpy(tokens[name][1])).take(rows)
             for name in names
         }
-        kept = ("prompt_length", "response_length", "finish_reason")
+        kept = ["prompt_length", "response_length", "finish_reason"]
+        if scores:
+            samples["extras"] = np.array([json.loads(text) for text in samples["extras"]], object)
+            kept += [name for name in ("score", "acc", "extras", "rm_score") if name in samples]
         return DataProto(columns, {name: samples[name][rows] for name in kept}, {})
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcrl.config.derive import Derived, DerivedSft, PlacedRole
+from hpcrl.config.derive import Derived, DerivedRm, DerivedSft, PlacedRole, architecture
 from hpcrl.config.schema import Config
 from hpcrl.controller.worker import Worker
+from hpcrl.data.preference import PreferenceDataset
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
@@ -21,15 +22,17 @@ from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
-from hpcrl.rewards.manager import RewardManager, check_rewards
+from hpcrl.rewards.manager import RewardManager, asks_rules, check_rewards
 from hpcrl.roles.actor import ActorWorker, SftActorWorker
 from hpcrl.roles.archive import ArchiveWorker
 from hpcrl.roles.critic import CriticWorker
 from hpcrl.roles.model_worker import DTYPES
 from hpcrl.roles.ref import RefWorker
-from hpcrl.roles.reward import RewardWorker
+from hpcrl.roles.reward import PreferenceDataWorker, PreferenceWorker, RewardModelWorker
 from hpcrl.roles.rollout import RefitWorker, RolloutWorker
+from hpcrl.roles.scorer import ResponseScorer, ScorerWorker
 from hpcrl.roles.sft_data import SftDataWorker
+from hpcrl.roles.teacher import TeacherWorker, teacher_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +45,15 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     prompts: dict[str, PromptDataset]  # "train", "val"
     answers: SftDataset | None
+    shape: ModelShape
+    others: dict[str, ModelShape]  # models that are only asked, which may be of another shape: "teacher", "reward"
+
+
+@dataclass(frozen=True)
+class RmInputs:
+    """As `Inputs`, of `hpcrl rm`."""
+
+    pairs: dict[str, PreferenceDataset]  # "train", and "val" where there are evaluations
     shape: ModelShape
 
 
@@ -56,14 +68,7 @@ class Team:
 
 def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
     """Tokenizer, datasets and the model's shape."""
-    if config.model.path is not None:
-        raise InputError(
-            f"model.path={config.model.path}: Hugging Face weights cannot be loaded yet; leave it null, give the "
-            "architecture under model: and start weights as model.init_from"
-        )
-    if config.model.tokenizer is None:
-        raise InputError("model.tokenizer is null; name a tokenizer directory")
-    tokenizer = load_tokenizer(config.model.tokenizer)
+    tokenizer, shape = _read_model(config)
     data = config.data
     answers = None
     if sft:
@@ -74,8 +79,43 @@ def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
     if data.val_files:
         prompts["val"] = PromptDataset(data.val_files, tokenizer, data, data.val_max_samples)
     check_rewards(config.reward, [source for dataset in prompts.values() for source in dataset.data_sources()])
-    shape = ModelShape.from_config(config.model, len(tokenizer))
-    return Inputs(tokenizer, prompts, answers, shape)
+    others = {}
+    if config.distillation.enabled and not sft:
+        others["teacher"] = teacher_shape(config, shape)
+    if config.reward.reward_model.enable and not sft:
+        others["reward"] = ModelShape.from_config(architecture(config, "reward"), shape.vocab_size)
+    return Inputs(tokenizer, prompts, answers, shape, others)
+
+
+def read_rm_inputs(config: Config) -> RmInputs:
+    """As `read_inputs`, for `hpcrl rm`."""
+    tokenizer, shape = _read_model(config)
+    shape = ModelShape.from_config(architecture(config, "reward"), shape.vocab_size)
+    data, pairs = config.data, {}
+    files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
+    for split, (paths, max_samples) in files.items():
+        if split == "train" or config.rm.eval_freq > 0:
+            pairs[split] = PreferenceDataset(
+                paths,
+                tokenizer,
+                data,
+                chosen_key=config.rm.chosen_key,
+                rejected_key=config.rm.rejected_key,
+                max_samples=max_samples,
+            )
+    return RmInputs(pairs, shape)
+
+
+def _read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
+    if config.model.path is not None:
+        raise InputError(
+            f"model.path={config.model.path}: Hugging Face weights cannot be loaded yet; leave it null, give the "
+            "architecture under model: and start weights as model.init_from"
+        )
+    if config.model.tokenizer is None:
+        raise InputError("model.tokenizer is null; name a tokenizer directory")
+    tokenizer = load_tokenizer(config.model.tokenizer)
+    return tokenizer, ModelShape.from_config(config.model, len(tokenizer))
 
 
 def build_team(world: World, config: Config, derived: Derived, inputs: Inputs, total_steps: int) -> Team:
@@ -83,7 +123,7 @@ def build_team(world: World, config: Config, derived: Derived, inputs: Inputs, t
     shape = inputs.shape
     layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
     groups = _groups(world, layouts)
-    kinds: dict[str, type[Worker]] = {"actor": ActorWorker, "rollout": RolloutWorker}
+    kinds: dict[str, type[Worker]] = {"actor": ActorWorker}
     workers: dict[str, Worker] = {}
     if "actor" in groups:
         workers["actor"] = ActorWorker(groups["actor"], shape, config, derived, total_steps)
@@ -95,14 +135,21 @@ def build_team(world: World, config: Config, derived: Derived, inputs: Inputs, t
         kinds["ref"] = RefWorker
         if "ref" in groups:
             workers["ref"] = RefWorker(groups["ref"], shape, config, derived)
-    if "rollout" in groups:
-        workers["rollout"] = RolloutWorker(groups["rollout"], shape, config, inputs.prompts)
+    if derived.needs_teacher:
+        kinds["teacher"] = TeacherWorker
+        if "teacher" in groups:
+            workers["teacher"] = TeacherWorker(groups["teacher"], inputs.others["teacher"], config, derived)
+    if derived.needs_reward_model:
+        kinds["reward"] = RewardModelWorker
+        if "reward" in groups:
+            workers["reward"] = RewardModelWorker(groups["reward"], inputs.others["reward"], config)
     layouts["archive"], kinds["archive"] = layouts["actor"], ArchiveWorker
     if world.rank in layouts["archive"]:
         folder = str(run_directory(config) / "rollouts")
         workers["archive"] = ArchiveWorker(layouts["archive"], world.rank, folder, inputs.prompts)
-    _add_sampling(world, config, inputs, Team(workers, kinds, layouts))
-    return Team(workers, kinds, layouts)
+    team = Team(workers, kinds, layouts)
+    _add_sampling(world, config, inputs, team, groups)
+    return team
 
 
 def build_sft_team(world: World, config: Config, derived: DerivedSft, inputs: Inputs) -> Team:
@@ -118,21 +165,32 @@ def build_sft_team(world: World, config: Config, derived: DerivedSft, inputs: In
         workers["data"] = SftDataWorker(layouts["actor"], world.rank, inputs.answers)
     team = Team(workers, kinds, layouts)
     if "rollout" in layouts:
-        kinds["rollout"] = RolloutWorker
-        if "rollout" in groups:
-            workers["rollout"] = RolloutWorker(groups["rollout"], inputs.shape, config, inputs.prompts)
-        _add_sampling(world, config, inputs, team)
+        _add_sampling(world, config, inputs, team, groups)
     return team
 
 
-def _add_sampling(world: World, config: Config, inputs: Inputs, team: Team) -> None:
-    """The roles that go with generation: scoring on its home ranks, refit on its and the actor's ranks."""
+def build_rm_team(world: World, config: Config, derived: DerivedRm, inputs: RmInputs) -> Team:
+    """Workers of `hpcrl rm`. Collective over the world."""
+    layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
+    groups = _groups(world, layouts)
+    kinds: dict[str, type[Worker]] = {"reward": PreferenceWorker, "data": PreferenceDataWorker}
+    workers: dict[str, Worker] = {}
+    layouts["data"] = layouts["reward"]
+    if "reward" in groups:
+        workers["reward"] = PreferenceWorker(groups["reward"], inputs.shape, config)
+        workers["data"] = PreferenceDataWorker(layouts["data"], world.rank, inputs.pairs)
+    return Team(workers, kinds, layouts)
+
+
+def _add_sampling(world: World, config: Config, inputs: Inputs, team: Team, groups: dict[str, RoleGroups]) -> None:
+    """Generation, and the roles that go with it: scoring on its home ranks, refit on its and the actor's ranks."""
     workers, kinds, layouts = team.workers, team.kinds, team.layouts
     rank, rollout, actor = world.rank, layouts["rollout"], layouts["actor"]
-    layouts["reward"], kinds["reward"] = rollout, RewardWorker
+    layouts["scorer"], kinds["scorer"], kinds["rollout"] = rollout, ScorerWorker, RolloutWorker
     if rank in rollout:
-        manager = RewardManager(config.reward) if rank in rollout.homes else None
-        workers["reward"] = RewardWorker(rollout, rank, manager, inputs.tokenizer, inputs.prompts)
+        scorer = _response_scorer(config, inputs, rank) if rank in rollout.homes else None
+        workers["rollout"] = RolloutWorker(groups["rollout"], inputs.shape, config, inputs.prompts, scorer)
+        workers["scorer"] = ScorerWorker(rollout, rank, scorer, config.reward.reward_model)
     layouts["refit"], kinds["refit"] = Layout(tuple(sorted({*actor.ranks, *rollout.ranks}))), RefitWorker
     dtype = DTYPES[config.model.dtype]
     # Every rank must plan alike; ranks are told to nodes by division, which takes equally many on each.
@@ -148,6 +206,14 @@ def _add_sampling(world: World, config: Config, inputs: Inputs, team: Team) -> N
             workers.get("actor"),  # type: ignore[arg-type]
             workers.get("rollout"),  # type: ignore[arg-type]
         )
+
+
+def _response_scorer(config: Config, inputs: Inputs, rank: int) -> ResponseScorer:
+    manager = None
+    if asks_rules(config.reward):
+        log_path = run_directory(config) / "logs" / f"scorer_{rank:05d}.log"
+        manager = RewardManager(config.reward, config.data.max_response_length, str(log_path))
+    return ResponseScorer(manager, inputs.tokenizer, inputs.prompts)
 
 
 def _layout(placed: PlacedRole) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -61,9 +61,20 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int, step: int
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        on_finished: Callable[[int, Completion], None] | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> list[Completion]:
-        """One completion per request, in their order, whatever the engine's batching."""
+        """One completion per request, in their order, whatever the engine's batching.
+
+        `on_finished(index of the request, completion)` is called as soon as a response is complete, `on_step()` about
+        once a token, so that scoring goes on meanwhile. Neither may wait: the other ranks of the replica would, too.
+        """
         ...
 
     def sleep(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,30 +13,35 @@ import numpy as np
 
 from hpcrl.algorithms.kl import make_kl_controller
 from hpcrl.algorithms.metrics import Max, Metric, Min, finish, merge
+from hpcrl.algorithms.pf_ppo import pf_ppo_rows
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.mini_batches import mini_batch_of
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
-from hpcrl.controller.controller import Controller, replica_column, run_program
-from hpcrl.data.order import batch_rows, steps_for_epochs
+from hpcrl.controller.controller import Controller, Future, replica_column, run_program
+from hpcrl.data.order import steps_for_epochs
+from hpcrl.data.sampler import Sampler, make_sampler
 from hpcrl.launch.exits import DONE, InputError
 from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_team, read_inputs
-from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.telemetry.archive import discard_from, finish_step, read_step, step_path
+from hpcrl.telemetry.archive import discard_from, finish_step
+from hpcrl.trainer.experience import Experience
 from hpcrl.trainer.run import Run, Start, find_start
 from hpcrl.trainer.validation import Validator
 
 log = logging.getLogger(__name__)
+
+PF_PPO_STREAM = 0x7066  # keeps these numbers apart from others keyed by the same seed
 
 
 def run(world: World, config: Config, derived: Derived) -> int:
     """`hpcrl train` on every rank."""
     inputs = world.together(lambda: read_inputs(config))
     world.together(lambda: check_recording(config))
-    start = find_start(world, config, needs_ref=derived.needs_ref)
+    sampler = world.together(lambda: make_sampler(inputs.prompts["train"], config.data, config.run.seed))
+    start = find_start(world, config, needs_ref=derived.needs_ref, frozen=frozen_weights(config, derived))
     prompts, batch_size = len(inputs.prompts["train"]), config.data.train_batch_size
     total_steps = config.trainer.total_training_steps or steps_for_epochs(
         prompts, batch_size, config.trainer.total_epochs
@@ -46,7 +52,7 @@ def run(world: World, config: Config, derived: Derived) -> int:
         team.workers,
         team.kinds,
         team.layouts,
-        lambda controller: PPOTrainer(controller, config, derived, inputs, start, total_steps).fit(),
+        lambda controller: PPOTrainer(controller, config, derived, inputs, start, sampler, total_steps).fit(),
     )
     return DONE
 
@@ -61,6 +67,7 @@ class PPOTrainer:
         derived: Derived,
         inputs: Inputs,
         start: Start,
+        sampler: Sampler,
         total_steps: int,
     ) -> None:
         self.controller = controller
@@ -78,7 +85,8 @@ class PPOTrainer:
             inputs.prompts["train"].num_filtered,
         )
         self.timers = self.run.timers
-        self.eos = (int(inputs.tokenizer.eos_token_id),)
+        eos = (int(inputs.tokenizer.eos_token_id),)
+        self.experience = Experience(controller, config, derived, sampler, self.timers, eos)
         ctrl = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
@@ -91,8 +99,10 @@ class PPOTrainer:
                 inputs.prompts["val"],
                 config.data,
                 config.rollout.val_kwargs,
-                self.eos,
+                eos,
                 num_shown=config.trainer.log_val_generations,
+                folder=self.run.folder / folder if (folder := config.trainer.validation_data_dir) else None,
+                with_model=derived.needs_reward_model,
             )
 
     def fit(self) -> None:
@@ -117,77 +127,70 @@ class PPOTrainer:
                 with self.timers("save_checkpoint"):
                     self._save(step)
         self.run.close(final)
-        self.controller["reward"].close().get()
+        self.controller["scorer"].close().get()
 
     def _step(self, step: int) -> None:
         """One step of PPO, as in the paper's algorithm 1."""
         timers, workers = self.timers, self.controller
-        with timers("gen"):
-            batch = self._rollout(step)
-        with timers("reward"):
-            batch = self._join(batch, workers["reward"].score(batch).get())
+        batch, seen = self.experience.collect(step)
+        self.metrics |= seen | {"training/epoch": float(batch.samples["epoch"][0])}
         batch = self._balance(batch)
-        # All three are under way before the first is waited for: roles on ranks of their own run at the same time.
-        old_log_probs = workers["actor"].compute_log_prob(batch)
-        ref_log_prob = workers["ref"].compute_ref_log_prob(batch) if self.derived.needs_ref else None
-        values = workers["critic"].compute_values(batch) if self.derived.needs_critic else None
-        for phase, future in (("old_log_prob", old_log_probs), ("ref", ref_log_prob), ("values", values)):
-            if future is not None:
-                with timers(phase):
-                    batch = self._join(batch, future.get())
+        batch = self._evaluate_responses(batch)
         with timers("adv"):
             batch.meta_info["kl_coef"] = self.kl_controller.value
+            if self.derived.needs_old_log_prob:
+                batch = self._join(batch, workers["actor"].correct_rollout(batch).get())
             batch = self._join(batch, workers["actor"].compute_advantage(batch).get())
+        trained = self._resampled(batch) if self.config.algorithm.use_pf_ppo else batch
         updates = {}
         if self.derived.needs_critic:
-            updates["update_critic"] = workers["critic"].update_critic(batch)
+            updates["update_critic"] = workers["critic"].update_critic(trained)
         if step > self.config.trainer.critic_warmup or not self.derived.needs_critic:
-            updates["update_actor"] = workers["actor"].update_actor(batch)
+            updates["update_actor"] = workers["actor"].update_actor(trained)
         for phase, update in updates.items():
             with timers(phase):
                 self.metrics |= over_mini_batches(update.get())
+        if self.derived.needs_sum_pi_squared:
+            found = workers["actor"].variance_proxy(batch, self.metrics.get("actor/grad_norm")).get()
+            self.metrics |= finish(merge(found))
         with timers("update_weights"):
             self._refit()
         if self.config.trainer.save_rollouts:
             with timers("dump_rollout_generations"):
                 self._archive(batch, step)
+        self.experience.report()
         self._account(batch)
 
-    def _rollout(self, step: int) -> DataProto:
-        """The step's prompts, n times each, with a response to each."""
-        config = self.config
-        if config.trainer.rollouts_from is not None:
-            return self._recorded(step, config.trainer.rollouts_from)
-        train, n, size = self.inputs.prompts["train"], config.rollout.n, config.data.train_batch_size
-        rows, epochs = batch_rows(len(train), size, step, config.run.seed, config.data.shuffle)
-        self.metrics["training/epoch"] = float(epochs[0])
-        prompt = np.arange(size, dtype=np.int32)
-        batch = DataProto({}, {"row": rows, "epoch": epochs, "prompt": prompt}).repeat(n)
-        batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
-        batch.samples["position"] = np.arange(size * n, dtype=np.int64)
-        batch.meta_info |= {"split": "train", "step": step, "num_prompts": size, "weight_version": step - 1}
-        sampling = SamplingParams(
-            max_new_tokens=config.data.max_response_length,
-            temperature=config.rollout.temperature,
-            top_k=config.rollout.top_k,
-            top_p=config.rollout.top_p,
-            ignore_eos=config.rollout.ignore_eos,
-            eos_token_ids=self.eos,
-        )
-        return self._join(batch, self.controller["rollout"].generate(batch, sampling).get())
+    def _evaluate_responses(self, batch: DataProto) -> DataProto:
+        """What the models think of the responses: log-probs under policy, reference and teacher, and values.
 
-    def _recorded(self, step: int, folder: str) -> DataProto:
-        """The samples of an archive in place of a rollout."""
-        _, samples, attributes = read_step(step_path(folder, step))
-        kept = ("row", "epoch", "prompt", "sample_index", "position")
-        meta = {
-            "split": "train",
-            "step": step,
-            "num_prompts": int(samples["prompt"].max()) + 1,
-            "weight_version": attributes["weight_version"],
-        }
-        batch = DataProto({}, {name: samples[name] for name in kept}, meta)
-        return self._join(batch, self.controller["rollout"].replay(batch, folder).get())
+        All are under way before the first is waited for: roles on ranks of their own run at the same time.
+        """
+        workers, derived = self.controller, self.derived
+        calls: dict[str, Future[DataProto]] = {}
+        if derived.needs_old_log_prob:
+            calls["old_log_prob"] = workers["actor"].compute_log_prob(batch)
+        else:
+            calls["old_log_prob"] = workers["actor"].adopt_rollout_log_probs(batch)
+        if derived.needs_ref:
+            calls["ref"] = workers["ref"].compute_ref_log_prob(batch)
+        if derived.needs_teacher:
+            topk = self.config.distillation.distillation_loss.loss_mode == "forward_kl_topk"
+            teacher = workers["teacher"]
+            calls["teacher"] = (teacher.compute_teacher_topk if topk else teacher.compute_teacher_log_prob)(batch)
+        if derived.needs_critic:
+            calls["values"] = workers["critic"].compute_values(batch)
+        for phase, call in calls.items():
+            with self.timers(phase):
+                batch = self._join(batch, call.get())
+        return batch
+
+    def _resampled(self, batch: DataProto) -> DataProto:
+        """PF-PPO: as many rows, drawn with replacement by their scores."""
+        pf_ppo, step = self.config.algorithm.pf_ppo, batch.meta_info["step"]
+        key = np.random.SeedSequence(self.config.run.seed % 2**64, spawn_key=(PF_PPO_STREAM, step))
+        uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
+        return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo.reweight_method, pf_ppo.weight_pow)]
 
     def _balance(self, batch: DataProto) -> DataProto:
         """Assign rows to replicas, once for the step: tokens are balanced inside each mini-batch of the first pass."""
@@ -227,32 +230,35 @@ class PPOTrainer:
 
     def _archive(self, batch: DataProto, step: int) -> None:
         self.controller["archive"].write(batch).get()
-        version = batch.meta_info["weight_version"]
-        folder, seed = self.run.folder / "rollouts", self.config.run.seed
-        finish_step(folder, step, seed=seed, weight_version=version, report=log.warning)
+        folder, version = self.run.folder / "rollouts", int(batch.samples["weight_version"].max())
+        finish_step(folder, step, seed=self.config.run.seed, weight_version=version, report=log.warning)
 
     def _validate(self, step: int) -> dict[str, float]:
         if self.validator is None:
             return {}
         with self.timers("testing"):
-            metrics, shown = self.validator.run()
+            metrics, shown = self.validator.run(step)
         if shown:
             self.run.writer.text("validation/samples", step, shown)
-        core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        core = {name: value for name, value in metrics.items() if re.fullmatch("val-core/.*/mean@[0-9]+", name)}
         log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
         return metrics
 
     def _restore(self) -> None:
         """Weights, optimizers and counters as the start says, and the weights in the rollout engine."""
         workers, start = self.controller, self.start
-        roles = [role for role in ("actor", "critic", "ref") if role in self.derived.roles]
-        for role in roles:
+        for role in [role for role in ("actor", "critic", "ref") if role in self.derived.roles]:
             if start.folder is not None and role != "ref":
                 workers[role].load(str(start.folder)).get()
             elif start.init_from is not None:
                 workers[role].load(str(start.init_from), role="actor", weights_only=True).get()
+        if "teacher" in start.frozen:
+            workers["teacher"].load(str(start.frozen["teacher"]), role="actor", weights_only=True).get()
+        if "reward" in start.frozen:
+            workers["reward"].load_model(str(start.frozen["reward"])).get()
         if start.folder is not None:
             self.kl_controller.load_state_dict(start.state["kl_ctrl"])
+            self.experience.load(start.state, start.folder / "surplus", start.step)
             log.info("resuming after step %d from %s", start.step, start.folder)
         discard_from(self.run.folder / "rollouts", start.step + 1)
         self._refit()
@@ -260,13 +266,14 @@ class PPOTrainer:
 
     def _save(self, step: int) -> None:
         state: dict[str, Any] = {
-            "consumed_prompts": step * self.config.data.train_batch_size,
             "epoch": self.metrics.get("training/epoch", 0.0),
             "kl_ctrl": self.kl_controller.state_dict(),
             "init_from": str(self.start.init_from) if self.start.init_from else None,
         }
         roles = ("actor", "critic") if self.derived.needs_critic else ("actor",)
-        self.run.save(self.controller, step, roles, state)
+        self.run.save(
+            self.controller, step, roles, state, files=lambda folder: self.experience.save(folder / "surplus", step)
+        )
 
     def _join(self, batch: DataProto, part: DataProto) -> DataProto:
         """Add a call's columns to the batch, and its metrics to the step's."""
@@ -285,7 +292,7 @@ class PPOTrainer:
     def _log(self, step: int) -> None:
         found = self.timers.collect()
         seconds = found["timing_s/step"]
-        for phase in ("gen", "ref", "values", "adv", "update_critic", "update_actor"):
+        for phase in ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor"):
             if f"timing_s/{phase}" in found:
                 tokens = self.num_response_tokens if phase == "gen" else self.num_tokens
                 found[f"timing_per_token_ms/{phase}"] = 1e3 * found[f"timing_s/{phase}"] / max(tokens, 1)
@@ -300,6 +307,16 @@ class PPOTrainer:
             "ratio_kl": "actor/ppo_kl",
         }
         self.run.progress.update(step, {name: self.metrics[key] for name, key in shown.items() if key in self.metrics})
+
+
+def frozen_weights(config: Config, derived: Derived) -> dict[str, str]:
+    """Where the weights of the models come from that this job only asks."""
+    found = {}
+    if derived.needs_teacher:
+        found["teacher"] = config.teacher.init_from or config.model.init_from
+    if derived.needs_reward_model:
+        found["reward"] = config.reward.reward_model.init_from
+    return {role: path for role, path in found.items() if path is not None}
 
 
 def check_recording(config: Config) -> None:

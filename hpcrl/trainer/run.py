@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import logging
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ class Start:
     folder: Path | None
     state: dict[str, Any]
     init_from: Path | None
+    frozen: dict[str, Path] = field(default_factory=dict)  # role -> checkpoint of a model that is only asked
 
 
-def find_start(world: World, config: Config, needs_ref: bool = False) -> Start:
+def find_start(world: World, config: Config, needs_ref: bool = False, frozen: Mapping[str, str] | None = None) -> Start:
     """Rank 0 looks; all ranks get what it found.
 
     A resumed run keeps the start weights that its checkpoint names, for model.init_from may mean newer ones by now;
@@ -56,7 +58,8 @@ def find_start(world: World, config: Config, needs_ref: bool = False) -> Start:
         init_from = Path(named) if named else None
         if init_from is not None and (needs_ref or not found):
             init_from = load_path(init_from, log.warning)
-        return Start(*found, init_from) if found else Start(0, None, {}, init_from)
+        others = {role: load_path(Path(path), log.warning) for role, path in (frozen or {}).items()}
+        return Start(*found, init_from, others) if found else Start(0, None, {}, init_from, others)
 
     return world.broadcast(world.together(look))
 
@@ -84,13 +87,21 @@ class Run:
         self.timers = PhaseTimers()
         self.checkpoints = CheckpointStore(self.folder / "checkpoints", keep=config.trainer.max_ckpt_to_keep)
 
-    def save(self, controller: Controller, step: int, roles: tuple[str, ...], state: dict[str, Any]) -> None:
-        """A checkpoint of these roles after `step`."""
+    def save(
+        self,
+        controller: Controller,
+        step: int,
+        roles: tuple[str, ...],
+        state: dict[str, Any],
+        files: Callable[[Path], dict[str, Any]] | None = None,
+    ) -> None:
+        """A checkpoint of these roles after `step`. `files(folder)` writes more into it, and gives more state."""
         pending = self.checkpoints.begin(step)
         for role in roles:
             controller[role].save(str(pending)).get()
+        more = files(pending) if files is not None else {}
         stamp = {"config_hash": config_hash(self.config), "versions": versions(), "roles": list(roles)}
-        self.checkpoints.commit(step, {**stamp, **state})
+        self.checkpoints.commit(step, {**stamp, **state, **more})
         log.info("saved %s", self.checkpoints.folder(step))
 
     def close(self, final: dict[str, float]) -> None:

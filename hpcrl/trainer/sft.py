@@ -76,7 +76,7 @@ class SFTTrainer:
             with timers("step"):
                 self._step(step)
                 if self.validator is not None and (step % sft.eval_freq == 0 or step == total):
-                    final = self._evaluate()
+                    final = self._evaluate(step)
                     reached = (
                         sft.stop_at_score is not None and float(np.mean(list(final.values()))) >= sft.stop_at_score
                     )
@@ -91,7 +91,7 @@ class SFTTrainer:
             log.info("stopped at step %d: accuracy reached sft.stop_at_score=%g", step, sft.stop_at_score)
         self.run.close(final)
         if self.validator is not None:
-            self.controller["reward"].close().get()
+            self.controller["scorer"].close().get()
 
     def _step(self, step: int) -> None:
         config = self.config
@@ -104,11 +104,11 @@ class SFTTrainer:
         self.metrics = {"training/global_step": float(step), "training/epoch": float(epochs[0])} | finish(merge(parts))
         self.metrics["perf/total_num_tokens"] = float(np.sum(lengths))
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, step: int) -> dict[str, float]:
         """Accuracy at temperature 1 on some validation prompts, by metric name."""
         assert self.validator is not None
         with self.run.timers("testing"):
             self.controller["refit"].update_weights().get()
-            metrics, _ = self.validator.run()
+            metrics, _ = self.validator.run(step)
         self.metrics |= metrics
         return {name: value for name, value in metrics.items() if name.startswith("val-core/")}

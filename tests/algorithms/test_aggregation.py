@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.algorithms.aggregation import MODES, LossNorm, agg_loss
+from hpcrl.algorithms.aggregation import MODES, LossNorm, TokenLosses, agg_loss, aggregate, token_mean
 
 LOSS = torch.tensor([[1.0, 2.0, 50.0], [4.0, 50.0, 50.0], [50.0, 50.0, 50.0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
@@ -74,6 +74,28 @@ def test_padding_may_hold_nan():
     x = torch.tensor([[1.0, float("nan")]])
     for mode in MODES:
         assert agg_loss(x, torch.tensor([[1, 0]]), mode, LossNorm(1, 1, 1.0)).item() == pytest.approx(1.0)
+
+
+def test_counts_of_a_whole_batch_leave_out_empty_sequences():
+    assert LossNorm.of_whole(MASK) == LossNorm(3, 2, 3)
+    assert LossNorm.of_whole(MASK.bool(), loss_scale_factor=10) == LossNorm(3, 2, 10)
+
+
+def test_a_loss_may_bring_its_own_mask_and_mode_or_be_one_number_per_sequence():
+    norm = LossNorm(3, 2, 10)
+    own_mask = TokenLosses(LOSS, {}, response_mask=torch.tensor([[1, 0, 0], [1, 0, 0], [0, 0, 0]]))
+    own_mode = TokenLosses(LOSS, {}, loss_agg_mode="token-sum")
+    per_sequence = TokenLosses(LOSS[:, 0], {})
+    found = [aggregate(losses, MASK, "token-mean", norm).item() for losses in (own_mask, own_mode, per_sequence)]
+    assert found == pytest.approx([5 / 3, 7.0, 55 / 2])
+
+
+def test_means_over_tokens_are_fp64_and_merge():
+    x = torch.tensor([[0.1, 7.0], [float("nan"), 0.3]])
+    mean = token_mean(x, torch.tensor([[1, 0], [0, 1]]))
+    assert mean.finish() == pytest.approx(0.2, rel=1e-7) and mean.weight == 2 and mean.total.dtype == torch.float64
+    empty = token_mean(x, torch.zeros(2, 2))
+    assert empty.finish() == 0 and mean.merge(empty).finish() == pytest.approx(0.2, rel=1e-7)
 
 
 def test_wrong_modes_are_named():

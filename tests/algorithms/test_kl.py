@@ -33,6 +33,11 @@ HALF = math.exp(-0.5) - 1 + 0.5  # k3 at log_prob - ref = 0.5
         ("k3", 30.0, 10.0, 0.0),  # clamped to 20, then to 10
         ("k3", -1000.0, 10.0, 0.0),  # the first clamp keeps the gradient from inf * 0
         ("k3", 0.0, 0.0, 0.0),
+        ("k1+", -0.5, -0.5, -0.5),  # straight through: the value of k1, the gradient of k2
+        ("abs+", 0.5, 0.5, 0.5),
+        ("low_var_kl+", 0.5, HALF, 0.5),
+        ("k3+", -5.0, 10.0, -5.0),  # the clamp of the value does not stop the gradient
+        ("mse+", -3.0, 4.5, -3.0),
     ],
 )
 def test_value_and_gradient(kind, difference, value, gradient):
@@ -50,9 +55,28 @@ def test_k1_and_k3_estimate_the_divergence():
         assert torch.allclose((p * kl_penalty(p.log(), q.log(), kind)).sum(), divergence)
 
 
-def test_unknown_kinds_are_named():
-    with pytest.raises(ValueError, match="unknown KL kind 'full'") as caught:
-        kl_penalty(torch.zeros(1), torch.zeros(1), "full")
+def test_straight_through_kinds_have_the_gradient_of_the_divergence():
+    """Averaged over the policy's own samples; k1's mean gradient is 0, whatever the divergence."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+
+    def mean_gradient(kind: str) -> torch.Tensor:
+        log_p = logits.log_softmax(0)
+        return torch.autograd.grad((log_p.exp().detach() * kl_penalty(log_p, q.log(), kind)).sum(), logits)[0]
+
+    log_p = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad((log_p.exp() * (log_p - q.log())).sum(), logits)
+    for kind in ("k1+", "k3+", "abs+", "k2"):
+        torch.testing.assert_close(mean_gradient(kind), expected)
+    assert mean_gradient("k1").abs().max() < 1e-12 and not torch.allclose(mean_gradient("k3"), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("full", "needs the logits"), ("full+", "needs the logits"), ("k4", "unknown KL kind 'k4'")]
+)
+def test_kinds_that_there_are_not_are_named(kind, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        kl_penalty(torch.zeros(1), torch.zeros(1), kind)
     assert caught.value.user_error
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.algorithms.masked import masked_mean, masked_whiten
+from hpcrl.algorithms.masked import finite_outside, masked_mean, masked_whiten
 from tests.algorithms.replicas import on_replicas
 
 
@@ -25,8 +25,17 @@ def test_whiten_by_hand():
     x = torch.tensor([[1.0, 2.0, 100.0], [6.0, -100.0, 0.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     scale = 1 / math.sqrt(7 + 1e-8)  # mean 3, squares 4 + 1 + 9 = 14, over 3 - 1
-    expected = [[-2 * scale, -scale, 0.0], [3 * scale, 0.0, 0.0]]
-    assert torch.allclose(masked_whiten(x, mask), torch.tensor(expected, dtype=torch.float64))
+    expected = [[-2 * scale, -scale, 97 * scale], [3 * scale, -103 * scale, -3 * scale]]  # masked ones move along
+    torch.testing.assert_close(masked_whiten(x, mask), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_whiten_ignores_garbage():
+    x = torch.tensor([[1.0, 2.0, math.nan], [6.0, math.inf, 0.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    valid = mask.bool()
+    assert torch.equal(masked_whiten(x, mask)[valid], masked_whiten(x.masked_fill(~valid, 0.0), mask)[valid])
+    kept = finite_outside(x, mask)
+    assert torch.equal(kept, torch.tensor([[1.0, 2.0, 0.0], [6.0, 0.0, 0.0]])) and x.isnan().any()
 
 
 def test_whiten_of_one_token_or_none_is_zero():

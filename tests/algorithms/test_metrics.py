@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.algorithms.metrics import (
+    EffectiveSampleSize,
     ExplainedVariance,
     Max,
     Mean,
     Min,
+    NoiseProxy,
     Pearson,
+    Spread,
     Std,
     Sum,
     finish,
@@ -23,6 +26,7 @@ from hpcrl.algorithms.metrics import (
     to_floats,
 )
 
+ZERO = {"sum", "spread", "noise"}  # of nothing; the others are NaN
 pairs = st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3), st.booleans()), max_size=30)
 
 
@@ -34,6 +38,9 @@ def measured(rows: list[tuple[float, float, bool]]) -> dict:
         "min": Min.of(x, mask),
         "sum": Sum((x * mask).sum()),
         "std": Std.of(x, mask),
+        "spread": Spread.of(x, mask, ddof=0),
+        "ess": EffectiveSampleSize.of(x.abs() + 1, mask),
+        "noise": NoiseProxy(Mean.of(x.square(), mask), 2.0),
         "explained": ExplainedVariance.of(x, y, mask),
         "pearson": Pearson.of(x, y, mask),
     }
@@ -64,9 +71,14 @@ def test_against_numpy(rows):
     found = finish(measured(rows))
     if len(x) < 2:
         assert math.isnan(found["std"]) and math.isnan(found["explained"])
+        assert found["spread"] == 0 and found["noise"] == 0
         return
     assert found["max"] == x.max() and found["min"] == x.min()
     assert np.isclose(found["mean"], x.mean()) and np.isclose(found["std"], x.std(ddof=1))
+    assert np.isclose(found["spread"], x.std(), rtol=1e-6, atol=1e-9)
+    weights = np.abs(x) + 1
+    assert np.isclose(found["ess"], weights.sum() ** 2 / (weights**2).sum() / len(x), rtol=1e-6)
+    assert np.isclose(found["noise"], max(0, ((x**2).mean() - 2) / (len(x) - 1)))
     assert np.isclose(found["explained"], 1 - (y - x).var(ddof=1) / (y.var(ddof=1) + 1e-5), rtol=1e-6)
     if x.std() > 1e-3 and y.std() > 1e-3:
         assert np.isclose(found["pearson"], np.corrcoef(x, y)[0, 1], atol=1e-6)
@@ -80,7 +92,7 @@ def test_std_does_not_cancel_far_from_zero():
 
 def test_nothing_is_nan_and_nan_shows():
     nothing = torch.zeros(0)
-    assert all(math.isnan(value) for key, value in finish(measured([])).items() if key != "sum")
+    assert all(math.isnan(value) for key, value in finish(measured([])).items() if key not in ZERO)
     assert math.isnan(finish(merge([{"m": Max(1.0)}, {"m": Max(math.nan)}, {"m": Max(2.0)}]))["m"])
     assert math.isnan(finish(merge([{"m": Min(math.nan)}, {"m": Min(2.0)}]))["m"])
     assert finish(merge([{"m": Max.of(nothing, nothing)}, {"m": Max(-3.0)}])) == {"m": -3.0}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.algorithms.metrics import finish, merge
-from hpcrl.algorithms.statistics import response_statistics, rollout_log_prob_statistics
+from hpcrl.algorithms.statistics import (
+    response_statistics,
+    rollout_log_prob_statistics,
+    variance_proxy_statistics,
+)
+from tests.algorithms.verl_cases import statistics as family
+
+RECORDED = json.loads(Path(family.__file__).with_suffix(".json").read_text())
 
 BATCH = {
     "prompt_length": torch.tensor([3, 4, 4]),
@@ -49,6 +59,11 @@ def test_by_hand():
             "response_length/max": 3.0,
             "response_length/min": 0.0,
             "response_length/clip_ratio": 1 / 3,
+            "response_length_non_aborted/mean": 2.5,
+            "response_length_non_aborted/max": 3.0,
+            "response_length_non_aborted/min": 2.0,
+            "response_length_non_aborted/clip_ratio": 0.5,
+            "response/aborted_ratio": 1 / 3,
             "prompt_length/mean": 11 / 3,
             "prompt_length/max": 4.0,
             "prompt_length/min": 3.0,
@@ -69,12 +84,61 @@ def test_rollout_against_training_by_hand():
     found = finish(rollout_log_prob_statistics(rollout, training, torch.tensor([[1, 1, 0]])))
     assert found == pytest.approx(
         {
+            "training/rollout_probs_diff_valid": 1.0,
             "training/rollout_probs_diff_max": 0.1,
             "training/rollout_probs_diff_mean": 0.075,
             "training/rollout_probs_diff_std": np.std([0.1, 0.05], ddof=1),
             "training/rollout_actor_probs_pearson_corr": 1.0,
             "training/rollout_log_probs_diff_max": np.log(1.25),
             "training/rollout_log_probs_diff_mean": np.log(1.25),
+        }
+    )
+
+
+@pytest.mark.parametrize("case", family.CASES)
+def test_as_verl(case):
+    inputs = {key: torch.as_tensor(x) if isinstance(x, np.ndarray) else x for key, x in family.CASES[case].items()}
+
+    def columns(*names: str) -> dict:
+        return {name: inputs[name] for name in names}
+
+    mask = inputs["response_mask"]
+    found = response_statistics(
+        **columns("token_level_scores", "token_level_rewards", "advantages", "returns", "values", "response_mask"),
+        prompt_length=inputs["prompt_length"],
+        response_length=inputs["response"].sum(-1),
+        max_prompt_length=family.PROMPT,
+        max_response_length=family.WIDTH,
+    )
+    found |= rollout_log_prob_statistics(inputs["rollout_log_probs"], inputs["old_log_probs"], mask)
+    found |= variance_proxy_statistics(
+        **columns("old_log_probs", "sum_pi_squared", "advantages", "response_mask", "grad_norm"),
+        rollout_is_weights=inputs.get("rollout_is_weights"),
+    )
+    metrics = finish(found)
+    ours = {"training/rollout_log_probs_diff_max", "training/rollout_log_probs_diff_mean"}
+    assert metrics.keys() - ours == RECORDED[case].keys()
+    assert {key: metrics[key] for key in RECORDED[case]} == pytest.approx(
+        RECORDED[case], rel=1e-5, abs=1e-5, nan_ok=True
+    )
+
+
+def test_variance_proxies_by_hand():
+    """W is 1 - 2/2 + 1/2 = 1/2 a token: 1 and 1/2 for the two samples, with mean advantages 2 and -4."""
+    half = torch.full((2, 2), 0.5, dtype=torch.float64)
+    batch = {
+        "old_log_probs": half.log(),
+        "sum_pi_squared": half,
+        "advantages": torch.tensor([[1.0, 3.0], [-4.0, 9.0]], dtype=torch.float64),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+    }
+    assert finish(variance_proxy_statistics(**batch, grad_norm=2.0)) == pytest.approx(
+        {
+            "variance_proxy/proxy1_signal_strength": 4.0,
+            "variance_proxy/proxy2_total_power": (4 * 1 + 16 * 0.5) / 2,
+            "variance_proxy/proxy3_pure_noise": (6.0 - 4.0) / (2 - 1),
+            "variance_proxy/expected_a_squared": 10.0,
+            "variance_proxy/expected_w": 0.75,
         }
     )
 
@@ -97,6 +161,14 @@ def test_replicas_merge_to_the_whole(seed, replicas):
         return {
             **response_statistics(**mine, max_prompt_length=8, max_response_length=width),
             **rollout_log_prob_statistics(*logs, mine["response_mask"]),
+            **variance_proxy_statistics(
+                old_log_probs=logs[0],
+                sum_pi_squared=mine["token_level_scores"].square(),
+                advantages=mine["advantages"],
+                response_mask=mine["response_mask"],
+                rollout_is_weights=mine["returns"].abs(),
+                grad_norm=0.1,
+            ),
         }
 
     parts = [measured(np.flatnonzero(owner == replica)) for replica in range(replicas)]

@@ -32,3 +32,13 @@ def test_metrics_are_means_over_valid_tokens():
     vpreds, zeros = torch.tensor([[2.0, 0.0, 7.0]]), torch.zeros(1, 3)
     _, metrics = value_loss(vpreds, zeros, torch.full((1, 3), 3.0), torch.tensor([[1, 1, 0]]), 0.5)
     assert finish(metrics) == {"critic/vf_clipfrac": 0.5, "critic/vpred_mean": 1.0}
+
+
+def test_padding_may_hold_anything():
+    nan = float("nan")
+    vpreds = torch.tensor([[2.0, nan]], requires_grad=True)
+    columns = torch.tensor([[0.0, nan]]), torch.tensor([[3.0, float("inf")]])
+    errors, metrics = value_loss(vpreds, *columns, torch.tensor([[True, False]]), 0.5)
+    errors.sum().backward()
+    assert vpreds.grad.tolist() == [[0.0, 0.0]] and errors.tolist() == [[3.125, 0.0]]  # held at 0.5
+    assert finish(metrics) == {"critic/vf_clipfrac": 1.0, "critic/vpred_mean": 2.0}

@@ -98,3 +98,11 @@ def test_a_hundred_thousand_rows():
     back = torch.arange(99_999, -1, -1)
     assert column.take(back).take(back).equal(column)
     assert Ragged.from_padded(column.padded(), lengths).equal(column)
+
+
+def test_several_numbers_per_token():
+    column = ragged([[1, 2, 3, 4], [], [5, 6]])
+    assert column.padded_vectors(2).tolist() == [[[1, 2], [3, 4]], [[0, 0], [0, 0]], [[5, 6], [0, 0]]]
+    assert ragged([[], []]).padded_vectors(3).shape == (2, 0, 3)
+    with pytest.raises(ValueError, match="row 2 has 2 values; expected a multiple of 3"):
+        column.padded_vectors(3)

@@ -23,9 +23,9 @@ def config(**sections: dict[str, Any]) -> Config:
     return Config.model_validate(base)
 
 
-def refusal(ranks: int = 4, /, *, needs_groups: bool = False, **sections: dict[str, Any]) -> str:
+def refusal(ranks: int = 4, /, *, inputs: tuple[str, ...] | None = None, **sections: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        derive.check(config(**sections), ranks, needs_groups=needs_groups)
+        derive.check(config(**sections), ranks, inputs=inputs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -95,7 +95,7 @@ def test_roles_that_the_algorithm_does_not_need_are_not_placed() -> None:
     )
     assert set(derived.roles) == {"actor", "rollout"}
     assert derived.critic_updates_per_step == 0
-    assert derive.check(config(algorithm={"adv_estimator": "mine"}), 4, needs_critic=True).needs_critic
+    assert derive.check(config(algorithm={"adv_estimator": "mine"}), 4, inputs=("values",)).needs_critic
 
 
 def test_ranks_of_no_role_are_shown() -> None:
@@ -149,7 +149,7 @@ def test_tp_must_divide_query_groups_and_feed_forward_width() -> None:
             "ref.log_prob_max_token_len_per_gpu=9 is less than the longest",
         ),
         ({"rollout": {"max_num_batched_tokens": 511}}, "rollout.max_num_batched_tokens=511 is less than"),
-        ({"rollout": {"val_kwargs": {"n": 4}}}, "n=4 at temperature 0 draws the same sample 4 times"),
+        ({"rollout": {"val_kwargs": {"n": 4}}}, "n=4 without sampling draws the same sample 4 times"),
         ({"trainer": {"test_freq": 5}}, "trainer.test_freq=5 validates, and data.val_files is empty"),
         ({"algorithm": {"adv_estimator": "grpo"}, "trainer": {"critic_warmup": 5}}, "trainer.critic_warmup=5 trains"),
         ({"actor": {"optim": {"lr": 1.0, "min_lr": 2.0}}}, "actor.optim.min_lr=2.0 exceeds lr=1.0; use 1.0 or less"),
@@ -160,7 +160,7 @@ def test_combinations(sections: dict[str, dict[str, Any]], line: str) -> None:
 
 
 def test_group_estimators_need_several_samples() -> None:
-    line = refusal(needs_groups=True, algorithm={"adv_estimator": "grpo"})
+    line = refusal(inputs=("index",), algorithm={"adv_estimator": "grpo"})
     assert line.startswith("algorithm.adv_estimator=grpo compares the samples of a prompt, and rollout.n=1")
 
 
@@ -187,3 +187,17 @@ def test_sft() -> None:
 def test_sft_combinations(sections: dict[str, dict[str, Any]], line: str) -> None:
     with pytest.raises(ConfigError, match="^" + line):
         derive.check_sft(config(**sections), 4)
+
+
+def test_reward_model_job() -> None:
+    job = {"data": {"max_prompt_length": 30, "max_response_length": 20, "val_files": ["val.parquet"]}}
+    found = derive.check_rm(config(**job, rm={"batch_size": 8}, placement={"reward": {"pp": 2}}), 4)
+    assert (found.roles.keys(), found.roles["reward"].dp, found.samples_per_step) == ({"reward"}, 2, 16)
+    assert "reward (all)  tp 1  pp 2  dp 2" in derive.describe(found)
+    for rm, line in (
+        ({"max_token_len_per_gpu": 99}, "rm.max_token_len_per_gpu=99 holds no pair .* = 100; use 100 or more"),
+        ({"eval_freq": 5}, "rm.eval_freq=5 evaluates, and data.val_files is empty"),
+    ):
+        empty = {"data": {**job["data"], "val_files": []}}
+        with pytest.raises(ConfigError, match=line):
+            derive.check_rm(config(**empty, rm=rm), 4)

@@ -6,7 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.data.order import batch_rows, epoch_permutation, steps_for_epochs
+from hpcrl.data.order import (
+    batch_rows,
+    epoch_permutation,
+    file_cycle,
+    steps_for_epochs,
+    weight_quotas,
+    weighted_rows_at,
+)
 
 
 @given(st.integers(1, 200), st.integers(0, 2**31), st.integers(0, 50))
@@ -37,6 +44,60 @@ def test_order_changes_with_seed_and_epoch_and_not_otherwise() -> None:
     assert epoch_permutation(5, 0, 3, False).tolist() == [0, 1, 2, 3, 4]
     # Written down: a resumed run must find this order under any numpy.
     assert epoch_permutation(8, 0, 0, True).tolist() == [6, 2, 5, 3, 4, 0, 1, 7]
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
+def test_quotas_are_the_weights(weights: list[float]) -> None:
+    quotas = np.array(weight_quotas(weights))
+    assert quotas.sum() <= 10_000
+    assert np.abs(quotas / quotas.sum() - np.array(weights) / sum(weights)).max() < 1e-4
+
+
+def test_simple_weights_are_exact() -> None:
+    assert weight_quotas([1, 1, 1]) == [1, 1, 1]
+    assert weight_quotas([0.7, 0.3]) == [7, 3]
+    assert weight_quotas([2.0, 0.5, 0.5]) == [4, 1, 1]
+    assert weight_quotas([1e6, 1e-6]) == [1, 0]
+    assert file_cycle((3, 1))[0].tolist() == [0, 0, 1, 0]
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
+def test_a_file_is_never_far_from_its_share(weights: list[float]) -> None:
+    quotas = weight_quotas(weights)
+    files, before = file_cycle(tuple(quotas))
+    places = np.arange(1, len(files) + 1)
+    for file, quota in enumerate(quotas):
+        drawn = np.cumsum(files == file)
+        assert np.abs(drawn - places * quota / len(files)).max() <= len(quotas)
+        assert before[files == file].tolist() == list(range(quota))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.2, 0.5, 1.0, 3.0])), min_size=1, max_size=4),
+    st.integers(0, 200),
+    st.integers(1, 60),
+)
+def test_weighted_rows_pass_over_each_file_in_epochs(files: list[tuple[int, float]], start: int, count: int) -> None:
+    sizes = [size for size, _ in files]
+    quotas = weight_quotas([weight for _, weight in files])
+    rows, epochs = weighted_rows_at(np.arange(300, dtype=np.int64), sizes, quotas, 3, True)
+    assert rows.dtype == epochs.dtype == np.int64
+    ends = np.cumsum(sizes)
+    for size, end in zip(sizes, ends, strict=True):
+        mine = (rows >= end - size) & (rows < end)
+        assert epochs[mine].tolist() == [i // size for i in range(mine.sum())]
+        for epoch in range(mine.sum() // size):
+            assert sorted(rows[mine & (epochs == epoch)].tolist()) == list(range(end - size, end))
+    # A position is all that is needed to go on.
+    stop = min(start + count, 300)
+    part = weighted_rows_at(np.arange(start, stop, dtype=np.int64), sizes, quotas, 3, True)
+    assert part[0].tolist() == rows[start:stop].tolist()
+    assert part[1].tolist() == epochs[start:stop].tolist()
+
+
+def test_files_of_equal_size_have_orders_of_their_own() -> None:
+    rows, _ = weighted_rows_at(np.arange(100, dtype=np.int64), [50, 50], [1, 1], 0, True)
+    assert rows[::2].tolist() != (rows[1::2] - 50).tolist()
 
 
 def test_steps_for_epochs() -> None:

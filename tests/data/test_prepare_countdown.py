@@ -20,7 +20,9 @@ Rows = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tool: Callable[[str], ModuleType]) -> Path:
     out = tmp_path_factory.mktemp("countdown")
-    tool("prepare_countdown").main(["--out", str(out), "--sft-rows", "2000", "--seed", "3"])
+    tool("prepare_countdown").main(
+        ["--out", str(out), "--sft-rows", "2000", "--preference-rows", "2000", "--seed", "3"]
+    )
     return out
 
 
@@ -70,10 +72,27 @@ def test_answers_score_one_and_keep_the_draw_order_open(files: dict[str, Rows]) 
     assert same < 0.12 * len(files["sft"])
 
 
+def test_preferences_are_right_over_wrong(folder: Path, files: dict[str, Rows]) -> None:
+    from hpcrl.rewards.countdown import compute_score
+
+    kinds = set()
+    for name, size in (("preference", 2000), ("preference_val", 100)):
+        rows = pyarrow.parquet.read_table(folder / f"{name}.parquet").to_pylist()
+        assert len(rows) == size
+        for row in rows:
+            truth = row["reward_model"]["ground_truth"]
+            score = lambda text, truth=truth: compute_score("countdown", text, truth)["score"]  # noqa: E731
+            assert score(row["chosen"]) == 1.0 and score(row["rejected"]) < 1.0
+            kinds.add((score(row["rejected"]), len(row["chosen"]) - len(row["rejected"])))
+        training = {_problem(row) for row in files["train"]}
+        assert all((_problem(row) in training) == (name == "preference") for row in rows)
+    assert kinds == {(0.1, 0), (0.1, 2), (0.0, 4)}  # an operator or a number; a term; no closing tag
+
+
 def test_deterministic_by_seed(tool: Callable[[str], ModuleType]) -> None:
     make_rows = tool("prepare_countdown").make_rows
-    assert make_rows(50, 0) == make_rows(50, 0)
-    first, second = make_rows(50, 0), make_rows(50, 1)
+    assert make_rows(50, 20, 0) == make_rows(50, 20, 0)
+    first, second = make_rows(50, 20, 0), make_rows(50, 20, 1)
     assert all(first[name] != second[name] for name in first)
     assert {_problem(row) for row in first["val"]} == {_problem(row) for row in second["val"]}
 

@@ -204,7 +204,7 @@ def test_sft_pairs_end_with_eos(tmp_path: Path, tokenizer: Any) -> None:
     assert _text(tokenizer, prompt) + _text(tokenizer, answer) == "<|bos|>1 2 3:<a>1+2</a><|eos|>"
     assert answer[-1] == tokenizer.eos_token_id
     assert data.lengths.tolist() == [7 + 11, 3 + 2]
-    with pytest.raises(InputError, match="row 0: the answer has 11 tokens"):
+    with pytest.raises(InputError, match="row 0: the answer in .answer. has 11 tokens"):
         SftDataset([path], tokenizer, DataConfig(max_response_length=10))
     cut = SftDataset([path], tokenizer, DataConfig(max_response_length=10, truncation="right"))
     assert _text(tokenizer, cut.pair(0)[1]) == "<a>1+2</a>"

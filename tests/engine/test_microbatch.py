@@ -21,7 +21,15 @@ SHAPE = ModelShape(
 )
 
 
-def make(prompts: list[list[int]], responses: list[list[int]], *, count: int, max_tokens: int = 100, same_size=False):
+def make(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    *,
+    count: int,
+    max_tokens: int = 100,
+    same_size=False,
+    **options,
+):
     rows = [torch.tensor(p + r, dtype=torch.int32) for p, r in zip(prompts, responses, strict=True)]
     masks = [torch.ones(len(r)) for r in responses]
     batch = DataProto({"input_ids": Ragged.from_rows(rows), "response_mask": Ragged.from_rows(masks)})
@@ -33,6 +41,7 @@ def make(prompts: list[list[int]], responses: list[list[int]], *, count: int, ma
         multiple=8,
         same_size=same_size,
         device=torch.device("cpu"),
+        **options,
     )
 
 
@@ -47,6 +56,31 @@ def test_output_rows_predict_response_tokens():
     (padded * torch.tensor([[1.0, 2, 9], [3, 4, 5]])).sum().backward()
     assert outputs.grad.tolist() == [1, 2, 3, 4, 5]
     assert [row.tolist() for row in map(micro.ragged(outputs.detach()).row, range(2))] == [[0, 1], [2, 3, 4]]
+
+
+def test_several_outputs_of_each_token():
+    (micro,) = make([[1, 2], [5]], [[3], [6, 7]], count=1)
+    outputs = torch.arange(6.0).view(3, 2)
+    assert micro.padded(outputs).tolist() == [[[0, 1], [0, 0]], [[2, 3], [4, 5]]]
+    assert torch.equal(micro.ragged(outputs).padded_vectors(2), micro.padded(outputs))
+
+
+def test_last_tokens_need_no_response():
+    (micro,) = make([[1, 2], [5]], [[3, 4], []], count=1, wanted="last")
+    assert micro.packed.output_rows.tolist() == [3, 4]
+    outputs = torch.tensor([0.5, -1.0])
+    assert micro.padded(outputs).tolist() == [[0.5], [-1.0]]
+    assert micro.ragged(outputs).lengths.tolist() == [1, 1]
+
+
+def test_pairs_are_never_parted():
+    """Lengths that best fit would pair up otherwise: 9 with 1, 8 with 2, ..."""
+    prompts = [[1] * length for length in (9, 8, 7, 6, 1, 2, 3, 4)]
+    micros = make(prompts, [[2]] * 8, count=4, max_tokens=19, unit=2)
+    found = sorted(row for micro in micros for row in micro.rows.reshape(-1, 2).tolist())
+    assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="3 samples are no whole number of groups of 2"):
+        make(prompts[:3], [[2]] * 3, count=4, unit=2)
 
 
 def test_padding_to_a_common_size_for_pipelines():

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hypothesis
 import pytest
@@ -23,6 +23,9 @@ import pytest
 from hpcrl.launch import children
 from hpcrl.launch.waiting import wait_until
 from hpcrl.launch.world import World, exchange, finish, kill_job, start_mpi, start_torch
+
+if TYPE_CHECKING:
+    from tests.mpi.lab import Lab
 
 SECONDS_OF_GRACE = 5.0  # a rank that failed waits this long for the others to end the same phase
 SECONDS_PER_TEST = float(os.environ.get("HPCRL_TEST_SECONDS", "300"))  # then every stack is shown and the job ends
@@ -152,3 +155,24 @@ def world(request: pytest.FixtureRequest) -> World:
 def world_tmp_path(world: World, tmp_path: Path) -> Path:
     """Rank 0's tmp_path on every rank."""
     return world.broadcast(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def countdown_files(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The countdown data, made once by rank 0."""
+    from tests.mpi.lab import make_countdown_files  # not before MPI has started: it imports torch
+
+    folder = Path(world.broadcast(str(tmp_path_factory.mktemp("data")) if world.rank == 0 else None))
+    if world.rank == 0:
+        make_countdown_files(folder)
+    world.barrier()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def lab(world: World, countdown_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Small whole jobs."""
+    from tests.mpi.lab import Lab
+
+    folder = world.broadcast(str(tmp_path_factory.mktemp("runs")) if world.rank == 0 else None)
+    return Lab(world, countdown_files, Path(folder))

@@ -8,7 +8,7 @@ import torch
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.engine.logprob import vocab_parallel_log_probs
+from hpcrl.engine.logprob import vocab_parallel_log_probs, vocab_parallel_topk_ids
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.launch.world import World
 from tests.mpi.layouts import (
@@ -16,6 +16,7 @@ from tests.mpi.layouts import (
     SGD,
     SHAPE,
     TIED,
+    TOKENS,
     assert_slices,
     gradients,
     make_batch,
@@ -32,12 +33,14 @@ def groups(world: World) -> dict[str, RoleGroups]:
     return role_groups(world.rank, world.size)
 
 
-def assert_same_training(engine: TrainEngine, mine: DataProto, alone: TrainEngine, all_: DataProto, loss) -> None:
+def assert_same_training(
+    engine: TrainEngine, mine: DataProto, alone: TrainEngine, all_: DataProto, loss, **options
+) -> None:
     """Two SGD steps on `mine` in this layout, and on `all_` alone: same norms, gradients and weights."""
     entropy = engine.head == "lm"
     for _ in range(2):
-        found = engine.train(mine, max_tokens=64, loss=loss, temperature=0.7, entropy=entropy)
-        expected = alone.train(all_, max_tokens=64, loss=loss, temperature=0.7, entropy=entropy)
+        found = engine.train(mine, max_tokens=64, loss=loss, temperature=0.7, entropy=entropy, **options)
+        expected = alone.train(all_, max_tokens=64, loss=loss, temperature=0.7, entropy=entropy, **options)
         assert expected["grad_norm"] > 1e-3
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         assert_slices(engine, gradients(engine), gradients(alone))
@@ -155,37 +158,143 @@ def test_gradient_is_clipped_to_the_norm(groups):
     assert float(moved) == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_log_probs_of_a_split_vocabulary(world, groups, entropy):
-    """Against torch's log_softmax over the whole vocabulary, values and gradients."""
+def shard(world: World, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's columns of (R, V)."""
+    return whole.chunk(world.size, dim=1)[world.rank]
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    "entropy, squares, k", [(False, False, 0), (True, False, 0), (False, True, 5), (True, True, 5)]
+)
+def test_log_probs_of_a_split_vocabulary(world, groups, entropy, squares, k, dtype, atol):
+    """Against torch's log_softmax over the whole vocabulary, values and gradients, of one target or of 1 + k."""
     generator = torch.Generator().manual_seed(0)
     rows, width, vocab = 17, 16, 16 * world.size - 5
-    logits = 4 * torch.randn(rows, width * world.size, generator=generator)
+    logits = 4 * torch.randn(rows, width * world.size, generator=generator, dtype=dtype)
     targets = torch.randint(0, vocab, (rows,), generator=generator)
-    weight = torch.randn(2, rows, generator=generator)
+    if k:
+        others = torch.rand(rows, vocab, generator=generator).argsort(dim=1)[:, :k]
+        others[0, 2] = targets[0]  # a gradient that two columns share
+        targets = torch.cat([targets.unsqueeze(1), others], dim=1)
+    weight = torch.randn(targets.shape, generator=generator, dtype=dtype)
+    of_entropy = torch.randn(rows, generator=generator, dtype=dtype)
     whole = logits.clone().requires_grad_()
     log_p = torch.log_softmax(whole[:, :vocab] / 0.7, dim=1)
-    expected = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
+    expected = log_p.gather(1, targets.view(rows, -1)).view(targets.shape)
     expected_entropy = -(log_p.exp() * log_p).sum(1)
 
-    local = logits[:, world.rank * width : (world.rank + 1) * width].clone().requires_grad_()
-    found, found_entropy = vocab_parallel_log_probs(
+    local = shard(world, logits).clone().requires_grad_()
+    found, found_entropy, found_squares = vocab_parallel_log_probs(
         local,
         targets,
         group=torch.distributed.group.WORLD,
         vocab_size=vocab,
         temperature=0.7,
         entropy=entropy,
+        sum_pi_squared=squares,
     )
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    loss, expected_loss = (found * weight).sum(), (expected * weight).sum()
     if entropy:
-        torch.testing.assert_close(found_entropy, expected_entropy, rtol=0, atol=1e-5)
-        (found * weight[0] + found_entropy * weight[1]).sum().backward()
-        (expected * weight[0] + expected_entropy * weight[1]).sum().backward()
-    else:
-        assert found_entropy is None
-        (found * weight[0]).sum().backward()
-        (expected * weight[0]).sum().backward()
-    torch.testing.assert_close(
-        local.grad, whole.grad[:, world.rank * width : (world.rank + 1) * width], rtol=0, atol=1e-5
-    )
+        torch.testing.assert_close(found_entropy, expected_entropy, rtol=0, atol=atol)
+        loss = loss + (found_entropy * of_entropy).sum()
+        expected_loss = expected_loss + (expected_entropy * of_entropy).sum()
+    if squares:
+        torch.testing.assert_close(found_squares, log_p.exp().square().sum(1), rtol=0, atol=atol)
+        assert not found_squares.requires_grad
+    assert (found_entropy is not None, found_squares is not None) == (entropy, squares)
+    loss.backward()
+    expected_loss.backward()
+    torch.testing.assert_close(local.grad, shard(world, whole.grad), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("k", [1, 5, 13])
+def test_likeliest_tokens_of_a_split_vocabulary(world, k):
+    """Against a stable sort of the whole; many logits are equal, 0 and -0 among them; the padding is the largest."""
+    vocab = 16 * world.size - 5
+    logits = torch.randn(33, 16 * world.size, generator=torch.Generator().manual_seed(1)).round()
+    assert ((logits == 0) & logits.signbit()).any() and ((logits == 0) & ~logits.signbit()).any()
+    logits[:, vocab:] = 99.0
+    k = min(k, vocab)  # above 11, the last rank has fewer columns
+    found = vocab_parallel_topk_ids(shard(world, logits), k, group=torch.distributed.group.WORLD, vocab_size=vocab)
+    assert torch.equal(found, logits[:, :vocab].sort(dim=1, descending=True, stable=True).indices[:, :k])
+
+
+@pytest.mark.world(1)
+def test_more_of_the_likeliest_tokens_than_there_are(groups):
+    with pytest.raises(ValueError, match="the 6 likeliest of 5 tokens asked for; ask for 5 or fewer"):
+        vocab_parallel_topk_ids(torch.zeros(2, 8), 6, group=groups["alone"].tp, vocab_size=5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_teacher_outputs_are_those_of_one_rank(groups, layout):
+    batch = make_batch()
+    mine = part_of(batch, groups[layout])
+    engine, alone = TrainEngine(SHAPE, groups[layout], seed=3), TrainEngine(SHAPE, groups["alone"], seed=3)
+    found = engine.topk_log_probs(mine, max_tokens=64, temperature=0.7, k=7)
+    plain = engine.log_probs(mine, max_tokens=64, temperature=0.7, sum_pi_squared=True)
+    if not found:
+        return
+    k = SHAPE.vocab_size
+    whole = alone.topk_log_probs(mine, max_tokens=10_000, temperature=0.7, k=k)
+    log_p, ids = (whole[name].padded_vectors(k) for name in ("topk_log_probs", "topk_ids"))
+    inside = torch.arange(log_p.shape[1]) < mine.tokens["response_mask"].lengths[:, None]
+    torch.testing.assert_close(log_p.exp().sum(2)[inside], torch.ones(int(inside.sum())), rtol=0, atol=1e-5)
+    assert (ids.sort(dim=2).values[inside] == torch.arange(k)).all()
+
+    squares = alone.log_probs(mine, max_tokens=10_000, temperature=0.7, sum_pi_squared=True)["sum_pi_squared"].padded()
+    torch.testing.assert_close(squares[inside], log_p.exp().square().sum(2)[inside], rtol=0, atol=1e-5)
+    torch.testing.assert_close(plain["sum_pi_squared"].padded(), squares, rtol=0, atol=1e-5)
+
+    assert found["log_probs"].equal(plain["log_probs"])
+    assert (found["topk_ids"].dtype, found["topk_log_probs"].dtype) == (torch.int32, torch.float32)
+    found_ids, found_log_p = found["topk_ids"].padded_vectors(7), found["topk_log_probs"].padded_vectors(7)
+    torch.testing.assert_close(found_log_p[inside], log_p[:, :, :7][inside], rtol=0, atol=1e-4)
+    assert (found_ids == ids[:, :, :7])[inside].float().mean() > 0.99
+
+
+def distillation_loss(outputs: dict[str, torch.Tensor], batch: DataProto):
+    """Forward KL over the teacher's likeliest, and the policy's loss."""
+    k = outputs["topk_log_probs"].shape[2]
+    log_p = batch.fetch("teacher_topk_log_probs").padded_vectors(k)
+    kl = (log_p.exp() * (log_p - outputs["topk_log_probs"])).sum(2) * batch.padded("response_mask")
+    loss, metrics = policy_loss(outputs, batch)
+    return loss + kl.sum() / TOKENS, metrics
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_student_of_a_teacher_is_that_of_one_rank(groups, layout):
+    """Gradients at the ids of a column, in every layout; then with all samples on one replica."""
+    batch = make_batch()
+    teacher = TrainEngine(SHAPE, groups["alone"], seed=8)
+    found = teacher.topk_log_probs(batch, max_tokens=10_000, temperature=1.0, k=6)
+    batch.tokens |= {f"teacher_{name}": found[name] for name in ("topk_ids", "topk_log_probs")}
+    empty = batch if groups[layout].coord.dp == 0 else batch[:0]
+    for mine in (part_of(batch, groups[layout]), empty):
+        engine = TrainEngine(SHAPE, groups[layout], optim=SGD, seed=3)
+        alone = TrainEngine(SHAPE, groups["alone"], optim=SGD, seed=3)
+        assert_same_training(engine, mine, alone, batch, distillation_loss, topk_ids="teacher_topk_ids")
+
+
+@pytest.mark.world(1)
+def test_log_probs_at_all_ids_have_the_gradient_of_the_entropy(groups):
+    """-sum p log p over the log-probs at every id is the entropy, whose gradient has a formula of its own."""
+    batch, k = make_batch(), SHAPE.vocab_size
+    itself = TrainEngine(SHAPE, groups["alone"], seed=3)
+    found = itself.topk_log_probs(batch, max_tokens=64, temperature=0.7, k=k)
+    batch.tokens |= {"ids": found["topk_ids"], "before": found["topk_log_probs"]}
+
+    def loss(outputs: dict[str, torch.Tensor], micro: DataProto):
+        log_p = outputs["topk_log_probs"]
+        torch.testing.assert_close(log_p.detach(), micro.fetch("before").padded_vectors(k), rtol=0, atol=1e-5)
+        assert torch.equal(outputs["own_topk_ids"], micro.fetch("ids").padded_vectors(k))
+        entropy = -(log_p.exp() * log_p).sum(2) if by_ids else outputs["entropy"]
+        return (entropy * micro.padded("advantages")).sum() / TOKENS, {}
+
+    results = []
+    for by_ids in (True, False):  # noqa: B007
+        engine = TrainEngine(SHAPE, groups["alone"], optim=SGD, seed=3)
+        engine.train(batch, max_tokens=64, loss=loss, temperature=0.7, entropy=True, topk_ids="ids")
+        results.append(gradients(engine))
+    assert_slices(engine, *results)

@@ -1,12 +1,18 @@
-"""Built-in rules through the manager."""
+"""Built-in rules and custom functions through each of the managers."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hpcrl.config.schema import RewardConfig
 from hpcrl.launch.exits import InputError
+from hpcrl.rewards import pool as pool_module
 from hpcrl.rewards.manager import RewardManager, ScoreRequest, check_rewards, split_path
 
 TRUTH = {"numbers": [1, 2, 3, 4], "target": 10}
@@ -22,17 +28,178 @@ def test_countdown_scores_extras_and_counts() -> None:
     ]
     scores, extras, counts = manager.score(items)
     np.testing.assert_array_equal(scores, np.array([1.0, 0.0, 0.2, 0.0], dtype=np.float32))
-    np.testing.assert_array_equal(extras["acc"], np.array([1, 0, 0, np.nan], dtype=np.float32))
+    assert extras == [{"acc": 1.0}, {"acc": 0.0}, {"acc": 0.0}, {}]
     assert counts == {"reward/timeouts": 0, "reward/crashes": 0, "reward/errors": 1}
     manager.close()
 
 
 def test_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
     check_rewards(RewardConfig(), {"countdown"})
-    with pytest.raises(InputError, match=r"'gsm8k'.*known: countdown; .*custom_reward_function\.path"):
+    with pytest.raises(InputError, match=r"'gsm8k'.*known: .*countdown, .*custom_reward_function\.path"):
         check_rewards(RewardConfig(), {"countdown", "gsm8k"})
 
 
 def test_path_with_a_function_name() -> None:
     assert split_path("a/b.py:score", "compute_score") == ("a/b.py", "score")
     assert split_path("a/b.py", "compute_score") == ("a/b.py", "compute_score")
+
+
+FUNCTIONS = """
+import asyncio, os, sys, time
+from pathlib import Path
+
+def one(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str)
+
+def parts(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.0, "format": 0.25, "length": len(solution_str), "pred": solution_str}
+
+def together(data_sources, solution_strs, ground_truths, extra_infos, scale):
+    if "die" in solution_strs:
+        os._exit(1)
+    assert len(data_sources) == len(ground_truths) == len(extra_infos) == len(solution_strs)
+    best = max(solution_strs)
+    return [{"score": scale if text == best else 0.0, "size": len(solution_strs)} if text != "nan" else float("nan")
+            for text in solution_strs]
+
+under_way = 0
+
+async def asks(data_source, solution_str, ground_truth, extra_info):
+    global under_way
+    if solution_str == "hangs":
+        await asyncio.sleep(1000)
+    if solution_str == "dies":
+        await asyncio.sleep(0.05)
+        os._exit(1)
+    if solution_str == "blocks":
+        time.sleep(1000)
+    if solution_str == "raises":
+        raise ValueError("no")
+    under_way += 1
+    most = under_way
+    while solution_str == "meets" and most < 3:
+        await asyncio.sleep(0.001)
+        most = max(most, under_way)
+    await asyncio.sleep(0.01)
+    most = max(most, under_way)
+    under_way -= 1
+    return {"score": 1.0, "most": most}
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., RewardManager]]:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    managers: list[RewardManager] = []
+
+    def make(
+        name: str, function: str, max_response_length: int | None = None, num_workers: int = 1, **kwargs: Any
+    ) -> RewardManager:
+        custom = {"path": f"{tmp_path / 'functions.py'}:{function}", "reward_kwargs": kwargs.pop("arguments", {})}
+        cfg = RewardConfig.model_validate(
+            {
+                "reward_manager": {"name": name},
+                "reward_kwargs": kwargs,
+                "custom_reward_function": custom,
+                "num_workers": num_workers,
+            }
+        )
+        managers.append(RewardManager(cfg, max_response_length))
+        return managers[-1]
+
+    yield make
+    for manager in managers:
+        manager.close()
+
+
+def requests_for(*texts: str) -> list[ScoreRequest]:
+    return [ScoreRequest("mine", text, None) for text in texts]
+
+
+def test_dapo_adds_the_overlong_penalty(make: Callable[..., RewardManager]) -> None:
+    """Limit 20, buffer 4, factor 2: nothing up to 16 tokens, then -0.5 a token, beyond the limit too (verl's)."""
+    overlong = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
+    manager = make("dapo", "one", 20, overlong_buffer_cfg=overlong)
+    items = [ScoreRequest("mine", "1.0", None, response_length=length) for length in (0, 16, 17, 20, 22)]
+    scores, extras, _ = manager.score([*items, ScoreRequest("mine", "no number", None, response_length=20)])
+    assert scores.tolist() == [1.0, 1.0, 0.5, -1.0, -2.0, 0.0]
+    assert [extra.get("overlong") for extra in extras] == [0.0, 0.0, 1.0, 1.0, 1.0, None]
+    assert [extra.get("overlong_reward") for extra in extras] == [0.0, 0.0, -0.5, -2.0, -3.0, None]
+    assert [extra.get("acc") for extra in extras] == [1.0] * 5 + [None]  # the score before the penalty
+    # max_resp_len, when given, is the limit whatever the responses' is
+    manager = make("dapo", "one", 20, max_resp_len=18, overlong_buffer_cfg=overlong | {"log": False})
+    scores, extras, _ = manager.score(items[1:3])
+    assert scores.tolist() == [0.0, -0.5] and extras == [{"acc": 1.0}] * 2
+
+
+@pytest.mark.parametrize("name", ["naive", "gdpo"])
+def test_components_stay_with_the_sample(make: Callable[..., RewardManager], name: str) -> None:
+    scores, extras, _ = make(name, "parts").score(requests_for("abc"))
+    assert scores.tolist() == [1.0] and extras == [{"format": 0.25, "length": 3.0, "pred": "abc"}]
+
+
+def test_batch_gives_all_of_a_collect_to_one_call(make: Callable[..., RewardManager]) -> None:
+    manager = make("batch", "together", num_workers=2, arguments={"scale": 3.0})
+    for key, item in enumerate(requests_for("a", "c", "b", "nan")):
+        manager.submit(key, item)
+    scores, extras, counts = manager.collect([2, 1])
+    assert scores.tolist() == [0.0, 3.0] and extras == [{"size": 2.0}] * 2
+    scores, extras, counts = manager.collect([3, 0])
+    assert scores.tolist() == [0.0, 0.0] and extras == [{}, {"size": 2.0}] and counts["reward/errors"] == 1
+    scores, _, counts = manager.score(requests_for("a", "die", "b"))
+    assert scores.tolist() == [0.0] * 3 and counts["reward/crashes"] == 3
+    assert manager.collect([])[0].shape == (0,)
+
+
+def test_rate_limited_calls_overlap_up_to_the_limit(make: Callable[..., RewardManager]) -> None:
+    manager = make("rate_limited", "asks", max_concurrent=3)
+    scores, extras, _ = manager.score(requests_for(*["meets"] * 12))
+    assert scores.tolist() == [1.0] * 12
+    assert {extra["most"] for extra in extras} == {3.0}
+
+
+def test_rate_limited_failures_cost_their_own_samples(make: Callable[..., RewardManager]) -> None:
+    pool_module.LATE_SECONDS, kept = 0.5, pool_module.LATE_SECONDS
+    try:
+        manager = make("rate_limited", "asks", max_concurrent=8, timeout=0.5)
+        texts = ["fine", "hangs", "dies", "fine", "raises", "blocks", "fine"]
+        scores, _, counts = manager.score(requests_for(*texts))
+    finally:
+        pool_module.LATE_SECONDS = kept
+    assert scores.tolist() == [float(text == "fine") for text in texts]
+    assert counts == {"reward/timeouts": 2, "reward/crashes": 1, "reward/errors": 1}
+
+
+def test_rate_limited_keeps_to_the_pace(make: Callable[..., RewardManager]) -> None:
+    manager = make("rate_limited", "one", max_concurrent=4, num_workers=2, max_rpm=1200)  # 20 at once, then 20 a second
+    start = time.monotonic()
+    assert manager.score(requests_for(*["1"] * 26))[0].tolist() == [1.0] * 26
+    assert 0.3 <= time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ({"reward_manager": {"name": "batch"}}, "use naive, or name a function of lists"),
+        (
+            {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": {"enable": True}}},
+            r"len=0 with max_resp_len=8; expected 1 to max_resp_len",
+        ),
+        (
+            {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 9}}},
+            r"len=9 with max_resp_len=8",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(reward: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        RewardManager(RewardConfig.model_validate(reward), 8)
+
+
+def test_the_same_key_is_collected_as_often_as_submitted(make: Callable[..., RewardManager]) -> None:
+    manager = make("naive", "one")
+    for text in ("1", "2"):
+        manager.submit("key", requests_for(text)[0])
+    assert manager.submitted("key") == 2
+    assert manager.collect(["key", "key"])[0].tolist() == [1.0, 2.0]
+    assert manager.submitted("key") == 0 and not manager.is_done("key")

@@ -23,6 +23,13 @@ BEHAVIOURS = """
 import os, subprocess, sys, time
 import numpy as np
 
+def daemon(command):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp(command[0], command)
+        os._exit(0)
+
 def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):
     what, _, number = solution_str.partition(" ")
     if what == "number":
@@ -41,6 +48,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0
             pass
     if what == "child":
         subprocess.Popen(["sleep", "1000.25"])
+        time.sleep(1000)
+    if what == "daemon":
+        daemon(["sleep", "1000.75"])
         time.sleep(1000)
     if what == "deep":
         return compute_score(data_source, solution_str, ground_truth, extra_info)
@@ -78,7 +88,8 @@ def _requests(*solutions: str, **extra_info: object) -> list[ScoreRequest]:
 
 
 def _sleepers(command: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if command in (process.info["cmdline"] or [])]
+    found = [process for process in psutil.process_iter(["cmdline"]) if command in (process.info["cmdline"] or [])]
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_every_failure_scores_zero_and_is_counted_and_order_is_kept(make: Callable[..., RewardManager]) -> None:
@@ -89,8 +100,8 @@ def test_every_failure_scores_zero_and_is_counted_and_order_is_kept(make: Callab
     assert scores.dtype == np.float32
     assert scores.tolist() == [expected.get(solution, 0) for solution in solutions]
     assert counts == {"reward/timeouts": 1, "reward/crashes": 1, "reward/errors": 10}
-    assert extras["acc"][[0, 2, 14]].tolist() == [1, 1, 1] and np.isnan(extras["acc"][1])
-    assert extras["pred"].tolist() == ["1", "", "2"] + [""] * 11 + ["3", ""]
+    assert [extras[row] for row in (0, 2, 14)] == [{"acc": 1.0, "pred": text} for text in "123"]
+    assert [row for row, extra in enumerate(extras) if extra] == [0, 2, 13, 14] and extras[13] == {"acc": 0.5}
 
 
 def test_order_is_kept_when_workers_overtake_each_other(make: Callable[..., RewardManager]) -> None:
@@ -113,7 +124,7 @@ def test_workers_do_not_import_torch_and_are_gone_after_close(make: Callable[...
     manager = make()
     scores, extras, _ = manager.score(_requests("modules"))
     assert scores.tolist() == [0]
-    pid = int(extras["pid"][0])
+    pid = int(extras[0]["pid"])
     assert psutil.pid_exists(pid)
     manager.close()
     manager.close()
@@ -178,14 +189,18 @@ def test_a_start_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 RANK = """
 import os, sys, threading, time
 from hpcrl.config.schema import CustomRewardConfig, RewardConfig
-from hpcrl.launch import children
+from hpcrl.launch import children, family
 from hpcrl.rewards.manager import RewardManager, ScoreRequest
 
 children.start()
 manager = RewardManager(RewardConfig(custom_reward_function=CustomRewardConfig(path=sys.argv[1]), num_workers=2))
-print("\\n".join(str(worker.pid) for worker in manager._pool._workers), flush=True)
+workers = manager._pool._workers
+assert manager.score([ScoreRequest("mine", "plain", None)] * 20)[0].tolist() == [0.5] * 20
+while not all(family.children_of(worker.pid) for worker in workers):
+    manager.pump()
+print(*(worker.pid for worker in workers), *(family.children_of(worker.pid)[0] for worker in workers), flush=True)
 if sys.argv[2] == "killed":
-    manager.score([ScoreRequest("mine", "loop", None), ScoreRequest("mine", "loop", None)])
+    manager.score([ScoreRequest("mine", "daemon", None), ScoreRequest("mine", "loop", None)])
 """
 
 
@@ -196,16 +211,19 @@ def test_no_worker_outlives_its_rank(source: Path, end: str) -> None:
         [sys.executable, "-c", RANK, str(source), end], stdout=subprocess.PIPE, text=True, cwd=repository
     )
     assert rank.stdout is not None
-    pids = [int(rank.stdout.readline()) for _ in range(2)]
+    pids = [int(pid) for pid in rank.stdout.readline().split()]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 20
     if end == "killed":
-        time.sleep(0.5)
+        while not _sleepers("1000.75"):
+            assert time.monotonic() < deadline, "the daemon does not start"
+            time.sleep(0.05)
         os.kill(rank.pid, signal.SIGKILL)
     rank.wait(timeout=20)
     rank.stdout.close()
-    deadline = time.monotonic() + 10
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = [pid for pid in pids if psutil.pid_exists(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not left
+    assert not left and not _sleepers("1000.75")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -65,7 +66,14 @@ class NativeEngine:
 
     @torch.no_grad()
     def generate(
-        self, requests: collections.abc.Sequence[Request], sampling: SamplingParams, *, seed: int, step: int
+        self,
+        requests: collections.abc.Sequence[Request],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        on_finished: Callable[[int, Completion], None] | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> list[Completion]:
         if not self._cache.is_allocated:
             raise RuntimeError("the engine sleeps; call wake() before generate()")
@@ -76,8 +84,8 @@ class NativeEngine:
         for request, sequence in zip(requests, sequences, strict=True):
             self._check(request.uid, sequence)
         scheduler = Scheduler(self._max_num_seqs, self._max_num_batched_tokens)
-        generation = Generation(self._decoder, self._cache, scheduler, sampling, step)
-        generation.run(sequences)
+        generation = Generation(self._decoder, self._cache, scheduler, sampling, step, on_finished)
+        generation.run(sequences, on_step)
         return [generation.completions[index] for index in range(len(requests))]
 
     def _check(self, uid: str, sequence: Sequence) -> None:

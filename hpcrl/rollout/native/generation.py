@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ class Generation:
         scheduler: Scheduler,
         sampling: SamplingParams,
         trainer_step: int,
+        on_finished: Callable[[int, Completion], None] | None = None,
     ) -> None:
         self.completions: dict[int, Completion] = {}
         self._decoder = decoder
@@ -34,12 +35,15 @@ class Generation:
         self._scheduler = scheduler
         self._sampling = sampling
         self._trainer_step = trainer_step
+        self._on_finished = on_finished
         self._batch = RunningBatch(cache.num_slots, sampling)
 
-    def run(self, sequences: Iterable[Sequence]) -> None:
+    def run(self, sequences: Iterable[Sequence], on_step: Callable[[], None] | None = None) -> None:
         self._scheduler.add(sequences)
         while self._scheduler.has_work:
             self.step()
+            if on_step is not None:
+                on_step()
 
     def step(self) -> None:
         """One token more of some rows: of the newly admitted sequences, or else of all running ones."""
@@ -83,7 +87,11 @@ class Generation:
         finished = self._batch.finished()
         if not len(finished):
             return
-        self.completions.update(self._batch.completions(finished))
+        completions = self._batch.completions(finished)
+        self.completions.update(completions)
+        if self._on_finished is not None:
+            for index, completion in completions.items():
+                self._on_finished(index, completion)
         self._scheduler.finish(len(finished))
         vacancy = self._batch.remove(finished)
         self._cache.move(torch.from_numpy(vacancy.sources), torch.from_numpy(vacancy.targets), vacancy.length)

@@ -1,0 +1,206 @@
+"""On-policy distillation: the distance from a teacher on the policy's own samples, one number per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from hpcrl.algorithms.aggregation import token_mean
+from hpcrl.algorithms.kl import kl_penalty
+from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
+from hpcrl.algorithms.policy_config import PolicyLossConfig
+from hpcrl.algorithms.policy_losses import get_policy_loss
+from hpcrl.algorithms.registry import Registry
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """`distillation.distillation_loss`, with verl's names and the defaults of its YAML.
+
+    Quirks of verl: its dataclass has other defaults (topk 128, loss_max_clamp 10, log_prob_min_clamp -10,
+    use_policy_gradient true), which its YAML overrides; `kl` passes the check that stops the supervised `k1`, though
+    it is the same estimator, whose gradient does not depend on the teacher. Not kept: clip_ratio_low and
+    clip_ratio_high are 0.2 there, which leaves clip_ratio without effect; here they follow it unless given.
+    """
+
+    loss_mode: str = "k3"
+    topk: int | None = 32  # forward_kl_topk: tokens of the teacher
+    use_task_rewards: bool = True
+    distillation_loss_coef: float = 1.0
+    loss_max_clamp: float | None = None  # token losses are clamped to +- this
+    log_prob_min_clamp: float | None = None  # forward_kl_topk: log-probs below count as this, in nats
+    use_policy_gradient: bool = False  # the negative token loss is an advantage
+    policy_loss_mode: str = "vanilla"
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+
+    def __post_init__(self) -> None:
+        chosen = LOSSES.get(self.loss_mode)
+        if chosen.uses_topk and (self.topk is None or self.topk < 1):
+            raise ValueError(f"topk is {self.topk} with loss_mode={self.loss_mode}; expected 1 or more; 32 is usual")
+        if self.policy_loss_mode != "vanilla":
+            raise ValueError(f"policy_loss_mode is {self.policy_loss_mode!r}; expected vanilla, as in verl")
+        if self.loss_mode == "k1" and not self.use_policy_gradient:
+            raise ValueError(
+                "loss_mode is k1 without use_policy_gradient: its gradient ignores the teacher; "
+                "set use_policy_gradient, or take k3 or forward_kl_topk"
+            )
+
+    @property
+    def coef(self) -> float:
+        """Weight of the distillation loss in the total. As in verl, without task rewards it is 1 and stands alone: no
+        policy loss, and none of the entropy and KL terms that come with it."""
+        return self.distillation_loss_coef if self.use_task_rewards else 1.0
+
+    @property
+    def policy_loss(self) -> PolicyLossConfig:
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        return PolicyLossConfig(
+            clip_ratio_low=self.clip_ratio if low is None else low,
+            clip_ratio_high=self.clip_ratio if high is None else high,
+        )
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What a distillation loss may read. Log-probs in nats; log_prob and student_topk carry gradients.
+
+    log_prob, teacher_log_prob, response_mask: (B, T), of the sampled tokens. student_topk, teacher_topk: (B, T, K),
+    log-probs at the teacher's K likeliest tokens. teacher_topk_ids, student_topk_ids: (B, T, K), the K likeliest
+    tokens of each, for metrics.
+    """
+
+    log_prob: torch.Tensor
+    response_mask: torch.Tensor
+    teacher_log_prob: torch.Tensor | None = None
+    student_topk: torch.Tensor | None = None
+    teacher_topk: torch.Tensor | None = None
+    student_topk_ids: torch.Tensor | None = None
+    teacher_topk_ids: torch.Tensor | None = None
+
+
+# token losses (B, T), finite where the mask is 0, and metrics
+LossFunction: TypeAlias = Callable[[Distilled, DistillationConfig], tuple[torch.Tensor, dict[str, Metric]]]
+
+
+class DistillationLoss(NamedTuple):
+    function: LossFunction
+    uses_topk: bool  # it reads the teacher's likeliest tokens, else its log-prob of the sampled one
+
+
+LOSSES: Registry[DistillationLoss] = Registry("distillation_loss.loss_mode")
+
+
+def register_distillation_loss(*names: str, uses_topk: bool = False) -> Callable[[LossFunction], LossFunction]:
+    """Makes `distillation.distillation_loss.loss_mode=<name>` call the decorated function."""
+
+    def register(function: LossFunction) -> LossFunction:
+        for name in names:
+            LOSSES.add(name, DistillationLoss(function, uses_topk))
+        return function
+
+    return register
+
+
+def get_distillation_loss(name: str) -> DistillationLoss:
+    return LOSSES.get(name)
+
+
+def distillation_loss(
+    cfg: DistillationConfig,
+    *,
+    log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    teacher_log_prob: torch.Tensor | None = None,
+    student_topk: torch.Tensor | None = None,
+    teacher_topk: torch.Tensor | None = None,
+    student_topk_ids: torch.Tensor | None = None,
+    teacher_topk_ids: torch.Tensor | None = None,
+    old_log_prob: torch.Tensor | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Token losses (B, T), to be aggregated like the policy loss, and `distillation/*` but for `distillation/loss`,
+    the aggregate. Tensors as in `Distilled`; where the mask is 0 they may hold anything.
+
+    Supervised (GKD, arXiv 2306.13649): the losses themselves. use_policy_gradient (thinkingmachines.ai/blog/
+    on-policy-distillation): PPO's loss with advantage -loss, which reads old_log_prob and rollout_is_weights, (B, T).
+    Quirk of verl: loss_min and loss_max are taken before loss_max_clamp.
+    """
+    inputs = Distilled(
+        log_prob, response_mask, teacher_log_prob, student_topk, teacher_topk, student_topk_ids, teacher_topk_ids
+    )
+    losses, metrics = LOSSES.get(cfg.loss_mode).function(inputs, cfg)
+    metrics = metrics | {
+        "distillation/loss_min": Min.of(losses, response_mask),
+        "distillation/loss_max": Max.of(losses, response_mask),
+    }
+    if cfg.loss_max_clamp is not None:
+        losses = losses.clamp(-cfg.loss_max_clamp, cfg.loss_max_clamp)
+    if not cfg.use_policy_gradient:
+        return losses, metrics
+    if old_log_prob is None:
+        raise ValueError("use_policy_gradient is set and old_log_prob is missing; pass the column old_log_probs")
+    policy = get_policy_loss(cfg.policy_loss_mode)(
+        log_prob, old_log_prob, -losses.detach(), response_mask, cfg.policy_loss, rollout_is_weights
+    )
+    renamed = {key.replace("actor/", "distillation/", 1): metric for key, metric in policy.metrics.items()}
+    return policy.values, metrics | renamed
+
+
+@register_distillation_loss("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+def sampled_token(inputs: Distilled, cfg: DistillationConfig) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """`kl_penalty` of the student against the teacher: estimates of the reverse KL on the sampled token."""
+    if inputs.teacher_log_prob is None:
+        raise ValueError(f"loss_mode={cfg.loss_mode} needs teacher_log_prob; pass the teacher's column")
+    unused = inputs.response_mask == 0
+    student, teacher = (x.masked_fill(unused, 0.0) for x in (inputs.log_prob, inputs.teacher_log_prob.detach()))
+    losses = kl_penalty(student, teacher, cfg.loss_mode)
+    return losses, {"distillation/abs_loss": Mean.of(losses.abs(), inputs.response_mask)}
+
+
+@register_distillation_loss("forward_kl_topk", uses_topk=True)
+def teachers_likeliest(inputs: Distilled, cfg: DistillationConfig) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """`forward_kl_topk`, cut below at 0: what lies outside of the K tokens can make the sum negative.
+
+    student_mass, teacher_mass: probability of the K tokens. With the ids of both, overlap_ratio: the share of the
+    teacher's K tokens that are among the student's, and overlap_token_advantage: -p (log p - log q) averaged over
+    those of a position, then over positions that have any, 0 without (arXiv 2604.13016). Quirk of verl: under
+    megatron it takes the masses after log_prob_min_clamp, under FSDP, and here, before.
+    """
+    if inputs.student_topk is None or inputs.teacher_topk is None:
+        raise ValueError(f"loss_mode={cfg.loss_mode} needs student_topk and teacher_topk; pass log-probs at topk ids")
+    mask = inputs.response_mask
+    unused = (mask == 0).unsqueeze(-1)
+    student, teacher = (x.masked_fill(unused, 0.0) for x in (inputs.student_topk, inputs.teacher_topk.detach()))
+    terms = forward_kl_topk(student, teacher, cfg.log_prob_min_clamp)
+    metrics: dict[str, Metric] = {}
+    for name, log_probs in (("student_mass", student), ("teacher_mass", teacher)):
+        mass = log_probs.detach().exp().sum(-1)
+        metrics[f"distillation/{name}"] = Mean.of(mass, mask)
+        metrics[f"distillation/{name}_min"] = Min.of(mass, mask)
+        metrics[f"distillation/{name}_max"] = Max.of(mass, mask)
+    if inputs.student_topk_ids is not None and inputs.teacher_topk_ids is not None:
+        common = (inputs.teacher_topk_ids.unsqueeze(-1) == inputs.student_topk_ids.unsqueeze(-2)).any(-1)
+        count = common.sum(-1)
+        advantage = (-terms.detach() * common).sum(-1) / count.clamp(min=1)
+        metrics["distillation/overlap_ratio"] = Mean.of(count / common.shape[-1], mask)
+        metrics["distillation/overlap_token_advantage"] = token_mean(advantage, (count > 0) & (mask != 0))
+    return terms.sum(-1).clamp(min=0.0), metrics
+
+
+def forward_kl_topk(
+    student_topk: torch.Tensor, teacher_topk: torch.Tensor, log_prob_min_clamp: float | None = None
+) -> torch.Tensor:
+    """Terms p (log p - log q) of KL(teacher | student) at the teacher's K likeliest tokens, (..., K), in nats.
+
+    student_topk: log q, carries gradients; teacher_topk: log p; both (..., K), first clamped from below (no gradient
+    there). The probabilities are not normalised over the K.
+    """
+    if log_prob_min_clamp is not None:
+        student_topk = student_topk.clamp(min=log_prob_min_clamp)
+        teacher_topk = teacher_topk.clamp(min=log_prob_min_clamp)
+    return teacher_topk.exp() * (teacher_topk - student_topk)

@@ -1,0 +1,56 @@
+"""Groups of samples: those of one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+GroupIds: TypeAlias = torch.Tensor | np.ndarray | list[Any] | tuple[Any, ...]
+
+
+def group_numbers(index: GroupIds, device: torch.device) -> torch.Tensor:
+    """int64 (B,): 0, 1, ... in the order in which the ids of `index` (B,) first appear; equal ids, equal numbers.
+
+    Ids are anything hashable: integers, strings, both mixed; a tensor counts by its values.
+    """
+    ids: Iterable[Any] = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
+
+
+class Moments(NamedTuple):
+    """Of each sample's group, fp64 (B,): size, mean, standard deviation (n - 1; 0 in a group of one)."""
+
+    size: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+
+
+def group_moments(score: torch.Tensor, group: torch.Tensor) -> Moments:
+    """score: (B,). group: numbers (B,)."""
+    size = torch.bincount(group).double()
+    mean = group_sum(score, group) / size
+    squares = group_sum((score.double() - mean[group]).square(), group)
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    return Moments(size[group], mean[group], std[group])
+
+
+def group_sum(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """fp64 (G, ...): sums over each group's samples of x (B, ...)."""
+    count = int(group.max()) + 1 if len(group) else 0
+    return x.new_zeros((count, *x.shape[1:]), dtype=torch.float64).index_add(0, group, x.double())
+
+
+def two_best(score: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of each group's highest and second highest score, int64 (G,) both; the same row in a group of one.
+
+    Of equal scores the earlier row comes first.
+    """
+    by_score = torch.argsort(score, descending=True, stable=True)
+    order = by_score[torch.argsort(group[by_score], stable=True)]
+    size = torch.bincount(group)
+    start = size.cumsum(0) - size
+    return order[start], order[start + (size > 1)]

@@ -1,0 +1,217 @@
+"""Estimators with one number per response, which all its tokens share.
+
+A response's score is the sum of its token rewards, those of tool tokens included (verl does not mask them); advantage
+and return are the same, 0 where the mask is 0. Statistics of a group are taken in fp64, whatever the rewards are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hpcrl.algorithms.estimator import Result, register_adv_est
+from hpcrl.algorithms.groups import GroupIds, group_moments, group_numbers, group_sum, two_best
+from hpcrl.algorithms.masked import Reduce, masked_whiten, one_replica
+
+
+@register_adv_est("grpo")
+def grpo(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    index: GroupIds,
+    norm_adv_by_std_in_grpo: bool,
+) -> Result:
+    """Group-relative advantage (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
+
+    A_i = (R_i - mean_g) / (std_g + 1e-6), std with n - 1.
+    Without norm_adv_by_std_in_grpo: R_i - mean_g (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783).
+    Quirk of verl: a group of one has mean 0 and std 1, so its advantage is its score; its 1 + 1e-6 is one of fp32.
+    """
+    advantage = _standardized(_score(token_level_rewards), _groups(index, response_mask), norm_adv_by_std_in_grpo)
+    return _on_every_token(advantage, token_level_rewards, response_mask)
+
+
+@register_adv_est("grpo_vectorized")
+def grpo_vectorized(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    index: GroupIds,
+    norm_adv_by_std_in_grpo: bool,
+) -> Result:
+    """`grpo` under the name of verl's faster version of it; here both are vectorized.
+
+    Quirks of verl that are not followed: group statistics in fp32 under fp64 rewards, and a trainer that never hands
+    norm_adv_by_std_in_grpo to this estimator: leave it True for verl's result.
+    """
+    return grpo(token_level_rewards, response_mask, index=index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
+
+
+@register_adv_est("gdpo")
+def gdpo(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    index: GroupIds,
+    reward_components: Mapping[str, torch.Tensor],
+    gdpo_reward_keys: Sequence[str] | None,
+    gdpo_reward_weights: Sequence[float] | None,
+    norm_adv_by_std_in_grpo: bool,
+    reduce: Reduce = one_replica,
+) -> Result:
+    """GDPO (arXiv 2601.05242): each reward component is normalised by itself, so that none drowns the others.
+
+    A = whiten(sum_k w_k GRPO(r_k)), whitened over the tokens of all replicas. reward_components: {key: r_k (B,)}.
+    Quirk of verl: the token rewards are not looked at, so a KL penalty in them is lost.
+    Quirk of verl that is not followed: its trainer never hands norm_adv_by_std_in_grpo to this estimator: leave it
+    True for verl's result.
+    """
+    group = _groups(index, response_mask)
+    components = _components(reward_components, gdpo_reward_keys, len(response_mask))
+    weights = [1.0] * len(components) if gdpo_reward_weights is None else list(gdpo_reward_weights)
+    if len(weights) != len(components):
+        raise ValueError(f"gdpo_reward_weights has {len(weights)} numbers for {len(components)} reward components")
+    advantage = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
+    for weight, component in zip(weights, components, strict=True):
+        advantage = advantage + weight * _standardized(component.to(group.device), group, norm_adv_by_std_in_grpo)
+    white = masked_whiten(advantage[:, None].expand(response_mask.shape), response_mask, reduce)
+    return _twice((white * response_mask).to(token_level_rewards.dtype))
+
+
+@register_adv_est("grpo_passk")
+def grpo_passk(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    index: GroupIds,
+    norm_adv_by_std_in_grpo: bool,
+) -> Result:
+    """Pass@k (Tang et al. 2025, arXiv 2503.19595): only the best response of a group has an advantage.
+
+    It is R_best - R_second, over (std_g + 1e-6) with norm_adv_by_std_in_grpo. A group of one is a ValueError.
+    """
+    score, group = _score(token_level_rewards), _groups(index, response_mask)
+    size, _, std = group_moments(score, group)
+    if (size < 2).any():
+        alone = list(index)[int((size < 2).nonzero()[0])]
+        raise ValueError(f"grpo_passk needs 2 samples per group; group {alone} has 1: raise rollout.n")
+    best, second = two_best(score, group)
+    lead = score[best] - score[second]
+    if norm_adv_by_std_in_grpo:
+        lead = lead / (std[best] + 1e-6)
+    advantage = torch.zeros_like(score).index_copy(0, best, lead)
+    return _on_every_token(advantage, token_level_rewards, response_mask)
+
+
+@register_adv_est("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds, reduce: Reduce = one_replica
+) -> Result:
+    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv 2501.03262), whitened over all tokens.
+
+    A = whiten(R_i - mean_g). Quirk of verl: a group of one has mean 0.
+    """
+    score, group = _score(token_level_rewards), _groups(index, response_mask)
+    advantage = score - _mean_of_many(score, group)
+    white = masked_whiten(advantage[:, None].expand(response_mask.shape), response_mask, reduce)
+    return _twice((white * response_mask).to(token_level_rewards.dtype))
+
+
+@register_adv_est("rloo")
+def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds) -> Result:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g); a group of one keeps R_i.
+    """
+    score = _score(token_level_rewards)
+    size, mean, _ = group_moments(score, _groups(index, response_mask))
+    advantage = torch.where(size > 1, (score - mean) * size / (size - 1).clamp(min=1), score)
+    return _on_every_token(advantage, token_level_rewards, response_mask)
+
+
+@register_adv_est("rloo_vectorized")
+def rloo_vectorized(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds) -> Result:
+    """`rloo`, except (quirk of verl) that a group of one has advantage 0 instead of its score."""
+    score = _score(token_level_rewards)
+    size, mean, _ = group_moments(score, _groups(index, response_mask))
+    advantage = (score - mean) * size / (size - 1).clamp(min=1)
+    return _on_every_token(advantage.masked_fill(size == 1, 0.0), token_level_rewards, response_mask)
+
+
+@register_adv_est("opo")
+def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds) -> Result:
+    """On-policy optimal baseline (Hao et al. 2025, arXiv 2505.23585): A_i = R_i - sum(L R) / sum(L).
+
+    L is the number of tokens the model wrote, sums are over the group. Quirk of verl: a group of one has baseline 0.
+    """
+    score, group = _score(token_level_rewards), _groups(index, response_mask)
+    length = response_mask.double().sum(-1)
+    baseline = group_sum(length * score, group) / group_sum(length, group).clamp(min=1)
+    alone = torch.bincount(group) == 1
+    advantage = score - baseline.masked_fill(alone, 0.0)[group]
+    return _on_every_token(advantage, token_level_rewards, response_mask)
+
+
+@register_adv_est("gpg")
+def gpg(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds, reduce: Reduce = one_replica
+) -> Result:
+    """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): A_i = alpha (R_i - mean_g).
+
+    alpha = samples / samples with R != 0, over all replicas, at most the number of samples.
+    Quirks of verl: a group of one has mean 0; alpha is the fp32 product of samples and a reciprocal, fp64 or not.
+    """
+    score, group = _score(token_level_rewards), _groups(index, response_mask)
+    samples, scored = reduce(torch.stack([torch.ones_like(score).sum(), (score != 0).double().sum()]))
+    alpha = scored.clamp(min=1).float().reciprocal() * samples.float()
+    advantage = alpha * (score - _mean_of_many(score, group))
+    return _on_every_token(advantage, token_level_rewards, response_mask)
+
+
+def _score(token_level_rewards: torch.Tensor) -> torch.Tensor:
+    """R (B,), fp64, summed in the dtype of the rewards: equal scores must stay equal, as they do in verl."""
+    return token_level_rewards.sum(-1).double()
+
+
+def _groups(index: GroupIds, response_mask: torch.Tensor) -> torch.Tensor:
+    return group_numbers(index, response_mask.device)
+
+
+def _standardized(score: torch.Tensor, group: torch.Tensor, by_std: bool) -> torch.Tensor:
+    """(R - mean_g) / (std_g + 1e-6), or R - mean_g; fp64 (B,). A group of one has mean 0 and std 1 (in fp32)."""
+    size, mean, std = group_moments(score, group)
+    centered = score.double() - mean.masked_fill(size == 1, 0.0)
+    divisor = torch.where(size == 1, torch.ones_like(std).float() + 1e-6, std + 1e-6)
+    return centered / divisor if by_std else centered
+
+
+def _mean_of_many(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """The group's mean, 0 in a group of one; fp64 (B,)."""
+    size, mean, _ = group_moments(score, group)
+    return mean.masked_fill(size == 1, 0.0)
+
+
+def _components(given: Mapping[str, torch.Tensor], keys: Sequence[str] | None, samples: int) -> list[torch.Tensor]:
+    """The rewards (B,) that gdpo adds up, in the order of the keys; all that are given where there are none."""
+    for key in keys or ():
+        if key not in given:
+            raise ValueError(f"gdpo_reward_keys names {key!r}; the scorer returned {', '.join(given) or 'none'}")
+    if not given:
+        raise ValueError("reward_components is empty; gdpo needs one (samples,) tensor per component")
+    chosen = [torch.as_tensor(given[key]) for key in keys or given]
+    for component in chosen:
+        if component.shape != (samples,):
+            found = f"a reward component of shape {tuple(component.shape)}"
+            raise ValueError(f"{found}; expected one number for each of {samples} samples")
+    return chosen
+
+
+def _on_every_token(advantage: torch.Tensor, token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> Result:
+    """(B,) onto the valid tokens (B, T), as advantages and as returns."""
+    return _twice((advantage[:, None] * response_mask).to(token_level_rewards.dtype))
+
+
+def _twice(advantages: torch.Tensor) -> Result:
+    return advantages, advantages.clone()

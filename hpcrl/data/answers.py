@@ -1,0 +1,82 @@
+"""The answers of a dataset's rows, tokenised: what a prompt's response should (or should not) be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcrl.data.prompts import TOKENISE_ROWS, PromptDataset, encode_texts, is_conversation
+from hpcrl.launch.exits import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hpcrl.config.schema import DataConfig
+
+
+class Answers:
+    """One answer per row of `prompts`, from the column `name`, which the config names under `key`.
+
+    An answer is text, or messages: the assistant's alone, or the row's prompt followed by it. Its tokens are those of
+    the text and the end-of-sequence token, as a policy would write it. One that does not fit into
+    `data.max_response_length` is an error under `truncation: error`; otherwise its end is cut off, the end-of-sequence
+    token with it.
+    """
+
+    def __init__(
+        self, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, name: str, key: str
+    ) -> None:
+        texts = [
+            self._text(prompts, row, value, cfg.prompt_key, name, key) for row, value in enumerate(prompts.values(name))
+        ]
+        limit, ids = cfg.max_response_length, []
+        for start in range(0, len(prompts), TOKENISE_ROWS):
+            rows = range(start, min(start + TOKENISE_ROWS, len(prompts)))
+            places = [prompts.where(row) for row in rows]
+            encoded = encode_texts(tokenizer, texts[rows.start : rows.stop], places, False)
+            for text_ids, where in zip(encoded, places, strict=True):
+                answer = [*text_ids, tokenizer.eos_token_id]
+                if len(answer) > limit and cfg.truncation == "error":
+                    raise InputError(
+                        f"{where}: the answer in {name!r} has {len(answer)} tokens with its end-of-sequence token, "
+                        f"more than data.max_response_length={limit}; raise the limit, or set data.truncation=right"
+                    )
+                ids.append(np.asarray(answer[:limit], dtype=np.int32))
+        self._offsets = np.concatenate([[0], np.cumsum([len(answer) for answer in ids])])
+        self._values = np.concatenate(ids)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """Token ids, int32 (A,)."""
+        return self._values[self._offsets[row] : self._offsets[row + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each answer, int64 (len,)."""
+        return np.diff(self._offsets)
+
+    @staticmethod
+    def _text(prompts: PromptDataset, row: int, value: Any, prompt_key: str, name: str, key: str) -> str:
+        if isinstance(value, str):
+            return value
+        if is_conversation(value) and value[-1]["role"] == "assistant":
+            before = value[:-1]
+            if not before or _spoken(before) == _spoken(prompts.row(row)[prompt_key]):
+                return value[-1]["content"]
+            problem = f"the messages in {name!r} before the answer are not those of {prompt_key!r}"
+        elif name in prompts.row(row):
+            problem = f"column {name!r} holds {str(value)[:80]!r}"
+        else:
+            problem = f"no column {name!r}; it has {', '.join(prompts.row(row))}"
+        raise InputError(
+            f"{prompts.where(row)}: {problem}; expected the answer's text, or messages that end with the assistant's; "
+            f"add it, or name another column in {key}"
+        )
+
+
+def _spoken(messages: Any) -> list[tuple[str, str]] | None:
+    """Who says what; Parquet adds empty fields to messages."""
+    return [(message["role"], message["content"]) for message in messages] if is_conversation(messages) else None

@@ -1,0 +1,233 @@
+"""Curricula: samplers that learn from each step which prompts should come next."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import inspect
+import sys
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcrl.data.prompts import folded
+from hpcrl.launch.exits import InputError
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import DataConfig
+    from hpcrl.data.prompts import PromptDataset
+
+
+@dataclass(frozen=True, eq=False)
+class StepReport:
+    """What a step found out about its prompts; each array has one entry per prompt."""
+
+    step: int  # from 1
+    rows: np.ndarray  # int64, row in the dataset
+    epochs: np.ndarray  # int64, how often the row was drawn before
+    mean_score: np.ndarray  # float64, over the prompt's samples
+    std_score: np.ndarray  # float64, population
+    mean_acc: np.ndarray  # float64, over the samples that have one; NaN where none has
+    mean_response_length: np.ndarray  # float64, in tokens
+
+
+def step_report(step: int, samples: Mapping[str, np.ndarray]) -> StepReport:
+    """The report of a batch by its sample columns `row, epoch, prompt, score, acc, response_length`.
+
+    `prompt` tells the groups apart; prompts are reported in its order.
+    """
+    _, first, group, counts = np.unique(samples["prompt"], return_index=True, return_inverse=True, return_counts=True)
+
+    def mean(values: np.ndarray, divisor: np.ndarray = counts) -> np.ndarray:
+        return np.bincount(group, values, len(counts)) / divisor
+
+    score, acc = (samples[name].astype(np.float64) for name in ("score", "acc"))
+    mean_score = mean(score)
+    has_acc = ~np.isnan(acc)
+    with np.errstate(invalid="ignore"):
+        mean_acc = mean(np.where(has_acc, acc, 0.0), np.bincount(group, has_acc, len(counts)))
+    return StepReport(
+        step=step,
+        rows=samples["row"][first].astype(np.int64),
+        epochs=samples["epoch"][first].astype(np.int64),
+        mean_score=mean_score,
+        std_score=np.sqrt(mean((score - mean_score[group]) ** 2)),
+        mean_acc=mean_acc,
+        mean_response_length=mean(samples["response_length"]),
+    )
+
+
+class AbstractCurriculumSampler(ABC):
+    """Base of a sampler of your own: `data.sampler: {class_path: my_sampler.py, class_name: MySampler}`.
+
+    It lives on rank 0 for the whole run. All that `choose` depends on must be in `state_dict`, and any randomness keyed
+    by `seed` and by that, so that a resumed run draws what an unbroken one would have drawn.
+    """
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig, seed: int) -> None:
+        self.data_source = data_source
+        self.data_config = data_config
+        self.seed = seed
+
+    @abstractmethod
+    def choose(self, n: int) -> np.ndarray:
+        """The next n prompts: int (n,), rows of `data_source`; a row may come again."""
+
+    def update(self, report: StepReport) -> None:  # noqa: B027
+        """Called after each step with what it found out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What JSON can hold of the state; see `pack`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Takes back what `state_dict` gave."""
+
+
+class Curriculum:
+    """A curriculum as the loop draws from it: rows are checked, and epochs count how often each was drawn before."""
+
+    def __init__(self, chooser: AbstractCurriculumSampler, num_rows: int) -> None:
+        self.chooser = chooser
+        self.name = type(chooser).__name__
+        self.draws = np.zeros(num_rows, dtype=np.int32)
+
+    def next_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._checked(np.asarray(self.chooser.choose(n)), n)
+        # A row drawn twice at once is two prompts, with epochs of their own.
+        order = np.argsort(rows, kind="stable")
+        _, starts, counts = np.unique(rows[order], return_index=True, return_counts=True)
+        earlier = np.empty(n, np.int64)
+        earlier[order] = np.arange(n) - np.repeat(starts, counts)
+        epochs = self.draws[rows] + earlier
+        np.add.at(self.draws, rows, 1)
+        return rows, epochs
+
+    def update(self, report: StepReport) -> None:
+        self.chooser.update(report)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampler": self.name, "draws": pack(self.draws), "chooser": self.chooser.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("sampler") != self.name:
+            raise InputError(
+                f"the checkpoint holds the state of data.sampler {state.get('sampler', '(built-in order)')}, and the "
+                f"config asks for {self.name}; resume with the sampler of the checkpoint, or choose another run.name"
+            )
+        draws = unpack(state["draws"], np.int32)
+        if len(draws) != len(self.draws):
+            raise InputError(
+                f"the checkpoint's sampler has drawn from {len(draws)} prompts, and data.train_files have "
+                f"{len(self.draws)}; resume with the same files and filter, or choose another run.name"
+            )
+        self.draws = draws
+        self.chooser.load_state_dict(state["chooser"])
+
+    def _checked(self, rows: np.ndarray, n: int) -> np.ndarray:
+        where = f"data.sampler {self.name}.choose({n})"
+        if rows.shape != (n,) or rows.dtype.kind not in "iu":
+            raise InputError(f"{where} gave {rows.dtype} of shape {rows.shape}; expected {n} whole numbers")
+        wrong = (rows < 0) | (rows >= len(self.draws))
+        if wrong.any():
+            raise InputError(f"{where} gave row {rows[wrong][0]}; expected rows from 0 to {len(self.draws) - 1}")
+        return rows.astype(np.int64)
+
+
+class DifficultyCurriculum(AbstractCurriculumSampler):
+    """Prefers prompts that are solved about half of the time, where a group's rewards differ most.
+
+    A prompt is drawn, without replacement in one draw, with a weight of 4 p (1 - p), at least 0.05: p is a moving
+    average of its accuracy (without one: its score, clipped to [0, 1]), and 1/2 for a prompt that was never drawn.
+    """
+
+    FLOOR = 0.05
+    NEW = 0.5  # weight of the newest step in the average
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig, seed: int) -> None:
+        super().__init__(data_source, data_config, seed)
+        self.solved = np.full(len(data_source), np.nan, np.float32)
+        self.num_draws = 0
+
+    def choose(self, n: int) -> np.ndarray:
+        solved = np.nan_to_num(self.solved.astype(np.float64), nan=0.5)
+        weights = np.maximum(4 * solved * (1 - solved), self.FLOOR)
+        rows: list[np.ndarray] = []
+        left = n
+        while left > 0:
+            # Efraimidis and Spirakis (2006): the k largest u^(1/w) are a weighted draw of k without replacement.
+            order = np.argsort(-np.log(self._uniform(len(weights))) / weights, kind="stable")
+            rows.append(order[:left])
+            left -= len(rows[-1])
+        return np.concatenate(rows)
+
+    def update(self, report: StepReport) -> None:
+        found = np.where(np.isnan(report.mean_acc), report.mean_score, report.mean_acc).clip(0, 1)
+        for row, value in zip(report.rows.tolist(), found.tolist(), strict=True):
+            before = self.solved[row]
+            self.solved[row] = value if np.isnan(before) else (1 - self.NEW) * before + self.NEW * value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"solved": pack(self.solved), "num_draws": self.num_draws}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.solved = unpack(state["solved"], np.float32)
+        self.num_draws = state["num_draws"]
+
+    def _uniform(self, count: int) -> np.ndarray:
+        """float64 (count,) in (0, 1), new at each call and the same in every run of this seed."""
+        name = f"difficulty curriculum {self.seed} {self.num_draws}"
+        self.num_draws += 1
+        key = int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "little")
+        return ((np.random.Philox(key=key).random_raw(count) >> np.uint64(12)) + 0.5) * 2.0**-52
+
+
+BUILT_IN = {"DifficultyCurriculum": DifficultyCurriculum}
+
+
+def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:
+    """The class `name` of a Python file, or a built-in one where there is no file (InputError)."""
+    where = f"data.sampler: {path or ''}"
+    if path is None:
+        if name not in BUILT_IN:
+            raise InputError(
+                f"data.sampler.class_name={name} is no built-in sampler; use {', '.join(BUILT_IN)}, "
+                "or name your file in data.sampler.class_path"
+            )
+        return BUILT_IN[name]
+    if not Path(path).is_file():
+        raise InputError(f"{where}: no such file; expected a Python file with a class {name!r}")
+    spec = importlib.util.spec_from_file_location(f"hpcrl_sampler_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{where}: not a Python file; expected one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses of the file look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the file is the user's
+        raise InputError(
+            f"{where}: cannot be imported: {type(error).__name__}: {folded(error)}; mend the file"
+        ) from error
+    found = getattr(module, name, None)
+    if not (inspect.isclass(found) and issubclass(found, AbstractCurriculumSampler)) or inspect.isabstract(found):
+        raise InputError(
+            f"{where}: {name!r} is {'missing' if found is None else repr(found)}; expected a subclass of "
+            "hpcrl.data.curriculum.AbstractCurriculumSampler with a method choose(n)"
+        )
+    return found
+
+
+def pack(array: np.ndarray) -> str:
+    """An array as a short JSON string."""
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes())).decode()
+
+
+def unpack(text: str, dtype: type[np.generic]) -> np.ndarray:
+    """What `pack` made of a one-dimensional array of this dtype."""
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()

@@ -1,0 +1,196 @@
+"""Programs against test cases (codecontests, apps, codeforces, taco): the fraction of tests that pass, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from typing import Any
+
+from hpcrl.rewards.sandbox import Limits, run_python
+
+NUM_TESTS = 10
+FUNCTION_SECONDS = 6.0  # for all calls together
+ABSOLUTE, RELATIVE = 1e-8, 1e-5  # numpy.allclose's
+
+# What programs in these data sets take for granted, later names over earlier ones.
+STARS = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json "
+    "builtins typing"
+).split()
+MODULES = STARS[:16]
+PREAMBLE = "".join(
+    [
+        *(f"from {name} import *\n" for name in STARS),
+        f"import {', '.join(MODULES)}\n",
+        "sys.setrecursionlimit(600000)\n",
+    ]
+)
+
+# Runs in the sandbox after assignments to PROGRAM, PREAMBLE, METHOD and MARK; does not know what a test expects.
+JUDGE = """
+def judge(program, preamble, method, mark):
+    import json, os, sys, types
+    if not method:
+        exec(preamble, globals())
+        try:
+            exec(compile(program, "solution.py", "exec"), globals())
+        except SystemExit:
+            pass
+        return
+    dumps, output = json.dumps, os.dup(1)
+    calls = [with_whole_keys([json.loads(line) for line in text.split("\\n")]) for text in json.load(sys.stdin)]
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    exec(preamble, module.__dict__)
+    exec(compile(program, "solution.py", "exec"), module.__dict__)
+    owner = module.Solution() if "class Solution" in program else module
+    for arguments in calls:
+        found = getattr(owner, method)(*arguments)
+        dumps(found)
+        os.write(output, (mark + dumps(tagged(found)) + "\\n").encode())
+
+def with_whole_keys(arguments):
+    try:
+        return [{int(key): value for key, value in arguments[0].items()}]
+    except Exception:
+        return arguments
+
+def tagged(value):
+    if isinstance(value, dict):
+        return {"dict": [[tagged(key), tagged(item)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {"tuple" if isinstance(value, tuple) else "list": [tagged(item) for item in value]}
+    return value
+
+judge(PROGRAM, PREAMBLE, METHOD, MARK)
+"""
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str | dict[str, Any],
+    extra_info: dict[str, Any] | None = None,
+    *,
+    seconds_per_test: float = 10.0,
+    **_: Any,
+) -> float:
+    """The fraction of the first ten tests that the program in the last ```python block passes; a function all or none.
+
+    `ground_truth`: {"inputs": [...], "outputs": [...]} as JSON or dict, texts for standard input and output; with
+    "fn_name", lines of JSON arguments and a JSON result of that function, or method of `class Solution`. ValueError
+    where it is something else.
+
+    verl's `reward_score/prime_code` with continuous=True (Hendrycks et al. 2021, "Measuring Coding Challenge Competence
+    With APPS"), quirks included: a program's tests after the tenth never count; a function scores 1 if it passes all
+    tests within 6 s, else 0, for 0.9.1 forgets the name when it runs them one by one; imports may be lacking; outputs
+    are equal up to blank lines and spaces around lines, or as numbers to 1e-5, one on each line; a function's result
+    may also equal the first element of what is expected.
+
+    verl makes a program the body of a function in its own process, with strings for files; here it is a process of its
+    own. So what fails there passes here: `global`, sys.stdin.buffer, exit(), EOFError at the end of the input, inputs
+    that are lists of lines. And what passes there fails here: `return` outside a function, any file as if it were the
+    input, more than 1 GB of memory.
+
+    Up to ten times `seconds_per_test` may pass: reward.timeout must allow for that, or a slow program scores 0.
+    """
+    tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(tests, dict) or not len(tests.get("inputs", ())) == len(tests.get("outputs", ())) > 0:
+        raise ValueError("ground_truth is not {'inputs': [...], 'outputs': [...]} of one length")
+    program = solution_str.split("```python")[-1].split("```")[0]
+    inputs, outputs = (list(map(lines, tests[name])) for name in ("inputs", "outputs"))
+    if method := tests.get("fn_name"):
+        return float(function_passes(program, method, inputs, outputs))
+    cases = list(zip(inputs, outputs, strict=True))[:NUM_TESTS]
+    return sum(program_passes(program, *case, seconds_per_test) for case in cases) / len(cases)
+
+
+def lines(text: str | list[str]) -> str:
+    return text if isinstance(text, str) else "\n".join(text)
+
+
+def program_passes(program: str, given: str, expected: str, seconds: float) -> bool:
+    ran = run_python(source_of(program, None, ""), given, limits_for(seconds, [expected]))
+    return ran.fate == "ok" and same_output(ran.stdout, expected)
+
+
+def function_passes(program: str, method: str, inputs: list[str], outputs: list[str]) -> bool:
+    mark = secrets.token_hex(16)  # the program cannot know it beforehand: what it prints is not a result
+    ran = run_python(source_of(program, method, mark), json.dumps(inputs), limits_for(FUNCTION_SECONDS, outputs))
+    found = [part.partition("\n")[0] for part in ran.stdout.split(mark)[1:]]
+    if ran.fate != "ok" or len(found) != len(outputs):
+        return False
+    try:
+        return all(
+            same_value(untagged(json.loads(result)), json.loads(expected))
+            for result, expected in zip(found, outputs, strict=True)
+        )
+    except (ValueError, TypeError, RecursionError):  # the program wrote results of its own
+        return False
+
+
+def limits_for(seconds: float, outputs: list[str]) -> Limits:
+    """The sandbox's, with room for what is expected."""
+    return Limits(seconds, stdout_kb=1024 + sum(map(len, outputs)) // 256)
+
+
+def source_of(program: str, method: str | None, mark: str) -> str:
+    names = {"PROGRAM": program, "PREAMBLE": PREAMBLE, "METHOD": method, "MARK": mark}
+    return "".join(f"{name} = {value!r}\n" for name, value in names.items()) + JUDGE
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Equal but for space around lines, or for blank lines; or numbers, one on a line, that are close."""
+    found = output.splitlines()
+    if expected.strip() in ("\n".join(found).strip(), "\n".join(line.strip() for line in found).strip()):
+        return True
+    wanted = [line.strip() for line in expected.split("\n") if line]
+    found_lines = [line for line in found if line]
+    return wanted in (found, found_lines) or close(found_lines, wanted)
+
+
+def close(found: list[str], wanted: list[str]) -> bool:
+    """Numbers, not all of them whole, that agree as numpy.allclose has it."""
+    if len(found) != len(wanted) or all(a.isdigit() and b.isdigit() for a, b in zip(found, wanted, strict=True)):
+        return False
+    try:
+        pairs = [(float(a), float(b)) for a, b in zip(found, wanted, strict=True)]
+    except ValueError:
+        return False
+    return all(a == b or (math.isfinite(b) and abs(a - b) <= ABSOLUTE + RELATIVE * abs(b)) for a, b in pairs)
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Equal to the expected value or to its first element; keys that JSON made texts are whole numbers again."""
+    expected = whole_keys(expected)
+    if isinstance(found, tuple):
+        found = list(found)
+    if found == expected:
+        return True
+    if not isinstance(expected, list) or not expected:
+        return False
+    if found == expected[0]:
+        return True
+    rows = found if isinstance(found, list) and found and isinstance(found[0], tuple) else []
+    return all(isinstance(row, (list, tuple)) for row in rows) and list(map(list, rows)) == expected[0] != []
+
+
+def whole_keys(expected: Any) -> Any:
+    """A dict, or a list that begins with one, as a list of that dict with its keys as whole numbers, if they are."""
+    head = expected[0] if isinstance(expected, list) and expected else expected
+    if not isinstance(head, dict):
+        return expected
+    try:
+        return [{int(key): value for key, value in head.items()}]
+    except ValueError:
+        return expected
+
+
+def untagged(value: Any) -> Any:
+    """A result as the program returned it, with tuples and keys that JSON does not have."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, items),) = value.items()
+    if kind == "dict":
+        return {untagged(key): untagged(item) for key, item in items}
+    return (tuple if kind == "tuple" else list)(untagged(item) for item in items)

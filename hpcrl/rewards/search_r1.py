@@ -1,0 +1,52 @@
+"""Search-R1: the last <answer></answer> must be one of the golden answers, after SQuAD's normalisation."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any
+
+OPEN, CLOSE = "<answer>", "</answer>"
+MANY_TAGS = 10
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: dict[str, Any],
+    extra_info: dict[str, Any] | None = None,
+    *,
+    format_score: float = 0.0,
+    score: float = 1.0,
+    **_: Any,
+) -> float:
+    """`score` for an exact match, a quarter of it when a tag occurs more than ten times, `format_score` for another
+    answer, 0 without tags. `ground_truth` is {"target": text or texts}.
+
+    verl's `reward_score/search_r1_like_qa_em.py`. Exact match as in SQuAD (Rajpurkar et al. 2016): lower case, no ASCII
+    punctuation, no English articles, single spaces.
+    """
+    answer = last_answer(solution_str)
+    if answer is None:
+        return 0.0
+    target = ground_truth["target"]
+    golden = [target] if isinstance(target, str) else target
+    if normalised(answer) not in [normalised(text) for text in golden]:
+        return format_score
+    many = max(solution_str.count(OPEN), solution_str.count(CLOSE)) > MANY_TAGS
+    return score / 4 if many else score
+
+
+def last_answer(text: str) -> str | None:
+    """What the last complete pair of tags holds; an open tag inside a pair is text. Linear in the length."""
+    answer, place = None, 0
+    while (start := text.find(OPEN, place)) >= 0 and (end := text.find(CLOSE, start)) >= 0:
+        answer = text[start + len(OPEN) : end].strip()
+        place = end + len(CLOSE)
+    return answer
+
+
+def normalised(text: str) -> str:
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())

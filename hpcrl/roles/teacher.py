@@ -1,0 +1,81 @@
+"""The teacher of on-policy distillation: a frozen model that reads what the policy wrote."""
+
+from __future__ import annotations
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.grid.groups import RoleGroups
+from hpcrl.launch.exits import InputError
+from hpcrl.model.shape import ModelShape
+from hpcrl.roles.model_worker import ModelWorker
+
+# The teacher's own distribution, whatever the policy was sampled at: the policy, its temperature included, becomes it.
+# verl does the same, and takes no notice of a temperature in its teacher's section.
+TEMPERATURE = 1.0
+
+
+def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
+    """The teacher's architecture: its own, or the policy's. Both must have the same vocabulary."""
+    loss, own = config.distillation.distillation_loss, config.teacher.model
+    if loss.loss_mode == "forward_kl_topk" and loss.topk > policy.vocab_size:
+        raise InputError(
+            f"distillation.distillation_loss.topk={loss.topk} exceeds the vocabulary of {policy.vocab_size} tokens; "
+            f"use {policy.vocab_size} or less"
+        )
+    if own is None:
+        return policy
+    if own.path is not None or own.init_from is not None or own.tokenizer is not None:
+        raise InputError(
+            "teacher.model gives path, init_from or tokenizer; it takes an architecture alone: the tokenizer is the "
+            "policy's, and weights are named by teacher.init_from"
+        )
+    if own.vocab_size not in (None, policy.vocab_size):
+        raise InputError(
+            f"teacher.model.vocab_size={own.vocab_size}, and the policy's vocabulary has {policy.vocab_size} tokens; "
+            "a teacher must have the same: leave it null"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > own.max_position_embeddings:
+        raise InputError(
+            f"teacher.model.max_position_embeddings={own.max_position_embeddings} is less than the longest sequence, "
+            f"data.max_prompt_length + data.max_response_length = {longest}; raise it or shorten them"
+        )
+    return ModelShape.from_config(own, policy.vocab_size)
+
+
+class TeacherWorker(ModelWorker):
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived) -> None:
+        """`shape` is the teacher's, by `teacher_shape`."""
+        model = config.teacher.model or config.model
+        super().__init__(groups, shape, head="lm", dtype=model.dtype, seed=config.run.seed, optim=None)
+        self.max_tokens = derived.teacher_max_tokens
+        self.topk = config.distillation.distillation_loss.topk
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("teacher_log_prob",))
+    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
+        """Log-probs of the sampled tokens."""
+        outputs = self.engine.log_probs(batch, max_tokens=self.max_tokens, temperature=TEMPERATURE)
+        return DataProto({"teacher_log_prob": outputs["log_probs"]}) if self.is_home else DataProto()
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("input_ids", "response_mask"),
+        writes=("teacher_log_prob", "teacher_topk_log_probs", "teacher_topk_ids"),
+    )
+    def compute_teacher_topk(self, batch: DataProto) -> DataProto:
+        """Log-probs of the sampled tokens, and ids and log-probs of the `topk` likeliest, the likeliest first.
+
+        The latter are columns of `topk` numbers per response token: `Ragged.padded_vectors(topk)` is (N, T, topk).
+        """
+        outputs = self.engine.topk_log_probs(batch, max_tokens=self.max_tokens, temperature=TEMPERATURE, k=self.topk)
+        if not self.is_home:
+            return DataProto()
+        return DataProto(
+            {
+                "teacher_log_prob": outputs["log_probs"],
+                "teacher_topk_log_probs": outputs["topk_log_probs"],
+                "teacher_topk_ids": outputs["topk_ids"],
+            }
+        )

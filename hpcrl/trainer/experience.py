@@ -1,0 +1,251 @@
+"""A step's samples: prompts, responses, scores; prompts that teach nothing are replaced (DAPO's dynamic sampling)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcrl.algorithms.metrics import Metric, finish, merge
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.controller.controller import Controller
+from hpcrl.data.curriculum import StepReport, step_report
+from hpcrl.data.sampler import Sampler
+from hpcrl.launch.exits import InputError
+from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.telemetry.archive import finish_step, read_step, step_path
+from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.trainer.scoring import scored
+
+log = logging.getLogger(__name__)
+
+RECORDED = ("row", "epoch", "prompt", "sample_index", "position")
+
+
+@dataclass
+class Collected:
+    """Groups that wait for a step, and what was seen while they were made."""
+
+    groups: list[DataProto] = field(default_factory=list)  # one batch per generation, whole prompts
+    metrics: list[dict[str, Metric]] = field(default_factory=list)
+    num_batches: int = 0
+    num_evicted: int = 0  # samples
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(num_prompts(part) for part in self.groups)
+
+    @property
+    def next_prompt(self) -> int:
+        """A number above those of all prompts so far, dropped ones aside."""
+        return max((int(part.samples["prompt"].max()) + 1 for part in self.groups if len(part)), default=0)
+
+
+class Experience:
+    """Lives on rank 0. What is left over of one step's generation is kept for the next one, not thrown away."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        config: Config,
+        derived: Derived,
+        sampler: Sampler,
+        timers: PhaseTimers,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.controller = controller
+        self.config = config
+        self.derived = derived
+        self.timers = timers
+        self.sampler = sampler
+        self.surplus: DataProto | None = None
+        self.reports: list[StepReport] = []
+        rollout = config.rollout
+        self.sampling = SamplingParams(
+            max_new_tokens=config.data.max_response_length,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            ignore_eos=rollout.ignore_eos,
+            eos_token_ids=eos_token_ids,
+        )
+
+    def collect(self, step: int) -> tuple[DataProto, dict[str, float]]:
+        """The step's scored samples and their metrics.
+
+        With filter_groups, prompts whose samples do not differ in its metric are dropped and others drawn, until
+        data.train_batch_size prompts are there or max_num_gen_batches generations are done.
+        """
+        recorded = self.config.trainer.rollouts_from
+        if recorded is not None:
+            return self._recorded(step, recorded)
+        wanted, filtering = self.config.data.train_batch_size, self.config.algorithm.filter_groups
+        found = Collected([self.surplus] if self.surplus is not None else [])
+        limit = filtering.max_num_gen_batches if filtering.enable else 1
+        while found.num_prompts < wanted and not (limit and found.num_batches == limit):
+            size = self.config.data.gen_batch_size or wanted
+            part = self._generate(step, size, found)
+            if filtering.enable:
+                kept = differing(part, filtering.metric)
+                found.num_evicted += int((~kept).sum())
+                part = part[kept]
+            found.groups.append(part)
+        if found.num_prompts == 0:
+            raise InputError(
+                f"step {step}: {found.num_batches} generations of prompts, and in none do the samples of a prompt "
+                f"differ in {filtering.metric!r}; use easier or harder prompts, a larger rollout.n, or raise "
+                "algorithm.filter_groups.max_num_gen_batches"
+            )
+        if found.num_prompts < wanted:
+            log.warning(
+                "step %d: %d of %d prompts after %d generations (algorithm.filter_groups.max_num_gen_batches)",
+                *(step, found.num_prompts, wanted, found.num_batches),
+            )
+        return self._take(step, wanted, found), self._metrics(found)
+
+    def report(self) -> None:
+        """Tell the sampler how the step's prompts went, those that were dropped too."""
+        for report in self.reports:
+            self.sampler.update(report)
+        self.reports.clear()
+
+    def save(self, folder: Path, step: int) -> dict[str, Any]:
+        """What a resumed run needs; the surplus, whose tokens no weights will make again, goes into a file."""
+        if self.surplus is not None:
+            surplus = numbered(self.surplus, step)
+            self.controller["archive"].write(surplus, str(folder)).get()
+            finish_step(folder, step, seed=self.config.run.seed, weight_version=step - 1, report=log.warning)
+        return {"sampler": self.sampler.state_dict(), "surplus": self.surplus is not None}
+
+    def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+        if state["surplus"]:
+            batch = recorded_samples(folder, step)
+            self.surplus = batch.union(self.controller["rollout"].replay(batch, str(folder), scores=True).get())
+            self.surplus.pop(["position"])
+            self.surplus.meta_info.clear()
+
+    def _generate(self, step: int, size: int, found: Collected) -> DataProto:
+        """Prompts from the sampler, rollout.n scored responses to each."""
+        n, derived = self.config.rollout.n, self.derived
+        rows, epochs = self.sampler.next_rows(size)
+        prompts = DataProto(
+            {},
+            {
+                "row": rows,
+                "epoch": epochs,
+                "prompt": np.arange(size, dtype=np.int32) + found.next_prompt,
+                "weight_version": np.full(size, step - 1, np.int64),
+            },
+            {"split": "train", "step": step},
+        )
+        found.num_batches += 1
+        batch = prompts.repeat(n)
+        batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
+        batch = self._respond(batch, self.sampling, "gen", found)
+        self.reports.append(step_report(step, batch.samples))
+        if derived.needs_reward_baseline:
+            prompts.samples["sample_index"] = np.full(size, n, np.int64)
+            greedy = self._respond(prompts, replace(self.sampling, temperature=0.0), "gen_max", found)
+            batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
+        batch.meta_info.clear()
+        return batch
+
+    def _respond(self, batch: DataProto, sampling: SamplingParams, phase: str, found: Collected) -> DataProto:
+        with self.timers(phase):
+            batch = batch.union(self.controller["rollout"].generate(batch, sampling).get())
+        with self.timers("reward"):
+            batch = scored(self.controller, batch, with_model=self.derived.needs_reward_model)
+        found.metrics += batch.metrics
+        return batch
+
+    def _take(self, step: int, wanted: int, found: Collected) -> DataProto:
+        """The first `wanted` prompts; the others are the next step's."""
+        batch = DataProto.concat(found.groups)
+        _, place = np.unique(batch.samples["prompt"], return_inverse=True)
+        late = place >= wanted
+        self.surplus = batch[late] if late.any() else None
+        return numbered(batch[~late], step)
+
+    def _metrics(self, found: Collected) -> dict[str, float]:
+        metrics = finish(merge(found.metrics))
+        if self.config.algorithm.filter_groups.enable:
+            metrics |= {
+                "train/num_gen_batches": float(found.num_batches),
+                "training/filter_groups/evicted_samples": float(found.num_evicted),
+                "training/filter_groups/surplus_samples": float(len(self.surplus) if self.surplus is not None else 0),
+            }
+        return metrics
+
+    def _recorded(self, step: int, folder: str) -> tuple[DataProto, dict[str, float]]:
+        """The samples of an archive in place of a rollout."""
+        batch = recorded_samples(folder, step)
+        with self.timers("gen"):
+            batch = batch.union(self.controller["rollout"].replay(batch, folder).get())
+        with self.timers("reward"):
+            batch = scored(self.controller, batch, with_model=self.derived.needs_reward_model)
+        metrics = finish(merge(batch.metrics))
+        batch.meta_info.pop("metrics")
+        return batch, metrics
+
+
+def differing(batch: DataProto, metric: str) -> np.ndarray:
+    """bool (N,): the rows of prompts whose samples do not all have the same `metric`, and of prompts with one sample.
+
+    Verl asks whether the standard deviation is 0; rounding can make it 1e-17 for equal values, so this asks whether
+    the largest and the smallest differ.
+    """
+    values = metric_values(batch.samples, metric)
+    _, group, size = np.unique(batch.samples["prompt"], return_inverse=True, return_counts=True)
+    largest, smallest = np.full(len(size), -np.inf), np.full(len(size), np.inf)
+    np.maximum.at(largest, group, values)
+    np.minimum.at(smallest, group, values)
+    return ((largest > smallest) | (size == 1))[group]
+
+
+def metric_values(samples: dict[str, np.ndarray], metric: str) -> np.ndarray:
+    """float64 (N,): the score as `reward` or `score`, `acc`, or what the scorer returned under that key."""
+    if metric in ("reward", "score"):
+        return samples["score"].astype(np.float64)
+    if metric == "acc" and not np.isnan(samples["acc"]).any():
+        return samples["acc"].astype(np.float64)
+    found = [extras.get(metric) for extras in samples["extras"].tolist()]
+    if not all(isinstance(value, (int, float)) for value in found):
+        seen = sorted({key for extras in samples["extras"].tolist() for key in extras})
+        raise InputError(
+            f"algorithm.filter_groups.metric={metric!r} is no number of every sample; the scorer returns "
+            f"{', '.join(['score', *seen])}; name one of these, or reward"
+        )
+    return np.array(found, np.float64)
+
+
+def numbered(batch: DataProto, step: int) -> DataProto:
+    """The samples as those of a step, their prompts counted from 0."""
+    prompts, prompt = np.unique(batch.samples["prompt"], return_inverse=True)
+    places: dict[str, np.ndarray] = {
+        "prompt": prompt.astype(np.int32),
+        "position": np.arange(len(batch), dtype=np.int64),
+    }
+    meta = {"split": "train", "step": step, "num_prompts": len(prompts)}
+    return DataProto(batch.tokens, batch.samples | places, meta)
+
+
+def recorded_samples(folder: str | Path, step: int) -> DataProto:
+    """The sample columns of a step's archive; its token columns are for the ranks to read."""
+    _, samples, _ = read_step(step_path(folder, step))
+    names: Sequence[str] = [*RECORDED, *(name for name in ("reward_baseline",) if name in samples)]
+    columns = {name: samples[name] for name in names}
+    columns["weight_version"] = samples["weight_version_min"]
+    batch = DataProto({}, columns)
+    batch.meta_info |= {"split": "train", "step": step, "num_prompts": num_prompts(batch)}
+    return batch
+
+
+def num_prompts(batch: DataProto) -> int:
+    return len(np.unique(batch.samples["prompt"]))

@@ -1,0 +1,47 @@
+"""A job template as the loop wants it: names written out as values, and what the algorithms object to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TypeVar
+
+from hpcrl.algorithms.advantages import get_adv_estimator
+from hpcrl.algorithms.rollout_correction import RolloutCorrection
+from hpcrl.algorithms.rollout_correction_presets import preset
+from hpcrl.config.derive import Derived, check
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.schema import Config
+from hpcrl.roles.actor_objective import ActorObjective
+
+T = TypeVar("T")
+
+
+def with_presets(config: Config) -> Config:
+    """`config` with the values of algorithm.rollout_correction.preset where the template gives none of its own.
+
+    Raises ConfigError for an unknown preset and for values that do not go together.
+    """
+    section = config.algorithm.rollout_correction
+    given = {name: getattr(section, name) for name in section.model_fields_set if name != "preset"}
+    values = _in_section(
+        "algorithm.rollout_correction",
+        lambda: preset(section.preset, **given) if section.preset is not None else RolloutCorrection(**given),
+    )
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": section.model_copy(update=asdict(values))})
+    return config.model_copy(update={"algorithm": algorithm})
+
+
+def derive(config: Config, world_size: int) -> Derived:
+    """Derived values of `hpcrl train`; ConfigError for what config, estimator and losses cannot do together."""
+    estimator = get_adv_estimator(config.algorithm.adv_estimator)
+    derived = check(config, world_size, inputs=estimator.inputs)
+    _in_section("actor", lambda: ActorObjective(config, derived))
+    return derived
+
+
+def _in_section(section: str, make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(f"{section}: {error}") from None

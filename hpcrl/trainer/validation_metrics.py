@@ -1,0 +1,206 @@
+"""What scores of validation samples say: mean, spread, best, worst and majority of n, with verl's bootstrap.
+
+The numbers are those of verl 0.9.1 (trainer/ppo/metric_utils.py, process_validation_metrics), in fp64. Its quirks:
+every bootstrap starts from the same seed, so that prompts with equally many samples share their 1000 draws; `@N` itself
+is bootstrapped too, with replacement, so best@N is below the best of the N; and a prompt has maj@n only when all of
+its samples have a `pred`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+
+NUM_BOOTSTRAP = 1000
+SEED = 42
+CHUNK = 4_000_000  # numbers that are bootstrapped at once: 32 MB
+
+Value: TypeAlias = float | int | bool | str | None
+Variables: TypeAlias = Mapping[str, Sequence[Value]]  # name -> one value per sample, None where there is none
+Found: TypeAlias = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
+
+
+def validation_metrics(sources: Sequence[str], uids: Sequence[Hashable], variables: Variables) -> Found:
+    """Metrics of each data source and variable: the mean over prompts of what is computed per prompt.
+
+    sources, uids: data source and prompt of each sample. A variable is left out where a prompt's first value is text.
+    `acc`, where a source has it at all, counts as 0 in the samples without it (their scoring failed);
+    `acc_success_only` leaves those samples out.
+    Per prompt with N values: `mean@N`; for N > 1 `std@N` (population), and for n in 2, 4, 8, ... < N and N
+    `best@n/{mean,std}`, `worst@n/{mean,std}`, and with `pred` `maj@n/{mean,std}`: mean and standard deviation, over
+    1000 draws of n values with replacement, of their maximum, minimum, and the value of the first draw whose `pred`
+    is the commonest (the earliest drawn, where several are).
+    """
+    rows_of: dict[str, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row, (source, uid) in enumerate(zip(sources, uids, strict=True)):
+        rows_of[source][uid].append(row)
+    found: Found = {}
+    for source, prompts in rows_of.items():
+        per_prompt: dict[str, dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+        for block in _blocks(list(prompts.values()), variables):
+            for metric, values in block.metrics().items():
+                for variable, of_prompts in zip(block.names, values, strict=True):
+                    per_prompt[variable][metric].append(of_prompts)
+        found[source] = {
+            variable: {metric: float(np.concatenate(parts).mean()) for metric, parts in metrics.items()}
+            for variable, metrics in per_prompt.items()
+        }
+    return found
+
+
+def metric_tags(found: Found) -> dict[str, float]:
+    """`val-core/<source>/<variable>/<metric>` for mean, best and maj of `acc` (without it: `reward`) at the largest
+    number of samples, `val-aux/...` for everything else."""
+    tags = {}
+    for source, variables in found.items():
+        core = "acc" if "acc" in variables else "reward"
+        for variable, metrics in variables.items():
+            most = max(int(metric.split("@")[1].split("/")[0]) for metric in metrics)
+            for metric, value in metrics.items():
+                is_core = variable == core and metric.startswith(("mean", "best", "maj")) and f"@{most}" in metric
+                tags[f"val-{'core' if is_core else 'aux'}/{source}/{variable}/{metric}"] = value
+    return tags
+
+
+def numbers_drawn(num_samples: int) -> list[int]:
+    """The n of best@n, worst@n, maj@n: 2, 4, 8, ... below `num_samples`, and `num_samples`; none for one sample."""
+    if num_samples < 2:
+        return []
+    return [2**k for k in range(1, num_samples.bit_length()) if 2**k < num_samples] + [num_samples]
+
+
+@lru_cache(maxsize=32)
+def bootstrap_draws(num_samples: int, n: int) -> np.ndarray:
+    """int64 (1000, n): samples drawn, with replacement, by numpy's legacy generator, whose stream never changes."""
+    draws = np.random.RandomState(SEED).choice(num_samples, size=(NUM_BOOTSTRAP, n), replace=True)
+    draws.flags.writeable = False
+    return draws
+
+
+@dataclass(frozen=True)
+class Block:
+    """Variables and prompts that can be computed together: the same variables, with equally many values."""
+
+    names: tuple[str, ...]
+    values: np.ndarray  # float64 (variables, prompts, N)
+    votes: np.ndarray | None  # int64 (prompts, N): equal where preds are equal; None: there are no preds
+
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Metric -> float64 (variables, prompts)."""
+        num_samples = self.values.shape[2]
+        found = {f"mean@{num_samples}": self.values.mean(axis=2)}
+        if num_samples > 1:
+            found[f"std@{num_samples}"] = self.values.std(axis=2)
+        for n in numbers_drawn(num_samples):
+            draws = bootstrap_draws(num_samples, n)
+            parts = [self._bootstrap(chunk, draws) for chunk in self._chunks()]
+            found |= {f"{name.format(n)}": np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
+        return found
+
+    def _chunks(self) -> Iterator[slice]:
+        num_variables, num_prompts, num_samples = self.values.shape
+        per_prompt = NUM_BOOTSTRAP * max(num_variables, num_samples if self.votes is not None else 1)
+        size = max(1, CHUNK // per_prompt)
+        return (slice(start, start + size) for start in range(0, num_prompts, size))
+
+    def _bootstrap(self, prompts: slice, draws: np.ndarray) -> dict[str, np.ndarray]:
+        values = self.values[:, prompts]
+        # Sample first, so that a draw copies whole rows: (N, variables, prompts) -> (1000, variables, prompts).
+        by_sample = np.ascontiguousarray(np.moveaxis(values, 2, 0))
+        best = by_sample[draws[:, 0]]
+        worst = best.copy()
+        for column in draws.T[1:]:
+            drawn = by_sample[column]
+            np.maximum(best, drawn, out=best)
+            np.minimum(worst, drawn, out=worst)
+        results = {"best": best, "worst": worst}
+        if self.votes is not None:
+            winners = majority(self.votes[prompts], draws)
+            picked = np.take_along_axis(values, winners[None], axis=2)  # (variables, prompts, 1000)
+            results["maj"] = np.moveaxis(picked, 2, 0)
+        found = {}
+        for name, result in results.items():
+            found[f"{name}@{{}}/mean"] = result.mean(axis=0)
+            found[f"{name}@{{}}/std"] = result.std(axis=0)
+        return found
+
+
+def majority(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """int64 (prompts, 1000): in each draw, the first drawn sample of those with the commonest vote.
+
+    votes: int64 (prompts, N), equal where samples agree. draws: int64 (1000, n). Of several commonest votes the one
+    that was drawn first wins.
+    """
+    num_samples, n = votes.shape[1], draws.shape[1]
+    times = np.zeros((len(draws), num_samples))  # a sample was drawn
+    first = np.full((len(draws), num_samples), n)  # and when, at first
+    draw = np.arange(len(draws))
+    for place in range(n - 1, -1, -1):
+        times[draw, draws[:, place]] += 1
+        first[draw, draws[:, place]] = place
+    agree = (votes[:, :, None] == votes[:, None, :]).astype(np.float64)
+    rank = np.matmul(times, agree) * (n + 1) - first
+    rank[:, times == 0] = -1
+    return rank.argmax(axis=2)
+
+
+def _blocks(prompts: Sequence[Sequence[int]], variables: Variables) -> Iterator[Block]:
+    """The samples of one data source, given as rows per prompt."""
+    acc = variables.get("acc")
+    has_acc = acc is not None and any(acc[row] is not None for rows in prompts for row in rows)
+    values: dict[tuple[tuple[str, ...], int, bool], list[list[list[float]]]] = defaultdict(list)
+    votes: dict[tuple[tuple[str, ...], int, bool], list[list[int]]] = defaultdict(list)
+    for rows in prompts:
+        of_prompt = _values_of_prompt(rows, variables, has_acc)
+        alike: dict[tuple[int, bool], list[str]] = defaultdict(list)
+        for name, (numbers, preds) in of_prompt.items():
+            alike[len(numbers), preds is not None].append(name)
+        for (count, voted), names in alike.items():
+            key = (tuple(names), count, voted)
+            values[key].append([of_prompt[name][0] for name in names])
+            preds = of_prompt[names[0]][1]
+            if preds is not None:
+                votes[key].append(_codes(preds))
+    for key, rows_of_values in values.items():
+        array = np.array(rows_of_values, np.float64).transpose(1, 0, 2)
+        yield Block(key[0], array, np.array(votes[key], np.int64) if key[2] else None)
+
+
+def _values_of_prompt(
+    rows: Sequence[int], variables: Variables, has_acc: bool
+) -> dict[str, tuple[list[float], list[Value] | None]]:
+    """Variable -> (its numbers, the preds that go with them or None); without variables that have none, or text."""
+    found = {}
+    for name, column in variables.items():
+        scored = [row for row in rows if column[row] is not None]
+        values = [column[row] for row in scored]
+        if name == "acc" and has_acc:
+            if scored:
+                found["acc_success_only"] = _numbers(values), _preds(scored, variables, len(scored))
+            values += [0.0] * (len(rows) - len(scored))
+        if values and not any(isinstance(value, str) for value in values):
+            found[name] = _numbers(values), _preds(rows, variables, len(values))
+    return found
+
+
+def _numbers(values: Sequence[Value]) -> list[float]:
+    return [float(value) for value in values if value is not None]
+
+
+def _preds(rows: Sequence[int], variables: Variables, count: int) -> list[Value] | None:
+    """The preds of these rows, None unless there are `count` of them."""
+    column = variables.get("pred")
+    if column is None or len(rows) != count or any(column[row] is None for row in rows):
+        return None
+    return [column[row] for row in rows]
+
+
+def _codes(preds: Sequence[Value]) -> list[int]:
+    """Numbers that are equal where preds are equal."""
+    known: dict[Value, int] = {}
+    return [known.setdefault(pred, len(known)) for pred in preds]

@@ -1,0 +1,116 @@
+"""Algorithm keys that cannot go together are refused in one line, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.schema import Config
+from hpcrl.roles.actor_objective import ActorObjective
+from hpcrl.trainer.prepare import derive, with_presets
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm": {"adv_estimator": "grpo"}}, "rollout.n=1 leaves nothing to compare"),
+    ({"algorithm": {"filter_groups": {"enable": True}}}, "would drop every prompt"),
+    ({"algorithm": {"adv_estimator": "remax", "use_pf_ppo": True}}, "use adv_estimator=gae"),
+    ({"algorithm": {"adv_estimator": "gdpo"}, "rollout": {"n": 2}}, "needs algorithm.gdpo_reward_keys"),
+    (
+        {
+            "algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "gdpo_reward_weights": [1.0, 2.0]},
+            "rollout": {"n": 2},
+        },
+        "2 entries for 1 gdpo_reward_keys",
+    ),
+    ({"actor": {"policy_loss": {"loss_mode": "bypass_mode"}}}, "set algorithm.rollout_correction.bypass_mode=true"),
+    (
+        {
+            "actor": {"policy_loss": {"loss_mode": "gspo"}},
+            "algorithm": {"rollout_correction": {"preset": "bypass_pg_is"}},
+        },
+        "loss_mode=gspo with algorithm.rollout_correction.bypass_mode=true",
+    ),
+    (
+        {
+            "algorithm": {
+                "adv_estimator": "optimal_token_baseline",
+                "rollout_correction": {"preset": "bypass_ppo_clip"},
+            },
+            "rollout": {"n": 2},
+        },
+        "needs the forward pass before the update",
+    ),
+    ({"actor": {"policy_loss": {"loss_mode": "dro"}}}, "needs actor.policy_loss.dro_beta"),
+    ({"actor": {"policy_loss": {"loss_mode": "gsop"}}}, "did you mean 'gspo'"),
+    ({"algorithm": {"adv_estimator": "grop"}}, "did you mean 'grpo'"),
+    ({"algorithm": {"rollout_correction": {"preset": "decoupled_token_tis"}}}, "unknown rollout correction preset"),
+    ({"algorithm": {"rollout_correction": {"rollout_rs": "token_k4"}}}, "algorithm.rollout_correction: "),
+    ({"reward": {"reward_model": {"enable": True}}}, "reward.reward_model.init_from is null"),
+    (
+        {"reward": {"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 4}}}},
+        "only dapo shapes over-long responses",
+    ),
+    (
+        {
+            "reward": {
+                "reward_manager": {"name": "dapo"},
+                "reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 99}},
+            },
+            "data": {"max_response_length": 64},
+        },
+        "len=99; expected 1 to the limit of 64",
+    ),
+    ({"distillation": {"enabled": True}}, "a teacher of random weights teaches nothing"),
+    (
+        {
+            "teacher": {"init_from": "runs/x"},
+            "distillation": {
+                "enabled": True,
+                "distillation_loss": {"loss_mode": "forward_kl_topk", "use_policy_gradient": True},
+            },
+        },
+        "is no estimate on the sampled token",
+    ),
+    (
+        {
+            "teacher": {"init_from": "runs/x"},
+            "distillation": {"enabled": True, "distillation_loss": {"loss_mode": "k1"}},
+        },
+        "its gradient ignores the teacher",
+    ),
+]
+
+
+def config(sections: dict[str, Any]) -> Config:
+    data = {"train_files": ["train.parquet"], "train_batch_size": 256, **sections.get("data", {})}
+    return Config.model_validate({**sections, "data": data})
+
+
+@pytest.mark.parametrize(("sections", "line"), CASES, ids=[line[:40] for _, line in CASES])
+def test_what_cannot_work_is_refused_in_one_line(sections: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        derive(with_presets(config(sections)), 2)
+    assert getattr(refusal.value, "user_error", False) or isinstance(refusal.value, ConfigError)
+    assert line in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_preset_is_written_out_and_the_templates_own_keys_win() -> None:
+    correction = {"preset": "decoupled_seq_is_rs", "rollout_is_threshold": 4.0}
+    found = with_presets(config({"algorithm": {"rollout_correction": correction}})).algorithm.rollout_correction
+    assert (found.rollout_is, found.rollout_is_threshold) == ("sequence", 4.0)
+    assert (found.rollout_rs, found.rollout_rs_threshold) == ("seq_sum_k1", "0.5_2.0")
+    again = Config.model_validate({"algorithm": {"rollout_correction": found.model_dump()}})
+    assert with_presets(again).algorithm.rollout_correction == found  # a resolved template means the same
+
+
+def test_bypass_mode_brings_its_own_loss_and_saves_the_forward_pass() -> None:
+    derived = derive(with_presets(config({"algorithm": {"rollout_correction": {"preset": "bypass_pg_is"}}})), 2)
+    assert (derived.loss_mode, derived.needs_old_log_prob) == ("bypass_mode", False)
+
+
+def test_one_clip_ratio_is_enough_and_a_side_of_its_own_goes_before_it() -> None:
+    template = with_presets(config({"actor": {"clip_ratio": 0.1, "clip_ratio_high": 0.3}}))
+    found = ActorObjective(template, derive(template, 2)).policy_loss_config
+    assert (found.clip_ratio_low, found.clip_ratio_high) == (0.1, 0.3)

@@ -1,0 +1,130 @@
+"""Small whole jobs in the session's world, and what they wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.derive import check_rm, check_sft
+from hpcrl.config.schema import Config
+from hpcrl.launch.job import make_run_directory, run_directory
+from hpcrl.trainer import ppo, rm, sft
+from hpcrl.trainer.prepare import derive, with_presets
+
+ROOT = Path(__file__).parents[2]
+NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+
+
+def make_countdown_files(folder: Path) -> None:
+    tool = str(ROOT / "tools" / "prepare_countdown.py")
+    subprocess.run([sys.executable, tool, "--out", str(folder), "--sft-rows", "64"], check=True, capture_output=True)
+
+
+# A reward that random weights do not all miss in the same way: with equal scores, advantages would be amplified noise.
+SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
+
+class Lab:
+    """Runs small jobs in the session's world, and reads what they wrote."""
+
+    def __init__(self, world, data: Path, folder: Path) -> None:
+        self.world, self.data, self.folder = world, data, folder
+        if world.rank == 0:
+            (folder / "score.py").write_text(SCORE)
+        world.barrier()
+
+    def run(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
+        config = with_presets(Config.model_validate(self.config(name, placement or {}, sections)))
+        derived = derive(config, self.world.size)
+        if self.world.rank == 0:
+            make_run_directory(run_directory(config))
+        self.world.barrier()
+        ppo.run(self.world, config, derived)
+        self.world.barrier()
+        return self.folder / name
+
+    def run_sft(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
+        data = {"train_files": [str(self.data / "sft.parquet")], "val_files": [str(self.data / "val.parquet")]}
+        rules = {"custom_reward_function": {"path": None}}
+        sections = {**sections, "data": {**data, "max_response_length": 18}, "reward": rules}
+        template = self.config(name, placement or {}, sections)
+        config = Config.model_validate(template)
+        if self.world.rank == 0:
+            make_run_directory(run_directory(config))
+        self.world.barrier()
+        sft.run(self.world, config, check_sft(config, self.world.size))
+        self.world.barrier()
+        return self.folder / name
+
+    def run_rm(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
+        files = {"train_files": [str(self.data / "preference.parquet")], "max_response_length": 18}
+        options = {"batch_size": 8, "total_training_steps": 2, "optim": {"lr": 1e-3}}
+        template = self.config(name, placement or {}, {"data": files, "rm": options, **sections})
+        config = Config.model_validate(template)
+        if self.world.rank == 0:
+            make_run_directory(run_directory(config))
+        self.world.barrier()
+        rm.run(self.world, config, check_rm(config, self.world.size))
+        self.world.barrier()
+        return self.folder / name
+
+    def config(self, name: str, placement: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        template: dict[str, dict[str, Any]] = {
+            "run": {"name": name, "dir": str(self.folder)},
+            "model": {
+                "tokenizer": str(ROOT / "configs" / "tokenizer"),
+                "num_layers": 2,
+                "hidden_size": 64,
+                "ffn_hidden_size": 96,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "init_std": 0.2,
+            },
+            "placement": placement,
+            "data": {
+                "train_files": [str(self.data / "train.parquet")],
+                "train_batch_size": 12,
+                "max_prompt_length": 16,
+                "max_response_length": 12,
+            },
+            "rollout": {"n": 2},
+            "actor": {
+                "ppo_mini_batch_size": 6,
+                "ppo_max_token_len_per_gpu": 128,
+                "use_kl_loss": True,
+                "entropy_coeff": 0.01,
+                "optim": {"lr": 1e-3},
+            },
+            "critic": {"optim": {"lr": 1e-3}, "ppo_max_token_len_per_gpu": 128},
+            "algorithm": {"lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 100}},
+            "trainer": {"total_training_steps": 2},
+            "reward": {"custom_reward_function": {"path": str(self.folder / "score.py")}},
+        }
+        for section, values in sections.items():
+            template[section] = _merged(template.get(section, {}), values)
+        return template
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: _merged(base[k], v) for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
+    return {**base, **over, **nested}
+
+
+def metrics(run: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines}
+
+
+def on(world, **sizes: int) -> dict[str, Any]:
+    """All roles on all ranks with these sizes; the engine keeps as much tensor parallelism."""
+    return {**dict.fromkeys(("actor", "critic", "ref"), sizes), "rollout": {"tp": sizes.get("tp", 1)}}
+
+
+def own_layout(size: int) -> dict[str, Any]:
+    return {1: {}, 2: on(2, tp=2), 4: {**on(4, tp=2), "critic": {"pp": 2}, "rollout": {"tp": 1}}}[size]
