@@ -11,8 +11,8 @@ import torch
 from hpcrl.algorithms.aggregation import token_mean
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
-from hpcrl.algorithms.policy_config import PolicyLossConfig
-from hpcrl.algorithms.policy_losses import get_policy_loss
+from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
+from hpcrl.algorithms.policy_losses.lookup import get_policy_loss
 from hpcrl.algorithms.registry import Registry
 
 

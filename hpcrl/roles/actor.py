@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcrl.algorithms.advantages import get_adv_estimator
+from hpcrl.algorithms.advantages.estimator import AdvantageConfig
+from hpcrl.algorithms.advantages.lookup import get_adv_estimator
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss
-from hpcrl.algorithms.estimator import AdvantageConfig
 from hpcrl.algorithms.kl import apply_kl_in_reward
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
-from hpcrl.algorithms.rollout_correction import correct_rollout
+from hpcrl.algorithms.rollout_correction.correction import correct_rollout
 from hpcrl.algorithms.statistics import (
     response_statistics,
     rollout_log_prob_statistics,

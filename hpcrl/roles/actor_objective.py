@@ -12,9 +12,9 @@ from hpcrl.algorithms.aggregation import LossNorm, agg_loss, aggregate
 from hpcrl.algorithms.distillation import DistillationConfig, distillation_loss
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
-from hpcrl.algorithms.policy_config import PolicyLossConfig
-from hpcrl.algorithms.policy_losses import get_policy_loss
-from hpcrl.algorithms.rollout_correction import RolloutCorrection
+from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
+from hpcrl.algorithms.policy_losses.lookup import get_policy_loss
+from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config

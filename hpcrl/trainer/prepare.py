@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
 
-from hpcrl.algorithms.advantages import get_adv_estimator
-from hpcrl.algorithms.rollout_correction import RolloutCorrection
-from hpcrl.algorithms.rollout_correction_presets import preset
+from hpcrl.algorithms.advantages.lookup import get_adv_estimator
+from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
+from hpcrl.algorithms.rollout_correction.presets import preset
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config

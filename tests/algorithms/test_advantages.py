@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hpcrl.algorithms import advantage
-from hpcrl.algorithms.advantages import AdvantageConfig, get_adv_estimator, register_adv_est
-from hpcrl.algorithms.estimator import ESTIMATORS
+from hpcrl.algorithms.advantages.estimator import ESTIMATORS
+from hpcrl.algorithms.advantages.lookup import AdvantageConfig, get_adv_estimator, register_adv_est
 from hpcrl.config.schema import AlgorithmConfig
 from tests.algorithms.verl_cases.advantages import ESTIMATORS as NEEDS
 

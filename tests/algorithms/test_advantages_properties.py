@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.algorithms.advantages import AdvantageConfig, get_adv_estimator
+from hpcrl.algorithms.advantages.lookup import AdvantageConfig, get_adv_estimator
 from hpcrl.algorithms.masked import masked_whiten
 from tests.algorithms.replicas import on_replicas
 from tests.algorithms.verl_cases.advantages import ESTIMATORS, batch

@@ -12,7 +12,8 @@ import hpcrl.algorithms
 def test_torch_and_numpy_are_enough():
     """In a fresh interpreter where every other third-party package and the rest of hpcrl are out of reach."""
     folder = Path(hpcrl.algorithms.__path__[0])
-    names = [f"hpcrl.algorithms.{path.stem}" for path in folder.glob("[a-z]*.py")]
+    paths = [path.relative_to(folder).with_suffix("") for path in folder.rglob("[a-z]*.py")]
+    names = [".".join(("hpcrl", "algorithms", *path.parts)) for path in paths]
     program = f"""
 import importlib, sys, torch, numpy
 before = set(sys.modules)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.algorithms.policy_config import PolicyLossConfig
-from hpcrl.algorithms.rollout_correction import RolloutCorrection
+from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
+from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
 from hpcrl.config.schema import Config
 
 of = PolicyLossConfig.from_mapping

@@ -10,9 +10,9 @@ import torch
 from hpcrl.algorithms import policy_loss
 from hpcrl.algorithms.aggregation import MODES, TokenLosses
 from hpcrl.algorithms.metrics import finish
-from hpcrl.algorithms.policy_losses import PolicyLossConfig, get_policy_loss, register_policy_loss
-from hpcrl.algorithms.policy_registry import LOSSES as REGISTRY
-from hpcrl.algorithms.surrogate import ppo_metrics, score_surrogate, sequence_log_ratio
+from hpcrl.algorithms.policy_losses.lookup import PolicyLossConfig, get_policy_loss, register_policy_loss
+from hpcrl.algorithms.policy_losses.registry import LOSSES as REGISTRY
+from hpcrl.algorithms.policy_losses.surrogate import ppo_metrics, score_surrogate, sequence_log_ratio
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
 F64 = torch.float64

@@ -8,7 +8,7 @@ import torch
 
 from hpcrl.algorithms.aggregation import MODES, LossNorm, aggregate
 from hpcrl.algorithms.metrics import finish, merge
-from hpcrl.algorithms.policy_losses import PolicyLossConfig, get_policy_loss
+from hpcrl.algorithms.policy_losses.lookup import PolicyLossConfig, get_policy_loss
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
 CFG = PolicyLossConfig.from_mapping(CONFIG)

@@ -1,7 +1,7 @@
 """What policy losses are made of: the ratio of the policies, per token or sequence, and the rules that bound it.
 
 A loss is a ratio level x a rule. The correction for rollout mismatch and the aggregation come after it and know
-nothing of it (`policy_registry.PolicyLoss`, `aggregation.aggregate`). All tensors are (B, T); log-probs in nats.
+nothing of it (`registry.PolicyLoss`, `aggregation.aggregate`). All tensors are (B, T); log-probs in nats.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from hpcrl.algorithms.aggregation import token_mean
 from hpcrl.algorithms.masked import masked_sum
 from hpcrl.algorithms.metrics import Metric
-from hpcrl.algorithms.policy_config import PolicyLossConfig
+from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
 
 
 def token_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:

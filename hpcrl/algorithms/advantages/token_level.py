@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpcrl.algorithms.estimator import Result, register_adv_est
+from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
 from hpcrl.algorithms.masked import Reduce, masked_whiten, one_replica
 
 

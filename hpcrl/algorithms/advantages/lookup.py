@@ -8,9 +8,16 @@ from typing import Any
 import torch
 
 # importing a family registers its estimators
-from hpcrl.algorithms import outcome_advantages, token_advantages, token_baseline  # noqa: F401
+from hpcrl.algorithms.advantages import outcome, token_baseline, token_level  # noqa: F401
+from hpcrl.algorithms.advantages.estimator import (
+    ESTIMATORS,
+    SETTINGS,
+    AdvantageConfig,
+    AdvEstimator,
+    Result,
+    register_adv_est,
+)
 from hpcrl.algorithms.config_keys import flat_config
-from hpcrl.algorithms.estimator import ESTIMATORS, SETTINGS, AdvantageConfig, AdvEstimator, Result, register_adv_est
 
 __all__ = ["AdvEstimator", "AdvantageConfig", "advantage", "get_adv_estimator", "register_adv_est"]
 

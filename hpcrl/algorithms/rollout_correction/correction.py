@@ -14,9 +14,9 @@ import torch
 
 from hpcrl.algorithms.masked import Reduce, one_replica
 from hpcrl.algorithms.metrics import Metric
-from hpcrl.algorithms.rollout_correction_metrics import off_policy_metrics
-from hpcrl.algorithms.rollout_correction_rejection import Criterion, parse_criteria, reject
-from hpcrl.algorithms.rollout_correction_weights import LEVELS, Bounds, importance_weights, parse_bounds
+from hpcrl.algorithms.rollout_correction.metrics import off_policy_metrics
+from hpcrl.algorithms.rollout_correction.rejection import Criterion, parse_criteria, reject
+from hpcrl.algorithms.rollout_correction.weights import LEVELS, Bounds, importance_weights, parse_bounds
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 
@@ -28,7 +28,7 @@ class RolloutCorrection:
     rollout_is: importance weights per `token` or `sequence`; None: none.
     rollout_is_threshold: an upper bound truncates weights (TIS); "lower_upper" zeroes those outside (IcePop).
     rollout_is_batch_normalize: divide the weights by their mean over the batch.
-    rollout_rs: rejection options, comma separated; all must pass. See `rollout_correction_rejection`.
+    rollout_rs: rejection options, comma separated; all must pass. See `rejection`.
     rollout_rs_threshold: one for all options, or one for each, comma separated.
     bypass_mode: old log-probs are the rollout's, and loss_type (ppo_clip or reinforce) is the loss.
     """

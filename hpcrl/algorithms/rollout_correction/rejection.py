@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hpcrl.algorithms.masked import masked_mean, masked_sum
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min, Spread
-from hpcrl.algorithms.rollout_correction_metrics import SAFETY_BOUND
+from hpcrl.algorithms.rollout_correction.metrics import SAFETY_BOUND
 
 OPTIONS = (
     *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),

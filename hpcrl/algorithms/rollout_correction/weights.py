@@ -9,7 +9,7 @@ import torch
 
 from hpcrl.algorithms.masked import Reduce, masked_mean, masked_sum
 from hpcrl.algorithms.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Spread
-from hpcrl.algorithms.rollout_correction_metrics import SAFETY_BOUND, bounded_exp
+from hpcrl.algorithms.rollout_correction.metrics import SAFETY_BOUND, bounded_exp
 
 LEVELS = ("token", "sequence")
 

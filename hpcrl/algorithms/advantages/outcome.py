@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hpcrl.algorithms.estimator import Result, register_adv_est
-from hpcrl.algorithms.groups import GroupIds, group_moments, group_numbers, group_sum, two_best
+from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
+from hpcrl.algorithms.advantages.groups import GroupIds, group_moments, group_numbers, group_sum, two_best
 from hpcrl.algorithms.masked import Reduce, masked_whiten, one_replica
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hpcrl.algorithms.estimator import Result, register_adv_est
-from hpcrl.algorithms.groups import GroupIds, group_numbers, group_sum, two_best
-from hpcrl.algorithms.token_advantages import reward_to_go
+from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
+from hpcrl.algorithms.advantages.groups import GroupIds, group_numbers, group_sum, two_best
+from hpcrl.algorithms.advantages.token_level import reward_to_go
 
 
 @register_adv_est("optimal_token_baseline")

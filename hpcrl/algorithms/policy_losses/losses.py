@@ -1,25 +1,18 @@
 """The policy losses: each is a ratio and a rule that bounds it (`surrogate`), one number per token.
 
-Padding, the weights that correct rollout mismatch (`policy_registry`) and the mean over tokens or sequences
+Padding, the weights that correct rollout mismatch (`registry`) and the mean over tokens or sequences
 (`aggregation`) are the same for all, so a new loss is one decorated function of a few lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 import torch
 
-from hpcrl.algorithms.aggregation import LossNorm, TokenLosses, aggregate, token_mean
-from hpcrl.algorithms.covariance_losses import clip_cov, kl_cov
+from hpcrl.algorithms.aggregation import TokenLosses, token_mean
 from hpcrl.algorithms.masked import masked_mean
-from hpcrl.algorithms.metrics import finish
-from hpcrl.algorithms.policy_config import PolicyLossConfig
-from hpcrl.algorithms.policy_registry import LOSSES, PolicyLoss, register_policy_loss
-from hpcrl.algorithms.rollout_correction import correct_rollout
-from hpcrl.algorithms.surrogate import (
+from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
+from hpcrl.algorithms.policy_losses.registry import register_policy_loss
+from hpcrl.algorithms.policy_losses.surrogate import (
     clip_ratio,
     pessimistic_clip,
     ppo_metrics,
@@ -27,38 +20,7 @@ from hpcrl.algorithms.surrogate import (
     sequence_log_ratio,
     token_log_ratio,
 )
-
-__all__ = ["PolicyLossConfig", "clip_cov", "get_policy_loss", "kl_cov", "policy_loss", "register_policy_loss"]
-
-
-def get_policy_loss(name: str) -> PolicyLoss:
-    return LOSSES.get(name)
-
-
-def policy_loss(
-    name: str,
-    *,
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Mapping[str, Any] | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss of a batch that is the whole mini-batch, a scalar with gradients for `log_prob`, and verl's metrics.
-
-    All tensors (B, T) in fp32 or fp64, log-probs in nats; response_mask bool, int or float, and where it is 0 the
-    others may hold anything. config: verl's keys below `actor` (`PolicyLossConfig.from_mapping`). Divisors are
-    `LossNorm.of_whole`, as verl's for one micro-batch. clip_cov draws from torch's global generator.
-    """
-    cfg = PolicyLossConfig.from_mapping(config)
-    losses = get_policy_loss(name)(log_prob, old_log_prob, advantages, response_mask, cfg, rollout_is_weights)
-    mask = response_mask if losses.response_mask is None else losses.response_mask
-    norm = LossNorm.of_whole(mask, cfg.loss_scale_factor)
-    if losses.values.ndim == 1:
-        norm = replace(norm, global_batch_size=len(mask))  # a loss per sequence counts the empty ones too
-    return aggregate(losses, mask, loss_agg_mode, norm), finish(losses.metrics)
+from hpcrl.algorithms.rollout_correction.correction import correct_rollout
 
 
 @register_policy_loss("vanilla")

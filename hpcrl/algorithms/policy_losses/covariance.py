@@ -9,9 +9,9 @@ import torch
 
 from hpcrl.algorithms.aggregation import TokenLosses, token_mean
 from hpcrl.algorithms.masked import masked_mean
-from hpcrl.algorithms.policy_config import PolicyLossConfig
-from hpcrl.algorithms.policy_registry import register_policy_loss
-from hpcrl.algorithms.surrogate import pessimistic_clip
+from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
+from hpcrl.algorithms.policy_losses.registry import register_policy_loss
+from hpcrl.algorithms.policy_losses.surrogate import pessimistic_clip
 
 
 @register_policy_loss("clip_cov")

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hpcrl.algorithms.aggregation import TokenLosses
-from hpcrl.algorithms.policy_config import PolicyLossConfig
+from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
 from hpcrl.algorithms.registry import Registry
 
 LossFunction: TypeAlias = Callable[..., TokenLosses]

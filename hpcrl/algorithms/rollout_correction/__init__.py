@@ -1,0 +1,1 @@
+"""Correction of the mismatch between rollout and training."""
