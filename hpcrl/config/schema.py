@@ -53,6 +53,9 @@ class RunConfig(Section):
     name: FolderName = Field("run", description="name of the run; its files go to <dir>/<name>/")
     dir: str = Field("runs", description="folder that holds runs")
     seed: int = Field(0, description="seed of weights, data order and sampling")
+    plugins: list[str] = Field(
+        default_factory=list, description="Python files that register estimators or losses of your own"
+    )
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
     )
@@ -392,8 +395,8 @@ class TrainerConfig(Section):
     max_ckpt_to_keep: PositiveInt | None = Field(None, description="checkpoints kept; null: all")
     resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: go on from the newest valid checkpoint")
     log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
-    validation_data_dir: str | None = Field(
-        None, description="folder of validation generations as JSONL, inside the run's; null: none are written"
+    validation_data_dir: FolderName | None = Field(
+        None, description="name of a folder inside the run's for validation generations as JSONL; null: none"
     )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
 

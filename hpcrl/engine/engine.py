@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
-from hpcrl.engine.logprob import vocab_parallel_log_probs, vocab_parallel_topk_ids
 from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count
 from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_optimizer
+from hpcrl.engine.outputs import Outputs, VocabularyOutputs, scores, values
 from hpcrl.launch import platform
 from hpcrl.model.build import build_model, local_shards
 from hpcrl.model.params import OUTPUT_LAYER, SCALAR_HEADS, Head
@@ -39,7 +39,6 @@ class Metric(Protocol):
     def merge(self, other: Any) -> Any: ...
 
 
-Outputs = dict[str, Tensor]
 Loss = Callable[[Outputs, "DataProto"], tuple[Tensor, dict[str, Metric]]]
 # What becomes of a micro-batch's head outputs (R, ...) on the last stage: kept, or made into a loss.
 Consume = Callable[[MicroBatch, Outputs], Any]
@@ -82,6 +81,7 @@ class TrainEngine:
                 )
                 self.model = DistributedDataParallel(self.config, ddp_config, self.module, pg_collection=groups.pgc)
                 self.optimizer = build_optimizer(self.model, optim, groups, dtype)
+        self._vocabulary = VocabularyOutputs(groups.tp, shape.vocab_size)
         self._schedule = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
         self._p2p = P2PCommunicator(groups.pp, self.config) if groups.layout.pp > 1 else None
 
@@ -100,7 +100,7 @@ class TrainEngine:
         On every rank of the last stage; {} on the others. Reads input_ids and the lengths of response_mask.
         """
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
-        return self._forward(batch, max_tokens, partial(self._token_log_probs, **options))
+        return self._forward(batch, max_tokens, partial(self._vocabulary.log_probs, **options))
 
     def topk_log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, k: int) -> dict[str, Ragged]:
         """'log_probs' of the response tokens, and at each of them the k likeliest tokens, the likeliest first.
@@ -108,18 +108,18 @@ class TrainEngine:
         'topk_log_probs' fp32 and 'topk_ids' int32 hold k numbers per response token, end to end (see
         `Ragged.padded_vectors`). Otherwise as `log_probs`.
         """
-        return self._forward(batch, max_tokens, partial(self._token_topk, temperature=temperature, k=k))
+        return self._forward(batch, max_tokens, partial(self._vocabulary.topk, temperature=temperature, k=k))
 
     def values(self, batch: DataProto, *, max_tokens: int) -> dict[str, Ragged]:
         """'values', the value before each response token; otherwise as `log_probs`."""
-        return self._forward(batch, max_tokens, self._token_values)
+        return self._forward(batch, max_tokens, values)
 
     def scores(self, batch: DataProto, *, max_tokens: int) -> Tensor | None:
         """The reward head's number at the last token of each sequence: (N,) fp32 on the CPU, in the batch's order.
 
         On every rank of the last stage; None on the others. Reads input_ids.
         """
-        found = self._forward(batch, max_tokens, self._sequence_scores)
+        found = self._forward(batch, max_tokens, scores)
         return found["scores"].values if found else None
 
     def train(
@@ -146,12 +146,12 @@ class TrainEngine:
         """
         if self.optim is None or self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer; pass optim=... to train it")
-        compute: Compute = self._token_values if self.head == "value" else self._sequence_scores
+        compute: Compute = values if self.head == "value" else scores
         if self.head == "lm":
             options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-            compute = partial(self._token_log_probs, **options)
+            compute = partial(self._vocabulary.log_probs, **options)
             if topk_ids is not None:
-                compute = partial(self._token_log_probs_at, topk_ids=batch.fetch(topk_ids), **options)
+                compute = partial(self._vocabulary.log_probs_at, topk_ids=batch.fetch(topk_ids), **options)
 
         def consume(micro: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, dict[str, Metric]]:
             if micro.num_outputs == 0:
@@ -300,58 +300,6 @@ class TrainEngine:
         tensor = torch.tensor([count], device=platform.device())
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.dp)
         return int(tensor)
-
-    def _token_log_probs(
-        self,
-        micro: MicroBatch,
-        logits: Tensor,
-        *,
-        temperature: float,
-        entropy: bool = False,
-        sum_pi_squared: bool = False,
-        ids: Tensor | None = None,
-    ) -> Outputs:
-        """Of the response tokens, and of the tokens `ids` (R, k) in their places."""
-        targets = micro.targets.unsqueeze(1)
-        log_probs, entropies, squares = vocab_parallel_log_probs(
-            logits,
-            targets if ids is None else torch.cat([targets, ids], dim=1),
-            group=self.groups.tp,
-            vocab_size=self.shape.vocab_size,
-            temperature=temperature,
-            entropy=entropy,
-            sum_pi_squared=sum_pi_squared,
-        )
-        outputs = {
-            "log_probs": log_probs[:, 0],
-            "topk_log_probs": log_probs[:, 1:] if ids is not None else None,
-            "entropy": entropies,
-            "sum_pi_squared": squares,
-        }
-        return {name: output for name, output in outputs.items() if output is not None}
-
-    def _token_topk(self, micro: MicroBatch, logits: Tensor, *, temperature: float, k: int) -> Outputs:
-        ids = self._likeliest(logits, k)
-        outputs = self._token_log_probs(micro, logits, temperature=temperature, ids=ids)
-        return {**outputs, "topk_ids": ids.to(torch.int32)}
-
-    def _token_log_probs_at(
-        self, micro: MicroBatch, logits: Tensor, *, temperature: float, entropy: bool, topk_ids: Ragged
-    ) -> Outputs:
-        ids = logits.new_zeros(1, 1, dtype=torch.int64)  # of a dummy output
-        if micro.num_outputs:
-            ids = topk_ids.take(micro.rows).values.view(micro.num_outputs, -1).to(ids)
-        outputs = self._token_log_probs(micro, logits, temperature=temperature, entropy=entropy, ids=ids)
-        return {**outputs, "own_topk_ids": self._likeliest(logits, ids.size(1))}
-
-    def _likeliest(self, logits: Tensor, k: int) -> Tensor:
-        return vocab_parallel_topk_ids(logits, k, group=self.groups.tp, vocab_size=self.shape.vocab_size)
-
-    def _token_values(self, micro: MicroBatch, values: Tensor) -> Outputs:
-        return {"values": values.squeeze(1)}
-
-    def _sequence_scores(self, micro: MicroBatch, scores: Tensor) -> Outputs:
-        return {"scores": scores.squeeze(1)}
 
 
 def _finalize_sum(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -245,9 +245,9 @@ def sandbox() -> Finding:
     return Finding(
         "code sandbox",
         f"{limits} only",
-        f"the kernel gives programs under test no namespaces of their own ({why}): they can reach the network, and your "
-        "files and processes; where you score code, have user namespaces allowed (user.max_user_namespaces, or the "
-        "container's seccomp profile)",
+        f"the kernel gives programs under test no namespaces of their own ({why}): they can reach the network, and "
+        "your files and processes; where you score code, have user namespaces allowed (user.max_user_namespaces, or "
+        "the container's seccomp profile)",
         needed=False,
     )
 

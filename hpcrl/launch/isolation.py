@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import platform
-import subprocess
 import sys
 
 CLONE_NEWNS, CLONE_NEWIPC = 1 << 17, 1 << 27
@@ -63,10 +61,14 @@ def give_up_privileges() -> None:
 @functools.cache
 def network_isolation() -> tuple[bool, str]:
     """Whether code under test runs without network here, and why not: asked of a process that tries."""
+    import subprocess  # which programs under test should not have to wait for
+
     probe = subprocess.run(
         [sys.executable, "-I", "-S", __file__], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
-    return probe.returncode == 0, probe.stdout.strip() or f"the probe ended with {probe.returncode}"
+    if probe.returncode == 0:
+        return True, ""
+    return False, probe.stdout.strip() or f"the probe ended with {probe.returncode}"
 
 
 def _libc() -> ctypes.CDLL:
@@ -80,7 +82,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _probe() -> int:
-    if platform.system() != "Linux":
+    if sys.platform != "linux":
         print("not Linux")
         return 1
     try:

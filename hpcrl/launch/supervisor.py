@@ -42,7 +42,7 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     if child == 0:
         try:
             family.die_with(supervisor)
-            os.setpgid(0, 0)
+            os.setsid()
             family.be_the_first_to_go()
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGCHLD, signal.SIGTERM):

@@ -23,6 +23,8 @@ def compute_score(
 ) -> dict[str, float]:
     """1 for a right answer, `format_score` when only tags and expression parse, 0 otherwise; `acc` is 1 or 0.
 
+    `format` is 1 where tags and expression parse, right or not: the other part of the reward, for gdpo.
+
     `ground_truth` is {"numbers": [...], "target": n}. A response that did not end by itself scores 0: that is one whose
     `extra_info["finish_reason"]` is there and is not "stop" (RewardManager puts it there).
     """
@@ -30,10 +32,10 @@ def compute_score(
     finish_reason = (extra_info or {}).get("finish_reason", "stop")
     answer = ANSWER.fullmatch(solution_str)
     if answer is None or finish_reason != "stop":
-        return {"score": 0.0, "acc": 0.0}
+        return {"score": 0.0, "acc": 0.0, "format": 0.0}
     try:
         found = evaluate(answer[1])
     except ExpressionError:
-        return {"score": 0.0, "acc": 0.0}
+        return {"score": 0.0, "acc": 0.0, "format": 0.0}
     right = found.value == target and Counter(found.numbers) == numbers
-    return {"score": 1.0 if right else format_score, "acc": float(right)}
+    return {"score": 1.0 if right else format_score, "acc": float(right), "format": 1.0}

@@ -145,7 +145,6 @@ def run(source: str, packages: list[str]) -> NoReturn:
     import atexit
     import site
     import threading
-    import traceback
 
     code = 1
     try:
@@ -165,6 +164,8 @@ def run(source: str, packages: list[str]) -> NoReturn:
     except MemoryError:
         code = OUT_OF_MEMORY
     except BaseException as error:
+        import traceback
+
         traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
     finally:
         try:

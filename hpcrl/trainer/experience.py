@@ -25,6 +25,7 @@ from hpcrl.trainer.scoring import scored
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 10  # generations of one step after which a line says that it goes on
 RECORDED = ("row", "epoch", "prompt", "sample_index", "position")
 
 
@@ -88,8 +89,13 @@ class Experience:
         wanted, filtering = self.config.data.train_batch_size, self.config.algorithm.filter_groups
         found = Collected([self.surplus] if self.surplus is not None else [])
         limit = filtering.max_num_gen_batches if filtering.enable else 1
+        size = (self.config.data.gen_batch_size if filtering.enable else None) or wanted
         while found.num_prompts < wanted and not (limit and found.num_batches == limit):
-            size = self.config.data.gen_batch_size or wanted
+            if found.num_batches and found.num_batches % PATIENCE == 0:
+                log.warning(
+                    "step %d: %d of %d prompts after %d generations; in the others no sample differs in %r",
+                    *(step, found.num_prompts, wanted, found.num_batches, filtering.metric),
+                )
             part = self._generate(step, size, found)
             if filtering.enable:
                 kept = differing(part, filtering.metric)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TypeVar
 
 from hpcrl.algorithms.advantages.lookup import get_adv_estimator
@@ -12,7 +15,6 @@ from hpcrl.algorithms.rollout_correction.presets import preset
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
-from hpcrl.roles.actor_objective import ActorObjective
 
 T = TypeVar("T")
 
@@ -33,11 +35,38 @@ def with_presets(config: Config) -> Config:
 
 
 def derive(config: Config, world_size: int) -> Derived:
-    """Derived values of `hpcrl train`; ConfigError for what config, estimator and losses cannot do together."""
+    """Derived values of `hpcrl train`; ConfigError for what config, estimator and losses cannot do together.
+
+    Loads run.plugins first: they may register what the config names.
+    """
+    from hpcrl.roles.actor_objective import ActorObjective  # megatron with it, whose warnings are for the log files
+
+    for path in config.run.plugins:
+        load_plugin(path)
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
     derived = check(config, world_size, inputs=estimator.inputs)
     _in_section("actor", lambda: ActorObjective(config, derived))
     return derived
+
+
+def load_plugin(path: str) -> None:
+    """Run a Python file of the user's, which registers estimators or losses; once in a process."""
+    file = Path(path).resolve()
+    name = f"hpcrl_plugin_{file.stem}"
+    found = sys.modules.get(name)
+    if found is not None and found.__file__ == str(file):
+        return
+    if not file.is_file():
+        raise ConfigError(f"run.plugins: {path}: no such file; name Python files")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"run.plugins: {path} is no Python file; expected one that ends in .py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"run.plugins: {path} cannot be loaded: {type(error).__name__}: {error}") from None
 
 
 def _in_section(section: str, make: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -78,7 +78,10 @@ class Run:
             )
         else:
             if first_step == 1:
-                set_aside(self.folder)
+                generations = config.trainer.validation_data_dir
+                set_aside(
+                    self.folder, ["metrics.jsonl", "tensorboard", "rollouts", *([generations] if generations else [])]
+                )
             else:
                 warn_of_changes(self.folder, config)
             (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -110,9 +113,9 @@ class Run:
         self.progress.close()
 
 
-def set_aside(folder: Path) -> None:
+def set_aside(folder: Path, names: Sequence[str]) -> None:
     """Keep what an earlier attempt without a checkpoint wrote: a run that starts anew must not lose it."""
-    written = [folder / name for name in ("metrics.jsonl", "tensorboard", "rollouts") if (folder / name).exists()]
+    written = [folder / name for name in names if (folder / name).exists()]
     if not written:
         return
     number = next(n for n in itertools.count(1) if not (folder / f"attempt_{n}").exists())

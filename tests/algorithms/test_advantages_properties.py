@@ -67,15 +67,25 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name in GROUPED if name != "gpg"])
+@pytest.mark.parametrize("name", GROUPED)
 def test_what_all_of_a_group_get_more_does_not_matter(name):
-    """gpg's alpha counts the scores that are not 0, so it is left out."""
+    """No score is 0, neither before nor after: gpg's alpha counts those."""
     scores, index = [1.0, -2.0, 0.5, 4.0, 3.0, 2.0], [0, 0, 0, 1, 1, 1]
     more = [score + 10 - 4 * group for score, group in zip(scores, index, strict=True)]
     before, _ = run(name, of_scores(name, scores, index), handle_zero_tail=False)
     after, _ = run(name, of_scores(name, more, index), handle_zero_tail=False)
     close(before, after, 1e-5)
     assert before.abs().max() > 0.3
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in GROUPED])
+def test_what_all_responses_get_more_does_not_matter(name):
+    """Undiscounted: whitening takes it away, or the greedy response gets it too."""
+    before, after = of_scores(name, [1.0, -2.0, 0.5, 4.0], []), of_scores(name, [11.0, 8.0, 10.5, 14.0], [])
+    if name == "remax":
+        after["reward_baselines"] = before["reward_baselines"] + 10
+    valid = before["response_mask"].bool()
+    close(run(name, before)[0][valid], run(name, after)[0][valid], 1e-7)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -104,10 +114,12 @@ def test_equal_rewards_teach_nothing(name, dtype):
     assert advantages.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
-def test_equal_returns_are_whitened_to_nothing(name):
-    tensors = of_scores(name, [0.7] * 4, []) | ({"values": torch.zeros(4, 4)} if name == "gae" else {})
-    advantages, _ = run(name, tensors)
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in GROUPED])
+def test_equal_returns_teach_nothing(name):
+    """Whitened, or equal to that of the greedy response."""
+    constant = {"values": torch.zeros(4, 4), "reward_baselines": torch.full((4,), 0.7, dtype=torch.float64)}
+    tensors = of_scores(name, [0.7] * 4, [])
+    advantages, _ = run(name, tensors | {key: constant[key] for key in ESTIMATORS[name]})
     assert advantages[tensors["response_mask"].bool()].abs().max() < 1e-9
 
 

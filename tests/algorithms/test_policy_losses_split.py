@@ -11,9 +11,9 @@ from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.algorithms.policy_losses.lookup import PolicyLossConfig, get_policy_loss
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
-CFG = PolicyLossConfig.from_mapping(CONFIG)
-# these compare tokens with the others of the tensor they are given, or reject some of them before dividing
-EXEMPT = ("clip_cov", "kl_cov", "bypass_mode")
+CORRECTION = {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_1.6,0.2"}
+CFG = PolicyLossConfig.from_mapping({**CONFIG, "policy_loss.rollout_correction": CORRECTION})
+EXEMPT = ("clip_cov", "kl_cov")  # these compare tokens with the others of the tensor they are given
 
 
 def train(name: str, mode: str, batch: dict, pieces: list[np.ndarray]) -> tuple[float, torch.Tensor, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +115,19 @@ def test_one_clip_ratio_is_enough_and_a_side_of_its_own_goes_before_it() -> None
     template = with_presets(config({"actor": {"clip_ratio": 0.1, "clip_ratio_high": 0.3}}))
     found = ActorObjective(template, derive(template, 2)).policy_loss_config
     assert (found.clip_ratio_low, found.clip_ratio_high) == (0.1, 0.3)
+
+
+def test_a_plugin_registers_a_loss_that_the_template_names(tmp_path: Path) -> None:
+    file = tmp_path / "my_losses.py"
+    file.write_text(
+        "from hpcrl.algorithms.aggregation import TokenLosses\n"
+        "from hpcrl.algorithms.policy_losses.lookup import register_policy_loss\n"
+        "@register_policy_loss('mine')\n"
+        "def mine(log_prob, old_log_prob, advantages, response_mask, cfg):\n"
+        "    return TokenLosses(-advantages * log_prob, {})\n"
+    )
+    template = config({"run": {"plugins": [str(file)]}, "actor": {"policy_loss": {"loss_mode": "mine"}}})
+    for _ in range(2):  # a second job in the same process finds it registered
+        assert derive(with_presets(template), 2).loss_mode == "mine"
+    with pytest.raises(ConfigError, match="no such file"):
+        derive(with_presets(config({"run": {"plugins": [str(tmp_path / "none.py")]}})), 2)

@@ -17,6 +17,7 @@ def test_one_table_for_all_ranks(run: Callable) -> None:
     ended = run(MPIEXEC, "-n", "2", sys.executable, "-m", "hpcrl", "check")
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("megatron-core") == 1 and "2 in one world on 1 node(s)" in ended.stdout
+    assert ended.stdout.count("  code sandbox  ") == 1
 
 
 def test_ranks_that_are_no_world_are_wrong(run: Callable) -> None:
@@ -44,6 +45,15 @@ def test_the_other_apex_is_told_from_nvidias(
     finding = check.apex()
     assert (finding.wrong is None) == right
     assert right or "pip uninstall apex" in (finding.wrong or "")
+
+
+def test_a_kernel_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "network_isolation", lambda: (True, ""))
+    assert check.sandbox().wrong is None and "no network" in check.sandbox().found
+    monkeypatch.setattr(check, "network_isolation", lambda: (False, "unshare: Operation not permitted"))
+    finding = check.sandbox()
+    assert not finding.needed and "no network" not in finding.found
+    assert "can reach the network" in (finding.wrong or "") and "Operation not permitted" in (finding.wrong or "")
 
 
 def test_a_note_does_not_fail_but_a_need_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,8 @@ def role_groups(rank: int, size: int) -> dict[str, RoleGroups]:
     layouts = {name: Layout(everyone, **sizes) for name, sizes in SIZES.get(size, {}).items()}
     layouts |= {f"alone{rank}": Layout((rank,)) for rank in everyone}
     layouts["first_half"] = Layout(everyone[: max(1, size // 2)], tp=max(1, size // 2))
+    if size == 4:
+        layouts |= {"dp4": Layout(everyone), "dp2_of_two": Layout(everyone[:2])}
     made = make_groups(layouts, rank)
     return {"alone" if name.startswith("alone") else name: of for name, of in made.items()}
 
@@ -92,10 +94,20 @@ def gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {shard.name: parameters[shard.local_name].main_grad.clone() for shard in local}
 
 
-def assert_slices(engine: TrainEngine, mine: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
-    """`mine` are this rank's slices of `whole`, to 1e-4 of the norm over all parameters."""
+def slice_errors(
+    engine: TrainEngine, mine: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """How far `mine` are from being this rank's slices of `whole`, as shares of the norm over all parameters."""
     norm = torch.stack([tensor.norm() for tensor in whole.values()]).norm()
+    errors = {}
     for shard in local_shards(engine.shape, engine.groups, engine.head):
         expected = torch.empty(shard.local_shape)
         copy_boxes(whole[shard.name], expected, shard)
-        assert (mine[shard.name] - expected).norm() <= 1e-4 * norm, shard.name
+        errors[shard.name] = float((mine[shard.name] - expected).norm() / norm)
+    return errors
+
+
+def assert_slices(engine: TrainEngine, mine: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    """`mine` are this rank's slices of `whole`, to 1e-4 of the norm over all parameters."""
+    for name, error in slice_errors(engine, mine, whole).items():
+        assert error <= 1e-4, name
