@@ -90,6 +90,9 @@ class AdaptiveKLController:
     """beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n_samples / horizon (Ziegler et al. 2019, section 2.2)."""
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
+        for name, value in (("target_kl", target_kl), ("horizon", horizon)):
+            if not value > 0:
+                raise ValueError(f"kl_ctrl.{name} is {value}; the adaptive controller divides by it: give more than 0")
         self.value = kl_coef
         self.target_kl = target_kl
         self.horizon = horizon

@@ -109,7 +109,8 @@ class Std(NamedTuple):
 class Spread(NamedTuple):
     """Standard deviation with n - ddof, 0 where n is 0 or 1: rollout_corr/*_std.
 
-    verl takes those with ddof 0 as sqrt(E[x^2] - E[x]^2) in fp32, of which the last half of the digits is noise.
+    verl takes those with ddof 0 as sqrt(E[x^2] - E[x]^2) in fp32, of which the last half of the digits is noise, with
+    means over n + 1e-8 in the mask's dtype.
     """
 
     of_all: Std

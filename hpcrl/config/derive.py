@@ -52,7 +52,8 @@ class Derived:
     critic_ppo_epochs: int
     critic_loss_agg_mode: LossAggMode
     critic_updates_per_step: int  # optimizer steps; 0 without a critic
-    loss_scale_factor: float  # divisor of seq-mean-token-sum-norm
+    loss_scale_factor: float  # the actor's divisor of seq-mean-token-sum-norm
+    critic_loss_scale_factor: float
     ref_max_tokens: int  # tokens per micro-batch of the reference policy
     teacher_max_tokens: int
 
@@ -127,6 +128,7 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
         _check_budget(key, tokens, longest)
 
     critic_epochs = critic.ppo_epochs or actor.ppo_epochs
+    loss_scale_factor = actor.loss_scale_factor or float(data.max_response_length)
     return Derived(
         world_size=world_size,
         roles=roles,
@@ -149,7 +151,8 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
         critic_updates_per_step=(
             math.ceil(data.train_batch_size / critic_mini_batch) * critic_epochs if needs_critic else 0
         ),
-        loss_scale_factor=actor.loss_scale_factor or float(data.max_response_length),
+        loss_scale_factor=loss_scale_factor,
+        critic_loss_scale_factor=critic.loss_scale_factor or loss_scale_factor,
         ref_max_tokens=ref_max_tokens,
         teacher_max_tokens=teacher_max_tokens,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
+    model_validator,
 )
 
 
@@ -39,14 +40,22 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-KlLossKind = Literal[KlKind, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]  # value of one, gradient of k2
+KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KlKind = Literal[KlEstimator, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]  # value of one, gradient of k2
 
 
 class Section(BaseModel):
     """A frozen section; unknown keys, wrong types, NaN and infinity are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    null_is_default: ClassVar[frozenset[str]] = frozenset()  # keys that verl's templates may hold as null
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None or key not in cls.null_is_default}
 
 
 class RunConfig(Section):
@@ -196,7 +205,7 @@ class PolicyLossConfig(Section):
     clip_cov_lb: float = Field(1.0, description="clip_cov: lowest covariance of a token that may lose its gradient")
     clip_cov_ub: float = Field(5.0, description="clip_cov: highest covariance of a token that may lose its gradient")
     kl_cov_ratio: Fraction = Field(2e-4, description="kl_cov: share of tokens that get a KL penalty")
-    ppo_kl_coef: NonNegativeFloat = Field(0.1, description="kl_cov: weight of that penalty")
+    ppo_kl_coef: NonNegativeFloat | None = Field(0.1, description="kl_cov: weight of that penalty; null: 1")
     dro_beta: PositiveFloat | None = Field(None, description="dro: weight of the squared log-ratio; dro needs it")
 
 
@@ -225,7 +234,7 @@ class ActorConfig(Section):
     )
     use_kl_loss: bool = Field(False, description="add a KL term against the reference to the loss")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL term in the loss")
-    kl_loss_type: KlLossKind = Field("low_var_kl", description="estimator of the KL term in the loss")
+    kl_loss_type: KlKind = Field("low_var_kl", description="estimator of the KL term in the loss")
     shuffle: bool = Field(
         True, description="draw mini-batches, the critic's too, by a permutation keyed by (seed, step, ppo epoch)"
     )
@@ -238,6 +247,9 @@ class CriticConfig(Section):
     ppo_epochs: PositiveInt | None = Field(None, description="passes over a step's samples; null: the actor's")
     cliprange_value: PositiveFloat = Field(0.5, description="the new value stays within this of the old one")
     loss_agg_mode: LossAggMode | None = Field(None, description="null: the actor's")
+    loss_scale_factor: PositiveFloat | None = Field(
+        None, description="divisor of seq-mean-token-sum-norm; null: the actor's"
+    )
 
 
 class RefConfig(Section):
@@ -255,7 +267,9 @@ class TeacherConfig(Section):
 
 
 class DistillationLossConfig(Section):
-    loss_mode: Literal["forward_kl_topk", "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = Field(
+    null_is_default = frozenset({"topk"})
+
+    loss_mode: Literal["forward_kl_topk", KlEstimator] = Field(
         "k3", description="estimator on sampled tokens, or forward KL over the teacher's likeliest tokens"
     )
     topk: PositiveInt = Field(32, description="forward_kl_topk: tokens of the teacher")
@@ -266,6 +280,8 @@ class DistillationLossConfig(Section):
     use_policy_gradient: bool = Field(False, description="the negative loss of a token is its advantage")
     policy_loss_mode: str = Field("vanilla", description="policy loss of that")
     clip_ratio: NonNegativeFloat = Field(0.2, description="its clip range")
+    clip_ratio_low: NonNegativeFloat | None = Field(None, description="its lower end; null: clip_ratio")
+    clip_ratio_high: NonNegativeFloat | None = Field(None, description="its upper end; null: clip_ratio")
 
 
 class DistillationConfig(Section):
@@ -340,9 +356,14 @@ class KlCtrlConfig(Section):
 
 
 class FilterGroupsConfig(Section):
+    null_is_default = frozenset({"metric"})
+
     enable: bool = Field(False, description="drop prompts whose samples all score the same, and draw others (DAPO)")
     metric: str = Field("reward", description="what must differ: reward, score, acc, or a key that the scorer returns")
     max_num_gen_batches: NonNegativeInt = Field(0, description="generations per step at most; 0: any number")
+    max_inflight_gen_batches: PositiveInt = Field(
+        1, description="verl's key, without effect here: generations come one after another"
+    )
 
 
 class PfPpoConfig(Section):
@@ -364,12 +385,14 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    null_is_default = frozenset({"gdpo_reward_keys", "filter_groups", "rollout_correction"})
+
     adv_estimator: str = Field("gae", description="name of a registered advantage estimator")
     gamma: Fraction = Field(1.0, description="discount")
     lam: Fraction = Field(1.0, description="lambda of GAE")
     norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's deviation; false is Dr.GRPO")
     use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from the token rewards")
-    kl_penalty: KlKind = Field("kl", description="estimator of the KL penalty in the reward")
+    kl_penalty: KlKind = Field("kl", description="estimator of the KL penalty in the reward; a + changes nothing here")
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig, description="KL controller of the reward penalty")
     gdpo_reward_keys: list[str] = Field(default_factory=list, description="gdpo: keys of the scorer's result")
     gdpo_reward_weights: list[float] | None = Field(None, description="gdpo: weight of each key; null: 1")

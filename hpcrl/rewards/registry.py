@@ -30,7 +30,7 @@ class Scorer(Protocol):
     ) -> float | dict[str, Any]: ...
 
 
-# Name or pattern of a data source -> module in this package; the dispatch of verl's `default_compute_score`, with
+# Name or pattern of a data source -> module in scorers/; the dispatch of verl's `default_compute_score`, with
 # countdown and math_verify, which it does not dispatch to.
 RULES = {
     "countdown": "countdown",
@@ -65,7 +65,7 @@ def rule_for(data_source: str) -> tuple[str, str]:
                     f"data_source {data_source!r} needs the package math-verify, which is not installed; "
                     "pip install 'hpcrl[math]'"
                 )
-            return f"{__package__}.{module}", FUNCTION
+            return f"{__package__}.scorers.{module}", FUNCTION
     near = get_close_matches(data_source, RULES, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise InputError(

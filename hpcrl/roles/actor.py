@@ -26,8 +26,8 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
+from hpcrl.rewards.extras import extra_values
 from hpcrl.roles.actor_objective import ActorObjective
 from hpcrl.roles.model_worker import ModelWorker, Updates, training_mask
 
@@ -183,7 +183,7 @@ class ActorWorker(ModelWorker):
         sources: dict[str, Callable[[], Any]] = {
             "index": lambda: torch.from_numpy(samples["prompt"].astype(np.int64)),
             "reward_baselines": lambda: torch.from_numpy(samples["reward_baseline"].astype(np.float32)),
-            "reward_components": lambda: {key: torch.from_numpy(component(samples, key)) for key in keys},
+            "reward_components": lambda: {key: _component(samples, key) for key in keys},
         }
         tensors = {}
         for name in (*self.estimator.inputs, *self.estimator.optional):
@@ -244,18 +244,10 @@ class ActorWorker(ModelWorker):
         return to_floats(found)
 
 
-def component(samples: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-    """float32 (N,): the scorer's `key` of every sample."""
-    if key == "score":
-        return samples["score"].astype(np.float32)
-    found = [extras.get(key) for extras in samples["extras"].tolist()]
-    if not all(isinstance(value, (int, float)) for value in found):
-        seen = sorted({name for extras in samples["extras"].tolist() for name in extras})
-        raise InputError(
-            f"algorithm.gdpo_reward_keys names {key!r}, which is no number of every sample; the scorer returns "
-            f"{', '.join(['score', *seen])}"
-        )
-    return np.array(found, np.float32)
+def _component(samples: Mapping[str, np.ndarray], key: str) -> torch.Tensor:
+    """float32 (N,); rank 0 has seen that some sample of the step has the key."""
+    values = extra_values(samples, key)
+    return torch.zeros(len(samples["score"])) if values is None else torch.from_numpy(values.astype(np.float32))
 
 
 class SftActorWorker(ModelWorker):

@@ -33,7 +33,7 @@ class CriticWorker(ModelWorker):
         )
         self.config = config.critic
         self.loss_agg_mode = derived.critic_loss_agg_mode
-        self.loss_scale_factor = derived.loss_scale_factor
+        self.loss_scale_factor = derived.critic_loss_scale_factor
         self.updates = Updates(
             derived.critic_mini_batch_size, derived.critic_ppo_epochs, config.actor.shuffle, config.run.seed
         )

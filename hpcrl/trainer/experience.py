@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hpcrl.controller.controller import Controller
 from hpcrl.data.curriculum import StepReport, step_report
 from hpcrl.data.sampler import Sampler
 from hpcrl.launch.exits import InputError
+from hpcrl.rewards.extras import extra_values, require_extra
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.telemetry.archive import finish_step, read_step, step_path
 from hpcrl.telemetry.timers import PhaseTimers
@@ -139,7 +140,7 @@ class Experience:
 
     def _generate(self, step: int, size: int, found: Collected) -> DataProto:
         """Prompts from the sampler, rollout.n scored responses to each."""
-        n, derived = self.config.rollout.n, self.derived
+        config, derived, n = self.config, self.derived, self.config.rollout.n
         rows, epochs = self.sampler.next_rows(size)
         prompts = DataProto(
             {},
@@ -156,6 +157,8 @@ class Experience:
         batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
         batch = self._respond(batch, self.sampling, "gen", found)
         self.reports.append(step_report(step, batch.samples))
+        for key in config.algorithm.gdpo_reward_keys:
+            require_extra(batch.samples, key, "algorithm.gdpo_reward_keys")
         if derived.needs_reward_baseline:
             prompts.samples["sample_index"] = np.full(size, n, np.int64)
             greedy = self._respond(prompts, replace(self.sampling, temperature=0.0), "gen_max", found)
@@ -215,20 +218,13 @@ def differing(batch: DataProto, metric: str) -> np.ndarray:
     return ((largest > smallest) | (size == 1))[group]
 
 
-def metric_values(samples: dict[str, np.ndarray], metric: str) -> np.ndarray:
-    """float64 (N,): the score as `reward` or `score`, `acc`, or what the scorer returned under that key."""
-    if metric in ("reward", "score"):
-        return samples["score"].astype(np.float64)
-    if metric == "acc" and not np.isnan(samples["acc"]).any():
-        return samples["acc"].astype(np.float64)
-    found = [extras.get(metric) for extras in samples["extras"].tolist()]
-    if not all(isinstance(value, (int, float)) for value in found):
-        seen = sorted({key for extras in samples["extras"].tolist() for key in extras})
-        raise InputError(
-            f"algorithm.filter_groups.metric={metric!r} is no number of every sample; the scorer returns "
-            f"{', '.join(['score', *seen])}; name one of these, or reward"
-        )
-    return np.array(found, np.float64)
+def metric_values(samples: Mapping[str, np.ndarray], metric: str) -> np.ndarray:
+    """float64 (N,): the score as `reward`, or what the scorer returned under that key."""
+    key = "score" if metric == "reward" else metric
+    require_extra(samples, key, "algorithm.filter_groups.metric")
+    values = extra_values(samples, key)
+    assert values is not None
+    return values
 
 
 def numbered(batch: DataProto, step: int) -> DataProto:

@@ -9,7 +9,7 @@ import torch
 from hpcrl.algorithms import advantage
 from hpcrl.algorithms.advantages.estimator import ESTIMATORS
 from hpcrl.algorithms.advantages.lookup import AdvantageConfig, get_adv_estimator, register_adv_est
-from hpcrl.config.schema import AlgorithmConfig
+from hpcrl.config.schema import AlgorithmConfig, Config
 from tests.algorithms.verl_cases.advantages import ESTIMATORS as NEEDS
 
 TWO = {"token_level_rewards": torch.tensor([[1.0], [3.0]]), "response_mask": torch.ones(2, 1)}
@@ -56,11 +56,43 @@ def test_a_missing_or_useless_argument_is_an_error(name, tensors, message):
     [
         ({"index": [0, 0, 0]}, "index has the groups of 3 samples; there are 2"),
         ({"index": [0, 0], "response_mask": torch.ones(2, 2)}, r"rewards \(2, 1\) and response_mask \(2, 2\)"),
+        ({"index": torch.tensor([[0], [0]])}, r"index is \(2, 1\); expected one id per sample, \(2,\)"),
+        ({"index": np.array([["a"], ["a"]])}, r"index is \(2, 1\); expected one id per sample, \(2,\)"),
+        ({"index": [0, 0], "token_level_rewards": [[1.0], [3.0]]}, "token_level_rewards is a list; expected a tensor"),
     ],
 )
 def test_shapes_are_checked(tensors, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         advantage("grpo", **{**TWO, **tensors})
+
+
+def test_numbers_may_be_integers_arrays_and_lists():
+    integers = {"token_level_rewards": torch.tensor([[0, 1], [0, 2]]), "response_mask": torch.ones(2, 2)}
+    floats = {**integers, "token_level_rewards": integers["token_level_rewards"].float()}
+    for name in ("grpo", "reinforce_plus_plus", "gpg"):
+        tensors = {"index": [0, 0]} if name != "reinforce_plus_plus" else {"gamma": 0.9}
+        both = advantage(name, **integers, **tensors), advantage(name, **floats, **tensors)
+        for found, expected in zip(*both, strict=True):
+            assert torch.equal(found, expected) and found.is_floating_point()
+    for baselines in (torch.tensor([0.5, 1.0]), np.array([0.5, 1.0]), [0.5, 1.0]):
+        assert advantage("remax", **floats, reward_baselines=baselines)[0].tolist() == [[0.5, 0.5], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("of_rewards", "of_values"), [("float32", "float64"), ("float64", "float32"), ("int64", "float16")]
+)
+def test_gae_promotes_as_torch_does(of_rewards, of_values):
+    rewards, values = torch.tensor([[0, 1, 1]]), torch.tensor([[0.25, 0.5, 0.75]])
+    mask = torch.ones(1, 3)
+    given = {"token_level_rewards": rewards.to(getattr(torch, of_rewards)), "response_mask": mask, "gamma": 0.9}
+    found = advantage("gae", **given, values=values.to(getattr(torch, of_values)))
+    dtype = torch.float64 if "float64" in (of_rewards, of_values) else torch.float32
+    expected = advantage(
+        "gae", token_level_rewards=rewards.double(), response_mask=mask, gamma=0.9, values=values.double()
+    )
+    for x, exact in zip(found, expected, strict=True):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x.double(), exact, rtol=1e-10 if dtype == torch.float64 else 1e-5, atol=1e-10)
 
 
 def test_one_baseline_per_sample():
@@ -77,6 +109,7 @@ def test_one_baseline_per_sample():
         np.array(["b", 1, "b"], dtype=object),
         np.array([7, 3, 7], dtype=np.int32),
         torch.tensor([7, 3, 7]),
+        [torch.tensor(7), torch.tensor(3), torch.tensor(7)],
     ],
 )
 def test_group_ids_may_be_anything(index):
@@ -91,6 +124,10 @@ def test_group_ids_may_be_anything(index):
         {"norm_adv_by_std_in_grpo": False},
         {"algorithm": {"norm_adv_by_std_in_grpo": False, "kl_ctrl": {"type": "fixed"}, "gamma": 0.5}},
         {"algorithm.norm_adv_by_std_in_grpo": False, "kl_ctrl.kl_coef": 0.1, "filter_groups": None, "lam": None},
+        {"_target_": "AlgoConfig", "kl_ctrl": {"_target_": "KlConfig"}, "norm_adv_by_std_in_grpo": False},
+        {"algorithm": {"norm_adv_by_std_in_grpo": False}, "actor_rollout_ref": {"actor": {"clip_ratio": 0.2}}},
+        AlgorithmConfig(norm_adv_by_std_in_grpo=False),
+        Config(algorithm={"norm_adv_by_std_in_grpo": False}),
     ],
 )
 def test_config_is_nested_or_dotted_and_may_hold_the_whole_section(config):
@@ -112,6 +149,20 @@ def test_an_unknown_key_gets_the_nearest():
         advantage("grpo", {"norm_adv_by_std": False}, **TWO, index=[0, 0])
     with pytest.raises(ValueError, match="unknown key 'kl_ctrl.coef' in algorithm; did you mean 'kl_ctrl.kl_coef'"):
         advantage("grpo", {"kl_ctrl": {"coef": 0.1}}, **TWO, index=[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gamma": "0.5"}, "gamma is '0.5'; expected a number"),
+        ({"norm_adv_by_std_in_grpo": "false"}, "norm_adv_by_std_in_grpo is 'false'; expected true or false"),
+        ({"gdpo_reward_keys": "acc"}, "gdpo_reward_keys is 'acc'; expected a list of keys"),
+        ("norm_adv_by_std_in_grpo=false", "the config is a str; expected a mapping of verl's keys of algorithm"),
+    ],
+)
+def test_wrong_values_get_one_line(config, message):
+    with pytest.raises(TypeError, match=message):
+        advantage("grpo", config, **TWO, index=[0, 0])
 
 
 def test_every_key_of_the_algorithm_section_is_known():

@@ -120,6 +120,12 @@ def test_adaptive_controller_resumes_and_ignores_empty_steps():
     assert again.value == controller.value != 0.2
 
 
+@pytest.mark.parametrize("wrong", [{"horizon": 0}, {"target_kl": 0.0}, {"target_kl": -0.1}])
+def test_an_adaptive_controller_divides_by_nothing_that_is_not_positive(wrong):
+    with pytest.raises(ValueError, match=f"kl_ctrl.{next(iter(wrong))} is .*; the adaptive controller divides by it"):
+        make_kl_controller("adaptive", **{"kl_coef": 0.1, "target_kl": 0.1, "horizon": 1, **wrong})
+
+
 def test_unknown_controllers_are_named():
     with pytest.raises(ValueError, match="there are fixed, adaptive"):
         make_kl_controller("linear", kl_coef=0.1, target_kl=0.1, horizon=1)

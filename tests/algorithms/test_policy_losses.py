@@ -139,6 +139,45 @@ def test_batches_without_tokens_lose_nothing(name, size):
         assert all(metrics[key] == 0 for key in metrics if key.startswith("actor/"))
 
 
+@pytest.mark.parametrize(
+    "name", ["vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro", "bypass_mode"]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_micro_batches_add_up_to_the_whole_by_the_counts_of_global_batch_info(name, mode):
+    batch = batch_of(5)
+    counts = {"batch_num_tokens": batch["response_mask"].sum().item(), "global_batch_size": 40, "dp_size": 2}
+    config = {f"global_batch_info.{key}": count for key, count in counts.items()}
+    loss, gradient, _ = run(name, batch, mode, **config)
+    parts = [run(name, {key: x[rows] for key, x in batch.items()}, mode, **config) for rows in (slice(4), slice(4, 9))]
+    assert sum(part[0] for part in parts) == pytest.approx(loss) != 0
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient)
+    alone, _, _ = run(name, batch, mode, **{"global_batch_info.global_batch_size": 40})
+    assert loss == pytest.approx(2 * alone)
+
+
+def test_a_share_of_a_replica_needs_the_counts_of_all():
+    for mode, count in (("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")):
+        with pytest.raises(ValueError, match=f"dp_size 2 and no {count}, which loss_agg_mode={mode} divides by"):
+            run("vanilla", batch_of(1), mode, **{"global_batch_info.dp_size": 2})
+
+
+def test_shapes_are_those_of_the_mask():
+    batch = batch_of(1)
+    column = {key: batch[key][:, :1] for key in ("advantages", "rollout_is_weights")}
+    wide = {key: x.expand(9, 7) for key, x in column.items()}
+    for name in LOSSES:
+        assert run(name, {**batch, **column})[0] == pytest.approx(run(name, {**batch, **wide})[0])
+    for key, wrong, message in (
+        ("advantages", batch["advantages"][0], r"advantages is \(7,\) beside response_mask \(9, 7\)"),
+        ("old_log_prob", batch["old_log_prob"][:, :1], r"old_log_prob is \(9, 1\) beside response_mask \(9, 7\)"),
+        ("rollout_is_weights", batch["advantages"][:1], r"rollout_is_weights is \(1, 7\) beside response_mask"),
+        ("response_mask", batch["response_mask"][0], r"response_mask is \(7,\); expected \(samples, tokens\)"),
+        ("response_mask", batch["response_mask"].tolist(), "response_mask is a list; expected a tensor"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            run("vanilla", {**batch, key: wrong})
+
+
 def test_a_new_loss_is_a_few_lines(monkeypatch):
     """Sequence ratios in CISPO's manner; padding, weights and aggregation are none of its business."""
     monkeypatch.setattr(REGISTRY, "_entries", dict(REGISTRY._entries))

@@ -82,10 +82,16 @@ def test_derived_values() -> None:
     assert (derived.actor_updates_per_step, derived.actor_mini_batch_samples) == (6, 80)
     assert (derived.critic_updates_per_step, derived.critic_mini_batch_size, derived.critic_ppo_epochs) == (4, 25, 2)
     assert derived.critic_loss_agg_mode == "token-sum"
-    assert derived.loss_scale_factor == 28.0
+    assert (derived.loss_scale_factor, derived.critic_loss_scale_factor) == (28.0, 28.0)
     assert derived.ref_max_tokens == 16384
     table = derive.describe(derived)
     assert "critic (tail)" in table and "ranks 6-7" in table and "200 samples" in table
+
+
+def test_the_critics_loss_scale_factor_is_the_actors_unless_given() -> None:
+    for critic, expected in ({}, 9.0), ({"loss_scale_factor": 5}, 5.0):
+        derived = derive.check(config(actor={"loss_scale_factor": 9}, critic=critic), 4)
+        assert (derived.loss_scale_factor, derived.critic_loss_scale_factor) == (9.0, expected)
 
 
 def test_roles_that_the_algorithm_does_not_need_are_not_placed() -> None:

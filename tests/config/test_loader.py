@@ -177,6 +177,19 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     assert refusal(binary) == "binary.yaml: not YAML: it is not UTF-8 text"
 
 
+def test_nulls_of_verls_templates_are_the_defaults(tmp_path: Path) -> None:
+    """And no other nulls are: they stay an error where null means nothing."""
+    text = """
+      algorithm: {filter_groups: null, gdpo_reward_keys: null, rollout_correction: null}
+      distillation: {distillation_loss: {topk: null}}
+    """
+    assert load_config(write(tmp_path, text)) == Config()
+    filtered = load_config(write(tmp_path, ""), ["algorithm.filter_groups={enable: true, metric: null}"])
+    assert filtered.algorithm.filter_groups.metric == "reward"
+    assert refusal(write(tmp_path, ""), "algorithm.kl_ctrl=null").endswith("kl_ctrl is null; expected a mapping")
+    assert refusal(write(tmp_path, ""), "algorithm.filter_groups.enable=null").endswith("null; expected true or false")
+
+
 def test_every_field_is_explained() -> None:
     def walk(section: type) -> None:
         for name, field in section.model_fields.items():  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def test_rows_say_what_the_prompt_says(files: dict[str, Rows]) -> None:
 
 
 def test_answers_score_one_and_keep_the_draw_order_open(files: dict[str, Rows]) -> None:
-    from hpcrl.rewards.countdown import compute_score
+    from hpcrl.rewards.scorers.countdown import compute_score
 
     for row in files["sft"]:
         assert compute_score("countdown", row["answer"], row["reward_model"]["ground_truth"])["score"] == 1.0
@@ -73,7 +73,7 @@ def test_answers_score_one_and_keep_the_draw_order_open(files: dict[str, Rows]) 
 
 
 def test_preferences_are_right_over_wrong(folder: Path, files: dict[str, Rows]) -> None:
-    from hpcrl.rewards.countdown import compute_score
+    from hpcrl.rewards.scorers.countdown import compute_score
 
     kinds = set()
     for name, size in (("preference", 2000), ("preference_val", 100)):

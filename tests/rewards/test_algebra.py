@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rewards.algebra import MAX_DEPTH, NotAnExpression, equal, value
+from hpcrl.rewards.scorers.algebra import MAX_DEPTH, NotAnExpression, equal, value
 
 
 @pytest.mark.parametrize(

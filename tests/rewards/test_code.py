@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.rewards.code import compute_score, same_output, same_value
+from hpcrl.rewards.scorers.code import compute_score, same_output, same_value
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 DOUBLE = {"inputs": ["1", "2"], "outputs": ["2", "4"], "fn_name": "double"}
@@ -40,7 +40,7 @@ def test_a_program_runs_as_a_program() -> None:
     ],
 )
 def test_what_goes_wrong_scores_zero(program: str, tests: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.rewards.code.FUNCTION_SECONDS", 0.5)
+    monkeypatch.setattr("hpcrl.rewards.scorers.code.FUNCTION_SECONDS", 0.5)
     assert _score(program, tests, seconds_per_test=0.5) == 0.0
 
 

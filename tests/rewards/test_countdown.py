@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.rewards.countdown import compute_score
+from hpcrl.rewards.scorers.countdown import compute_score
 
 TRUTH = {"numbers": [5, 8, 5, 2], "target": 6}
 

@@ -37,7 +37,7 @@ def test_equal_scores_whose_deviation_is_not_quite_zero_are_equal() -> None:
 def test_the_metric_may_be_any_number_that_the_scorer_returns() -> None:
     rows = batch([1, 1, 2, 2], [0.5, 0.5, 0.5, 0.5], steps=[1.0, 2.0, 3.0, 3.0])
     assert differing(rows, "steps").tolist() == [True, True, False, False]
-    with pytest.raises(InputError, match=r"filter_groups.metric='acc' is no number .* returns score, steps"):
+    with pytest.raises(InputError, match=r"filter_groups.metric names 'acc', and no sample .* returns score, steps"):
         metric_values(rows.samples, "acc")
 
 
@@ -46,3 +46,9 @@ def test_prompts_of_a_step_are_counted_from_0_in_the_order_in_which_they_came() 
     assert found.samples["prompt"].tolist() == [0, 0, 1, 1, 2]
     assert found.samples["position"].tolist() == [0, 1, 2, 3, 4]
     assert found.meta_info == {"split": "train", "step": 3, "num_prompts": 3}
+
+
+def test_a_sample_whose_scoring_failed_counts_as_0_and_costs_no_more() -> None:
+    rows = batch([1, 1, 2, 2], [0.0, 0.5, 0.5, 0.5], steps=[1.0, 2.0, 3.0, 3.0])
+    rows.samples["extras"][3] = {}
+    assert metric_values(rows.samples, "steps").tolist() == [1.0, 2.0, 3.0, 0.0]

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
+from hpcrl.algorithms.config_keys import expect_numbers
 from hpcrl.algorithms.masked import Reduce, finite_outside, one_replica
 from hpcrl.algorithms.registry import Registry
 
@@ -25,6 +27,15 @@ class AdvantageConfig:
     gdpo_reward_keys: Sequence[str] | None = None  # the reward components that gdpo adds up; None: all that are given
     gdpo_reward_weights: Sequence[float] | None = None  # one per key; None: 1 each
     handle_zero_tail: bool = True  # no token baseline where only a group's longest response is left
+
+    def __post_init__(self) -> None:
+        weights = () if self.gdpo_reward_weights is None else self.gdpo_reward_weights
+        expect_numbers([("gamma", self.gamma), ("lam", self.lam), *(("a gdpo_reward_weight", w) for w in weights)])
+        for name in ("norm_adv_by_std_in_grpo", "handle_zero_tail"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected true or false")
+        if isinstance(self.gdpo_reward_keys, str):
+            raise TypeError(f"gdpo_reward_keys is {self.gdpo_reward_keys!r}; expected a list of keys")
 
 
 SETTINGS = frozenset(field.name for field in fields(AdvantageConfig))
@@ -61,15 +72,24 @@ class AdvEstimator:
     ) -> Result:
         """Advantages and returns, both (B, T) in the dtype of the rewards; inputs are left as they are.
 
-        token_level_rewards: (B, T), right-padded with 0. response_mask: (B, T), 1 on tokens the model wrote.
+        token_level_rewards: (B, T), right-padded with 0, integers count as fp32. response_mask: (B, T), 1 on tokens
+        the model wrote.
         tensors: all of `inputs`, some of `optional`, nothing else; one that is None counts as not given:
         index: ids (B,), samples of one prompt share one and all of them are on this replica; values: (B, T), before
         each token; reward_baselines: (B,); old_log_probs, sum_pi_squared, rollout_is_weights: (B, T);
-        reward_components: {key: (B,)}. reduce: sums fp64 tensors over the data-parallel replicas.
+        reward_components: {key: (B,)}. They may be arrays and lists too. reduce: sums fp64 tensors over the
+        data-parallel replicas.
         NaN and infinities where the mask is 0 count as 0.
         """
+        for name, value in (("token_level_rewards", token_level_rewards), ("response_mask", response_mask)):
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor (samples, tokens)")
+        if not token_level_rewards.is_floating_point():
+            token_level_rewards = token_level_rewards.float()
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self._check_names(given)
+        device = token_level_rewards.device
+        given = {name: value if name == "index" else _tensor(value, device) for name, value in given.items()}
         _check_shapes(token_level_rewards, response_mask, given)
         for name, tensor in given.items():
             if isinstance(tensor, torch.Tensor) and tensor.dim() == 2:
@@ -90,15 +110,25 @@ class AdvEstimator:
                 raise TypeError(f"adv_estimator={self.name} has no use for {name}; it takes {wanted}")
 
 
+def _tensor(value: Any, device: torch.device) -> Any:
+    """Numbers of an array or a list as a tensor; anything else as it is."""
+    if isinstance(value, np.ndarray | list | tuple) and np.asarray(value).dtype.kind in "biuf":
+        return torch.as_tensor(value, device=device)
+    return value
+
+
 def _check_shapes(rewards: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> None:
     if rewards.dim() != 2 or mask.shape != rewards.shape:
         found = f"token_level_rewards {tuple(rewards.shape)} and response_mask {tuple(mask.shape)}"
         raise ValueError(f"{found}; expected one shape (samples, tokens)")
     for name, value in given.items():
-        if isinstance(value, torch.Tensor) and value.shape != rewards.shape[: max(value.dim(), 1)]:
+        if name == "index":
+            if getattr(value, "ndim", 1) != 1:
+                raise ValueError(f"index is {tuple(value.shape)}; expected one id per sample, ({len(rewards)},)")
+            if len(value) != len(rewards):
+                raise ValueError(f"index has the groups of {len(value)} samples; there are {len(rewards)}")
+        elif isinstance(value, torch.Tensor) and value.shape != rewards.shape[: max(value.dim(), 1)]:
             raise ValueError(f"{name} is {tuple(value.shape)} beside token_level_rewards {tuple(rewards.shape)}")
-        if name == "index" and len(value) != len(rewards):
-            raise ValueError(f"index has the groups of {len(value)} samples; there are {len(rewards)}")
 
 
 ESTIMATORS: Registry[AdvEstimator] = Registry("adv_estimator")

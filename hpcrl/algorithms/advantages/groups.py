@@ -14,9 +14,10 @@ GroupIds: TypeAlias = torch.Tensor | np.ndarray | list[Any] | tuple[Any, ...]
 def group_numbers(index: GroupIds, device: torch.device) -> torch.Tensor:
     """int64 (B,): 0, 1, ... in the order in which the ids of `index` (B,) first appear; equal ids, equal numbers.
 
-    Ids are anything hashable: integers, strings, both mixed; a tensor counts by its values.
+    Ids are anything hashable: integers, strings, both mixed; tensors, of all ids or of one, count by their values.
     """
     ids: Iterable[Any] = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
+    ids = (i.item() if isinstance(i, torch.Tensor | np.ndarray) else i for i in ids)
     numbers: dict[Any, int] = {}
     return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
 

@@ -52,9 +52,10 @@ def advantage(
 ) -> Result:
     """Advantages and returns, both (B, T), of a whole batch, by the estimator that the YAML calls `name`.
 
-    config: keys of verl's `algorithm` section, nested or dotted; those that the estimator has no use for are ignored,
-    unknown ones are a ValueError. tensors: what the estimator needs (`AdvEstimator.__call__` says of which shape), and
-    `gamma` and `lam` where it uses them, which win over the config; anything else is a TypeError.
+    config: keys of verl's `algorithm` section, nested or dotted, or a whole config that has one; those that the
+    estimator has no use for are ignored, unknown ones are a ValueError. tensors: what the estimator needs
+    (`AdvEstimator.__call__` says of which shape), and `gamma` and `lam` where it uses them, which win over the config;
+    anything else is a TypeError.
 
     >>> advantage("grpo", {"norm_adv_by_std_in_grpo": False}, token_level_rewards=r, response_mask=m, index=uid)
     """

@@ -65,8 +65,8 @@ def gdpo(
 
     A = whiten(sum_k w_k GRPO(r_k)), whitened over the tokens of all replicas. reward_components: {key: r_k (B,)}.
     Quirk of verl: the token rewards are not looked at, so a KL penalty in them is lost.
-    Quirk of verl that is not followed: its trainer never hands norm_adv_by_std_in_grpo to this estimator: leave it
-    True for verl's result.
+    Quirks of verl that are not followed: its trainer never hands norm_adv_by_std_in_grpo to this estimator: leave it
+    True for verl's result; and values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
     group = _groups(index, response_mask)
     components = _components(reward_components, gdpo_reward_keys, len(response_mask))
@@ -95,7 +95,7 @@ def grpo_passk(
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     size, _, std = group_moments(score, group)
     if (size < 2).any():
-        alone = list(index)[int((size < 2).nonzero()[0])]
+        alone = index[int((size < 2).nonzero()[0])]
         raise ValueError(f"grpo_passk needs 2 samples per group; group {alone} has 1: raise rollout.n")
     best, second = two_best(score, group)
     lead = score[best] - score[second]
@@ -111,7 +111,8 @@ def reinforce_plus_plus_baseline(
 ) -> Result:
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv 2501.03262), whitened over all tokens.
 
-    A = whiten(R_i - mean_g). Quirk of verl: a group of one has mean 0.
+    A = whiten(R_i - mean_g). Quirk of verl: a group of one has mean 0. One that is not followed: values that are all
+    equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     advantage = score - _mean_of_many(score, group)
@@ -145,6 +146,7 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index
     """On-policy optimal baseline (Hao et al. 2025, arXiv 2505.23585): A_i = R_i - sum(L R) / sum(L).
 
     L is the number of tokens the model wrote, sums are over the group. Quirk of verl: a group of one has baseline 0.
+    One that is not followed: a group without any token is 0 / 0 there, NaN on its masked tokens; here it is 0.
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     length = response_mask.double().sum(-1)

@@ -23,10 +23,13 @@ def gae(
     delta_t = r_t + gamma V_next - V_t;  A_t = delta_t + gamma lam A_next;  returns = A + V (not whitened).
     Tokens the model did not write are skipped: V_next and A_next pass through them unchanged.
 
+    Both in the dtype that torch promotes rewards and values to.
+
     Quirks of verl: a masked token has the A of the next token the model wrote (0 after the last one), so its return is
     that A + V, and whitening shifts and scales it too: neither is 0. The reward of a masked token is lost.
     """
     valid = response_mask.bool()
+    values = values.to(torch.promote_types(values.dtype, token_level_rewards.dtype))
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
@@ -45,6 +48,7 @@ def reinforce_plus_plus(
 
     G_t = r_t + gamma G_next;  returns = G;  A = whiten(G); both 0 where the mask is 0.
     G_next passes unchanged through tokens that the model did not write; their own reward is lost.
+    Quirk of verl that is not followed: values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
     valid = response_mask.bool()
     returns = torch.zeros_like(token_level_rewards)

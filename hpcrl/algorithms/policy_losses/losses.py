@@ -33,13 +33,14 @@ def vanilla(
 ) -> TokenLosses:
     """PPO's clipped loss (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with dual clip (Ye et al., arXiv 1912.09729).
 
-    L1 = max(-A r, -A clip(r, 1 - low, 1 + high));  loss = min(L1, -A c) if A < 0 else L1
+    L1 = max(-A r, -A clip(r, 1 - low, 1 + high));  loss = min(L1, -A c) if A < 0 else L1, c = clip_ratio_c or 3
     """
-    if cfg.clip_ratio_c <= 1:
-        raise ValueError(f"clip_ratio_c is {cfg.clip_ratio_c}; expected more than 1; verl's default is 3.0")
+    limit = cfg.ratio_bound(3.0)
+    if limit <= 1:
+        raise ValueError(f"clip_ratio_c is {limit}; expected more than 1; verl's default is 3.0")
     log_ratio = token_log_ratio(log_prob, old_log_prob)
     values, clipped = pessimistic_clip(log_ratio.exp(), advantages, cfg)
-    bound = -advantages * cfg.clip_ratio_c
+    bound = -advantages * limit
     negative = advantages < 0
     return TokenLosses(
         torch.where(negative, torch.minimum(values, bound), values),
@@ -57,7 +58,8 @@ def gspo(
 ) -> TokenLosses:
     """max(-A s, -A clip(s)) with the sequence's ratio s at each of its tokens (GSPO, arXiv 2507.18071).
 
-    The paper takes the mean per sequence, which is loss_agg_mode=seq-mean-token-mean. As in verl no dual clip, and
+    The paper takes the mean per sequence, which is loss_agg_mode=seq-mean-token-mean, the default of verl's function
+    (its trainer passes the actor's); `policy_loss` has token-mean for all losses. As in verl no dual clip, and
     `actor/ppo_kl` is of the unclamped token ratios.
     """
     ratio = sequence_log_ratio(log_prob, old_log_prob, response_mask).exp()
@@ -124,6 +126,7 @@ def dppo_tv(
     """-A sg(min(r, c)) log_prob, 0 where the token's probability moved too far already (DPPO, arXiv 2602.04879).
 
     Too far, in total variation: p - p_old > clip_ratio_high where A > 0, p_old - p > clip_ratio_low elsewhere.
+    c is clip_ratio_c; where it is not given 20, the paper's. Templates, verl's and ours, give 3 unless they set it.
     """
     moved = (log_prob.exp() - old_log_prob.exp()).detach()
     inside = torch.where(advantages > 0, moved <= cfg.clip_ratio_high, moved >= -cfg.clip_ratio_low)
@@ -142,7 +145,7 @@ def dppo_kl(
 
     Too far, in the KL of this token against all others, KL(p_old | p) = p_old log(p_old / p)
     + (1 - p_old) log((1 - p_old + 1e-8) / (1 - p + 1e-8)): above clip_ratio_high with p > p_old where A > 0, above
-    clip_ratio_low with p < p_old elsewhere.
+    clip_ratio_low with p < p_old elsewhere. c as in `dppo_tv`.
     """
     p, old = log_prob.detach().exp(), old_log_prob.exp()
     others = torch.log((1 - old + 1e-8) / (1 - p + 1e-8))
@@ -161,11 +164,12 @@ def _within(
     response_mask: torch.Tensor,
     cfg: PolicyLossConfig,
 ) -> TokenLosses:
-    """-A sg(min(r, clip_ratio_c)) log_prob at the tokens `inside` (bool) their trust region, 0 at the others."""
+    """-A sg(min(r, c)) log_prob at the tokens `inside` (bool) their trust region, 0 at the others."""
+    limit = cfg.ratio_bound(20.0)
     log_ratio = token_log_ratio(log_prob, old_log_prob)
     ratio = log_ratio.exp()
-    values = score_surrogate(log_prob, advantages, ratio.clamp(max=cfg.clip_ratio_c)) * inside
-    truncated = (ratio > cfg.clip_ratio_c) & inside
+    values = score_surrogate(log_prob, advantages, ratio.clamp(max=limit)) * inside
+    truncated = (ratio > limit) & inside
     return TokenLosses(values, ppo_metrics(log_ratio, response_mask, ~inside, truncated))
 
 

@@ -74,14 +74,18 @@ def importance_weights(
 
 
 def _mean_weight(weights: torch.Tensor, response_mask: torch.Tensor, level: str, reduce: Reduce) -> torch.Tensor:
-    """fp64 scalar over all replicas; 1 where that is 1e-8 or less."""
+    """fp64 scalar over all replicas; 1 where that is 1e-8 or less.
+
+    Quirk of verl: at the token level it divides by count + 1e-8, in the dtype of the mask, fp32 for integers.
+    """
     if level == "sequence":
         counted = (response_mask != 0).any(-1)
         weights = masked_mean(weights, response_mask, dim=-1)
     else:
         counted = response_mask
     total, count = reduce(torch.stack([(weights * counted).sum(dtype=torch.float64), counted.sum().double()]))
-    mean = total / count.clamp(min=1)
+    n = count.to(torch.promote_types(response_mask.dtype, torch.float32))
+    mean = total / (n + 1e-8 if level == "token" else n.clamp(min=1))
     return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
 
 

@@ -51,7 +51,7 @@ BATCHES = {
     "single": _batch(6, 0.4, "float32", "float32", size=1),
     "on_policy": _batch(7, 0.0, "float32", "float32"),
 }
-PLAIN: dict[str, Any] = {"policy_loss.dro_beta": 0.5}
+PLAIN: dict[str, Any] = {"clip_ratio_c": 3.0, "policy_loss.dro_beta": 0.5}
 TUNED: dict[str, Any] = {
     "clip_ratio": 0.9,
     "clip_ratio_low": 0.15,
@@ -67,6 +67,7 @@ TUNED: dict[str, Any] = {
     "policy_loss.kl_cov_ratio": 0.3,
     "policy_loss.ppo_kl_coef": None,
 }
+CORRECTION = "policy_loss.rollout_correction"
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "clip": {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"},
     "reinforce": {"loss_type": "reinforce"},
@@ -78,6 +79,13 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         "rollout_rs": "seq_mean_k3",
         "rollout_rs_threshold": 0.1,
     },
+}
+MICRO = {  # the batch is one of two replicas' share of a larger mini-batch
+    **TUNED,
+    "global_batch_info.dp_size": 2,
+    "global_batch_info.batch_num_tokens": 100,
+    "global_batch_info.global_batch_size": 40,
+    "global_batch_info.loss_scale_factor": 7,
 }
 CASES: dict[str, dict[str, Any]] = {}
 for _loss in LOSSES:
@@ -96,36 +104,47 @@ for _loss in LOSSES:
             "weighted": _weighted,
             "config": _config,
         }
+for _loss in ("vanilla", "sapo", "geo_mean", "bypass_mode"):
+    CASES[f"{_loss}-micro"] = {"loss": _loss, "batch": BATCHES["fp64"], "weighted": True, "config": MICRO}
+for _loss in ("dppo_tv", "dppo_kl"):
+    CASES[f"{_loss}-no_bound"] = {"loss": _loss, "batch": BATCHES["huge"], "weighted": False, "config": {}}
 for _name, _correction in CORRECTIONS.items():
     for _batch_name in ("wide", "fp64"):
         CASES[f"bypass_mode-{_batch_name}-{_name}"] = {
             "loss": "bypass_mode",
             "batch": BATCHES[_batch_name],
             "weighted": False,
-            "config": {f"policy_loss.rollout_correction.{key}": value for key, value in _correction.items()},
+            "config": {f"{CORRECTION}.{key}": value for key, value in _correction.items()},
         }
 
 
 def reference(name: str, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
     import torch
+    from omegaconf import OmegaConf
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    nested: dict[str, Any] = {"rollout_correction": {}}
+    correction: dict[str, Any] = {}
+    nested: dict[str, Any] = {"rollout_correction": correction}
     actor: dict[str, Any] = {}
+    batch_info: dict[str, Any] = {}
+    folders = {"": actor, "policy_loss": nested, CORRECTION: correction, "global_batch_info": batch_info}
     for key, value in inputs["config"].items():
-        parts = key.split(".")
-        target = actor if len(parts) == 1 else nested if len(parts) == 2 else nested["rollout_correction"]
-        target[parts[-1]] = value
-    scale = actor.pop("loss_scale_factor", None)
-    config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        policy_loss=PolicyLossConfig(**nested),
-        **actor,
-    )
-    config.global_batch_info["loss_scale_factor"] = scale
+        folder, _, last = key.rpartition(".")
+        folders[folder][last] = value
+    batch_info = {"loss_scale_factor": actor.pop("loss_scale_factor", None), **batch_info}
+    if inputs["config"]:
+        config = ActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            policy_loss=PolicyLossConfig(**nested),
+            **actor,
+        )
+        config.global_batch_info.update(batch_info)
+    else:  # the fallbacks of the code, which ActorConfig's defaults hide
+        clips = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None}
+        config = OmegaConf.create({**clips, "global_batch_info": batch_info})
     batch = {key: torch.from_numpy(array) for key, array in inputs["batch"].items()}
     weights = batch.pop("weights") if inputs["weighted"] else None
     batch.pop("weights", None)

@@ -83,6 +83,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CASES: dict[str, dict[str, Any]] = {
     f"{batch}-{config}": {**BATCHES[batch], "config": CONFIGS[config]} for batch in BATCHES for config in CONFIGS
 }
+for _config in ("token_icepop_normalized", "sequence_tis_normalized"):  # with an fp64 mask the 1e-8 of a mean shows
+    _fp64 = {**BATCHES["fp64"], "mask": BATCHES["fp64"]["mask"].astype(np.float64)}
+    CASES[f"fp64_mask-{_config}"] = {**_fp64, "config": CONFIGS[_config]}
 
 
 def reference(name: str, inputs: dict[str, Any]) -> dict[str, np.ndarray]:

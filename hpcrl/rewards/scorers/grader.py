@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from hpcrl.rewards import algebra
-from hpcrl.rewards.latex_text import NotLatex, latex_text
-from hpcrl.rewards.math_boxed import UnusualSpelling
-from hpcrl.rewards.math_boxed import normalised as math_spelling
+from hpcrl.rewards.scorers import algebra
+from hpcrl.rewards.scorers.latex_text import NotLatex, latex_text
+from hpcrl.rewards.scorers.math_boxed import UnusualSpelling
+from hpcrl.rewards.scorers.math_boxed import normalised as math_spelling
 
 # Which of the two programs that verl uses is followed; they differ in a few spellings.
 Flavour = Literal["mathruler", "prime"]

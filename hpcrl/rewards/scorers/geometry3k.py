@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.rewards.grader import same_answer
-from hpcrl.rewards.math_boxed import closing_brace
+from hpcrl.rewards.scorers.grader import same_answer
+from hpcrl.rewards.scorers.math_boxed import closing_brace
 
 NO_ANSWER = "None"
 

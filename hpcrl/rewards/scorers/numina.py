@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any
 
-from hpcrl.rewards import algebra
-from hpcrl.rewards.grader import same_answer
-from hpcrl.rewards.math_boxed import closing_brace
+from hpcrl.rewards.scorers import algebra
+from hpcrl.rewards.scorers.grader import same_answer
+from hpcrl.rewards.scorers.math_boxed import closing_brace
 
 BEFORE_THE_ANSWER = ("answer:", "answer is", "answers are")
 AFTER_THE_ANSWER = ("is answer", "is the answer", "are answers", "are the answers")

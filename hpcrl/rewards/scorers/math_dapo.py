@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hpcrl.rewards.math_boxed import closing_brace
+from hpcrl.rewards.scorers.math_boxed import closing_brace
 
 LAST_CHARACTERS = 300
 LAST_CHARACTERS_OF_A_BOX = 100

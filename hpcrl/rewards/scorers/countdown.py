@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from hpcrl.rewards.arithmetic import ExpressionError, evaluate
+from hpcrl.rewards.scorers.arithmetic import ExpressionError, evaluate
 
 # `fullmatch`, not `$`, which would allow a newline at the end.
 ANSWER = re.compile(r"<a>([0-9+\-*/()]+)</a>")
