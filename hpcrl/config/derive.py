@@ -5,28 +5,16 @@ Pure functions without torch or MPI, so a job template can be checked on a login
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
 from hpcrl.config.errors import ConfigError
-from hpcrl.config.schema import Config, LossAggMode, ModelConfig, RolePlacement
+from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.schema import Config, LossAggMode
 
 ROLES = ("actor", "critic", "ref", "teacher", "reward", "rollout")
-
-
-@dataclass(frozen=True)
-class PlacedRole:
-    """Where a role runs: world ranks in ascending order, and how they are divided."""
-
-    pool: str
-    ranks: tuple[int, ...]
-    tp: int
-    pp: int
-    dp: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
         "rollout": True,
     }
     needs_critic, needs_ref = needs["critic"], needs["ref"]
-    roles = _place(config, [role for role in ROLES if needs[role]], world_size)
+    roles = place(config, [role for role in ROLES if needs[role]], world_size)
     if not data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts")
     longest = _check_lengths(config)
@@ -162,7 +150,7 @@ def check_sft(config: Config, world_size: int) -> DerivedSft:
     """Derived values of `hpcrl sft`, which trains on the actor's ranks and samples on the rollout's."""
     sft = config.sft
     samples = sft.eval_freq > 0
-    roles = _place(config, ["actor", "rollout"] if samples else ["actor"], world_size)
+    roles = place(config, ["actor", "rollout"] if samples else ["actor"], world_size)
     if not config.data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts and answers")
     if sft.stop_at_score is not None and not samples:
@@ -177,7 +165,7 @@ def check_sft(config: Config, world_size: int) -> DerivedSft:
 def check_rm(config: Config, world_size: int) -> DerivedRm:
     """Derived values of `hpcrl rm`, which trains on the reward model's ranks."""
     rm = config.rm
-    roles = _place(config, ["reward"], world_size)
+    roles = place(config, ["reward"], world_size)
     if not config.data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of chosen and rejected")
     if rm.eval_freq > 0 and not config.data.val_files:
@@ -226,120 +214,6 @@ def describe(derived: Derived | DerivedRm | DerivedSft) -> str:
     width = max(len(name) for name, _, _ in rows)
     lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in rows]
     return "\n".join(lines)
-
-
-def parse_ranks(text: str, world_size: int, *, key: str = "ranks") -> tuple[int, ...]:
-    """World ranks of a pool string, ascending: "*" is all, "0-3,6" is 0 1 2 3 6. `key` names it in errors."""
-    if text.strip() == "*":
-        return tuple(range(world_size))
-    ranks: set[int] = set()
-    for item in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item, re.ASCII)
-        if not match:
-            raise ConfigError(
-                f'{key}={text!r} has {item.strip()!r}; expected "*", or ranks such as "0-63" or "0,2,4-7"'
-            )
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ConfigError(f"{key}={text!r} counts down in {item.strip()!r}; use {last}-{first}")
-        if last >= world_size:
-            raise ConfigError(
-                f"{key}={text!r} names rank {max(first, world_size)}, and the job has {world_size} "
-                f"(0 to {world_size - 1}); start more ranks or name fewer"
-            )
-        span = range(first, last + 1)
-        if not ranks.isdisjoint(span):
-            raise ConfigError(f"{key}={text!r} names rank {min(ranks.intersection(span))} twice; name it once")
-        ranks.update(span)
-    return tuple(sorted(ranks))
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks in the notation of `parse_ranks`: (0, 1, 2, 3, 6) is "0-3,6"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    return ",".join("-".join(map(str, span)) for span in spans)
-
-
-def _place(config: Config, used: Sequence[str], world_size: int) -> dict[str, PlacedRole]:
-    placement = config.placement
-    pools = {
-        name: parse_ranks(text, world_size, key=f"placement.pools.{name}") for name, text in placement.pools.items()
-    }
-    roles = {}
-    for name in used:
-        role: RolePlacement = getattr(placement, name)
-        if role.pool not in pools:
-            nearest = difflib.get_close_matches(role.pool, pools, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known pools: {', '.join(pools)}"
-            raise ConfigError(f"placement.{name}.pool={role.pool} is not in placement.pools; {hint}")
-        _check_supported(name, role)
-        model = architecture(config, name)
-        if model.path is None:  # a Hugging Face directory has its own sizes, checked where it is read
-            _check_shape(model)
-            _check_divides_model(name, role, model)
-        ranks = pools[role.pool]
-        size = role.tp * role.pp * role.cp
-        if len(ranks) % size:
-            raise ConfigError(
-                f"placement.{name}: tp*pp*cp={role.tp}*{role.pp}*{role.cp}={size} does not divide the {len(ranks)} "
-                f"ranks of pool {role.pool}; the product must be {_either(_divisors(len(ranks)))}"
-            )
-        roles[name] = PlacedRole(role.pool, ranks, role.tp, role.pp, len(ranks) // size)
-    return roles
-
-
-def architecture(config: Config, role: str) -> ModelConfig:
-    """What a role's model looks like: the actor's, unless the role has one of its own."""
-    own = {"teacher": config.teacher.model, "reward": config.reward.reward_model.model}
-    return own.get(role) or config.model
-
-
-def _check_supported(name: str, role: RolePlacement) -> None:
-    for axis in ("cp", "ep", "etp", "vpp"):
-        if getattr(role, axis) > 1:
-            raise ConfigError(f"placement.{name}.{axis}={getattr(role, axis)} is not supported yet; use 1")
-    if name == "rollout" and role.pp > 1:
-        raise ConfigError(f"placement.rollout.pp={role.pp} is not supported: rollout splits by tp and dp; use 1")
-
-
-def _check_shape(model: ModelConfig) -> None:
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if heads % groups:
-        raise ConfigError(
-            f"model.num_query_groups={groups} does not divide num_attention_heads={heads}; "
-            f"use {_either(_divisors(heads))}"
-        )
-    if model.head_dim is None and model.hidden_size % heads:
-        raise ConfigError(
-            f"model.num_attention_heads={heads} does not divide hidden_size={model.hidden_size}; "
-            "change one of them or set model.head_dim"
-        )
-    head_dim = model.head_dim or model.hidden_size // heads
-    if head_dim % 2:
-        raise ConfigError(f"model.head_dim={head_dim} is odd; rotary embeddings turn pairs, so use an even one")
-
-
-def _check_divides_model(name: str, role: RolePlacement, model: ModelConfig) -> None:
-    sizes = {
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "ffn_hidden_size": model.ffn_hidden_size,
-    }
-    for key, size in sizes.items():
-        if size % role.tp:
-            raise ConfigError(
-                f"placement.{name}.tp={role.tp} does not divide {key}={size}; "
-                f"use {_either(_divisors(math.gcd(*sizes.values())))}"
-            )
-    if role.pp > model.num_layers:
-        raise ConfigError(
-            f"placement.{name}.pp={role.pp} exceeds num_layers={model.num_layers}; use {model.num_layers} or less"
-        )
 
 
 def _check_lengths(config: Config) -> int:
@@ -405,13 +279,3 @@ def _check_loop(config: Config, needs_critic: bool) -> None:
         optim = getattr(config, section).optim
         if optim.min_lr > optim.lr:
             raise ConfigError(f"{section}.optim.min_lr={optim.min_lr} exceeds lr={optim.lr}; use {optim.lr} or less")
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _either(choices: Sequence[int]) -> str:
-    """(1, 2, 4) is "1, 2 or 4"."""
-    *most, last = map(str, choices)
-    return f"{', '.join(most)} or {last}" if most else last

@@ -14,7 +14,7 @@ from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.checkpoint.sharded import load_sharded
-from hpcrl.config.derive import architecture
+from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker

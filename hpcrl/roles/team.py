@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcrl.config.derive import Derived, DerivedRm, DerivedSft, PlacedRole, architecture
+from hpcrl.config.derive import Derived, DerivedRm, DerivedSft
+from hpcrl.config.placement import PlacedRole, architecture
 from hpcrl.config.schema import Config
 from hpcrl.controller.worker import Worker
 from hpcrl.data.preference import PreferenceDataset

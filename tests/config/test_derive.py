@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config import derive
+from hpcrl.config import derive, placement
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
 
@@ -35,8 +35,8 @@ def refusal(ranks: int = 4, /, *, inputs: tuple[str, ...] | None = None, **secti
     [("*", (0, 1, 2, 3, 4, 5, 6)), ("0-3,6", (0, 1, 2, 3, 6)), (" 6 , 1 - 2 ", (1, 2, 6)), ("5", (5,)), ("2-2", (2,))],
 )
 def test_pool_strings(text: str, ranks: tuple[int, ...]) -> None:
-    assert derive.parse_ranks(text, 7) == ranks
-    assert derive.parse_ranks(derive.format_ranks(ranks), 7) == ranks
+    assert placement.parse_ranks(text, 7) == ranks
+    assert placement.parse_ranks(placement.format_ranks(ranks), 7) == ranks
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_derived_values() -> None:
         ),
         8,
     )
-    assert derived.roles["actor"] == derive.PlacedRole("all", tuple(range(8)), 2, 2, 2)
-    assert derived.roles["critic"] == derive.PlacedRole("tail", (6, 7), 1, 2, 1)
+    assert derived.roles["actor"] == placement.PlacedRole("all", tuple(range(8)), 2, 2, 2)
+    assert derived.roles["critic"] == placement.PlacedRole("tail", (6, 7), 1, 2, 1)
     assert set(derived.roles) == {"actor", "critic", "ref", "rollout"}
     assert (derived.needs_critic, derived.needs_ref) == (True, True)
     assert derived.max_sequence_length == 128
