@@ -234,6 +234,29 @@ def finish(metrics: dict[str, Metric]) -> dict[str, float]:
     return {key: metric.finish() for key, metric in to_floats(metrics).items()}
 
 
+def finish_over_steps(steps: Iterable[dict[str, Metric]]) -> dict[str, float]:
+    """One number per key of several optimizer steps: the mean over those that have one, or the largest or smallest.
+
+    A key may be missing in some steps; NaN where no step has a number.
+    """
+    found: dict[str, list[Metric]] = {}
+    for step in steps:
+        for key, metric in to_floats(step).items():
+            found.setdefault(key, []).append(metric)
+    return {key: _over_steps(metrics) for key, metrics in found.items()}
+
+
+def _over_steps(metrics: list[Metric]) -> float:
+    values = [value for value in (metric.finish() for metric in metrics) if value == value]
+    if not values:
+        return math.nan
+    if isinstance(metrics[0], Max):
+        return max(values)
+    if isinstance(metrics[0], Min):
+        return min(values)
+    return math.fsum(values) / len(values)
+
+
 def _floats(value: Any) -> Any:
     return type(value)(*map(_floats, value)) if isinstance(value, tuple) else float(value)
 

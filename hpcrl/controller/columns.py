@@ -63,7 +63,12 @@ class Location:
         return cls(np.full(len(rank), block.id, np.int32), rank, places(rank), (block,))
 
     def take(self, rows: np.ndarray) -> Location:
-        return Location(self.block[rows], self.rank[rows], self.row[rows], self.holds)
+        """Of blocks that none of these rows is part of, nothing is held."""
+        block, holds = self.block[rows], self.holds
+        if len(holds) > 1:
+            used = set(np.unique(block).tolist())
+            holds = tuple(hold for hold in holds if hold.id in used)
+        return Location(block, self.rank[rows], self.row[rows], holds)
 
     @staticmethod
     def concat(parts: Sequence[Location]) -> Location:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import inspect
-import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcrl.data.prompts import folded
 from hpcrl.launch.exits import InputError
+from hpcrl.launch.user_code import import_file
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import DataConfig
@@ -201,15 +199,10 @@ def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:
                 "or name your file in data.sampler.class_path"
             )
         return BUILT_IN[name]
-    if not Path(path).is_file():
-        raise InputError(f"{where}: no such file; expected a Python file with a class {name!r}")
-    spec = importlib.util.spec_from_file_location(f"hpcrl_sampler_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{where}: not a Python file; expected one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses of the file look their module up
     try:
-        spec.loader.exec_module(module)
+        module = import_file(path)
+    except ImportError as error:
+        raise InputError(f"{where}: {folded(error)}; expected a Python file with a class {name!r}") from error
     except Exception as error:  # the file is the user's
         raise InputError(
             f"{where}: cannot be imported: {type(error).__name__}: {folded(error)}; mend the file"

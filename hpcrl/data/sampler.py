@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,8 @@ from hpcrl.launch.exits import InputError
 if TYPE_CHECKING:
     from hpcrl.config.schema import DataConfig
     from hpcrl.data.prompts import PromptDataset
+
+log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -50,7 +53,7 @@ class OrderedSampler:
         """The order does not depend on what a step finds out."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"position": self.position, "order": self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "position" not in state:
@@ -59,6 +62,16 @@ class OrderedSampler:
                 "built-in order; resume with the sampler of the checkpoint, or choose another run.name"
             )
         self.position = int(state["position"])
+        if state.get("order", self._order()) != self._order():
+            log.warning(
+                "the order of the training prompts is another than that of the checkpoint (%s, was %s): some prompts "
+                "may come a second time in their epoch",
+                *(self._order(), state["order"]),
+            )
+
+    def _order(self) -> dict[str, Any]:
+        """What a position means depends on."""
+        return {"rows": self.num_rows, "seed": self.seed, "shuffle": self.shuffle}
 
     def _advance(self, n: int) -> np.ndarray:
         positions = np.arange(self.position, self.position + n, dtype=np.int64)
@@ -97,6 +110,9 @@ class WeightedFiles(OrderedSampler):
                     f"{file}: its weight of {weight:g} is less than 1/10000 of the sum of data.train_weights; "
                     "raise it, or take the file out"
                 )
+
+    def _order(self) -> dict[str, Any]:
+        return {**super()._order(), "sizes": self.sizes, "quotas": list(map(int, self.quotas))}
 
     def _rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return weighted_rows_at(positions, self.sizes, self.quotas, self.seed, self.shuffle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from hpcrl.algorithms.advantages.estimator import AdvantageConfig
 from hpcrl.algorithms.advantages.lookup import get_adv_estimator
-from hpcrl.algorithms.aggregation import LossNorm, agg_loss
+from hpcrl.algorithms.aggregation import agg_loss
 from hpcrl.algorithms.kl import apply_kl_in_reward
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.algorithms.rollout_correction.correction import correct_rollout
@@ -27,7 +27,6 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
-from hpcrl.rewards.extras import extra_values
 from hpcrl.roles.actor_objective import ActorObjective
 from hpcrl.roles.model_worker import ModelWorker, Updates, training_mask
 
@@ -120,8 +119,7 @@ class ActorWorker(ModelWorker):
             "sum_pi_squared?",
             "prompt",
             "prompt_length",
-            "score",
-            "extras",
+            "reward_components?",
             "reward_baseline?",
         ),
         writes=("token_level_rewards", "advantages", "returns"),
@@ -183,7 +181,9 @@ class ActorWorker(ModelWorker):
         sources: dict[str, Callable[[], Any]] = {
             "index": lambda: torch.from_numpy(samples["prompt"].astype(np.int64)),
             "reward_baselines": lambda: torch.from_numpy(samples["reward_baseline"].astype(np.float32)),
-            "reward_components": lambda: {key: _component(samples, key) for key in keys},
+            "reward_components": lambda: dict(
+                zip(keys, torch.from_numpy(samples["reward_components"]).unbind(1), strict=True)
+            ),
         }
         tensors = {}
         for name in (*self.estimator.inputs, *self.estimator.optional):
@@ -242,39 +242,3 @@ class ActorWorker(ModelWorker):
             grad_norm=grad_norm,
         )
         return to_floats(found)
-
-
-def _component(samples: Mapping[str, np.ndarray], key: str) -> torch.Tensor:
-    """float32 (N,); rank 0 has seen that some sample of the step has the key."""
-    values = extra_values(samples, key)
-    return torch.zeros(len(samples["score"])) if values is None else torch.from_numpy(values.astype(np.float32))
-
-
-class SftActorWorker(ModelWorker):
-    """The policy of `hpcrl sft`: the same engine, a cross-entropy on the answer's tokens."""
-
-    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config) -> None:
-        super().__init__(
-            groups,
-            shape,
-            head="lm",
-            dtype=config.model.dtype,
-            seed=config.run.seed,
-            optim=config.sft.optim,
-            total_updates=config.sft.total_training_steps,
-        )
-        self.config = config
-
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"))
-    def update(self, batch: DataProto) -> dict[str, Metric]:
-        """One optimizer step on prompts and answers."""
-
-        def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
-            def loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
-                mask = micro.padded("response_mask").float()
-                nll = agg_loss(-outputs["log_probs"], mask, "token-mean", norm)
-                return nll, {"train/loss": Sum(nll.detach())}
-
-            return loss
-
-        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.config.sft.max_token_len_per_gpu)

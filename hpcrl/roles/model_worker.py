@@ -91,8 +91,13 @@ class ModelWorker(Worker):
     def train(
         self, mini: DataProto, objective: Callable[[LossNorm], Callable], *, loss_scale_factor: float, **options: Any
     ) -> dict[str, Metric]:
-        """One optimizer step on a mini-batch; `objective(norm)` is the loss, normalised by the global mini-batch."""
+        """One optimizer step on a mini-batch; `objective(norm)` is the loss, normalised by the global mini-batch.
+
+        No step, and no metrics, where it has no samples on any replica: Adam would move the weights all the same.
+        """
         norm = self.global_norm(mini, loss_scale_factor)
+        if norm.global_batch_size == 0:
+            return {}
         metrics = self.engine.train(mini, loss=objective(norm), **options)
         for name in ("grad_norm", "lr"):  # equal on all ranks, so their mean over replicas is what they are
             metrics[f"{self.groups.role}/{name}"] = Mean(metrics.pop(name), 1.0)

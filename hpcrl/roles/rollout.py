@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +15,9 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.executor import Refit, RefitReport
-from hpcrl.roles.model_worker import DTYPES, ModelWorker
+from hpcrl.roles.model_worker import DTYPES
 from hpcrl.roles.scorer import ResponseScorer
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
@@ -88,13 +85,15 @@ class RolloutWorker(Worker):
         Dispatch.DP_COMPUTE_PROTO,
         reads=("position",),
         writes=("input_ids", "response_mask", "rollout_log_probs", "token_level_scores?"),
+        homes_only=True,
     )
     def replay(self, batch: DataProto, folder: str, *, scores: bool = False) -> DataProto:
         """The recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive.
 
         With `scores` also what scoring gave them.
         """
-        tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]))
+        names = ["input_ids", "response_mask", "rollout_log_probs", *(["token_level_scores"] if scores else [])]
+        tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
         rows = batch.samples["position"]
         for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
             found = self.prompts["train"].uid(row, epoch) if row < len(self.prompts["train"]) else "no such row"
@@ -103,7 +102,6 @@ class RolloutWorker(Worker):
                     f"{folder}: recorded sample {uid} is {found} in data.train_files; "
                     "replay with the data files and the filter of the recording"
                 )
-        names = ["input_ids", "response_mask", "rollout_log_probs", *(["token_level_scores"] if scores else [])]
         columns: Columns = {
             name: Ragged(torch.from_numpy(tokens[name][0]), torch.from_numpy(tokens[name][1])).take(rows)
             for name in names
@@ -144,22 +142,3 @@ def responses(requests: list[Request], completions: list[Completion]) -> DataPro
         },
         {},
     )
-
-
-class RefitWorker(Worker):
-    """Lives on the ranks of actor and rollout together; moves the actor's weights into the engine's buffers."""
-
-    def __init__(
-        self, layout: Layout, rank: int, refit: Refit, actor: ModelWorker | None, rollout: RolloutWorker | None
-    ) -> None:
-        super().__init__(layout, rank)
-        self.refit = refit
-        self.actor = actor
-        self.rollout = rollout
-
-    @register(Dispatch.ONE_TO_ALL)
-    def update_weights(self) -> RefitReport:
-        """Every rank's report, in rank order."""
-        source: dict[str, Any] = self.actor.engine.named_shards() if self.actor else {}
-        destination: dict[str, Any] = self.rollout.engine.weights() if self.rollout else {}
-        return self.refit.run(source, destination)

@@ -24,15 +24,17 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
 from hpcrl.rewards.manager import RewardManager, asks_rules, check_rewards
-from hpcrl.roles.actor import ActorWorker, SftActorWorker
+from hpcrl.roles.actor import ActorWorker
 from hpcrl.roles.archive import ArchiveWorker
 from hpcrl.roles.critic import CriticWorker
 from hpcrl.roles.model_worker import DTYPES
+from hpcrl.roles.preference import PreferenceDataWorker, PreferenceWorker
 from hpcrl.roles.ref import RefWorker
-from hpcrl.roles.reward import PreferenceDataWorker, PreferenceWorker, RewardModelWorker
-from hpcrl.roles.rollout import RefitWorker, RolloutWorker
+from hpcrl.roles.refit import RefitWorker
+from hpcrl.roles.reward import RewardModelWorker
+from hpcrl.roles.rollout import RolloutWorker
 from hpcrl.roles.scorer import ResponseScorer, ScorerWorker
-from hpcrl.roles.sft_data import SftDataWorker
+from hpcrl.roles.sft import SftActorWorker, SftDataWorker
 from hpcrl.roles.teacher import TeacherWorker, teacher_shape
 
 if TYPE_CHECKING:

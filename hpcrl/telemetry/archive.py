@@ -15,7 +15,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,10 +205,17 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_step(path: str | os.PathLike[str]) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
+def read_samples(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The sample columns alone; otherwise as `read_step`."""
+    return read_step(path, names=())[1]
+
+
+def read_step(
+    path: str | os.PathLike[str], names: Collection[str] | None = None
+) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
     """Return (token columns, sample columns, attributes); strings come as object arrays of `str`.
 
-    Raises ArchiveError for a missing, foreign or damaged file.
+    `names`: which token columns; None: all. Raises ArchiveError for a missing, foreign or damaged file.
     """
     try:
         with h5py.File(path, "r") as file:
@@ -218,7 +225,9 @@ def read_step(path: str | os.PathLike[str]) -> tuple[Columns, dict[str, np.ndarr
                     "of this version"
                 )
             attributes = {name: int(file.attrs[name]) for name in ("seed", "step", "weight_version", "schema")}
-            tokens = {name: (column["values"][:], column["offsets"][:]) for name, column in file["tokens"].items()}
+            wanted = file["tokens"].keys() if names is None else names
+            columns = {name: file["tokens"][name] for name in wanted}
+            tokens = {name: (column["values"][:], column["offsets"][:]) for name, column in columns.items()}
             samples = {name: _read_samples(dataset) for name, dataset in file["samples"].items()}
     except ArchiveError:
         raise

@@ -18,9 +18,9 @@ from hpcrl.controller.controller import Controller
 from hpcrl.data.curriculum import StepReport, step_report
 from hpcrl.data.sampler import Sampler
 from hpcrl.launch.exits import InputError
-from hpcrl.rewards.extras import extra_values, require_extra
+from hpcrl.rewards.extras import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.telemetry.archive import finish_step, read_step, step_path
+from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.scoring import scored
 
@@ -114,7 +114,7 @@ class Experience:
                 "step %d: %d of %d prompts after %d generations (algorithm.filter_groups.max_num_gen_batches)",
                 *(step, found.num_prompts, wanted, found.num_batches),
             )
-        return self._take(step, wanted, found), self._metrics(found)
+        return self._completed(self._take(step, wanted, found)), self._metrics(found)
 
     def report(self) -> None:
         """Tell the sampler how the step's prompts went, those that were dropped too."""
@@ -140,7 +140,7 @@ class Experience:
 
     def _generate(self, step: int, size: int, found: Collected) -> DataProto:
         """Prompts from the sampler, rollout.n scored responses to each."""
-        config, derived, n = self.config, self.derived, self.config.rollout.n
+        n = self.config.rollout.n
         rows, epochs = self.sampler.next_rows(size)
         prompts = DataProto(
             {},
@@ -157,9 +157,7 @@ class Experience:
         batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
         batch = self._respond(batch, self.sampling, "gen", found)
         self.reports.append(step_report(step, batch.samples))
-        for key in config.algorithm.gdpo_reward_keys:
-            require_extra(batch.samples, key, "algorithm.gdpo_reward_keys")
-        if derived.needs_reward_baseline:
+        if self.derived.needs_reward_baseline:
             prompts.samples["sample_index"] = np.full(size, n, np.int64)
             greedy = self._respond(prompts, replace(self.sampling, temperature=0.0), "gen_max", found)
             batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
@@ -201,7 +199,20 @@ class Experience:
             batch = scored(self.controller, batch, with_model=self.derived.needs_reward_model)
         metrics = finish(merge(batch.metrics))
         batch.meta_info.pop("metrics")
-        return batch, metrics
+        return self._completed(batch), metrics
+
+    def _completed(self, batch: DataProto) -> DataProto:
+        """The batch with what the advantage estimator asks of rank 0."""
+        keys = self.config.algorithm.gdpo_reward_keys
+        if keys:
+            parts = [numbers_of(batch.samples, key, "algorithm.gdpo_reward_keys") for key in keys]
+            batch.samples["reward_components"] = np.stack(parts, axis=1).astype(np.float32)
+        if self.derived.needs_reward_baseline and "reward_baseline" not in batch.samples:
+            raise InputError(
+                f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs the score of a greedy response "
+                "to each prompt, and the recording in trainer.rollouts_from has none; record a run of that estimator"
+            )
+        return batch
 
 
 def differing(batch: DataProto, metric: str) -> np.ndarray:
@@ -220,11 +231,7 @@ def differing(batch: DataProto, metric: str) -> np.ndarray:
 
 def metric_values(samples: Mapping[str, np.ndarray], metric: str) -> np.ndarray:
     """float64 (N,): the score as `reward`, or what the scorer returned under that key."""
-    key = "score" if metric == "reward" else metric
-    require_extra(samples, key, "algorithm.filter_groups.metric")
-    values = extra_values(samples, key)
-    assert values is not None
-    return values
+    return numbers_of(samples, "score" if metric == "reward" else metric, "algorithm.filter_groups.metric")
 
 
 def numbered(batch: DataProto, step: int) -> DataProto:
@@ -240,7 +247,7 @@ def numbered(batch: DataProto, step: int) -> DataProto:
 
 def recorded_samples(folder: str | Path, step: int) -> DataProto:
     """The sample columns of a step's archive; its token columns are for the ranks to read."""
-    _, samples, _ = read_step(step_path(folder, step))
+    samples = read_samples(step_path(folder, step))
     names: Sequence[str] = [*RECORDED, *(name for name in ("reward_baseline",) if name in samples)]
     columns = {name: samples[name] for name in names}
     columns["weight_version"] = samples["weight_version_min"]

@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import re
 import resource
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpcrl.algorithms.kl import make_kl_controller
-from hpcrl.algorithms.metrics import Max, Metric, Min, finish, merge
+from hpcrl.algorithms.metrics import finish, finish_over_steps, merge
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
-from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.mini_batches import mini_batch_of
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
-from hpcrl.controller.controller import Controller, Future, replica_column, run_program
+from hpcrl.controller.controller import Controller, Future, run_program
 from hpcrl.data.order import steps_for_epochs
 from hpcrl.data.sampler import Sampler, make_sampler
 from hpcrl.launch.exits import DONE, InputError
@@ -27,6 +24,7 @@ from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_team, read_inputs
 from hpcrl.telemetry.archive import discard_from, finish_step
+from hpcrl.trainer.assignment import assign_to_replicas
 from hpcrl.trainer.experience import Experience
 from hpcrl.trainer.run import Run, Start, find_start
 from hpcrl.trainer.validation import Validator
@@ -134,7 +132,7 @@ class PPOTrainer:
         timers, workers = self.timers, self.controller
         batch, seen = self.experience.collect(step)
         self.metrics |= seen | {"training/epoch": float(batch.samples["epoch"][0])}
-        batch = self._balance(batch)
+        self.metrics |= assign_to_replicas(batch, self.config, self.derived)
         batch = self._evaluate_responses(batch)
         with timers("adv"):
             batch.meta_info["kl_coef"] = self.kl_controller.value
@@ -149,7 +147,7 @@ class PPOTrainer:
             updates["update_actor"] = workers["actor"].update_actor(trained)
         for phase, update in updates.items():
             with timers(phase):
-                self.metrics |= over_mini_batches(update.get())
+                self.metrics |= finish_over_steps(merge(parts) for parts in zip(*update.get(), strict=True))
         if self.derived.needs_sum_pi_squared:
             found = workers["actor"].variance_proxy(batch, self.metrics.get("actor/grad_norm")).get()
             self.metrics |= finish(merge(found))
@@ -191,38 +189,6 @@ class PPOTrainer:
         key = np.random.SeedSequence(self.config.run.seed % 2**64, spawn_key=(PF_PPO_STREAM, step))
         uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
         return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo.reweight_method, pf_ppo.weight_pow)]
-
-    def _balance(self, batch: DataProto) -> DataProto:
-        """Assign rows to replicas, once for the step: tokens are balanced inside each mini-batch of the first pass."""
-        samples, config = batch.samples, self.config
-        weights = (samples["prompt_length"] + samples["response_length"]).astype(np.int64)
-        of_prompt = mini_batch_of(
-            batch.meta_info["num_prompts"],
-            config.actor.ppo_mini_batch_size,
-            seed=config.run.seed,
-            step=batch.meta_info["step"],
-            ppo_epoch=0,
-            shuffle=config.actor.shuffle,
-        )
-        mini_batch = of_prompt[samples["prompt"]]
-        for dp in sorted({role.dp for role in self.derived.roles.values()}):
-            if config.trainer.balance_batch:
-                assignment = balanced_assignment(weights, dp, groups=samples["prompt"], mini_batches=mini_batch)
-            else:
-                assignment = (samples["prompt"] * dp // batch.meta_info["num_prompts"]).astype(np.int32)
-            samples[replica_column(dp)] = assignment
-        dp = self.derived.roles["actor"].dp
-        per_replica = np.bincount(samples[replica_column(dp)], weights, minlength=dp)
-        unbalanced = np.bincount(samples["prompt"] * dp // batch.meta_info["num_prompts"], weights, minlength=dp)
-        self.metrics |= {
-            "global_seqlen/min": float(unbalanced.min()),
-            "global_seqlen/max": float(unbalanced.max()),
-            "global_seqlen/minmax_diff": float(np.ptp(unbalanced)),
-            "global_seqlen/mean": float(per_replica.mean()),
-            "global_seqlen/balanced_min": float(per_replica.min()),
-            "global_seqlen/balanced_max": float(per_replica.max()),
-        }
-        return batch
 
     def _refit(self) -> None:
         reports = self.controller["refit"].update_weights().get()
@@ -269,6 +235,7 @@ class PPOTrainer:
             "epoch": self.metrics.get("training/epoch", 0.0),
             "kl_ctrl": self.kl_controller.state_dict(),
             "init_from": str(self.start.init_from) if self.start.init_from else None,
+            "frozen": {role: str(folder) for role, folder in self.start.frozen.items()},
         }
         roles = ("actor", "critic") if self.derived.needs_critic else ("actor",)
         self.run.save(
@@ -332,18 +299,3 @@ def check_recording(config: Config) -> None:
 
 def _due(step: int, frequency: int, last: int) -> bool:
     return frequency > 0 and (step % frequency == 0 or step == last)
-
-
-def over_mini_batches(homes: Sequence[Sequence[dict[str, Metric]]]) -> dict[str, float]:
-    """Metrics of an update: merged over replicas inside each mini-batch, then averaged over them (or max, min)."""
-    steps = [merge(parts) for parts in zip(*homes, strict=True)]
-    averages: dict[str, float] = {}
-    for name, metric in steps[0].items():
-        values = [step[name].finish() for step in steps if name in step]
-        if isinstance(metric, Max):
-            averages[name] = max(values)
-        elif isinstance(metric, Min):
-            averages[name] = min(values)
-        else:
-            averages[name] = float(np.mean(values))
-    return averages

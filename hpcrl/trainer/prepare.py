@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TypeVar
 
 from hpcrl.algorithms.advantages.lookup import get_adv_estimator
@@ -15,6 +12,7 @@ from hpcrl.algorithms.rollout_correction.presets import preset
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.launch.user_code import import_file
 
 T = TypeVar("T")
 
@@ -50,22 +48,10 @@ def derive(config: Config, world_size: int) -> Derived:
 
 
 def load_plugin(path: str) -> None:
-    """Run a Python file of the user's, which registers estimators or losses; once in a process."""
-    file = Path(path).resolve()
-    name = f"hpcrl_plugin_{file.stem}"
-    found = sys.modules.get(name)
-    if found is not None and found.__file__ == str(file):
-        return
-    if not file.is_file():
-        raise ConfigError(f"run.plugins: {path}: no such file; name Python files")
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"run.plugins: {path} is no Python file; expected one that ends in .py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    """Run a file of the user's that registers estimators or losses."""
     try:
-        spec.loader.exec_module(module)
+        import_file(path)
     except Exception as error:
-        del sys.modules[name]
         raise ConfigError(f"run.plugins: {path} cannot be loaded: {type(error).__name__}: {error}") from None
 
 

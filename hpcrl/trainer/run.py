@@ -40,8 +40,8 @@ class Start:
 def find_start(world: World, config: Config, needs_ref: bool = False, frozen: Mapping[str, str] | None = None) -> Start:
     """Rank 0 looks; all ranks get what it found.
 
-    A resumed run keeps the start weights that its checkpoint names, for model.init_from may mean newer ones by now;
-    only a reference still needs them to be there.
+    A resumed run keeps the start weights and the frozen models that its checkpoint names, for what the config names may
+    mean newer ones by now; only a reference still needs the start weights to be there.
     """
 
     def look() -> Start | None:
@@ -58,7 +58,8 @@ def find_start(world: World, config: Config, needs_ref: bool = False, frozen: Ma
         init_from = Path(named) if named else None
         if init_from is not None and (needs_ref or not found):
             init_from = load_path(init_from, log.warning)
-        others = {role: load_path(Path(path), log.warning) for role, path in (frozen or {}).items()}
+        kept = found[2].get("frozen", {}) if found else {}
+        others = {role: load_path(Path(kept.get(role, path)), log.warning) for role, path in (frozen or {}).items()}
         return Start(*found, init_from, others) if found else Start(0, None, {}, init_from, others)
 
     return world.broadcast(world.together(look))

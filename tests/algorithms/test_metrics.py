@@ -22,6 +22,7 @@ from hpcrl.algorithms.metrics import (
     Std,
     Sum,
     finish,
+    finish_over_steps,
     merge,
     to_floats,
 )
@@ -120,3 +121,10 @@ def test_metrics_hold_no_graph():
 def measured_with_grad(x: torch.Tensor) -> dict:
     mask = torch.ones(2)
     return {"mean": Mean.of(x, mask), "max": Max.of(x, mask), "std": Std.of(x, mask)}
+
+
+def test_over_steps_keys_may_be_missing_and_nan_is_no_number() -> None:
+    steps = [{"a": Max(math.nan)}, {"a": Max(2.0), "b": Mean(4.0, 2.0)}, {"a": Max(1.0), "b": Mean(6.0, 1.0)}, {}]
+    assert finish_over_steps(steps) == {"a": 2.0, "b": 4.0}
+    assert finish_over_steps(reversed(steps)) == {"a": 2.0, "b": 4.0}
+    assert math.isnan(finish_over_steps([{"c": Mean(0.0, 0.0)}])["c"])

@@ -74,3 +74,12 @@ def test_packed_columns_unpack_to_the_same(lengths: list[int], dtype: torch.dtyp
     empty = Ragged.from_lengths(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     for got, expected in zip(unpack(pack([column, empty, column]), 3), (column, empty, column), strict=True):
         assert got.equal(expected)
+
+
+def test_rows_hold_only_the_blocks_that_they_are_part_of() -> None:
+    """What is left over of a step is joined with the next one's, again and again: old blocks must be let go."""
+    rest = Location.of_block(Block(0), np.zeros(2, np.int32))
+    for number in range(1, 6):
+        joined = Location.concat([rest, Location.of_block(Block(number), np.zeros(4, np.int32))])
+        rest = joined.take(np.array([4, 5]))
+        assert [hold.id for hold in rest.holds] == [number]

@@ -26,7 +26,8 @@ from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import make_run_directory, run_directory
 from hpcrl.launch.world import World
-from hpcrl.roles.reward import PreferenceDataWorker, RewardModelWorker
+from hpcrl.roles.preference import PreferenceDataWorker
+from hpcrl.roles.reward import RewardModelWorker
 from hpcrl.roles.team import read_rm_inputs
 from hpcrl.trainer import rm
 from tests.mpi.layouts import LAYOUTS, SGD, SHAPE, assert_slices, gradients, make_batch, role_groups

@@ -1,0 +1,70 @@
+"""The supervised warm start: its data, and the policy that learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hpcrl.algorithms.aggregation import LossNorm, agg_loss
+from hpcrl.algorithms.metrics import Metric, Sum
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.config.schema import Config
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.data.sft import SftDataset
+from hpcrl.grid.groups import RoleGroups
+from hpcrl.grid.layout import Layout
+from hpcrl.model.shape import ModelShape
+from hpcrl.roles.model_worker import ModelWorker
+
+
+class SftDataWorker(Worker):
+    def __init__(self, layout: Layout, rank: int, answers: SftDataset) -> None:
+        super().__init__(layout, rank)
+        self.answers = answers
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=("input_ids", "response_mask"))
+    def load(self, batch: DataProto) -> DataProto:
+        """Sequences of the rows, prompt then answer; the mask covers the answer."""
+        pairs = [self.answers.pair(row) for row in batch.samples["row"].tolist()]
+        sequences = [torch.from_numpy(np.concatenate(pair)) for pair in pairs]
+        lengths = torch.tensor([len(answer) for _, answer in pairs], dtype=torch.int64)
+        return DataProto(
+            {
+                "input_ids": Ragged.from_rows(sequences, dtype=torch.int32),
+                "response_mask": Ragged.from_lengths(torch.ones(int(lengths.sum()), dtype=torch.int32), lengths),
+            }
+        )
+
+
+class SftActorWorker(ModelWorker):
+    """The policy of `hpcrl sft`: the same engine, a cross-entropy on the answer's tokens."""
+
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config) -> None:
+        super().__init__(
+            groups,
+            shape,
+            head="lm",
+            dtype=config.model.dtype,
+            seed=config.run.seed,
+            optim=config.sft.optim,
+            total_updates=config.sft.total_training_steps,
+        )
+        self.config = config
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"))
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """One optimizer step on prompts and answers."""
+
+        def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
+            def loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+                mask = micro.padded("response_mask").float()
+                nll = agg_loss(-outputs["log_probs"], mask, "token-mean", norm)
+                return nll, {"train/loss": Sum(nll.detach())}
+
+            return loss
+
+        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.config.sft.max_token_len_per_gpu)

@@ -1,0 +1,47 @@
+"""Which replica works on which samples."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.mini_batches import mini_batch_of
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.controller.controller import replica_column
+
+
+def assign_to_replicas(batch: DataProto, config: Config, derived: Derived) -> dict[str, float]:
+    """Adds a column for each data-parallel degree, once for the step; returns `global_seqlen/*`, in tokens.
+
+    The samples of a prompt stay together; tokens are balanced inside each mini-batch of the first pass.
+    """
+    samples, num_prompts = batch.samples, batch.meta_info["num_prompts"]
+    tokens = (samples["prompt_length"] + samples["response_length"]).astype(np.int64)
+    of_prompt = mini_batch_of(
+        num_prompts,
+        config.actor.ppo_mini_batch_size,
+        seed=config.run.seed,
+        step=batch.meta_info["step"],
+        ppo_epoch=0,
+        shuffle=config.actor.shuffle,
+    )
+    mini_batch = of_prompt[samples["prompt"]]
+    for dp in sorted({role.dp for role in derived.roles.values()}):
+        if config.trainer.balance_batch:
+            assignment = balanced_assignment(tokens, dp, groups=samples["prompt"], mini_batches=mini_batch)
+        else:
+            assignment = (samples["prompt"] * dp // num_prompts).astype(np.int32)
+        samples[replica_column(dp)] = assignment
+    dp = derived.roles["actor"].dp
+    per_replica = np.bincount(samples[replica_column(dp)], tokens, minlength=dp)
+    unbalanced = np.bincount(samples["prompt"] * dp // num_prompts, tokens, minlength=dp)
+    return {
+        "global_seqlen/min": float(unbalanced.min()),
+        "global_seqlen/max": float(unbalanced.max()),
+        "global_seqlen/minmax_diff": float(np.ptp(unbalanced)),
+        "global_seqlen/mean": float(per_replica.mean()),
+        "global_seqlen/balanced_min": float(per_replica.min()),
+        "global_seqlen/balanced_max": float(per_replica.max()),
+    }
