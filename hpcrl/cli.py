@@ -72,9 +72,13 @@ def _load(path: str, overrides: list[str]) -> Config:
 
 
 def _train(world: World, config: Config) -> int:
+    from hpcrl.config.algorithm_rules import without_effect
     from hpcrl.trainer import ppo, prepare
 
     derived = _print_derived(world, lambda: prepare.derive(config, world.size))
+    if world.rank == 0:
+        for line in without_effect(config):
+            logging.getLogger("hpcrl").warning("%s", line)
 
     return ppo.run(world, config, derived)
 

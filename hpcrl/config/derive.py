@@ -149,6 +149,7 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
 def check_sft(config: Config, world_size: int) -> DerivedSft:
     """Derived values of `hpcrl sft`, which trains on the actor's ranks and samples on the rollout's."""
     sft = config.sft
+    _check_steps(config, "sft")
     samples = sft.eval_freq > 0
     roles = place(config, ["actor", "rollout"] if samples else ["actor"], world_size)
     if not config.data.train_files:
@@ -165,6 +166,7 @@ def check_sft(config: Config, world_size: int) -> DerivedSft:
 def check_rm(config: Config, world_size: int) -> DerivedRm:
     """Derived values of `hpcrl rm`, which trains on the reward model's ranks."""
     rm = config.rm
+    _check_steps(config, "rm")
     roles = place(config, ["reward"], world_size)
     if not config.data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of chosen and rejected")
@@ -214,6 +216,15 @@ def describe(derived: Derived | DerivedRm | DerivedSft) -> str:
     width = max(len(name) for name, _, _ in rows)
     lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in rows]
     return "\n".join(lines)
+
+
+def _check_steps(config: Config, section: str) -> None:
+    """`trainer.total_training_steps` on the command line is meant, and would change nothing."""
+    if config.trainer.total_training_steps is not None:
+        raise ConfigError(
+            f"trainer.total_training_steps={config.trainer.total_training_steps} is for `hpcrl train`; "
+            f"`hpcrl {section}` reads {section}.total_training_steps; set that"
+        )
 
 
 def _check_lengths(config: Config) -> int:

@@ -189,12 +189,35 @@ def _known_keys(section: type[Section] = Config, prefix: KeyPath = ()) -> Iterat
                 yield from _known_keys(inner, (*prefix, name))
 
 
+MICRO_BATCHES = "micro-batches are counted in tokens per model replica: "
+LAYOUTS = "layouts are placement.<role>.{tp,pp}, on the ranks of a pool"
+OF_VERL = {  # keys of verl that have no namesake here -> what to write
+    "_target_": "such lines are Hydra's; leave them out",
+    "ppo_micro_batch_size": MICRO_BATCHES + "ppo_max_token_len_per_gpu",
+    "ppo_micro_batch_size_per_gpu": MICRO_BATCHES + "ppo_max_token_len_per_gpu",
+    "log_prob_micro_batch_size": MICRO_BATCHES + "ref.log_prob_max_token_len_per_gpu",
+    "log_prob_micro_batch_size_per_gpu": MICRO_BATCHES + "ref.log_prob_max_token_len_per_gpu",
+    "use_dynamic_bsz": "micro-batches are always packed by tokens; leave it out",
+    "strategy": "training is always megatron-core's; leave it out",
+    "tensor_model_parallel_size": LAYOUTS,
+    "pipeline_model_parallel_size": LAYOUTS,
+    "n_gpus_per_node": "the ranks are those that srun or mpiexec starts; job.ntasks_per_node is for batch templates",
+    "nnodes": "the ranks are those that srun or mpiexec starts; job.nodes is for batch templates",
+    "project_name": "a run is known by run.name, under run.dir",
+    "experiment_name": "a run is known by run.name, under run.dir",
+    "default_local_dir": "a run's files go to <run.dir>/<run.name>/",
+    "logger": "TensorBoard files and metrics.jsonl are always written; leave it out",
+}
+
+
 def _suggest(path: tuple[int | str, ...]) -> str:
     """What to write instead of an unknown key: the same key of another section, or the nearest one of this."""
     keys = [part for part in path if isinstance(part, str)]
     known = list(_known_keys())
     if keys[0] == "actor_rollout_ref":
         return "names are verl's without the prefix 'actor_rollout_ref.'"
+    if keys[-1] in OF_VERL:
+        return OF_VERL[keys[-1]]
 
     def closest(candidates: list[KeyPath]) -> str:
         shared = [len(set(candidate[:-1]) & set(keys[:-1])) for candidate in candidates]

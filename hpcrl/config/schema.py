@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -58,11 +59,18 @@ class Section(BaseModel):
         return {key: value for key, value in values.items() if value is not None or key not in cls.null_is_default}
 
 
+def _one_or_several(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[list[str], BeforeValidator(_one_or_several)]
+
+
 class RunConfig(Section):
     name: FolderName = Field("run", description="name of the run; its files go to <dir>/<name>/")
     dir: str = Field("runs", description="folder that holds runs")
     seed: int = Field(0, description="seed of weights, data order and sampling")
-    plugins: list[str] = Field(
+    plugins: Files = Field(
         default_factory=list, description="Python files that register estimators or losses of your own"
     )
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
@@ -123,12 +131,12 @@ class SamplerConfig(Section):
 
 
 class DataConfig(Section):
-    train_files: list[str] = Field(default_factory=list, description="Parquet or JSONL files of training prompts")
+    train_files: Files = Field(default_factory=list, description="Parquet or JSONL files of training prompts")
     train_weights: list[PositiveFloat] | None = Field(
         None, description="share of each training file in the prompts drawn; null: all files laid end to end"
     )
     sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="which training prompts come next")
-    val_files: list[str] = Field(default_factory=list, description="Parquet or JSONL files of validation prompts")
+    val_files: Files = Field(default_factory=list, description="Parquet or JSONL files of validation prompts")
     train_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N training rows; -1: all")
     val_max_samples: PositiveOrMinusOne = Field(-1, description="use only the first N validation rows; -1: all")
     prompt_key: str = Field("prompt", description="column that holds the chat messages or the prompt string")
@@ -346,6 +354,11 @@ class RewardConfig(Section):
     format_score: float | None = Field(
         None, description="score of an answer of the right form with the wrong value; null: the rule's own"
     )
+
+    @field_validator("reward_manager", mode="before")
+    @classmethod
+    def _name_alone(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
 
 
 class KlCtrlConfig(Section):

@@ -142,7 +142,7 @@ class TrainEngine:
         token, as `topk_log_probs` gives them: then there are also 'topk_log_probs' (b, T, k) at these ids, with
         gradients, and 'own_topk_ids' (b, T, k) int64, the likeliest of the model in training.
         Returns the loss's metrics merged over the micro-batches (last stage), and as floats on every rank 'grad_norm'
-        (before clipping) and 'lr'.
+        (before clipping), 'lr', and 'skipped_updates': 1 where the norm is not finite and the weights stay as they are.
         """
         if self.optim is None or self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer; pass optim=... to train it")
@@ -232,9 +232,12 @@ class TrainEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with platform.cpu_bridge():
-            _, grad_norm, _ = self.optimizer.step()
-        self.steps += 1
-        return {"grad_norm": float(grad_norm), "lr": lr}
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())  # over all ranks, so that all of them skip or none
+            if math.isfinite(norm):
+                self.optimizer.step()
+                self.steps += 1
+        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not math.isfinite(norm))}
 
     def _forward(self, batch: DataProto, max_tokens: int, compute: Compute) -> dict[str, Ragged]:
         def consume(micro: MicroBatch, outputs: Outputs) -> tuple[MicroBatch, Outputs]:

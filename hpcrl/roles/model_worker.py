@@ -99,7 +99,11 @@ class ModelWorker(Worker):
         if norm.global_batch_size == 0:
             return {}
         metrics = self.engine.train(mini, loss=objective(norm), **options)
-        for name in ("grad_norm", "lr"):  # equal on all ranks, so their mean over replicas is what they are
+        for name in (
+            "grad_norm",
+            "lr",
+            "skipped_updates",
+        ):  # equal on all ranks, so their mean over replicas is what they are
             metrics[f"{self.groups.role}/{name}"] = Mean(metrics.pop(name), 1.0)
         return to_floats(metrics)
 

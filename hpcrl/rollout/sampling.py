@@ -85,6 +85,8 @@ def sample(logits: Tensor, uniform: np.ndarray, vocab_size: int, sampling: Sampl
         # Scaling u by the total renormalises after the filter, and after rounding.
         bound = torch.from_numpy(uniform).to(cumulative.device).unsqueeze(-1) * cumulative[:, -1:]
         token_ids = torch.searchsorted(cumulative, bound, right=True).squeeze(-1)
+        if bool((token_ids >= logits.size(-1)).any()):  # what NaN leads to
+            raise FloatingPointError("the policy's logits are not finite: its weights diverged; resume from before")
     return Sampled(token_ids, log_probs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1))
 
 

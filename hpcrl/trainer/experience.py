@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from hpcrl.trainer.scoring import scored
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 10  # generations of one step after which a line says that it goes on
+PATIENCE = 10  # generations of one step after which a line says that it goes on; the next after 20, 40, ...
 RECORDED = ("row", "epoch", "prompt", "sample_index", "position")
 
 
@@ -68,6 +69,8 @@ class Experience:
         self.sampler = sampler
         self.surplus: DataProto | None = None
         self.reports: list[StepReport] = []
+        self.has_scores = False  # a score of this process has not failed
+        self._sampler_state()
         rollout = config.rollout
         self.sampling = SamplingParams(
             max_new_tokens=config.data.max_response_length,
@@ -91,10 +94,13 @@ class Experience:
         found = Collected([self.surplus] if self.surplus is not None else [])
         limit = filtering.max_num_gen_batches if filtering.enable else 1
         size = (self.config.data.gen_batch_size if filtering.enable else None) or wanted
+        patience = PATIENCE
         while found.num_prompts < wanted and not (limit and found.num_batches == limit):
-            if found.num_batches and found.num_batches % PATIENCE == 0:
+            if found.num_batches == patience:
+                patience *= 2
                 log.warning(
-                    "step %d: %d of %d prompts after %d generations; in the others no sample differs in %r",
+                    "step %d: %d of %d prompts after %d generations; samples of the others do not differ in %r "
+                    "(algorithm.filter_groups.max_num_gen_batches bounds this)",
                     *(step, found.num_prompts, wanted, found.num_batches, filtering.metric),
                 )
             part = self._generate(step, size, found)
@@ -128,7 +134,17 @@ class Experience:
             surplus = numbered(self.surplus, step)
             self.controller["archive"].write(surplus, str(folder)).get()
             finish_step(folder, step, seed=self.config.run.seed, weight_version=step - 1, report=log.warning)
-        return {"sampler": self.sampler.state_dict(), "surplus": self.surplus is not None}
+        return {"sampler": self._sampler_state(), "surplus": self.surplus is not None}
+
+    def _sampler_state(self) -> dict[str, Any]:
+        state = self.sampler.state_dict()
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"data.sampler: {type(self.sampler).__name__}.state_dict() cannot be saved: {error}; expected what "
+                "JSON holds: int(...) and list(...) of numpy's numbers and arrays"
+            ) from None
 
     def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
         self.sampler.load_state_dict(state["sampler"])
@@ -170,7 +186,22 @@ class Experience:
         with self.timers("reward"):
             batch = scored(self.controller, batch, with_model=self.derived.needs_reward_model)
         found.metrics += batch.metrics
+        self._check_scores(batch)
         return batch
+
+    def _check_scores(self, batch: DataProto) -> None:
+        """A job whose scorer never works must not spend its allocation: the first scores are not all failures."""
+        if self.has_scores or not len(batch):
+            return
+        counts = finish(merge(batch.metrics))
+        failed = {name: int(count) for name, count in counts.items() if name.startswith("reward/") and count}
+        if sum(failed.values()) >= len(batch):
+            how = ", ".join(f"{name} {count}" for name, count in failed.items())
+            raise InputError(
+                f"all {len(batch)} scores of the first generation failed ({how}); logs/rank_*.log and "
+                "logs/scorer_*.log say why; mend the scorer or its data"
+            )
+        self.has_scores = True
 
     def _take(self, step: int, wanted: int, found: Collected) -> DataProto:
         """The first `wanted` prompts; the others are the next step's."""
@@ -231,7 +262,8 @@ def differing(batch: DataProto, metric: str) -> np.ndarray:
 
 def metric_values(samples: Mapping[str, np.ndarray], metric: str) -> np.ndarray:
     """float64 (N,): the score as `reward`, or what the scorer returned under that key."""
-    return numbers_of(samples, "score" if metric == "reward" else metric, "algorithm.filter_groups.metric")
+    key = "score" if metric in ("reward", "seq_reward", "seq_final_reward") else metric
+    return numbers_of(samples, key, "algorithm.filter_groups.metric")
 
 
 def numbered(batch: DataProto, step: int) -> DataProto:

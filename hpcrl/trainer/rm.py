@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def run(world: World, config: Config, derived: DerivedRm) -> int:
     """`hpcrl rm` on every rank."""
     inputs = world.together(lambda: read_rm_inputs(config))
-    start = find_start(world, config)
+    start = find_start(world, config, trained="reward")
     team = build_rm_team(world, config, derived, inputs)
     run_program(
         world,

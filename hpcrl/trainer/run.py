@@ -37,7 +37,13 @@ class Start:
     frozen: dict[str, Path] = field(default_factory=dict)  # role -> checkpoint of a model that is only asked
 
 
-def find_start(world: World, config: Config, needs_ref: bool = False, frozen: Mapping[str, str] | None = None) -> Start:
+def find_start(
+    world: World,
+    config: Config,
+    needs_ref: bool = False,
+    frozen: Mapping[str, str] | None = None,
+    trained: str = "actor",
+) -> Start:
     """Rank 0 looks; all ranks get what it found.
 
     A resumed run keeps the start weights and the frozen models that its checkpoint names, for what the config names may
@@ -54,12 +60,21 @@ def find_start(world: World, config: Config, needs_ref: bool = False, frozen: Ma
                 f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start anew beside it; "
                 "choose another run.name, or remove that folder"
             )
+        roles = found[2].get("roles", [trained]) if found else [trained]
+        if trained not in roles:
+            raise InputError(
+                f"{folder} holds checkpoints of {', '.join(roles)}, of another kind of job; choose another run.name"
+            )
         named = found[2].get("init_from") if found else config.model.init_from
         init_from = Path(named) if named else None
         if init_from is not None and (needs_ref or not found):
             init_from = load_path(init_from, log.warning)
         kept = found[2].get("frozen", {}) if found else {}
         others = {role: load_path(Path(kept.get(role, path)), log.warning) for role, path in (frozen or {}).items()}
+        if "reward" in others and not (others["reward"] / "reward").is_dir():
+            raise InputError(
+                f"reward.reward_model.init_from: {others['reward']} holds no reward model; name a run of `hpcrl rm`"
+            )
         return Start(*found, init_from, others) if found else Start(0, None, {}, init_from, others)
 
     return world.broadcast(world.together(look))

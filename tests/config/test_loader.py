@@ -110,7 +110,6 @@ def test_dump_loads_back_equal(tmp_path: Path, text: str, lr: float, seed: int, 
         ("actor.optim.lr=-1", "actor.optim.lr is -1; expected a number of at least 0.0"),
         ("actor.optim.lr=.nan", "actor.optim.lr is nan; expected a finite number"),
         ("data.train_batch_size=1.5", "data.train_batch_size is 1.5; expected an integer"),
-        ("data.train_files=a.parquet", "data.train_files is the text 'a.parquet'; expected a list"),
         ("data.train_files=[a, 3]", "data.train_files[1] is 3; expected text"),
         ("data.apply_chat_template_kwargs.x=[]", "is an empty list; expected text or an integer or a number or true"),
         ("actor=3", "actor is 3; expected a mapping"),
@@ -198,3 +197,27 @@ def test_every_field_is_explained() -> None:
                 walk(getattr(__import__("hpcrl.config.schema", fromlist=[inner]), inner))
 
     walk(Config)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.policy_loss._target_=verl.X", "Hydra's; leave them out"),
+        ("actor.ppo_micro_batch_size_per_gpu=4", "in tokens per model replica: ppo_max_token_len_per_gpu"),
+        ("rollout.tensor_model_parallel_size=2", "placement.<role>.{tp,pp}"),
+    ],
+)
+def test_keys_of_verl_without_a_namesake_say_what_to_write(tmp_path: Path, override: str, words: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("run: {name: x}\n")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(str(file), [override])
+    assert words in str(refusal.value)
+
+
+def test_one_file_may_stand_for_a_list_and_a_name_for_a_manager(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("data: {train_files: a.parquet}\nreward: {reward_manager: dapo}\n")
+    config = load_config(str(file), ["data.val_files=b.parquet"])
+    assert (config.data.train_files, config.data.val_files) == (["a.parquet"], ["b.parquet"])
+    assert config.reward.reward_manager.name == "dapo"

@@ -54,6 +54,7 @@ class Lab:
         rules = {"custom_reward_function": {"path": None}}
         sections = {**sections, "data": {**data, "max_response_length": 18}, "reward": rules}
         template = self.config(name, placement or {}, sections)
+        template["trainer"].pop("total_training_steps")
         config = Config.model_validate(template)
         if self.world.rank == 0:
             make_run_directory(run_directory(config))
@@ -66,6 +67,7 @@ class Lab:
         files = {"train_files": [str(self.data / "preference.parquet")], "max_response_length": 18}
         options = {"batch_size": 8, "total_training_steps": 2, "optim": {"lr": 1e-3}}
         template = self.config(name, placement or {}, {"data": files, "rm": options, **sections})
+        template["trainer"].pop("total_training_steps")
         config = Config.model_validate(template)
         if self.world.rank == 0:
             make_run_directory(run_directory(config))

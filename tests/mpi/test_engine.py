@@ -158,6 +158,25 @@ def test_gradient_is_clipped_to_the_norm(groups):
     assert float(moved) == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_that_is_not_finite_moves_nothing(groups, layout):
+    """One bad sample on one replica: every rank skips the step, and the next one is as if it had not been."""
+    mine = part_of(make_batch(), groups[layout])
+    engine, other = (TrainEngine(SHAPE, groups[layout], optim=OptimConfig(lr=1e-2), seed=3) for _ in range(2))
+
+    def poisoned(outputs: dict[str, torch.Tensor], batch: DataProto):
+        loss, metrics = policy_loss(outputs, batch)
+        return loss * (torch.nan if groups[layout].coord.dp == 0 else 1.0), metrics
+
+    skipped = engine.train(mine, max_tokens=64, loss=poisoned, entropy=True)
+    assert (skipped["skipped_updates"], skipped["grad_norm"]) == (1.0, pytest.approx(torch.nan, nan_ok=True))
+    found = engine.train(mine, max_tokens=64, loss=policy_loss, entropy=True)
+    expected = other.train(mine, max_tokens=64, loss=policy_loss, entropy=True)
+    assert (found["skipped_updates"], found["lr"]) == (0.0, expected["lr"])
+    for name, shard in engine.named_shards().items():
+        assert torch.equal(shard, other.named_shards()[name]), name
+
+
 def shard(world: World, whole: torch.Tensor) -> torch.Tensor:
     """This rank's columns of (R, V)."""
     return whole.chunk(world.size, dim=1)[world.rank]

@@ -26,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 SMALL = [
     *("data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "data.val_max_samples=8"),
-    *("trainer.total_training_steps=3", "trainer.test_freq=3", "trainer.val_before_train=false", "trainer.save_freq=3"),
+    *("trainer.test_freq=3", "trainer.val_before_train=false", "trainer.save_freq=3"),
     *("reward.custom_reward_function.path=score.py", "reward.num_workers=1"),
 ]
 SMALL_SFT = ["sft.batch_size=8", "sft.total_training_steps=3", "sft.eval_freq=3", "sft.eval_samples=8"]
@@ -52,7 +52,7 @@ def folder(world, countdown_files: Path, tmp_path_factory) -> Path:
 def test_a_template_runs_three_steps(world, folder: Path, monkeypatch, template: str) -> None:
     monkeypatch.chdir(folder)
     kind = template.split("_")[0]
-    small = SMALL + {"sft": SMALL_SFT, "rm": SMALL_RM}.get(kind, [])
+    small = SMALL + {"sft": SMALL_SFT, "rm": SMALL_RM}.get(kind, ["trainer.total_training_steps=3"])
     config = with_presets(load_config(f"configs/{template}.yaml", small))
     if world.rank == 0:
         make_run_directory(run_directory(config))

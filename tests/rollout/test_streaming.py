@@ -68,7 +68,7 @@ def test_scores_are_there_before_generation_ends(tmp_path: Path) -> None:
     )
     manager = RewardManager(RewardConfig(custom_reward_function=CustomRewardConfig(path=str(tmp_path / "score.py"))))
     submitted: list[int] = []
-    early: list[int] = []
+    first: list[float] = []
 
     def finished(index: int, completion: Completion) -> None:
         manager.submit(index, ScoreRequest("mine", " ".join(map(str, completion.token_ids)), None))
@@ -76,16 +76,14 @@ def test_scores_are_there_before_generation_ends(tmp_path: Path) -> None:
 
     def step() -> None:
         manager.pump()
-        while submitted and not early:
-            manager.pump()
-            if manager.is_done(submitted[0]):
-                early.append(len(submitted))
+        if submitted and not first:
+            assert len(submitted) < len(requests)
+            first.extend(manager.collect(submitted[:1])[0])
 
+    requests = make_requests()
     try:
-        requests = make_requests()
         completions = make_engine().generate(requests, SAMPLING, seed=0, step=0, on_finished=finished, on_step=step)
-        assert early and early[0] < len(requests), "the first score came after the last response"
-        scores, _, _ = manager.collect(range(len(requests)))
-        assert scores.tolist() == [len(done.token_ids) for done in completions]
+        scores, _, _ = manager.collect(submitted[1:])
+        assert first + scores.tolist() == [len(completions[index].token_ids) for index in submitted]
     finally:
         manager.close()

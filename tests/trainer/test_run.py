@@ -9,6 +9,7 @@ import pytest
 
 from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import Config
+from hpcrl.launch.exits import InputError
 from hpcrl.trainer.run import find_start
 
 ALONE = SimpleNamespace(rank=0, together=lambda look: look(), broadcast=lambda found: found)
@@ -30,3 +31,27 @@ def test_a_resumed_run_keeps_the_start_weights_that_its_checkpoint_names(tmp_pat
     )
     start = find_start(ALONE, config, needs_ref=needs_ref)
     assert (start.step, start.init_from) == (5, start_weights)
+
+
+def test_a_run_of_another_kind_of_job_is_left_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "rm" / "checkpoints", keep=None)
+    store.begin(5)
+    store.commit(5, {"roles": ["reward"]})
+    config = Config.model_validate({"run": {"name": "rm", "dir": str(tmp_path)}})
+    with pytest.raises(InputError, match="holds checkpoints of reward, of another kind of job"):
+        find_start(ALONE, config)
+    assert find_start(ALONE, config, trained="reward").step == 5
+
+
+def test_frozen_models_stay_those_that_the_checkpoint_names(tmp_path: Path) -> None:
+    teacher = CheckpointStore(tmp_path / "teacher" / "checkpoints", keep=None)
+    teacher.begin(1)
+    first = teacher.commit(1, {})
+    store = CheckpointStore(tmp_path / "opd" / "checkpoints", keep=None)
+    store.begin(5)
+    store.commit(5, {"frozen": {"teacher": str(first)}})
+    teacher.begin(2)
+    teacher.commit(2, {})  # what teacher.init_from means now
+    config = Config.model_validate({"run": {"name": "opd", "dir": str(tmp_path)}})
+    found = find_start(ALONE, config, frozen={"teacher": str(tmp_path / "teacher")})
+    assert found.frozen == {"teacher": first}
