@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
-from hpcrl.launch.isolation import network_isolation
+from hpcrl.launch.isolation_probe import isolation_here
 from hpcrl.launch.world import broadcast, exchange, finish, library_name, start_mpi
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> NoReturn:
     """The subcommand. Collective over the ranks that the launcher started."""
     if arguments:
         exits.refuse(InputError(f"found {arguments[0]!r}; hpcrl check takes no arguments"))
-    network_isolation()  # starts a process, which is for before MPI; the answer is kept
+    isolation_here()  # starts processes, which is for before MPI; the answer is kept
     try:
         comm = start_mpi()
     except InputError as error:
@@ -238,16 +238,19 @@ def requirements() -> Finding:
 
 def sandbox() -> Finding:
     """What keeps programs that a model wrote, which code rewards run, from the rest of the machine."""
-    isolated, why = network_isolation()
-    limits = "time, memory, file and process limits"
-    if isolated:
-        return Finding("code sandbox", f"no network, own process namespace, {limits}")
+    isolation = isolation_here()
+    name, limits = "code sandbox", "limits of time, memory and processes"
+    if isolation.shown:
+        return Finding(name, f"no network, no other processes, none of your files; {limits}")
+    # Sockets with a path lead out of a network namespace.
+    reach = "read and write your files, ground truths too, and connect to services of this machine"
+    if not isolation.network:
+        reach = f"use the network, read and kill your processes, {reach}"
     return Finding(
-        "code sandbox",
-        f"{limits} only",
-        f"the kernel gives programs under test no namespaces of their own ({why}): they can reach the network, and "
-        "your files and processes; where you score code, have user namespaces allowed (user.max_user_namespaces, or "
-        "the container's seccomp profile)",
+        name,
+        f"no network, own process namespace; {limits}" if isolation.network else f"{limits} only",
+        f"programs under test can {reach} ({isolation.why_not}); where you score code, have user namespaces allowed, "
+        "and mounts in them (user.max_user_namespaces, user.max_mnt_namespaces, or the container's seccomp profile)",
         needed=False,
     )
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
+
+from hpcrl.launch import children_files
 
 LAUNCHER_PREFIXES = (
     "PMI_",
@@ -40,13 +43,24 @@ def cleaned(environ: dict[str, str]) -> dict[str, str]:
 def start() -> None:
     """Start the server that all children are forked from. Before MPI: nothing of it is in the server then."""
     full = dict(os.environ)
-    context().set_forkserver_preload([])  # by default it would import the program's main module
+    # by default it would import the program's main module
+    context().set_forkserver_preload(["hpcrl.launch.children_files"])
+    os.environ[children_files.FOLDER] = util.get_temp_dir()
     try:
         for name in full.keys() - cleaned(full).keys():
             del os.environ[name]
         forkserver.ensure_running()
     finally:
+        del os.environ[children_files.FOLDER]
         os.environ.update(full)
+
+
+def remove_files() -> None:
+    """Removes what multiprocessing keeps on disk for this rank; no child can be started after it.
+
+    For a rank that ends without Python's exit hooks. The server does the same when its rank was killed.
+    """
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 
 
 def context() -> ForkServerContext:

@@ -5,22 +5,25 @@ Linux only, the standard library alone: what supervises code under test imports 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
+from collections.abc import Callable
+
+from hpcrl.launch.libc import call
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+LISTED = os.path.exists("/proc/thread-self/children")  # not by kernels without CONFIG_PROC_CHILDREN
 
 
 def adopt_orphans() -> None:
     """From now on this process, not init, is the parent of descendants whose own parent has gone; it must reap them."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Get `signum` when the parent goes, whose process id the caller knows from before; at once if it has gone."""
-    _prctl(PR_SET_PDEATHSIG, signum)
+    call("prctl", PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
 
@@ -36,24 +39,23 @@ def be_the_first_to_go() -> None:
 
 def children_of(pid: int) -> list[int]:
     """Process ids; none if the process has gone."""
-    found: list[int] = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    return found
+    return _children_now()(pid)
 
 
 def descendants_of(pid: int, most: int | None = None) -> list[int]:
     """Children, their children and so on, nearest first; the search ends when it has found more than `most`."""
-    found = children_of(pid)
+    children = _children_now()
+    found = children(pid)
     for member in found:
         if most is not None and len(found) > most:
             break
-        found += children_of(member)
+        found += children(member)
     return found
+
+
+def take_more_than(size: int, pids: list[int]) -> bool:
+    """Whether the resident memory of these processes is more than `size` bytes, what several share counted once."""
+    return sum(map(_resident, pids)) > size and sum(map(_share, pids)) > size
 
 
 def kill_tree(pid: int) -> None:
@@ -65,7 +67,8 @@ def kill_tree(pid: int) -> None:
             _stop(member)
             stopped[member] = None
         # Again for all: a process may have been in the middle of starting one when it was stopped.
-        found = [child for member in stopped for child in children_of(member) if child not in stopped]
+        children = _children_now()
+        found = [child for member in stopped for child in children(member) if child not in stopped]
     for member in stopped:
         _signal(member, signal.SIGKILL)
 
@@ -110,6 +113,45 @@ def _signal(pid: int, signum: signal.Signals) -> None:
         pass
 
 
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
+def _children_now() -> Callable[[int], list[int]]:
+    """Tells the children of a process id, as of now or of later."""
+    if LISTED:
+        return _listed
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", errors="replace") as file:
+                parent = file.read().rpartition(")")[2].split()[1]  # after the state; the name may hold anything
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(int(parent), []).append(int(name))
+    return lambda pid: children.get(pid, [])
+
+
+def _listed(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return found
+
+
+def _resident(pid: int) -> int:
+    """Bytes; 0 if the process has gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _share(pid: int) -> int:
+    """Bytes, of shared pages this process's part; all it has resident where the kernel does not tell (Linux 4.14)."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    except OSError:
+        return _resident(pid)

@@ -10,10 +10,11 @@ import multiprocessing
 import os
 import select
 import signal
+import tempfile
 from collections.abc import Callable
 from typing import NoReturn
 
-from hpcrl.launch import family
+from hpcrl.launch import family, scratch
 
 TICK_SECONDS = 0.2  # between two looks at how many processes there are
 MOST_PROCESSES = 256  # of one child; a fork bomb has passed it within a tick or two
@@ -23,7 +24,8 @@ LOG_BYTES = 2**20  # of what one child prints; the rest is dropped
 def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     """Runs `work` in a child, up to the end of this process. The first line of a child of `children.context()`.
 
-    What the child prints goes to the end of the file `log`, if it is given, and nowhere else.
+    What the child prints goes to the end of the file `log`, if it is given, and nowhere else. Its folder for temporary
+    files is its own and is removed in the end.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
@@ -36,6 +38,7 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.setsid()
     family.adopt_orphans()
+    folder = tempfile.mkdtemp(prefix="hpcrl_")
     printed, print_writer = os.pipe()
     supervisor = os.getpid()
     child = os.fork()
@@ -47,6 +50,7 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(signum, signal.SIG_DFL)
+            os.environ["TMPDIR"] = tempfile.tempdir = folder
             _redirect(print_writer)
             for file in (wake, wake_writer, printed, print_writer):
                 os.close(file)
@@ -57,6 +61,7 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     _close_all_but((wake, wake_writer, printed, rank.sentinel))
     _wait(rank.sentinel, wake, printed, child, log)
     family.kill_descendants()
+    scratch.remove(folder)
     os._exit(0)
 
 

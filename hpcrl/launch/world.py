@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.launch import exits
+from hpcrl.launch import children, exits
 from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
@@ -342,6 +342,7 @@ def finish(code: int) -> NoReturn:
             dist.destroy_process_group()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun --kill-on-bad-exit sends it when the first of us has left
     MPI.Finalize()
+    children.remove_files()
     flush()
     # Not os._exit: MPICH 5 takes leave of the launcher in a C exit handler, and mpiexec kills the ranks that are still
     # leaving when one goes without it. Not sys.exit: Python's own teardown takes long and waits for threads. PyDLL
@@ -389,6 +390,7 @@ def kill_job(code: int) -> NoReturn:
     """MPI_Abort without MPI's own words: they would bury the report."""
     from mpi4py import MPI
 
+    children.remove_files()
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
     MPI.COMM_WORLD.Abort(code)

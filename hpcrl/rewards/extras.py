@@ -9,9 +9,9 @@ import numpy as np
 from hpcrl.launch.exits import InputError
 
 
-def numbers_of(samples: Mapping[str, np.ndarray], key: str, setting: str) -> np.ndarray:
-    """float64 (N,): `score`, or what the scorer returned under `key`; 0 where a sample has no such number, for example
-    because its scoring failed.
+def numbers_of(samples: Mapping[str, np.ndarray], key: str, setting: str, missing: float = 0.0) -> np.ndarray:
+    """float64 (N,): `score`, or what the scorer returned under `key`; `missing` where a sample has no such number, for
+    example because its scoring failed.
 
     InputError where no sample has one; `setting` is what names the key in the template.
     """
@@ -26,4 +26,4 @@ def numbers_of(samples: Mapping[str, np.ndarray], key: str, setting: str) -> np.
             f"{setting} names {key!r}, and no sample has a number of that name; the scorer returns "
             f"{', '.join(['score', *seen])}"
         )
-    return np.array([value if number else 0.0 for value, number in zip(found, is_number, strict=True)], np.float64)
+    return np.array([value if number else missing for value, number in zip(found, is_number, strict=True)], np.float64)

@@ -85,10 +85,6 @@ class RewardManager:
         """How often `collect` can still give the score of this key."""
         return len(self._requests[key]) if key in self._requests else 0
 
-    def is_done(self, key: Hashable) -> bool:
-        """Whether `collect` would not have to wait for this key."""
-        return key in self._requests and all(n is not None and self._pool.is_done(n) for _, n in self._requests[key])
-
     def pump(self) -> None:
         """Lets waiting responses go on to free processes. Does not wait."""
         self._pool.pump()

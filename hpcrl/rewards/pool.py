@@ -6,6 +6,7 @@ import atexit
 import itertools
 import logging
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -21,7 +22,7 @@ from hpcrl.launch import children
 from hpcrl.launch.exits import InputError
 from hpcrl.rewards import score_worker
 from hpcrl.rewards.rate_limit import RateLimit
-from hpcrl.rewards.score_worker import Fate, Outcome, Ready, Source
+from hpcrl.rewards.score_worker import Answer, Fate, Outcome, Ready, Source
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ START_SECONDS = 120.0  # a worker's start and its import of the user's file, on 
 END_SECONDS = 5.0  # for a worker's supervisor to end what is below it
 MESSAGE_SECONDS = 10  # for a message on a node's own pipes
 LATE_SECONDS = 5.0  # beyond the timeout that a worker with several requests keeps itself
+AHEAD_BYTES = 2**15  # a request this small fits a pipe that nobody reads, so that a worker may have it early
 FAILED_STARTS = 3  # in a row, and what waits scores 0
 WARNINGS = 3  # lines per batch that say why scores failed
 
@@ -36,16 +38,18 @@ WARNINGS = 3  # lines per batch that say why scores failed
 @dataclass
 class _Job:
     number: int
-    request: dict[str, Any]
+    message: bytes  # (number, request), pickled
     timeout: float  # seconds
-    start_at: float  # monotonic time
-    alone: bool = False  # a worker that had it among others has ended: it is run with no other, to tell which it was
-    deadline: float = 0.0
+    start_at: float  # monotonic time, as all times here
+    alone: bool = False  # a worker that ended was on it among others: it is run with no other, to tell which it was
+    sent: float = 0.0
+    deadline: float = float("inf")  # until its worker is on it
 
 
 @dataclass
 class _Worker:
-    """One process below its supervisor, its pipe, and the requests it is on."""
+    """One process below its supervisor, its pipe, and its requests in the order in which they were sent: it is on the
+    first `ready.at_once` of them; one more may wait in the pipe, so that it need not wait while its rank is busy."""
 
     process: ForkServerProcess
     pipe: Connection
@@ -80,7 +84,16 @@ class _Worker:
         """Whether it has room for this job."""
         if self.ready is None or any(other.alone for other in self.jobs.values()):
             return False
-        return len(self.jobs) < (1 if job.alone else self.ready.at_once)
+        ahead = len(job.message) <= AHEAD_BYTES
+        return len(self.jobs) < (1 if job.alone else self.ready.at_once + ahead)
+
+    def begin(self, since: float) -> None:
+        """Sets the deadlines of the requests that the worker can be on since that time."""
+        assert self.ready is not None
+        late = LATE_SECONDS if self.ready.at_once > 1 else 0.0
+        for job in itertools.islice(self.jobs.values(), self.ready.at_once):
+            if job.deadline == float("inf"):
+                job.deadline = max(job.sent, since) + job.timeout + late
 
     def kill(self) -> None:
         """Ends the process and whatever it has started, and waits until it is gone."""
@@ -101,6 +114,8 @@ class ScorePool:
     """`num_workers` processes with `source`; a request holds its function's keyword arguments.
 
     A request that times out, crashes its process, raises, or returns no finite number gets an Outcome that says so.
+    Its time counts from when its worker came to it, and an answer that is there counts however late it is heard: the
+    rank may be busy with something else for long.
     """
 
     def __init__(
@@ -133,17 +148,14 @@ class ScorePool:
         """Queues a request, and returns its number; its timeout is `weight` times the usual one. Does not wait."""
         now = time.monotonic()
         start_at = now if self._limit is None else self._limit.reserve(now)
-        job = _Job(next(self._numbers), request, weight * self._timeout, start_at)
-        self._pending.append(job)
+        number = next(self._numbers)
+        self._pending.append(_Job(number, pickle.dumps((number, request)), weight * self._timeout, start_at))
         self.pump()
-        return job.number
+        return number
 
     def pump(self) -> None:
         """Gives waiting requests to free workers and takes their answers, as far as that goes without waiting."""
         self._progress(0.0)
-
-    def is_done(self, number: int) -> bool:
-        return number in self._outcomes
 
     def take(self, number: int) -> Outcome:
         """Waits for a request's outcome, and hands it out once."""
@@ -168,7 +180,8 @@ class ScorePool:
             self._hear(worker)
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.next_deadline <= now]:
-            self._end_late(worker, now)
+            self._hear(worker)  # what it has said since `wait` looked
+            self._end_if_late(worker, now)
         if self._failed_starts >= FAILED_STARTS:
             for job in self._pending:
                 self._outcomes[job.number] = Outcome("crashes", None, "the workers do not start any more")
@@ -176,13 +189,14 @@ class ScorePool:
             self._failed_starts = 0
         self._fill()
         self._give()
+        self._fill()  # a worker that died unheard is found out when it is given something
 
     def _next_event(self) -> float:
         """The time at which there is something to do though no worker stirs."""
         events = [worker.next_deadline for worker in self._workers]
         if self._pending and not self._is_full() and any(worker.takes(self._pending[0]) for worker in self._workers):
             events.append(self._pending[0].start_at)
-        return min(events)
+        return min(events, default=time.monotonic())
 
     def _is_full(self) -> bool:
         under_way = sum(len(worker.jobs) for worker in self._workers)
@@ -206,32 +220,47 @@ class ScorePool:
             self._send(min(free, key=lambda worker: len(worker.jobs)), job)
 
     def _send(self, worker: _Worker, job: _Job) -> None:
-        assert worker.ready is not None
-        job.deadline = time.monotonic() + job.timeout + (LATE_SECONDS if worker.ready.at_once > 1 else 0.0)
+        job.sent = time.monotonic()
         worker.jobs[job.number] = job
+        worker.begin(job.sent)
         try:
-            worker.pipe.send((job.number, job.request))
+            worker.pipe.send_bytes(job.message)
         except OSError:
-            self._end(worker, "crashes", "the process died between two scores")
+            self._hear(worker)  # it may have answered before
+            if worker in self._workers:
+                self._end(worker, "crashes", "the process died")
 
     def _hear(self, worker: _Worker) -> None:
+        """Takes all that a worker has said: it may be many scores, if the rank was busy."""
+        why: str | None = None
         try:
-            message = worker.pipe.recv()
+            while why is None and worker.pipe.poll():
+                message = worker.pipe.recv()
+                why = self._heed(worker, message)
+                if isinstance(message, Answer) and message.leaving:
+                    self._retire(worker)
+                    return
         except (EOFError, OSError):
-            self._end(worker, "crashes", "the process died")
-            return
+            why = "the process died"
+        if why is not None:
+            self._end(worker, "crashes", why)
+
+    def _heed(self, worker: _Worker, message: Ready | Answer) -> str | None:
+        """Takes one message; returns why a new worker is of no use, if it says so."""
         if isinstance(message, Ready):
             if message.why is not None:
-                self._end(worker, "crashes", f"a new process cannot load the function: {message.why}")
-                return
+                return f"a new process cannot load the function: {message.why}"
             worker.ready = message
             self._failed_starts = 0
-            return
-        number, outcome = message
-        if worker.jobs.pop(number, None) is not None:
-            self._outcomes[number] = outcome
+        elif worker.jobs.pop(message.number, None) is not None:
+            self._outcomes[message.number] = message.outcome
+            if not message.leaving:
+                worker.begin(min(message.ended, time.monotonic()))
+        return None
 
-    def _end_late(self, worker: _Worker, now: float) -> None:
+    def _end_if_late(self, worker: _Worker, now: float) -> None:
+        if worker not in self._workers or worker.next_deadline > now:
+            return
         if worker.ready is None:
             self._end(worker, "crashes", f"no start within {START_SECONDS:.0f} s")
             return
@@ -239,17 +268,25 @@ class ScorePool:
         self._end(worker, "timeouts", f"longer than {late.timeout:g} s")
 
     def _end(self, worker: _Worker, fate: Fate, why: str) -> None:
-        """Kills a worker. The request it was on has this fate; of several, each is tried once more on its own."""
+        """Kills a worker. The request it was on has this fate; of several, each is tried once more on its own. A
+        request that it had not come to waits for the next worker."""
         if worker.ready is None:
             self._failed_starts += 1
             log.warning("reward: %s", why)
-        jobs = list(worker.jobs.values())
-        if len(jobs) == 1:
-            self._outcomes[jobs[0].number] = Outcome(fate, None, why)
-        else:
-            for job in reversed(jobs):
+        begun = [job for job in worker.jobs.values() if job.deadline < float("inf")]
+        if len(begun) == 1:
+            self._outcomes[begun[0].number] = Outcome(fate, None, why)
+            del worker.jobs[begun[0].number]
+        elif begun:
+            for job in begun:
                 job.alone = True
-                self._pending.appendleft(job)
+        self._retire(worker)
+
+    def _retire(self, worker: _Worker) -> None:
+        """Ends a worker; the requests it has not answered wait for another."""
+        for job in reversed(list(worker.jobs.values())):
+            job.deadline = float("inf")
+            self._pending.appendleft(job)
         self._workers.remove(worker)
         worker.kill()
 

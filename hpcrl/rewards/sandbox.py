@@ -1,14 +1,20 @@
-"""Running a program that a model wrote: limited time, memory, files and processes, no network, nothing left behind."""
+"""Running a program that a model wrote: limited time, memory, files and processes, no network, nothing left behind.
+
+Time, memory and processes are limited everywhere. No network, no sight of other processes and no sight of the user's
+files need a kernel that allows them; what this one does `hpcrl check` says.
+"""
 
 from __future__ import annotations
 
 import marshal
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from typing import Literal, NamedTuple
+
+from hpcrl.launch import scratch
+from hpcrl.launch.isolation_probe import isolation_here
 
 Fate = Literal["ok", "timeout", "memory", "killed", "error"]
 
@@ -17,11 +23,11 @@ SECONDS_TO_CLEAN_UP = 10.0
 
 
 class Limits(NamedTuple):
-    """Of one program and all that it starts; memory is per process."""
+    """Of one program and all that it starts."""
 
     seconds: float = 10.0
-    memory_mb: int = 1024
-    file_mb: int = 16  # size of its folder, the only place where it can write
+    memory_mb: int = 1024  # address space of each process, and resident memory of all
+    file_mb: int = 16  # of all its files, or where it sees the user's, of each
     stdout_kb: int = 1024  # of standard output, and the same of standard error
     processes: int = 32
 
@@ -32,8 +38,9 @@ DEFAULT = Limits()
 class Ran(NamedTuple):
     """How a program ended.
 
-    fate: "ok" (exit code 0), "error" (an exception, or another exit code), "timeout", "memory" (MemoryError), "killed"
-    (by a signal; or for too many processes or too much output). returncode is negative for a signal.
+    fate: "ok" (exit code 0), "error" (an exception, or another exit code), "timeout", "memory" (MemoryError, or
+    all processes together), "killed" (by a signal; or for too many processes or too much output). returncode is
+    negative for a signal.
     """
 
     fate: Fate
@@ -45,14 +52,19 @@ class Ran(NamedTuple):
 def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT) -> Ran:
     """Runs `source` as a Python program's main module, in an empty folder of its own that is removed afterwards.
 
-    Where the kernel allows it (launch.isolation), the program has no network, sees no other process and can write to
-    its folder alone. Starts processes, so it is for scoring processes, never for a rank (RuntimeError).
+    Where the kernel allows it, the program has no network and sees no other process (launch.isolation), nor files but
+    Python's, the system's programs and its own (launch.small_root). Elsewhere it can do what the user can, within
+    `limits`. Starts processes, so it is for scoring processes, never for a rank (RuntimeError).
     """
     if "mpi4py.MPI" in sys.modules:
         raise RuntimeError("run_python was called in a process that uses MPI; call it from a scoring process")
     packages = [folder for folder in sys.path if folder.endswith("site-packages")]
     folder = os.path.join(tempfile.gettempdir(), f"hpcrl_sandbox_{os.urandom(8).hex()}")
-    job = (source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages)
+    isolation = isolation_here(*packages)
+    job = (
+        *(source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages),
+        *(isolation.network, isolation.shown),
+    )
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # the interpreter's own
     supervisor = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", SUPERVISOR],
@@ -67,7 +79,7 @@ def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT) -> Ran:
         reply, _ = supervisor.communicate(marshal.dumps(job), limits.seconds + SECONDS_TO_CLEAN_UP)
         fate, returncode, stdout, stderr = marshal.loads(reply)
     except (subprocess.TimeoutExpired, EOFError, ValueError):
-        shutil.rmtree(folder, ignore_errors=True)  # which the supervisor does, unless the code found and killed it
+        scratch.remove(folder)  # which the supervisor does, unless the code found and killed it
         return Ran("killed", -9, "", "the supervisor of the sandbox was lost")
     finally:
         supervisor.terminate()  # no effect on one that has ended, as it should have

@@ -19,9 +19,10 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from hpcrl.launch import family, isolation
+from hpcrl.launch import family, isolation, small_root
 
-TICK_SECONDS = 0.05  # between two looks at how many processes there are
+TICK_SECONDS = 0.05  # between two looks at how many processes there are, and how large
+MOST_OPEN = 256  # files of each process
 OUT_OF_MEMORY = 240  # exit code by which the child says MemoryError
 MB = 2**20
 
@@ -61,7 +62,7 @@ class Child:
 
 
 def main() -> None:
-    source, stdin, limits, folder, packages = marshal.loads(sys.stdin.buffer.read())
+    source, stdin, limits, folder, packages, network, shown = marshal.loads(sys.stdin.buffer.read())
     parent = os.getppid()
     wake, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
@@ -71,23 +72,26 @@ def main() -> None:
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     family.adopt_orphans()
     try:
-        try:
+        if network:
             isolation.leave()
-            isolated = True
-        except OSError:
-            isolated = False
-        os.mkdir(folder, 0o700)
+        if not shown:
+            os.mkdir(folder, 0o700)
         family.die_with(parent, signal.SIGTERM)  # after `leave`, which forgets it
-        child = start(source, stdin, limits, folder, packages, isolated)
+        child = start(source, stdin, limits, folder, packages, network, shown)
         fate = watch(child, wake, limits)
     finally:
         family.kill_descendants()
-        remove(folder)
+        if not shown:
+            from hpcrl.launch import scratch  # others should not have to wait for what it imports
+
+            scratch.remove(folder)
     stdout, stderr = (bytes(part[: limits[3] * 1024]) for part in child.output.values())
     sys.stdout.buffer.write(marshal.dumps((*verdict(child, fate, limits[0]), stdout, stderr)))
 
 
-def start(source: str, stdin: bytes, limits: tuple, folder: str, packages: list[str], isolated: bool) -> Child:
+def start(
+    source: str, stdin: bytes, limits: tuple, folder: str, packages: list[str], isolated: bool, shown: list[str]
+) -> Child:
     """Forks; in the child, the code runs and this does not return."""
     given = os.memfd_create("stdin")
     os.write(given, stdin)
@@ -99,7 +103,7 @@ def start(source: str, stdin: bytes, limits: tuple, folder: str, packages: list[
             for number, file in enumerate((given, stdout_writer, stderr_writer)):
                 os.dup2(file, number)
             os.closerange(3, 1 << 16)
-            confine(limits, folder, isolated)
+            confine(limits, folder, isolated, shown)
         except BaseException as error:
             os.write(2, f"the sandbox cannot be set up: {error}\n".encode())
             os._exit(1)
@@ -111,7 +115,7 @@ def start(source: str, stdin: bytes, limits: tuple, folder: str, packages: list[
     return Child(pid, stdout, stderr)
 
 
-def confine(limits: tuple, folder: str, isolated: bool) -> None:
+def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> None:
     """Everything that the code must not be able to undo."""
     seconds, memory_mb, file_mb, _, _ = limits
     signal.set_wakeup_fd(-1)
@@ -120,11 +124,10 @@ def confine(limits: tuple, folder: str, isolated: bool) -> None:
     os.setsid()  # else `os.kill(0, ...)` would mean the supervisor too
     family.die_with(os.getppid())
     family.be_the_first_to_go()
+    if shown:
+        small_root.enter(shown, file_mb)
+        folder = small_root.FOLDER
     if isolated:
-        try:
-            isolation.freeze_files(folder, file_mb)
-        except OSError:
-            pass
         isolation.give_up_privileges()
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
@@ -133,6 +136,7 @@ def confine(limits: tuple, folder: str, isolated: bool) -> None:
         (resource.RLIMIT_AS, memory_mb * MB),
         (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_FSIZE, file_mb * MB),
+        (resource.RLIMIT_NOFILE, MOST_OPEN),
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
@@ -183,15 +187,18 @@ def run(source: str, packages: list[str]) -> NoReturn:
 
 def watch(child: Child, wake: int, limits: tuple) -> str | None:
     """Until the child ends (None) or must be ended (the fate)."""
-    seconds, _, _, output_kb, processes = limits
+    seconds, memory_mb, _, output_kb, processes = limits
     end, next_look = time.monotonic() + seconds, 0.0
     while True:
         now = time.monotonic()
         if now >= end:
             return "timeout"
         if now >= next_look:
-            if len(family.descendants_of(os.getpid(), processes)) > processes:
+            alive = family.descendants_of(os.getpid(), processes)
+            if len(alive) > processes:
                 return "killed"
+            if family.take_more_than(memory_mb * MB, alive):
+                return "memory"
             next_look = now + TICK_SECONDS
         ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_look) - now)
         if wake in ready and signal.SIGTERM in os.read(wake, 256):
@@ -216,18 +223,6 @@ def verdict(child: Child, fate: str | None, seconds: float) -> tuple[str, int]:
     if code < 0:
         return "timeout" if child.cpu_seconds >= seconds else "killed", code
     return "ok" if code == 0 else "error", code
-
-
-def remove(folder: str) -> None:
-    if not os.path.isdir(folder):
-        return
-    for path, folders, files in os.walk(folder, topdown=False):
-        for name in files:
-            os.unlink(os.path.join(path, name))
-        for name in folders:
-            inside = os.path.join(path, name)
-            os.unlink(inside) if os.path.islink(inside) else os.rmdir(inside)
-    os.rmdir(folder)
 
 
 if __name__ == "__main__":

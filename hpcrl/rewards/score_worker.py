@@ -6,22 +6,26 @@ Imported in the child: the standard library alone here, so that a worker starts 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import fcntl
 import inspect
 import math
 import multiprocessing
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.launch import family, supervisor
+from hpcrl.launch.user_code import import_file
 
-MOST_TEXT = 65536  # characters of a text that a scorer returns
-MOST_EXTRAS = 256  # entries of a result
+HIGH = 512  # file descriptors from here on are out of the way of those that a careless function closes
+MOST_BYTES = 4096  # of a result, each of whose numbers is 8: it travels to rank 0
+MOST_ENTRIES = 256  # of a result
+MOST_SCORE = (2 - 2**-23) * 2.0**127  # float32's largest number
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Fate = Literal["ok", "timeouts", "crashes", "errors"]
@@ -61,14 +65,24 @@ class Outcome(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The worker's first message; `at_once` is how many requests it takes before it answers, `why` a failure's."""
+    """The worker's first message; `at_once` is how many requests it is on at a time, `why` a failure's."""
 
     at_once: int = 1
     why: str | None = None
 
 
+class Answer(NamedTuple):
+    """`ended`: the monotonic time, one clock for a node, at which the worker was done with the request. `leaving`: the
+    worker is worn out, does no more of what it was sent, and wants to be replaced."""
+
+    number: int
+    outcome: Outcome
+    ended: float
+    leaving: bool = False
+
+
 def serve(pipe: Connection, source: Source, memory_limit_mb: int | None, log: str | None) -> None:
-    """Loads the function, says so, and answers (number, request) by (number, Outcome) until the pipe closes."""
+    """Loads the function, says so, and answers (number, request) by an Answer until the pipe closes."""
     supervisor.supervise(lambda: work(pipe, source, memory_limit_mb), log)
 
 
@@ -87,17 +101,41 @@ def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
         asyncio.run(answer_concurrently(pipe, function, source))
         return
     pipe.send(Ready())
-    me = os.getpid()
+    me, surroundings = os.getpid(), Surroundings()
     while True:
         try:
             number, request = pipe.recv()
         except EOFError:
             return
+        surroundings.restore()
         outcome = answer(function, request, source)
         if os.getpid() != me:  # a process that the function forked, and that came back from it as well
             os._exit(0)
-        pipe.send((number, outcome))
+        leaving = outcome.fate == "errors" and memory_limit_mb is not None and address_space_mb() > memory_limit_mb / 2
+        pipe.send(Answer(number, outcome, time.monotonic(), leaving))
         end_strays()
+
+
+class Surroundings:
+    """What a score finds: standard streams and working directory, whatever the one before did to them."""
+
+    def __init__(self) -> None:
+        self._folder = os.getcwd()
+        high = min(HIGH, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
+        self._streams = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, high) for number in range(3)]
+
+    def restore(self) -> None:
+        os.chdir(self._folder)
+        for number, kept in enumerate(self._streams):
+            os.dup2(kept, number)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            if getattr(sys, name).closed:
+                setattr(sys, name, open(number, "w", encoding="utf-8", errors="replace", closefd=False))
+
+
+def address_space_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize() / 2**20
 
 
 def score_by_rule(data_source: str, **request: Any) -> Any:
@@ -109,14 +147,7 @@ def score_by_rule(data_source: str, **request: Any) -> Any:
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
     """The function `name` of the Python file `path`, whose own folder it may import from."""
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    spec = importlib.util.spec_from_file_location("hpcrl_custom_reward", path)
-    if spec is None or spec.loader is None:
-        raise ImportError("not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function = getattr(import_file(path), name, None)
     if not callable(function):
         raise ImportError(f"no function {name!r} in it")
     return function
@@ -149,7 +180,7 @@ async def answer_concurrently(pipe: Connection, function: Callable[..., Coroutin
             outcome = Outcome("errors", None, describe(error))
         if os.getpid() != me:
             os._exit(0)
-        pipe.send((number, outcome))
+        pipe.send(Answer(number, outcome, time.monotonic()))
         if len(under_way) == 1:
             end_strays()
 
@@ -201,28 +232,50 @@ def each(results: Any, request: dict[str, Any]) -> list[Outcome]:
 
 
 def plain(result: Any) -> Plain:
-    """A result as {"score": finite float, ...} of numbers and strings; ValueError where there is no finite score.
+    """A result as {"score": float, ...} of numbers and strings; ValueError where the score is no finite float32.
 
-    A bare number is its own accuracy, as in verl: {"score": x, "acc": x}.
+    A bare number is its own accuracy, as in verl: {"score": x, "acc": x}. Names and values have 4 KB (MOST_BYTES, in
+    UTF-8): where they are more, texts are cut, the longest first; numbers and names that alone are more are an error.
     """
     extras = dict(result) if isinstance(result, dict) else {"score": result, "acc": result}
+    extras = {key: value for key, value in extras.items() if value is not None}  # as if the key were not there
     if "score" not in extras:
         raise ValueError(f"the result has no 'score', only {', '.join(map(str, extras)) or 'nothing'}")
-    if len(extras) > MOST_EXTRAS:
-        raise ValueError(f"the result has {len(extras)} entries; expected at most {MOST_EXTRAS}")
+    if len(extras) > MOST_ENTRIES:
+        raise ValueError(f"the result has {len(extras)} entries; expected at most {MOST_ENTRIES}")
     score = extras["score"]
-    if isinstance(score, (str, bytes)) or not math.isfinite(float(score)):
-        raise ValueError(f"the score is {score!r}; expected a finite number")
-    return {str(key): number_or_text(value) for key, value in extras.items()} | {"score": float(score)}
+    if isinstance(score, (str, bytes, list, tuple, dict, set)):
+        raise ValueError(f"the score is a {type(score).__name__}; expected a number, or a dict with 'score'")
+    if not abs(float(score)) <= MOST_SCORE:
+        raise ValueError(f"the score is {score!r}; expected a number that is finite as a float32")
+    return cut({str(key): number_or_text(value) for key, value in extras.items()} | {"score": float(score)})
 
 
 def number_or_text(value: Any) -> float | str:
     if isinstance(value, str):
-        return value[:MOST_TEXT]
+        return value[:MOST_BYTES]
     try:
-        return float(value)  # bool, int, numpy and torch scalars
+        number = float(value)  # bool, int, numpy and torch scalars
+        return number if abs(number) < math.inf else math.nan  # one infinity would be the mean of them all
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        return str(value)[:MOST_TEXT]
+        return str(value)[:MOST_BYTES]
+
+
+def cut(result: Plain) -> Plain:
+    """The result in MOST_BYTES, its texts cut to the one length at which they fit."""
+    texts = {key: value.encode(errors="replace") for key, value in result.items() if isinstance(value, str)}
+    left = MOST_BYTES - sum(len(key.encode(errors="replace")) for key in result) - 8 * (len(result) - len(texts))
+    if left < 0:
+        raise ValueError(
+            f"the result's names and numbers take {MOST_BYTES - left} bytes; expected at most {MOST_BYTES}"
+        )
+    share = left
+    for num_shorter, length in enumerate(sorted(map(len, texts.values()))):
+        share = left // (len(texts) - num_shorter)
+        if length > share:
+            break
+        left -= length
+    return result | {key: text[:share].decode(errors="ignore") for key, text in texts.items() if len(text) > share}
 
 
 def describe(error: BaseException) -> str:

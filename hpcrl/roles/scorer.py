@@ -16,6 +16,7 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
+from hpcrl.launch.exits import InputError
 from hpcrl.rewards.manager import RewardManager, ScoreRequest
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class ScorerWorker(Worker):
         there is none; `extras`, what else the scorer returned, {} where scoring failed.
 
         With `rm_score`, a reward model's, score = rule_weight * rule + weight * rm_score, and the extras hold both as
-        `rule_score` and `rm_score`. Where the batch has a bool column `show`, the texts of those rows come back too.
+        `rule_score` and `rm_score`; InputError where that is not finite. Where the batch has a bool column `show`, the
+        texts of those rows come back too.
         """
         assert self.scorer is not None
         responses = responses_of(batch)
@@ -118,6 +120,7 @@ class ScorerWorker(Worker):
         acc = np.array([found if isinstance(found := extra.get("acc"), float) else np.nan for extra in extras])
         if "rm_score" in batch.samples:
             scores = self._add_model(scores, extras, batch.samples["rm_score"])
+            refuse_infinite(scores, extras, rows)
         values = torch.zeros(int(lengths.sum()))
         ends = lengths.cumsum(0)[lengths > 0] - 1
         values[ends] = torch.from_numpy(scores)[lengths > 0]
@@ -144,6 +147,15 @@ class ScorerWorker(Worker):
     def close(self) -> None:
         if self.scorer is not None:
             self.scorer.close()
+
+
+def refuse_infinite(scores: np.ndarray, extras: Sequence[dict[str, float | str]], rows: Sequence[int]) -> None:
+    """InputError where a score with a reward model's part in it is NaN or infinite: it would spoil the whole batch."""
+    for bad in np.flatnonzero(~np.isfinite(scores))[:1]:
+        raise InputError(
+            f"the reward model gave rm_score={extras[bad]['rm_score']} for a response to row {rows[bad]}, whose score "
+            f"is {scores[bad]} with it; expected a finite number: check reward.reward_model's checkpoint and dtype"
+        )
 
 
 def key_of(split: str, row: int, response: np.ndarray, finish_reason: str) -> Hashable:

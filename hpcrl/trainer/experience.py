@@ -255,15 +255,16 @@ def differing(batch: DataProto, metric: str) -> np.ndarray:
     values = metric_values(batch.samples, metric)
     _, group, size = np.unique(batch.samples["prompt"], return_inverse=True, return_counts=True)
     largest, smallest = np.full(len(size), -np.inf), np.full(len(size), np.inf)
-    np.maximum.at(largest, group, values)
-    np.minimum.at(smallest, group, values)
+    known = ~np.isnan(values)
+    np.maximum.at(largest, group[known], values[known])
+    np.minimum.at(smallest, group[known], values[known])
     return ((largest > smallest) | (size == 1))[group]
 
 
 def metric_values(samples: Mapping[str, np.ndarray], metric: str) -> np.ndarray:
-    """float64 (N,): the score as `reward`, or what the scorer returned under that key."""
+    """float64 (N,): the score as `reward`, or what the scorer returned under that key; NaN where there is none."""
     key = "score" if metric in ("reward", "seq_reward", "seq_final_reward") else metric
-    return numbers_of(samples, key, "algorithm.filter_groups.metric")
+    return numbers_of(samples, key, "algorithm.filter_groups.metric", missing=np.nan)
 
 
 def numbered(batch: DataProto, step: int) -> DataProto:

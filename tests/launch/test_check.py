@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcrl.launch import check
+from hpcrl.launch.isolation_probe import Isolation
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
@@ -48,12 +50,20 @@ def test_the_other_apex_is_told_from_nvidias(
 
 
 def test_a_kernel_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "network_isolation", lambda: (True, ""))
-    assert check.sandbox().wrong is None and "no network" in check.sandbox().found
-    monkeypatch.setattr(check, "network_isolation", lambda: (False, "unshare: Operation not permitted"))
-    finding = check.sandbox()
-    assert not finding.needed and "no network" not in finding.found
-    assert "can reach the network" in (finding.wrong or "") and "Operation not permitted" in (finding.wrong or "")
+    def finding(*isolation: Any) -> check.Finding:
+        monkeypatch.setattr(check, "isolation_here", lambda: Isolation(*isolation))
+        found = check.sandbox()
+        assert not found.needed or found.wrong is None
+        return found
+
+    all_holds = finding(True, ["/usr"])
+    assert all_holds.wrong is None and "no network" in all_holds.found and "none of your files" in all_holds.found
+    files_open = finding(True, [], "mount: Operation not permitted")
+    assert "no network" in files_open.found and "files" not in files_open.found
+    assert "can read and write your files" in (files_open.wrong or "")
+    assert "mount: Operation not permitted" in (files_open.wrong or "")
+    all_open = finding(False, [], "unshare: Operation not permitted")
+    assert all_open.found.endswith("only") and "can use the network" in (all_open.wrong or "")
 
 
 def test_a_note_does_not_fail_but_a_need_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,3 +21,32 @@ def test_children_of_a_rank_do_not_take_themselves_for_ranks(run_job: Callable, 
         names = (tmp_path / f"environment.{rank}").read_text().split()
         assert "PATH" in names
         assert not [name for name in names if name.startswith(("PMI", "MPI_", "SLURM_", "OMPI_", "HYDRA", "MPICH"))]
+
+
+RANK = """
+import time
+from multiprocessing import util
+from hpcrl.launch import children
+
+if __name__ == "__main__":
+    children.start()
+    print(util.get_temp_dir(), flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_job_leaves_no_files_of_its_children(run_job: Callable, tmp_path: Path) -> None:
+    assert run_job(2, "environment", TMPDIR=str(tmp_path)).code == 0
+    assert not list(tmp_path.glob("pymp-*"))
+
+
+def test_nor_does_a_rank_that_is_killed(start: Callable) -> None:
+    rank: subprocess.Popen[str] = start(sys.executable, "-c", RANK)
+    assert rank.stdout is not None
+    folder = Path(rank.stdout.readline().strip())
+    assert folder.is_dir()
+    rank.send_signal(signal.SIGKILL)
+    give_up = time.monotonic() + 20
+    while folder.exists():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)

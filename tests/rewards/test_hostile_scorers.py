@@ -13,12 +13,16 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 SCORERS = """
-import ctypes, math, multiprocessing, os, signal, subprocess, sys, threading, time
+import ctypes, math, mmap, multiprocessing, os, signal, subprocess, sys, threading, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return globals()[solution_str]()
 
+FOLDER = os.getcwd()
+
 def good():
+    print("fine", flush=True)
+    assert os.getcwd() == FOLDER
     return 1.0
 
 def loops():
@@ -102,6 +106,29 @@ def ignores_signals():
 
 def segfaults():
     ctypes.string_at(0)
+
+def closes_stdout():
+    sys.stdout.close()
+    return 1.0
+
+def closes_files():
+    os.closerange(0, 3)
+    return 1.0
+
+def leaves_the_folder():
+    os.chdir("/")
+    return 1.0
+
+def leaks_until_nothing_is_left():
+    kept = globals().setdefault("leaked", [])
+    while True:
+        kept.append(mmap.mmap(-1, 1 << 30))
+
+def returns_a_huge_number():
+    return 1e300
+
+def returns_a_tuple():
+    return 1.0, 2.0
 """
 
 JOB = """
@@ -136,6 +163,12 @@ EXPECTED: dict[str, tuple[float, set[str]]] = {
     "starts_a_daemon_and_loops": (0.0, {"timeouts"}),
     "starts_a_daemon_and_dies": (0.0, {"crashes"}),
     "leaves_a_session": (1.0, set()),
+    "closes_stdout": (1.0, set()),
+    "closes_files": (1.0, set()),
+    "leaves_the_folder": (1.0, set()),
+    "leaks_until_nothing_is_left": (0.0, {"errors"}),
+    "returns_a_huge_number": (0.0, {"errors"}),
+    "returns_a_tuple": (0.0, {"errors"}),
     "takes_10_gb": (0.0, {"errors"}),
     "takes_10_gb_in_threads": (0.0, {"errors"}),
     "raises": (0.0, {"errors"}),

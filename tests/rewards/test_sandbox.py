@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,31 +15,32 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.launch.isolation import network_isolation
+from hpcrl.launch import small_root
+from hpcrl.launch.isolation_probe import isolation_here
 from hpcrl.rewards.sandbox import Limits, Ran, run_python
 
 REPOSITORY = Path(__file__).parents[2]
 # A namespace in which no others can be made is a kernel that does not allow them.
-NO_NAMESPACES = ("unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$0" "$@"')
+WITHOUT = ("unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_$0_namespaces; exec "$@"')
 
 NAP = f"1000.{os.getpid()}"  # seconds; tells this test's processes from those of others
 
 Run = Callable[..., Ran]
 
 
-def run_elsewhere(source: str, stdin: str = "", limits: Limits | None = None) -> Ran:
-    """As `run_python`, from a process that may make no namespaces and, as above scoring processes, adopts orphans."""
+def run_elsewhere(source: str, stdin: str = "", limits: Limits | None = None, without: str = "user") -> Ran:
+    """As `run_python`, from a process that may make no user (or mount) namespaces and, as above scoring processes,
+    adopts orphans."""
     seconds, *others = limits or Limits()
     program = (
-        "import sys; from hpcrl.launch import family, isolation; from hpcrl.rewards.sandbox import Limits, run_python\n"
-        "assert not isolation.network_isolation()[0]\n"
+        "import sys; from hpcrl.launch import family; from hpcrl.rewards.sandbox import Limits, run_python\n"
         "family.adopt_orphans()\n"
         f"print(tuple(run_python(*sys.argv[1:], Limits({seconds}, *{others}))))\n"
         "family.kill_descendants()"
     )
     command = [sys.executable, "-c", program, source, stdin]
-    if network_isolation()[0]:
-        command = [*NO_NAMESPACES, *command]
+    if isolation_here().network:
+        command = [*WITHOUT, without, *command]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     return Ran(*ast.literal_eval(done.stdout))
@@ -128,45 +130,160 @@ def test_descendants_that_left_the_session_go_as_well(run: Run, ending: str) -> 
     )  # the fixture looks for what is left
 
 
-def test_other_processes_files_and_the_network_are_out_of_reach(tmp_path: Path) -> None:
-    """Where the kernel has no namespaces, `hpcrl check` says so (tests/launch/test_check.py)."""
-    isolated, why = network_isolation()
-    assert isolated or why
-    victim = subprocess.Popen(["sleep", "30"])
-    (tmp_path / "precious").touch()
-    ran = run_python(
-        "import os, socket\n"
-        "def attempt(do):\n"
-        "    try: do(); print('done')\n"
-        "    except OSError as error: print(type(error).__name__)\n"
-        "connect = socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect\n"
-        "attempt(lambda: connect(('192.0.2.1', 9)))\n"
-        "attempt(lambda: connect(('127.0.0.1', 9)))\n"
-        f"attempt(lambda: os.kill({victim.pid}, 9))\n"
-        f"attempt(lambda: os.unlink({str(tmp_path / 'precious')!r}))\n"
-        "attempt(lambda: open('mine', 'w'))\n"
-    )
+REACH = """
+import os, socket
+def attempt(name, do):
     try:
-        if isolated:
-            assert ran.stdout.split() == ["OSError", "OSError", "ProcessLookupError", "OSError", "done"]
-            assert victim.poll() is None and (tmp_path / "precious").exists()
-        else:
-            assert ran.stdout.split()[-1] == "done"
+        do()
+        print(name)
+    except OSError:
+        pass
+attempt("internet", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("127.0.0.1", 9)))
+attempt("socket", lambda: socket.socket(socket.AF_UNIX).connect(FOLDER + "/socket"))
+attempt("kill", lambda: os.kill(PID, 0))
+attempt("look", lambda: open(f"/proc/{PID}/cmdline").close())
+attempt("read", lambda: open(FOLDER + "/truth").close())
+attempt("append", lambda: open(FOLDER + "/truth", "a").close())
+attempt("create", lambda: open("mine", "w").close())
+"""
+
+
+@pytest.mark.parametrize("without", [None, "mnt", "user"])
+def test_the_network_processes_files_and_sockets_are_out_of_reach(tmp_path: Path, without: str | None) -> None:
+    """As far as the kernel allows; `hpcrl check` says how far (tests/launch/test_check.py)."""
+    here = isolation_here()
+    assert here.shown or (here.why_not and subprocess.run(["unshare", "-Urmpfn", "true"]).returncode != 0)
+    (tmp_path / "truth").touch()
+    victim = subprocess.Popen(["sleep", "30"])
+    try:
+        # as multiprocessing's fork server has one, which would start any process for who connects
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(tmp_path / "socket"))
+            server.listen()
+            source = f"FOLDER, PID = {str(tmp_path)!r}, {victim.pid}{REACH}"
+            ran = run_python(source) if without is None else run_elsewhere(source, without=without)
     finally:
         victim.kill()
         victim.wait()
+    reached = set(ran.stdout.split())
+    if here.shown and without is None:
+        assert reached == {"create"}
+    elif here.network and without != "user":
+        assert reached == {"socket", "look", "read", "append", "create"}
+    else:
+        assert reached >= {"internet", "socket", "kill", "read", "create"}
+
+
+SHOWN = """
+import os, sys
+from hpcrl.launch import isolation, libc, small_root
+pivot, package = sys.argv[1:]
+places = small_root.places([package])
+isolation.leave()
+if os.fork():
+    os.wait()
+    sys.exit()
+if not pivot:
+    def call(function, *arguments):
+        if function == "pivot_root":
+            raise OSError(22, function)
+        libc.call(function, *arguments)
+    small_root.call = call
+libc.call("unshare", small_root.CLONE_NEWNS)
+libc.call("mount", b"tmpfs", os.fsencode(package + "/mounted"), b"tmpfs", 0, None)
+open(package + "/mounted/file", "w").close()
+small_root.enter(places, 1)
+isolation.give_up_privileges()
+print(os.listdir(package), os.listdir(package + "/mounted"), os.listdir(os.path.dirname(package)), os.getcwd())
+for name in (package, package + "/mounted", "/box"):
+    print(os.access(name, os.W_OK))
+for escape in (lambda: os.chroot("."), lambda: libc.call("unshare", 1 << 28), lambda: os.listdir("/proc/1/root/home")):
+    try:
+        escape()
+        print("out")
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("pivot", ["pivot", ""])
+def test_packages_anywhere_are_shown_and_nothing_of_them_can_be_written(tmp_path: Path, pivot: str) -> None:
+    """By a name with a space and a link in it, and with what is mounted there; also where pivot_root is refused."""
+    if not isolation_here().shown:
+        assert isolation_here().why_not
+        return
+    (tmp_path / "real" / "my packages" / "mounted").mkdir(parents=True)
+    (tmp_path / "secret").touch()
+    (tmp_path / "link").symlink_to("real")
+    package = tmp_path / "link" / "my packages"
+    command = [sys.executable, "-c", SHOWN, pivot, str(package)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    expected = "['mounted'] ['file'] ['my packages'] /box\nFalse\nFalse\nTrue\n"
+    assert (done.stdout, done.stderr) == (expected, "")
+    assert not (package / "mounted" / "file").exists()
+
+
+def test_a_home_is_not_shown_for_the_python_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", sys.prefix)
+    with pytest.raises(OSError, match="holds other files too"):
+        small_root.places([])
+
+
+def test_all_processes_together_may_take_what_one_may(run: Run) -> None:
+    source = (
+        "import os, time\n"
+        "early = b'x' * (120 << 20 if SHARED else 0)\n"
+        "[os.fork() for _ in range(2)]\n"
+        "late = b'x' * (0 if SHARED else 120 << 20)\n"
+        "time.sleep(0.3 if SHARED else 5)\n"
+    )
+    limits = Limits(memory_mb=256)
+    assert run(f"SHARED = False\n{source}", limits=limits).fate == "memory"
+    assert run(f"SHARED = True\n{source}", limits=limits).fate == "ok"
+
+
+def test_a_program_has_few_files_open(run: Run) -> None:
+    ran = run("import os\ntry:\n    while True: os.dup(0)\nexcept OSError: print('full')")
+    assert ran.stdout == "full\n"
+
+
+TIMEOUTS = """
+import os, sys
+from hpcrl.launch import children
+from hpcrl.rewards.pool import ScorePool
+from hpcrl.rewards.score_worker import Source
+children.start()
+before = set(os.listdir(sys.argv[1]))
+pool = ScorePool(Source(), 1, 0.5)
+program = "```python\\nopen('left', 'w').close()\\nwhile True: pass\\n```"
+tests = '{"inputs": ["1"], "outputs": ["1"]}'
+request = dict(data_source="apps", solution_str=program, ground_truth=tests, extra_info={})
+print([pool.take(pool.submit(dict(request))).fate for _ in range(4)])
+pool.close()
+print(set(os.listdir(sys.argv[1])) - before)
+"""
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_scores_that_time_out_leave_no_folder(tmp_path: Path, namespaces: bool) -> None:
+    """Where a rank's pool kills all at once, the sandbox's supervisor too."""
+    command = [sys.executable, "-c", TIMEOUTS, str(tmp_path)]
+    if not namespaces and isolation_here().network:
+        command = [*WITHOUT, "user", *command]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
+    assert done.stdout == f"{['timeouts'] * 4}\nset()\n", done.stderr
 
 
 def test_a_program_ends_with_the_process_that_runs_it() -> None:
     source = f"import os; os.execvp('sleep', ['sleep', '{NAP}'])"
     program = f"from hpcrl.rewards.sandbox import Limits, run_python\nrun_python({source!r}, '', Limits(seconds=600))"
     runner = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY)
-    processes: list[psutil.Process] = []
     give_up = time.monotonic() + 20
-    while not any(NAP in process.cmdline() for process in processes):
+    while not sleepers():
         assert runner.poll() is None and time.monotonic() < give_up
-        processes = psutil.Process(runner.pid).children(recursive=True)
         time.sleep(0.02)
+    processes = psutil.Process(runner.pid).children(recursive=True)
     runner.kill()
     runner.wait()
     _, left = psutil.wait_procs(processes, timeout=10)

@@ -18,6 +18,7 @@ from hpcrl.config.schema import CustomRewardConfig, DataConfig, RewardConfig, Re
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.layout import Layout
+from hpcrl.launch.exits import InputError
 from hpcrl.rewards.manager import RewardManager
 from hpcrl.roles.scorer import ResponseScorer, ScorerWorker
 
@@ -138,6 +139,13 @@ def test_a_reward_models_score_is_weighed_in(scorer: ResponseScorer) -> None:
     nobody.begin("train", 1, response_ids(batch, 0), "stop")
     scored = worker(nobody, rule_weight=0.0).score(batch)
     assert scored.samples["score"].tolist() == [0.5, -1.0]
+
+
+@pytest.mark.parametrize("given", [np.nan, np.inf])
+def test_a_reward_model_that_gives_no_number_is_one_line(scorer: ResponseScorer, given: float) -> None:
+    batch = make_batch(scorer, [(1, "12"), (2, "34")], rm_score=np.array([0.5, given], np.float32))
+    with pytest.raises(InputError, match=f"the reward model gave rm_score={given} for a response to row 2.*"):
+        worker(scorer).score(batch)
 
 
 def test_texts_come_back_for_the_rows_to_show(scorer: ResponseScorer) -> None:
