@@ -35,18 +35,26 @@ if __name__ == "__main__":
 """
 
 
+def wait_until_empty(folder: Path) -> None:
+    give_up = time.monotonic() + 20
+    while list(folder.glob("pymp-*")):
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
 def test_a_job_leaves_no_files_of_its_children(run_job: Callable, tmp_path: Path) -> None:
     assert run_job(2, "environment", TMPDIR=str(tmp_path)).code == 0
     assert not list(tmp_path.glob("pymp-*"))
 
 
-def test_nor_does_a_rank_that_is_killed(start: Callable) -> None:
-    rank: subprocess.Popen[str] = start(sys.executable, "-c", RANK)
+def test_nor_does_an_aborted_job(run_job: Callable, tmp_path: Path) -> None:
+    assert run_job(3, "raise", TMPDIR=str(tmp_path)).code == 1
+    wait_until_empty(tmp_path)
+
+
+def test_nor_does_a_rank_that_is_killed(start: Callable, tmp_path: Path) -> None:
+    rank: subprocess.Popen[str] = start(sys.executable, "-c", RANK, TMPDIR=str(tmp_path))
     assert rank.stdout is not None
-    folder = Path(rank.stdout.readline().strip())
-    assert folder.is_dir()
+    assert Path(rank.stdout.readline().strip()).parent == tmp_path
     rank.send_signal(signal.SIGKILL)
-    give_up = time.monotonic() + 20
-    while folder.exists():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
+    wait_until_empty(tmp_path)
