@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from hpcrl.algorithms.advantages.lookup import get_adv_estimator
+from hpcrl.algorithms.registry import UnknownName
 from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
 from hpcrl.algorithms.rollout_correction.presets import preset
 from hpcrl.config.derive import Derived, check
@@ -58,5 +59,7 @@ def load_plugin(path: str) -> None:
 def _in_section(section: str, make: Callable[[], T]) -> T:
     try:
         return make()
+    except UnknownName:
+        raise  # its line says what is unknown
     except ValueError as error:
         raise ConfigError(f"{section}: {error}") from None
