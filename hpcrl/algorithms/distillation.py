@@ -106,10 +106,6 @@ def register_distillation_loss(*names: str, uses_topk: bool = False) -> Callable
     return register
 
 
-def get_distillation_loss(name: str) -> DistillationLoss:
-    return LOSSES.get(name)
-
-
 def distillation_loss(
     cfg: DistillationConfig,
     *,

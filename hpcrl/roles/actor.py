@@ -28,7 +28,7 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.actor_objective import ActorObjective
-from hpcrl.roles.model_worker import ModelWorker, Updates, training_mask
+from hpcrl.roles.model_worker import ModelWorker, Updates, padded_if_there, training_mask
 
 
 class ActorWorker(ModelWorker):
@@ -133,7 +133,7 @@ class ActorWorker(ModelWorker):
         """
         algorithm, data = self.config.algorithm, self.config.data
         column = batch.fetch("response_mask")
-        mask = column.padded().float()
+        mask, counted = column.padded().float(), training_mask(batch)
         scores = batch.padded("token_level_scores")
         rewards = scores
         metrics: dict[str, Metric] = {}
@@ -148,7 +148,7 @@ class ActorWorker(ModelWorker):
             )
         advantages, returns = self.estimator(
             rewards,
-            training_mask(batch),
+            counted,
             cfg=AdvantageConfig(
                 algorithm.gamma,
                 algorithm.lam,
@@ -168,8 +168,8 @@ class ActorWorker(ModelWorker):
             token_level_rewards=rewards,
             advantages=advantages,
             returns=returns,
-            response_mask=training_mask(batch),
-            values=batch.padded("values") if "values" in batch.tokens else None,
+            response_mask=counted,
+            values=padded_if_there(batch, "values"),
         )
         written = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         tokens: Columns = {name: Ragged.from_padded(padded.float(), column.lengths) for name, padded in written.items()}
@@ -232,13 +232,12 @@ class ActorWorker(ModelWorker):
     )
     def variance_proxy(self, batch: DataProto, grad_norm: float | None) -> dict[str, Metric]:
         """How noisy the step's gradient was; `grad_norm` is its update's, None where there was none."""
-        weights = batch.padded("rollout_is_weights") if "rollout_is_weights" in batch.tokens else None
         found = variance_proxy_statistics(
             old_log_probs=batch.padded("old_log_probs"),
             sum_pi_squared=batch.padded("sum_pi_squared"),
             advantages=batch.padded("advantages"),
             response_mask=training_mask(batch),
-            rollout_is_weights=weights,
+            rollout_is_weights=padded_if_there(batch, "rollout_is_weights"),
             grad_norm=grad_norm,
         )
         return to_floats(found)

@@ -18,7 +18,7 @@ from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
-from hpcrl.roles.model_worker import training_mask
+from hpcrl.roles.model_worker import padded_if_there, training_mask
 
 Outputs = dict[str, torch.Tensor]
 Loss = Callable[[Outputs, DataProto], tuple[torch.Tensor, dict[str, Metric]]]
@@ -78,7 +78,7 @@ class ActorObjective:
             micro.padded("advantages"),
             mask,
             self.policy_loss_config,
-            _if_there(micro, "rollout_is_weights"),
+            padded_if_there(micro, "rollout_is_weights"),
             generator,
         )
         total = aggregate(token_losses, mask, actor.loss_agg_mode, norm)
@@ -117,7 +117,7 @@ class ActorObjective:
             response_mask=mask,
             teacher_log_prob=micro.padded("teacher_log_prob"),
             old_log_prob=micro.padded("old_log_probs"),
-            rollout_is_weights=_if_there(micro, "rollout_is_weights"),
+            rollout_is_weights=padded_if_there(micro, "rollout_is_weights"),
             **topk,
         )
         total = agg_loss(losses, mask, self.actor.loss_agg_mode, norm)
@@ -128,7 +128,3 @@ class ActorObjective:
         first = (int(micro.samples["prompt"][0]), int(micro.samples["sample_index"][0]))
         words = np.random.SeedSequence(self.seed % 2**64, spawn_key=(STREAM, *key, *first)).generate_state(2)
         return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
-
-
-def _if_there(batch: DataProto, name: str) -> torch.Tensor | None:
-    return batch.padded(name) if name in batch.tokens else None

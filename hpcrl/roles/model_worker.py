@@ -56,6 +56,11 @@ def training_mask(batch: DataProto) -> torch.Tensor:
     return batch.padded("loss_mask" if "loss_mask" in batch.tokens else "response_mask").float()
 
 
+def padded_if_there(batch: DataProto, name: str) -> torch.Tensor | None:
+    """A column that only some jobs have, right-padded: (N, longest row)."""
+    return batch.padded(name) if name in batch.tokens else None
+
+
 class ModelWorker(Worker):
     """A megatron model and, where it is trained, its optimizer."""
 
@@ -99,11 +104,8 @@ class ModelWorker(Worker):
         if norm.global_batch_size == 0:
             return {}
         metrics = self.engine.train(mini, loss=objective(norm), **options)
-        for name in (
-            "grad_norm",
-            "lr",
-            "skipped_updates",
-        ):  # equal on all ranks, so their mean over replicas is what they are
+        # Equal on all ranks, so their mean over replicas is what they are.
+        for name in ("grad_norm", "lr", "skipped_updates"):
             metrics[f"{self.groups.role}/{name}"] = Mean(metrics.pop(name), 1.0)
         return to_floats(metrics)
 
