@@ -165,15 +165,73 @@ class ValKwargs(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
 
 
+class MultiTurnConfig(Section):
+    """Tools and users that answer the model inside a response."""
+
+    enable: bool = Field(False, description="go on after a tool call or a user's answer, in the same response")
+    max_assistant_turns: PositiveInt | None = Field(None, description="turns of the model at most; null: any number")
+    max_user_turns: PositiveInt | None = Field(None, description="answers by tools and users at most; null: any number")
+    max_parallel_calls: PositiveInt = Field(1, description="tool calls of one turn that are carried out")
+    format: Literal["hermes", "json"] = Field("hermes", description="how the model writes a tool call")
+    function_tool_path: str | None = Field(None, description="Python file whose functions marked @tool are the tools")
+    tool_timeout: PositiveFloat = Field(10.0, description="seconds for one tool call; then its answer says so")
+    num_tool_workers: PositiveInt = Field(1, description="processes per home rank that run tools")
+    max_tool_response_length: PositiveInt = Field(256, description="tokens of one tool's answer at most")
+    tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
+        "middle", description="where an answer that is too long loses its tokens"
+    )
+    interaction_path: str | None = Field(None, description="Python file of a user simulator; null: no user answers")
+    interaction_name: str = Field("Interaction", description="class in that file")
+
+
+class CheckpointEngineConfig(Section):
+    """How weights go from the actor to the engine; the name is verl's."""
+
+    update_weights_bucket_megabytes: PositiveInt = Field(
+        256, description="memory of a refit beyond the weights themselves, per rank, in MiB"
+    )
+    alias: bool = Field(True, description="share a weight with the actor where both sides have the same slice of it")
+    verify: Literal["first", "always", "never"] = Field(
+        "first", description="compare checksums of actor and engine after the first two refits, or each one"
+    )
+
+
+class TrtllmConfig(Section):
+    """TensorRT-LLM 1.2.1 inside the ranks; it needs GPUs and Open MPI, and nobody has run it yet."""
+
+    design: Literal["tp_group", "single_process"] = Field(
+        "tp_group", description="tp_group: one worker per rank of a replica; single_process: replicas of tp 1"
+    )
+    model_dir: str | None = Field(None, description="Hugging Face directory with config.json; null: model.path")
+
+
 class RolloutConfig(Section):
-    engine: Literal["native"] = Field("native", description="generation engine")
+    engine: Literal["native", "tensorrt_llm"] = Field("native", description="generation engine")
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype of the engine; null: model.dtype")
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
     top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
     ignore_eos: bool = Field(False, description="go on to max_response_length after an end-of-sequence token")
-    max_num_seqs: PositiveInt = Field(256, description="sequences that decode at once in a replica (cache slots)")
+    max_num_seqs: PositiveInt = Field(256, description="sequences that decode at once in a replica at most")
     max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.5, description="share of the free memory that the KV cache may take"
+    )
+    kv_cache_gib: PositiveFloat | None = Field(
+        None, description="KV cache of a rank, in GiB; null: by gpu_memory_utilization, at most what the job can use"
+    )
+    enable_prefix_caching: bool = Field(True, description="prefill a prompt once for all samples of its group")
+    free_cache_engine: bool = Field(True, description="give the KV cache back between generations")
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    exact: bool = Field(
+        False, description="bitwise the training's log-probs: fp32, CPU, one thread, the actor's tp; slow"
+    )
+    multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig, description="tools and users")
+    checkpoint_engine: CheckpointEngineConfig = Field(
+        default_factory=CheckpointEngineConfig, description="refit, from the actor's weights to the engine's"
+    )
+    trtllm: TrtllmConfig = Field(default_factory=TrtllmConfig, description="engine=tensorrt_llm")
     val_kwargs: list[ValKwargs] = Field(
         default_factory=lambda: [ValKwargs()],
         description="sampling of validation: one mapping, or a list of several",
@@ -465,6 +523,28 @@ class RmConfig(Section):
     eval_samples: PositiveInt = Field(256, description="validation pairs per evaluation")
 
 
+class AsyncTrainingConfig(Section):
+    """Generation and training at the same time, on ranks of their own."""
+
+    mode: Literal["sync", "one_step_off", "bounded_staleness"] = Field(
+        "sync",
+        description="one_step_off: the next step's samples are drawn during this one's update; bounded_staleness: "
+        "generation never stops",
+    )
+    staleness_threshold: NonNegativeInt = Field(
+        1, description="bounded_staleness: weight versions that a sample's first token may be behind the update"
+    )
+    partial_rollout: bool = Field(
+        True, description="bounded_staleness: a refit interrupts responses, which then go on under the new weights"
+    )
+
+
+class GenerateConfig(Section):
+    """`hpcrl generate` and `hpcrl evaluate`: the engine on a dataset, without training."""
+
+    output_path: str | None = Field(None, description="JSONL file of the responses; null: <run>/generations.jsonl")
+
+
 class JobConfig(Section):
     """The allocation that a template asks for. Nothing reads it yet: batch templates come later."""
 
@@ -488,5 +568,9 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="advantages and KL")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="the loop")
     sft: SftConfig = Field(default_factory=SftConfig, description="supervised warm start")
+    async_training: AsyncTrainingConfig = Field(
+        default_factory=AsyncTrainingConfig, description="overlap of generation and training"
+    )
+    generate: GenerateConfig = Field(default_factory=GenerateConfig, description="generation without training")
     rm: RmConfig = Field(default_factory=RmConfig, description="reward-model training")
     job: JobConfig = Field(default_factory=JobConfig, description="batch system")

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor
 
+FinishReason = Literal["stop", "length", "abort"]
+WeightFormat = Literal["megatron", "tensorrt_llm"]
+
+
+def _no_tokens() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One sample to draw: `uid` names the prompt, `sample_index` tells its samples apart."""
+    """One sample to draw: `uid` names the prompt, `sample_index` tells its samples apart.
+
+    `prefix_ids` int32 (n,) are tokens of the response that are there already: an aborted part, or earlier turns with
+    the tool tokens between them. The first token to draw has position n in the response, for the random numbers too.
+    `max_new_tokens` bounds the tokens still to draw; None: the sampling's number less n.
+    """
 
     prompt_ids: list[int] | np.ndarray
     uid: str
     sample_index: int = 0
+    prefix_ids: np.ndarray = field(default_factory=_no_tokens)
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,21 +58,66 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """A response: `token_ids` int32 (n,) with the end-of-sequence token when there is one; `log_probs` fp32 (n,).
+    """What was drawn for a request: `token_ids` int32 (n,) with the end-of-sequence token when there is one;
+    `log_probs` fp32 (n,). Tokens of the request's prefix are not repeated.
 
-    The log-prob of a token is after temperature and before top-k and top-p (greedy: under temperature 1).
+    The log-prob of a token is after temperature and before top-k and top-p (greedy: under temperature 1). A sequence
+    that was aborted goes on as a new request whose prefix is longer by these tokens.
     """
 
     token_ids: np.ndarray
     log_probs: np.ndarray
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """A whole response, of one turn or of several: all arrays (n,).
+
+    `mask` int32 is 1 on tokens that the model wrote and 0 on those of tools and users, whose `log_probs` are 0.
+    """
+
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    mask: np.ndarray
+    finish_reason: FinishReason
+    num_turns: int = 1  # of the model
+    num_tool_calls: int = 0
+
+    @classmethod
+    def of_one_turn(cls, done: Completion) -> Trajectory:
+        mask = np.ones(len(done.token_ids), np.int32)
+        return cls(done.token_ids, done.log_probs, mask, done.finish_reason)
+
+
+class RequestSource(Protocol):
+    """Requests that come while others are being answered, such as the next turn of a conversation."""
+
+    def take(self, idle: bool) -> Sequence[Request] | None:
+        """Requests to add now, none if there are none yet; None: no more will come.
+
+        Asked about once a token. `idle`: the engine has nothing else to do, so this may wait. Every rank of the replica
+        gets the same answer to the same call.
+        """
+        ...
 
 
 class RolloutEngine(Protocol):
     """One replica. Its tensor-parallel ranks make the same calls with the same arguments and get the same results."""
 
+    weight_format: WeightFormat  # which table of shards describes `weights()`
+
     def weights(self) -> dict[str, Tensor]:
-        """This rank's shards by global parameter name, buffers that live as long as the engine: refit writes there."""
+        """This rank's shards by name, in buffers that live as long as the engine: refit writes there."""
+        ...
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        """From now on weight `name` is `tensor`, of the same shape, dtype and device, which others own and change
+        between generations; the engine gives up its own buffer."""
+        ...
+
+    def updating_weights(self) -> AbstractContextManager[None]:
+        """Inside it `weights()` may be written; no generation is under way, and nothing cached outlives it."""
         ...
 
     def generate(
@@ -67,13 +127,17 @@ class RolloutEngine(Protocol):
         *,
         seed: int,
         step: int,
+        source: RequestSource | None = None,
         on_finished: Callable[[int, Completion], None] | None = None,
         on_step: Callable[[], None] | None = None,
+        should_abort: Callable[[], bool] | None = None,
     ) -> list[Completion]:
-        """One completion per request, in their order, whatever the engine's batching.
+        """One completion per request, in their order, those from `source` behind them, whatever the engine's batching.
 
-        `on_finished(index of the request, completion)` is called as soon as a response is complete, `on_step()` about
+        `on_finished(index of the request, completion)` is called as soon as a completion is there, `on_step()` about
         once a token, so that scoring goes on meanwhile. Neither may wait: the other ranks of the replica would, too.
+        `should_abort()` is asked about once a token and says the same on every rank of the replica; when it is true,
+        sequences that run or wait end at once with finish_reason "abort" (without a call of `on_finished`).
         """
         ...
 
