@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.rollout_rules import check_rollout
 from hpcrl.config.schema import Config, LossAggMode
 
 ROLES = ("actor", "critic", "ref", "teacher", "reward", "rollout")
@@ -89,7 +90,7 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts")
     longest = _check_lengths(config)
     check_algorithm(config, inputs)
-    _check_sampling(config)
+    check_rollout(config, roles)
     _check_loop(config, needs_critic)
 
     budgets = {"actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu}
@@ -245,29 +246,6 @@ def _check_budget(key: str, tokens: int, longest: int) -> None:
             f"{key}={tokens} is less than the longest sequence, "
             f"data.max_prompt_length + data.max_response_length = {longest}; use {longest} or more"
         )
-
-
-def _check_sampling(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.max_num_batched_tokens < config.data.max_prompt_length:
-        raise ConfigError(
-            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
-            f"data.max_prompt_length={config.data.max_prompt_length}; use that or more"
-        )
-    counts = [sampling.n for sampling in rollout.val_kwargs]
-    if len(set(counts)) < len(counts):
-        raise ConfigError(
-            f"rollout.val_kwargs: n={counts} has equal numbers, and validations are told apart by mean@n; "
-            "give each its own n"
-        )
-    for sampling in rollout.val_kwargs:
-        if sampling.n > 1 and (sampling.temperature == 0 or sampling.do_sample is False):
-            raise ConfigError(
-                f"rollout.val_kwargs: n={sampling.n} without sampling draws the same sample {sampling.n} times; "
-                "use n=1 or a temperature above 0"
-            )
-    if not rollout.val_kwargs and (config.data.val_files or config.trainer.test_freq > 0):
-        raise ConfigError("rollout.val_kwargs is an empty list; name one way of sampling, such as {temperature: 0}")
 
 
 def _check_loop(config: Config, needs_critic: bool) -> None:
