@@ -206,6 +206,15 @@ OF_VERL = {  # keys of verl that have no namesake here -> what to write
     "project_name": "a run is known by run.name, under run.dir",
     "experiment_name": "a run is known by run.name, under run.dir",
     "default_local_dir": "a run's files go to <run.dir>/<run.name>/",
+    "tool_config_path": "tools are Python functions in one file: rollout.multi_turn.function_tool_path",
+    "interaction_config_path": "a user is a class in a Python file: rollout.multi_turn.interaction_path",
+    "trainer_mode": "use async_training.mode: sync, one_step_off or bounded_staleness",
+    "require_batches": "a step takes data.train_batch_size prompts as soon as they are there; leave it out",
+    "trigger_parameter_sync_step": "weights go to the engine after every step; leave it out",
+    "max_off_policy_threshold": "use async_training.staleness_threshold",
+    "calculate_log_probs": "log-probs of sampled tokens are always kept; leave it out",
+    "max_model_len": "it is data.max_prompt_length + data.max_response_length",
+    "load_format": "the engine's weights come from the actor; leave it out",
     "logger": "TensorBoard files and metrics.jsonl are always written; leave it out",
 }
 

@@ -1,0 +1,59 @@
+"""Rollout keys that cannot go together are refused in one line, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config.derive import check
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.schema import Config
+
+DISJOINT = {
+    "pools": {"train": "1-2", "gen": "3"},
+    **{role: {"pool": "train"} for role in ("actor", "critic", "ref")},
+    "rollout": {"pool": "gen"},
+}
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"rollout": {"engine": "tensorrt_llm"}}, "neither rollout.trtllm.model_dir nor model.path"),
+    (
+        {
+            "rollout": {"engine": "tensorrt_llm", "trtllm": {"design": "single_process", "model_dir": "llama"}},
+            "placement": {"rollout": {"tp": 2}},
+        },
+        "single_process makes replicas of one rank, and placement.rollout.tp=2",
+    ),
+    ({"rollout": {"exact": True}, "model": {"dtype": "bfloat16"}}, "computes in float32, and model.dtype=bfloat16"),
+    ({"rollout": {"exact": True, "dtype": "bfloat16"}}, "computes in float32, and rollout.dtype=bfloat16"),
+    ({"rollout": {"exact": True}, "placement": {"actor": {"tp": 2}}}, "placement.actor.tp=2 differs from"),
+    ({"rollout": {"multi_turn": {"enable": True}}}, "has nobody to answer the model"),
+    ({"async_training": {"mode": "one_step_off"}}, "rank 0 leads"),
+    (
+        {
+            "async_training": {"mode": "bounded_staleness"},
+            "placement": {**DISJOINT, "critic": {"pool": "gen"}},
+        },
+        "placement.critic shares 3 with placement.rollout",
+    ),
+]
+
+
+def config_of(sections: dict[str, Any]) -> Config:
+    data = {"train_files": ["train.parquet"], "max_prompt_length": 16, "max_response_length": 16}
+    return Config.model_validate({"data": data, **sections})
+
+
+@pytest.mark.parametrize(("sections", "line"), CASES)
+def test_what_cannot_work_is_refused_in_one_line(sections: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check(config_of(sections), 4)
+    assert line in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
+def test_asynchronous_modes_take_disjoint_pools_without_rank_0(mode: str) -> None:
+    sections = {"async_training": {"mode": mode}, "placement": DISJOINT}
+    assert check(config_of(sections), 4).roles["rollout"].ranks == (3,)
