@@ -14,22 +14,28 @@ from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
-    from hpcrl.config.derive import Derived, DerivedRm, DerivedSft
+    from hpcrl.config.derive import Derived, DerivedGenerate, DerivedRm, DerivedSft
     from hpcrl.config.schema import Config
     from hpcrl.launch.world import World
 
-Values = TypeVar("Values", "Derived", "DerivedRm", "DerivedSft")
+Values = TypeVar("Values", "Derived", "DerivedGenerate", "DerivedRm", "DerivedSft")
 
 HELP = """\
 usage: hpcrl COMMAND ...
 
-  train CONFIG [key=value ...]   PPO, GRPO and relatives
-  sft CONFIG [key=value ...]     supervised warm start
-  rm CONFIG [key=value ...]      reward model, from preferences
-  check                          what is installed here, and what is wrong with it
+  train CONFIG [key=value ...]      PPO, GRPO and relatives
+  sft CONFIG [key=value ...]        supervised warm start
+  rm CONFIG [key=value ...]         reward model, from preferences
+  generate CONFIG [key=value ...]   samples of data.val_files' prompts, into a JSONL file
+  evaluate CONFIG [key=value ...]   the validation of a training run, of the weights in model.init_from
+  plan --refit CONFIG [key=value ...]
+                                    bytes and memory of a refit; needs no MPI
+  check [--trtllm]                  what is installed here, and what is wrong with it
 
 CONFIG is a YAML file; key=value overrides one of its keys, as in actor.optim.lr=2e-6.
 Run it on several ranks with mpiexec -n N python -m hpcrl ..., or with srun."""
+
+JOBS = ("train", "sft", "rm", "generate", "evaluate")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -37,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if not arguments:
         _refuse(f"a command is missing; expected one of {', '.join(COMMANDS)}")
     name, *rest = arguments
-    if name in ("-h", "--help", "help") or (name in ("train", "sft", "rm") and rest[:1] in (["-h"], ["--help"])):
+    if name in ("-h", "--help", "help") or (name in JOBS and rest[:1] in (["-h"], ["--help"])):
         print(HELP)
         sys.exit(0)
     if name not in COMMANDS:
@@ -47,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     COMMANDS[name](rest)
 
 
-def _run_job(name: str, job: Callable[[World, Config], int], arguments: list[str]) -> NoReturn:
-    """Run `job` on all ranks with the config that rank 0 reads."""
+def _run_job(
+    name: str, job: Callable[[World, Config], int], arguments: list[str], *, inside_run: bool = False
+) -> NoReturn:
+    """Run `job` on all ranks with the config that rank 0 reads. `inside_run`: a job in a folder of its own in <run>."""
     usage = f"hpcrl {name} CONFIG [key=value ...]"
     option = next((argument for argument in arguments if argument.startswith("-")), None)
     if option is not None:
@@ -61,14 +69,19 @@ def _run_job(name: str, job: Callable[[World, Config], int], arguments: list[str
 
     from hpcrl.launch.job import run_spmd
 
-    run_spmd(partial(_load, path, overrides), job)
+    run_spmd(partial(_load, path, overrides, inside=name if inside_run else None), job)
 
 
-def _load(path: str, overrides: list[str]) -> Config:
+def _load(path: str, overrides: list[str], inside: str | None) -> Config:
     from hpcrl.config.loader import load_config
     from hpcrl.trainer.prepare import with_presets
 
-    return with_presets(load_config(path, overrides))
+    config = with_presets(load_config(path, overrides))
+    if inside is None:
+        return config
+    from hpcrl.trainer.inference import inside_run
+
+    return inside_run(config, inside)
 
 
 def _train(world: World, config: Config) -> int:
@@ -101,6 +114,24 @@ def _rm(world: World, config: Config) -> int:
     return rm.run(world, config, derived)
 
 
+def _generate(world: World, config: Config) -> int:
+    from hpcrl.config import derive
+
+    derived = _print_derived(world, lambda: derive.check_generate(config, world.size))
+    from hpcrl.trainer import generate
+
+    return generate.run(world, config, derived)
+
+
+def _evaluate(world: World, config: Config) -> int:
+    from hpcrl.config import derive
+
+    derived = _print_derived(world, lambda: derive.check_evaluate(config, world.size))
+    from hpcrl.trainer import evaluate
+
+    return evaluate.run(world, config, derived)
+
+
 def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
     """Refuse an impossible job before anything is built; every rank computes the same, so all refuse together."""
     from hpcrl.config.derive import describe
@@ -116,10 +147,17 @@ def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
     return derived
 
 
+def _plan(arguments: list[str]) -> NoReturn:
+    from hpcrl.plan import refit
+
+    refit.main(arguments)
+
+
 def _check(arguments: list[str]) -> NoReturn:
     from hpcrl.launch import check
+    from hpcrl.rollout.tensorrt_llm.check import findings
 
-    check.main(arguments)
+    check.main(arguments, findings)
 
 
 def _refuse(line: str) -> NoReturn:
@@ -130,5 +168,8 @@ COMMANDS: dict[str, Callable[[list[str]], NoReturn]] = {
     "train": partial(_run_job, "train", _train),
     "sft": partial(_run_job, "sft", _sft),
     "rm": partial(_run_job, "rm", _rm),
+    "generate": partial(_run_job, "generate", _generate, inside_run=True),
+    "evaluate": partial(_run_job, "evaluate", _evaluate, inside_run=True),
+    "plan": _plan,
     "check": _check,
 }

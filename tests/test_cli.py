@@ -34,11 +34,15 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "a command is missing; expected one of train, sft, rm, check"),
+        ([], "a command is missing; expected one of train, sft, rm, generate, evaluate, plan, check"),
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["fly"], "unknown command 'fly'; expected one of train, sft, rm, check"),
+        (["fly"], "unknown command 'fly'; expected one of train, sft, rm, generate, evaluate, plan, check"),
         (["train"], "train needs a YAML file: hpcrl train CONFIG [key=value ...]"),
         (["sft", "run.seed=1"], "found the override 'run.seed=1' in place of a YAML file: hpcrl sft CONFIG"),
+        (["evalute"], "unknown command 'evalute'; did you mean evaluate?"),
+        (["evaluate"], "evaluate needs a YAML file: hpcrl evaluate CONFIG [key=value ...]"),
+        (["generate", "a.yaml", "--n=4"], "unknown option '--n=4'; generate has none: hpcrl generate CONFIG"),
+        (["plan"], "plan needs to know what for: hpcrl plan --refit CONFIG [key=value ...]"),
         (["train", "a.yaml", "--lr=1"], "unknown option '--lr=1'; train has none: hpcrl train CONFIG"),
     ],
 )
@@ -48,7 +52,7 @@ def test_wrong_command_lines(
     assert refused(capfd, monkeypatch, *arguments).startswith(line)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["train", "--help"], ["evaluate", "-h"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
@@ -75,8 +79,9 @@ def test_ranks_speak_with_one_voice() -> None:
     assert_one_line(launch("chekc"), "unknown command 'chekc'; did you mean check?")
 
 
-def test_missing_file_under_mpi(tmp_path: Path) -> None:
-    assert_one_line(launch("train", str(tmp_path / "none.yaml")), "no such config file: ")
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_missing_file_under_mpi(tmp_path: Path, command: str) -> None:
+    assert_one_line(launch(command, str(tmp_path / "none.yaml")), "no such config file: ")
 
 
 @pytest.mark.slow
@@ -93,3 +98,5 @@ def test_refusals_under_mpi(tmp_path: Path) -> None:
         "actor.policy_loss.loss_mode=vanila": "unknown policy_loss.loss_mode 'vanila'; did you mean 'vanilla'?",
     }.items():
         assert_one_line(launch("train", str(job), override), line)
+    assert_one_line(launch("evaluate", str(job)), "data.val_files is empty; name at least one")
+    assert_one_line(launch("generate", str(job)), "model.tokenizer is null; name a tokenizer directory")

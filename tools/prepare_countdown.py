@@ -6,6 +6,9 @@ once. All 2,717 problems are enumerated and split by a hash of the problem, so t
     train.parquet  every training problem once (2,186 rows), for RL
     val.parquet    every held-out problem once (531 rows)
     sft.parquet    fresh draws of training problems with the drawn expression as `answer`, for the warm start
+    sft_tool.parquet
+                   fresh draws of training problems, for the warm start of a policy with a calculator: the answer tries
+                   expressions until one gives the target, at most three, with the calculator's answers in between
     preference.parquet, preference_val.parquet
                    fresh draws of training and held-out problems, for a reward model: the drawn expression is `chosen`,
                    the same with one mistake is `rejected`
@@ -26,6 +29,8 @@ from zlib import crc32
 DIGITS = range(1, 10)
 NUM_NUMBERS = 4
 TARGETS = range(1, 37)
+WRONG_TRIES = (0, 0, 0, 0, 0, 0, 0, 1, 1, 2)  # drawn from; with many of them SFT would learn the task late
+EOS = "<|eos|>"  # ends a turn; as configs/tool_tokenizer has it
 MISTAKES = ("operator", "number", "term", "form")
 HELD_OUT_SHARE = 5  # one problem in this many is for validation
 
@@ -70,6 +75,33 @@ def draws(count: int, rng: random.Random, *, held_out: bool = False) -> Iterator
         if is_held_out(problem) == held_out:
             count -= 1
             yield problem, expression
+
+
+def value_of(expression: str) -> int:
+    """Of single digits with + and - between them."""
+    signs = [1, *(1 if operator == "+" else -1 for operator in expression[1::2])]
+    return sum(sign * int(number) for sign, number in zip(signs, expression[::2], strict=True))
+
+
+def wrong_try(problem: Problem, rng: random.Random) -> str:
+    """An expression of the problem's numbers that misses its target."""
+    numbers, target = problem
+    while True:
+        parts = [str(number) for number in rng.sample(numbers, len(numbers))]
+        expression = parts[0] + "".join(rng.choice("+-") + part for part in parts[1:])
+        if value_of(expression) != target:
+            return expression
+
+
+def with_calculator(problem: Problem, expression: str, rng: random.Random) -> str:
+    """A response in turns: calls of the calculator in hermes format, what it answers, and the answer."""
+    tries = [*(wrong_try(problem, rng) for _ in range(rng.choice(WRONG_TRIES))), expression]
+    calls = "".join(
+        f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{tried}"}}}}</tool_call>{EOS}'
+        f"<tool_response>{value_of(tried)}</tool_response>"
+        for tried in tries
+    )
+    return f"{calls}<a>{expression}</a>"
 
 
 def spoil(expression: str, rng: random.Random) -> str:
@@ -117,6 +149,12 @@ def make_rows(sft_rows: int, preference_rows: int, seed: int) -> dict[str, list[
         row(problem, "sft", i, rng) | {"answer": f"<a>{expression}</a>"}
         for i, (problem, expression) in enumerate(draws(sft_rows, rng))
     ]
+    # Random numbers of its own: the other files are what they were before there was this one.
+    calculating = random.Random(f"calculator {seed}")
+    rows["sft_tool"] = [
+        row(problem, "sft_tool", i, calculating) | {"answer": with_calculator(problem, expression, calculating)}
+        for i, (problem, expression) in enumerate(draws(sft_rows, calculating))
+    ]
     sizes = {"preference": preference_rows, "preference_val": max(1, preference_rows // 20)}
     for name, count in sizes.items():
         drawn = enumerate(draws(count, rng, held_out=name == "preference_val"))
@@ -133,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("data/countdown"), help="folder to write")
-    parser.add_argument("--sft-rows", type=int, default=40000, help="rows of sft.parquet")
+    parser.add_argument("--sft-rows", type=int, default=40000, help="rows of sft.parquet, and of sft_tool.parquet")
     parser.add_argument(
         "--preference-rows", type=int, default=20000, help="rows of preference.parquet; a twentieth as many held out"
     )

@@ -67,6 +67,17 @@ class DerivedRm:
     samples_per_step: int  # two of each pair
 
 
+@dataclass(frozen=True)
+class DerivedGenerate:
+    """Derived values of `hpcrl generate` and `hpcrl evaluate`."""
+
+    world_size: int
+    roles: dict[str, PlacedRole]  # the actor's layout is the one that weights are read in
+    needs_reward_model: bool
+    max_sequence_length: int
+    samples_per_prompt: int
+
+
 def check(config: Config, world_size: int, *, inputs: Collection[str] | None = None) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
@@ -159,6 +170,11 @@ def check_sft(config: Config, world_size: int) -> DerivedSft:
         raise ConfigError(f"sft.stop_at_score={sft.stop_at_score} needs evaluations; set sft.eval_freq to 1 or more")
     if samples and not config.data.val_files:
         raise ConfigError(f"sft.eval_freq={sft.eval_freq} evaluates, and data.val_files is empty; name files or use -1")
+    if samples and config.rollout.engine != "native":
+        raise ConfigError(
+            f"rollout.engine={config.rollout.engine} is not for the evaluations of `hpcrl sft`; "
+            "use rollout.engine=native there, or sft.eval_freq=-1"
+        )
     longest = _check_lengths(config)
     _check_budget("sft.max_token_len_per_gpu", sft.max_token_len_per_gpu, longest)
     return DerivedSft(world_size, roles, longest, sft.batch_size)
@@ -182,7 +198,33 @@ def check_rm(config: Config, world_size: int) -> DerivedRm:
     return DerivedRm(world_size, roles, longest, 2 * rm.batch_size)
 
 
-def describe(derived: Derived | DerivedRm | DerivedSft) -> str:
+def check_generate(config: Config, world_size: int) -> DerivedGenerate:
+    """Derived values of `hpcrl generate`, which draws rollout.n samples per prompt."""
+    if not (config.data.val_files or config.data.train_files):
+        raise ConfigError("data.val_files is empty, and so is data.train_files; name at least one file of prompts")
+    return _check_inference(config, world_size, config.rollout.n, scored=config.generate.score)
+
+
+def check_evaluate(config: Config, world_size: int) -> DerivedGenerate:
+    """Derived values of `hpcrl evaluate`, which validates in the ways of rollout.val_kwargs."""
+    if not config.data.val_files:
+        raise ConfigError("data.val_files is empty; name at least one Parquet or JSONL file of prompts to evaluate on")
+    return _check_inference(config, world_size, sum(way.n for way in config.rollout.val_kwargs), scored=True)
+
+
+def _check_inference(config: Config, world_size: int, samples: int, *, scored: bool) -> DerivedGenerate:
+    with_model = scored and config.reward.reward_model.enable
+    roles = place(config, ["actor", "rollout", *(["reward"] if with_model else [])], world_size)
+    longest = _check_lengths(config)
+    check_rollout(config, roles)
+    if with_model:
+        _check_budget(
+            "reward.reward_model.max_token_len_per_gpu", config.reward.reward_model.max_token_len_per_gpu, longest
+        )
+    return DerivedGenerate(world_size, roles, with_model, longest, samples)
+
+
+def describe(derived: Derived | DerivedGenerate | DerivedRm | DerivedSft) -> str:
     """The derived values as a table, for the log."""
     lines = [f"derived values on {derived.world_size} ranks"]
     width = max(len(f"{name} ({role.pool})") for name, role in derived.roles.items())
@@ -193,10 +235,11 @@ def describe(derived: Derived | DerivedRm | DerivedSft) -> str:
     if idle:
         lines.append(f"  in no role: ranks {format_ranks(sorted(idle))}")
 
-    rows: list[tuple[str, object, str]] = [
-        ("longest sequence", derived.max_sequence_length, "tokens"),
-        ("step", derived.samples_per_step, "samples"),
-    ]
+    rows: list[tuple[str, object, str]] = [("longest sequence", derived.max_sequence_length, "tokens")]
+    if isinstance(derived, DerivedGenerate):
+        rows.append(("prompt", derived.samples_per_prompt, "samples"))
+    else:
+        rows.append(("step", derived.samples_per_step, "samples"))
     if isinstance(derived, Derived):
         rows += [
             ("actor mini-batch", derived.actor_mini_batch_samples, "samples"),

@@ -8,6 +8,8 @@ from hpcrl.config.errors import ConfigError
 from hpcrl.config.placement import PlacedRole, format_ranks
 from hpcrl.config.schema import Config
 
+TENSORRT_LLM_TOP_K = 1024  # its sampler clips larger ones in silence
+
 
 def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
     """ConfigError with one line for the first combination that cannot work; `roles` are those that the job places."""
@@ -57,6 +59,26 @@ def _check_tensorrt_llm(config: Config, roles: Mapping[str, PlacedRole]) -> None
             f"rollout.trtllm.design=single_process makes replicas of one rank, and placement.rollout.tp={tp}; "
             "use tp: 1, or design: tp_group"
         )
+    dtype = config.rollout.dtype or config.model.dtype
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"rollout.engine=tensorrt_llm is run in bfloat16, and the engine's dtype would be {dtype}; "
+            "set rollout.dtype=bfloat16"
+        )
+    if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
+        raise ConfigError(
+            f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is less than "
+            f"rollout.max_num_seqs={config.rollout.max_num_seqs}, and TensorRT-LLM decodes all of them in one call; "
+            "raise it"
+        )
+    ways = {"rollout": config.rollout.top_k}
+    ways |= {f"rollout.val_kwargs (n={way.n})": way.top_k for way in config.rollout.val_kwargs}
+    for section, top_k in ways.items():
+        if top_k > TENSORRT_LLM_TOP_K:
+            raise ConfigError(
+                f"{section}: top_k={top_k} is more than TensorRT-LLM's sampler keeps; "
+                f"use {TENSORRT_LLM_TOP_K} or less, or -1"
+            )
 
 
 def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
@@ -80,6 +102,13 @@ def _check_multi_turn(config: Config) -> None:
         raise ConfigError(
             "rollout.multi_turn.enable has nobody to answer the model; name a file of tools "
             "(rollout.multi_turn.function_tool_path) or of a user (rollout.multi_turn.interaction_path)"
+        )
+    if config.rollout.ignore_eos:
+        raise ConfigError("rollout.ignore_eos=true never ends a turn, and rollout.multi_turn.enable waits for ends")
+    if config.async_training.mode == "bounded_staleness":
+        raise ConfigError(
+            "rollout.multi_turn.enable does not go with async_training.mode=bounded_staleness, whose refits interrupt "
+            "responses; use one_step_off"
         )
 
 

@@ -172,13 +172,16 @@ class MultiTurnConfig(Section):
     max_assistant_turns: PositiveInt | None = Field(None, description="turns of the model at most; null: any number")
     max_user_turns: PositiveInt | None = Field(None, description="answers by tools and users at most; null: any number")
     max_parallel_calls: PositiveInt = Field(1, description="tool calls of one turn that are carried out")
-    format: Literal["hermes", "json"] = Field("hermes", description="how the model writes a tool call")
+    format: str = Field(
+        "hermes",
+        description="how the model writes a tool call: hermes, json, or a parser that the tools' file registers",
+    )
     function_tool_path: str | None = Field(None, description="Python file whose functions marked @tool are the tools")
     tool_timeout: PositiveFloat = Field(10.0, description="seconds for one tool call; then its answer says so")
     num_tool_workers: PositiveInt = Field(1, description="processes per home rank that run tools")
     max_tool_response_length: PositiveInt = Field(256, description="tokens of one tool's answer at most")
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
-        "middle", description="where an answer that is too long loses its tokens"
+        "middle", description="which side of an answer that is too long is kept; middle: both ends"
     )
     interaction_path: str | None = Field(None, description="Python file of a user simulator; null: no user answers")
     interaction_name: str = Field("Interaction", description="class in that file")
@@ -543,6 +546,11 @@ class GenerateConfig(Section):
     """`hpcrl generate` and `hpcrl evaluate`: the engine on a dataset, without training."""
 
     output_path: str | None = Field(None, description="JSONL file of the responses; null: <run>/generations.jsonl")
+    batch_size: PositiveInt | None = Field(
+        None, description="prompts between two writes to that file; null: as many as fill the engines' slots 16 times"
+    )
+    score: bool = Field(True, description="score the responses; false: data without scorers will do")
+    log_probs: bool = Field(True, description="write the tokens' log-probs too, about half of the file")
 
 
 class JobConfig(Section):

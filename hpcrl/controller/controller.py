@@ -4,6 +4,11 @@ Why no order of `get()` can deadlock: commands are numbered in the order in whic
 its part of command k only after its parts of all commands before k, sends never wait, and a part of k waits only for
 parts of k on other ranks. `get()` first runs rank 0's own parts up to its command, in order. So the lowest unfinished
 command can always go on.
+
+A method that takes long may let later parts run inside it (`Desk.attend`): only such as wait for no other rank, so it
+is as if they had taken no time, and still in the order of their numbers. A method that goes on until another command
+comes waits for what rank 0 does next, so nobody may wait for it: it is an order, without a result
+(`Dispatch.ORDER_ALL`).
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.controller.columns import Block, Location, PlacedColumn, Read
-from hpcrl.controller.executor import COMMANDS, FETCH, RESULTS, STOP, Command, Executor, Kept, Result
+from hpcrl.controller.executor import COMMANDS, FETCH, RESULTS, STOP, Command, Executor, Farewell, Kept, Note, Result
 from hpcrl.controller.register import Registration, registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
@@ -40,9 +45,15 @@ def replica_column(dp: int) -> str:
 class Future(Generic[T]):
     """The result of a call that may not have happened yet."""
 
-    def __init__(self, finish: Callable[[], T]) -> None:
+    def __init__(self, finish: Callable[[], T], is_ready: Callable[[], bool]) -> None:
         self._finish: Callable[[], T] | None = finish
+        self._is_ready = is_ready
         self._value: T
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `get` would give its value at once: everybody has reported."""
+        return self._finish is None or self._is_ready()
 
     def get(self) -> T:
         if self._finish is not None:
@@ -96,7 +107,14 @@ class WorkerGroup:
 
 
 class Controller:
-    """Lives on rank 0. `groups[role]` are the callable roles."""
+    """Lives on rank 0. `groups[role]` are the callable roles.
+
+    listener: is given (rank, note) of every note that a worker tells. background: called again and again while rank 0
+    waits for a result. Both may issue commands and get futures that are ready; neither may wait.
+    """
+
+    listener: Callable[[int, Any], None] | None = None
+    background: Callable[[], None] | None = None
 
     def __init__(self, executor: Executor, workers: Mapping[str, type[Worker]]) -> None:
         self.groups = {
@@ -108,7 +126,7 @@ class Controller:
         self._next_id = 0
         self._own: deque[Command] = deque()
         self._results: dict[int, dict[int, Result]] = defaultdict(dict)
-        self._open: dict[int, _Call] = {}  # calls whose results nobody has taken yet
+        self._gone: set[int] = set()
         self._forget: dict[int, list[int]] = defaultdict(list)
 
     def __getitem__(self, role: str) -> WorkerGroup:
@@ -148,15 +166,20 @@ class Controller:
             self._issue(rank, command)
         if plan is not None:
             self._issue_to_owners(call.id, plan, set(shares))
-        self._open[call.id] = call
-        return Future(lambda: collect(self._wait_for(call)))
+        return Future(lambda: collect(self._wait_for(call)), lambda: self._has_come(call))
+
+    def listen(self) -> None:
+        """Waits until a result or a note has come."""
+        if self._own:
+            self._run_own()
+        else:
+            self._receive_result()
 
     def fetch(self, column: PlacedColumn) -> Ragged:
         """Bring a column to rank 0."""
         read = Read("fetched", column.locations[0])
         plan = _Plan((read,), np.zeros(len(column), np.int32))
         call = _Call(self._number(), FETCH, (0,), runs_here=True)
-        self._open[call.id] = call
         self._issue(0, Command(call.id, FETCH, FETCH, reads=plan.reads, destination=plan.destination, reports=True))
         self._issue_to_owners(call.id, plan, {0})
         (columns,) = self._wait_for(call)
@@ -166,12 +189,12 @@ class Controller:
         """Let rank 0's own commands end, and the other ranks leave their serve loops."""
         while self._own:
             self._run_own()
-        # Results that nobody asked for: their senders cannot leave while these are under way.
-        for call in self._open.values():
-            while len(self._results[call.id]) < len(call.reporters):
-                self._receive_result()
         for rank in range(1, self._wire.size):
             self._wire.send(encode(Command(self._number(), None, STOP)), rank, COMMANDS)
+        # Results and notes that nobody asked for: their senders cannot leave while these are under way.
+        self.listener = self.background = None
+        while len(self._gone) < self._wire.size - 1:
+            self._receive_result()
         self._wire.flush()
 
     def _number(self) -> int:
@@ -238,20 +261,31 @@ class Controller:
             self._results[result.command][result.rank] = result
 
     def _receive_result(self) -> None:
-        result: Result = decode(self._wire.receive_any(RESULTS))
-        self._results[result.command][result.rank] = result
+        message: Result | Note | Farewell = decode(self._wire.receive_any(RESULTS))
+        if isinstance(message, Result):
+            self._results[message.command][message.rank] = message
+        elif isinstance(message, Farewell):
+            self._gone.add(message.rank)
+        elif self.listener is not None:
+            self.listener(message.rank, message.value)
+
+    def _has_come(self, call: _Call) -> bool:
+        return len(self._results.get(call.id, ())) == len(call.reporters)
 
     def _wait_for(self, call: _Call) -> list[Any]:
         """What a call's reporters gave, in order, once all have reported."""
         while self._own and self._own[0].id <= call.id:
             self._run_own()
-        while len(self._results[call.id]) < len(call.reporters):
+        while not self._has_come(call):
+            if self.background is not None:
+                self.background()
+            if self._has_come(call):
+                break
             if self._own and not call.runs_here:
                 self._run_own()  # a role on other ranks is at work; rank 0 goes on with what it has to do itself
             else:
                 self._receive_result()
-        del self._open[call.id]
-        results = self._results.pop(call.id)
+        results = self._results.pop(call.id, {})
         row_bytes = sum(result.row_bytes for result in results.values())
         if row_bytes:
             self.traffic.columns[call.method] += row_bytes

@@ -1,7 +1,12 @@
-"""What every rank does with a command: send the rows it owes, gather the rows it needs, run the method, report."""
+"""What every rank does with a command: send the rows it owes, gather the rows it needs, run the method, report.
+
+A rank starts its commands in the order in which they came, and ends one before it starts the next, with one exception:
+a method that takes long may attend to its desk, and then commands that wait for no other rank run inside it.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -74,6 +79,21 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Note:
+    """Something small that a worker tells rank 0 of its own accord."""
+
+    rank: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Farewell:
+    """The last message of a rank: all that it sent before has come, too."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Kept:
     """What a home reports of a batch call: the columns that it wrote stay with it, and only their names travel."""
 
@@ -83,7 +103,7 @@ class Kept:
 
 
 class Executor:
-    """One rank's workers and columns. Commands are run one after another, in the order rank 0 issued them."""
+    """One rank's workers and columns, and their `Desk`."""
 
     def __init__(self, world: World, workers: Mapping[str, Worker], layouts: Mapping[str, Layout]) -> None:
         self.world = world
@@ -92,30 +112,75 @@ class Executor:
         self.wire = Wire(world.comm)
         self.store = ColumnStore()
         self._row_bytes = 0
+        self._come: deque[Command] = deque()  # received, and not yet run
         self._replicas = _replica_communicators(self.wire.comm, layouts)
+        for worker in workers.values():
+            worker.desk = self
 
     def serve(self) -> None:
         """Run commands of rank 0 until it says stop."""
-        while (command := decode(self.wire.receive(0, COMMANDS))).method != STOP:
-            result = self.run(command)
-            if result is not None:
-                self.wire.send(encode(result), to=0, tag=RESULTS)
+        while (command := self._next()).method != STOP:
+            self._run_and_report(command)
+        self.wire.send(encode(Farewell(self.wire.rank)), to=0, tag=RESULTS)
 
     def run(self, command: Command) -> Result | None:
         here = self.world.whereabouts
-        here.role, here.phase = command.role or "owner", command.method
+        outer, row_bytes = (here.role, here.phase), self._row_bytes
+        here.role, here.phase, self._row_bytes = command.role or "owner", command.method, 0
         for block in command.forget:
             self.store.forget(block)
         self._send_owed_rows(command)
         value = self._execute(command) if command.role else None
-        here.role = here.phase = None
-        row_bytes, self._row_bytes = self._row_bytes, 0
-        return Result(command.id, self.wire.rank, value, row_bytes) if command.reports else None
+        result = Result(command.id, self.wire.rank, value, self._row_bytes) if command.reports else None
+        (here.role, here.phase), self._row_bytes = outer, row_bytes
+        return result
+
+    def attend(self) -> bool:
+        """See `Desk`. Rank 0's own commands come from its program, which does not go on inside a method."""
+        while self.wire.rank != 0:
+            if not self._come:
+                message = self.wire.receive_if_there(0, COMMANDS)
+                if message is None:
+                    break
+                self._come.append(decode(message))
+            if not self._may_run_meanwhile(self._come[0]):
+                return True
+            self._run_and_report(self._come.popleft())
+        return False
+
+    def tell(self, note: Any) -> None:
+        self.wire.send(encode(Note(self.wire.rank, note)), to=0, tag=RESULTS)
+
+    def share(self, layout: Layout, value: Any) -> Any:
+        dp = layout.coord(self.wire.rank).dp
+        replica, home = layout.replica(dp), layout.home(dp)
+        if len(replica) == 1:
+            return value
+        message = np.frombuffer(encode(value) if value is not None and self.wire.rank == home else b"", np.uint8)
+        message = broadcast_bytes(self._replicas[replica], message, root=replica.index(home))
+        return decode(message) if len(message) else None
 
     def close(self) -> None:
         for comm in self._replicas.values():
             comm.Free()
         self.wire.close()
+
+    def _next(self) -> Command:
+        return self._come.popleft() if self._come else decode(self.wire.receive(0, COMMANDS))
+
+    def _run_and_report(self, command: Command) -> None:
+        result = self.run(command)
+        if result is not None:
+            self.wire.send(encode(result), to=0, tag=RESULTS)
+
+    def _may_run_meanwhile(self, command: Command) -> bool:
+        """Whether it waits for no other rank: an owner only sends, and a home alone may need no rows of others."""
+        if command.role is None:
+            return command.method != STOP
+        method = registration_of(type(self.workers[command.role]), command.method) if command.role != FETCH else None
+        if method is None or not method.meanwhile or command.destination is None:
+            return False
+        return not senders_of(command.reads, command.destination, self.wire.rank)
 
     def _execute(self, command: Command) -> Any:
         if command.role == FETCH:
@@ -199,8 +264,7 @@ class Executor:
 def broadcast_bytes(comm: MPI.Comm, message: np.ndarray, root: int) -> np.ndarray:
     size = np.array([message.nbytes], np.int64)
     wait(comm.Ibcast(size, root=root))
-    if comm.rank != root:
-        message = np.empty(int(size[0]), np.uint8)
+    message = message.copy() if comm.rank == root else np.empty(int(size[0]), np.uint8)  # MPI wants it writable
     if size[0]:
         wait(comm.Ibcast(message, root=root))
     return message

@@ -60,7 +60,7 @@ def _check_lengths(args: tuple[Any, ...], kwargs: dict[str, Any], expected: int,
 
 
 class Dispatch:
-    """The built-in modes, under verl's names. `register_dispatch_mode` adds one of your own."""
+    """The built-in modes, under verl's names where it has them. `register_dispatch_mode` adds one of your own."""
 
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _to_all, lambda layout: layout.ranks)
     RANK_ZERO = DispatchMode(
@@ -72,6 +72,9 @@ class Dispatch:
         "DP_COMPUTE_PROTO", _to_all, lambda layout: layout.homes, takes_batch=True, returns_batch=True
     )
     DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", _to_all, lambda layout: layout.homes, takes_batch=True)
+    # Orders: nobody reports, and nothing is to be got.
+    ORDER_ALL = DispatchMode("ORDER_ALL", _to_all, lambda layout: ())
+    DP_ORDER = DispatchMode("DP_ORDER", _to_all, lambda layout: (), takes_batch=True)
 
 
 def register_dispatch_mode(mode: DispatchMode) -> DispatchMode:
@@ -91,6 +94,7 @@ class Registration:
     writes: tuple[str, ...]
     group_by: str | None
     homes_only: bool
+    meanwhile: bool
 
 
 def register(
@@ -100,6 +104,7 @@ def register(
     writes: Sequence[str] = (),
     group_by: str | None = None,
     homes_only: bool = False,
+    meanwhile: bool = False,
 ) -> Callable[[Method], Method]:
     """Make a worker method callable from rank 0.
 
@@ -110,12 +115,18 @@ def register(
             replicas alike.
         homes_only: run on the home rank of each replica alone, for work on columns that needs no model.
         group_by: a sample-level column; rows with equal entries go to the same replica.
+        meanwhile: may run inside a long method that attends to its desk, for the home alone and when all rows that it
+            reads are there already: then it waits for no other rank.
     """
     if (reads or writes or group_by or homes_only) and not mode.takes_batch:
         raise ValueError(f"{mode.name} moves no batch, so it has no columns to read or write")
+    if meanwhile and not homes_only:
+        raise ValueError("meanwhile=True is for methods of the home alone; set homes_only=True")
 
     def mark(method: Method) -> Method:
-        method.registration = Registration(mode, tuple(reads), tuple(writes), group_by, homes_only)  # type: ignore[attr-defined]
+        method.registration = Registration(  # type: ignore[attr-defined]
+            mode, tuple(reads), tuple(writes), group_by, homes_only, meanwhile
+        )
         return method
 
     return mark

@@ -45,16 +45,29 @@ class Wire:
             return message is not None
 
         wait_until(arrived)
-        buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-        wait(found[0].Irecv([buffer, MPI.BYTE]))
-        self.bytes_received[tag] += len(buffer)
-        return buffer
+        return self._take(found[0], status, tag)
+
+    def receive_if_there(self, source: int, tag: int) -> np.ndarray | None:
+        """As `receive` when a message has come, else None."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        message = self.comm.Improbe(source=source, tag=tag, status=status)
+        return None if message is None else self._take(message, status, tag)
 
     def receive_any(self, tag: int) -> np.ndarray:
         """The next message of any rank under `tag`."""
         from mpi4py import MPI
 
         return self.receive(MPI.ANY_SOURCE, tag)
+
+    def _take(self, message: MPI.Message, status: MPI.Status, tag: int) -> np.ndarray:
+        from mpi4py import MPI
+
+        buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        wait(message.Irecv([buffer, MPI.BYTE]))
+        self.bytes_received[tag] += len(buffer)
+        return buffer
 
     def flush(self) -> None:
         wait_all([request for request, _ in self._sends])

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from hpcrl.grid.layout import Layout
+
+
+class Desk(Protocol):
+    """What this rank's executor does for a method that takes long."""
+
+    def attend(self) -> bool:
+        """Runs commands that have come and may run meanwhile (`@register(..., meanwhile=True)`, and rows that others
+        need); true when the next one has to wait for the end of this method. Does not wait."""
+        ...
+
+    def tell(self, note: Any) -> None:
+        """Sends rank 0's listener (`Controller.listener`) something small. Does not wait."""
+        ...
+
+    def share(self, layout: Layout, value: Any) -> Any:
+        """The home's `value` on every rank of its replica, each of which calls this; None costs least."""
+        ...
 
 
 class Worker:
@@ -11,6 +30,8 @@ class Worker:
     A method of a batch mode gets the rows of its replica as a DataProto, the same on every rank of the replica; what
     the replica's home rank returns counts, what the others return is dropped.
     """
+
+    desk: Desk  # set by the executor
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout

@@ -62,12 +62,14 @@ class TrainEngine:
         seed: int = 0,
         optim: OptimConfig | None = None,
         total_steps: int = 0,
+        exact: bool = False,
     ) -> None:
-        """`optim` None makes a frozen model; `total_steps` counts the optimizer steps of the whole run."""
+        """`optim` None makes a frozen model; `total_steps` counts the optimizer steps of the whole run; `exact` gives
+        log-probs the bits of the native engine's exact mode."""
         self.shape, self.groups, self.head, self.dtype = shape, groups, head, dtype
         self.optim, self.total_steps = optim, total_steps
         self.steps = 0  # optimizer steps done
-        self.module = build_model(shape, groups, head=head, dtype=dtype, seed=seed)
+        self.module = build_model(shape, groups, head=head, dtype=dtype, seed=seed, exact=exact)
         self.config = self.module.config
         self.model: torch.nn.Module = self.module
         self.optimizer = None
@@ -81,7 +83,7 @@ class TrainEngine:
                 )
                 self.model = DistributedDataParallel(self.config, ddp_config, self.module, pg_collection=groups.pgc)
                 self.optimizer = build_optimizer(self.model, optim, groups, dtype)
-        self._vocabulary = VocabularyOutputs(groups.tp, shape.vocab_size)
+        self._vocabulary = VocabularyOutputs(groups.tp, shape.vocab_size, exact)
         self._schedule = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
         self._p2p = P2PCommunicator(groups.pp, self.config) if groups.layout.pp > 1 else None
 

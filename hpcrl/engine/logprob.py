@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.model.exact import exact_log_softmax
+
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # isort: skip
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -25,15 +29,25 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     sum_pi_squared: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """log softmax(logits / temperature) at the targets; on request that distribution's entropy and sum of squares.
 
     targets: (R,) or (R, K) int64 global ids, of which those behind the first are distinct in a row. Gives log-probs in
     the shape of the targets, entropy -sum p log p (R,) and sum p^2 (R,), the last without a gradient; fp32, or fp64
     where the logits are. Temperature 0 means 1: the log-probability has one definition in this project, and that of
-    greedy decoding is under temperature 1.
+    greedy decoding is under temperature 1. `exact` gives the bits of the native engine's exact mode, from the logits of
+    the whole vocabulary on every rank.
     """
     columns = targets.view(len(targets), -1)
+    if exact:
+        whole = gather_from_tensor_model_parallel_region(logits, group)
+        log_p = exact_log_softmax(whole, vocab_size, temperature)
+        return (
+            log_p.gather(1, columns).view(targets.shape),
+            -(log_p.exp() * log_p).sum(dim=1) if entropy else None,
+            log_p.detach().mul(2).exp().sum(dim=1) if sum_pi_squared else None,
+        )
     log_probs, entropies, squares = _LogProbs.apply(
         logits, columns, group, vocab_size, temperature or 1.0, entropy, sum_pi_squared
     )

@@ -29,9 +29,10 @@ def scores(micro: MicroBatch, raw: Tensor) -> Outputs:
 class VocabularyOutputs:
     """Of logits (R, V / tp), whose columns are split over the ranks of `group`."""
 
-    def __init__(self, group: ProcessGroup, vocab_size: int) -> None:
+    def __init__(self, group: ProcessGroup, vocab_size: int, exact: bool = False) -> None:
         self._group = group
         self._vocab_size = vocab_size
+        self._exact = exact
 
     def log_probs(
         self,
@@ -53,6 +54,7 @@ class VocabularyOutputs:
             temperature=temperature,
             entropy=entropy,
             sum_pi_squared=sum_pi_squared,
+            exact=self._exact,
         )
         outputs = {
             "log_probs": log_probs[:, 0],

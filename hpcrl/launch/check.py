@@ -1,6 +1,7 @@
 """`hpcrl check`: what is installed on this machine, and what is wrong with it, in plain words.
 
 Runs in one process or under a launcher; there rank 0 prints. Exit code 1 when something that hpcrl needs is wrong.
+With --trtllm it is about that engine alone.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ class Finding:
     needed: bool = True
 
 
-def main(arguments: list[str]) -> NoReturn:
-    """The subcommand. Collective over the ranks that the launcher started."""
-    if arguments:
-        exits.refuse(InputError(f"found {arguments[0]!r}; hpcrl check takes no arguments"))
+def main(arguments: list[str], engine: Callable[[MPI.Intracomm], list[Finding]]) -> NoReturn:
+    """The subcommand. Collective over the ranks that the launcher started.
+
+    `engine(comm)`, collective, is what there is to say of the engine that --trtllm asks about.
+    """
+    if arguments not in ([], ["--trtllm"]):
+        exits.refuse(InputError(f"found {arguments[0]!r}; hpcrl check takes --trtllm or nothing"))
     isolation_here()  # starts processes, which is for before MPI; the answer is kept
     try:
         comm = start_mpi()
@@ -54,12 +58,14 @@ def main(arguments: list[str]) -> NoReturn:
             report([Finding("MPI", "unusable", str(error)), *local_findings()])
         os._exit(exits.OTHER)
     hosts = exchange(comm, (platform.node(), len(os.sched_getaffinity(0))))
-    code = report([*mpi_findings(comm, hosts), *local_findings(comm.size)]) if comm.rank == 0 else None
+    findings = engine(comm) if arguments else local_findings(comm.size)
+    what = "TensorRT-LLM" if arguments else "hpcrl"
+    code = report([*mpi_findings(comm, hosts), *findings], what) if comm.rank == 0 else None
     finish(broadcast(comm, code))
 
 
-def report(findings: list[Finding]) -> int:
-    """Print the table and what is wrong; returns the exit code."""
+def report(findings: list[Finding], what: str = "hpcrl") -> int:
+    """Print the table and what is wrong with `what`; returns the exit code."""
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         mark = " " if finding.wrong is None else "!" if finding.needed else "?"
@@ -68,7 +74,7 @@ def report(findings: list[Finding]) -> int:
     for finding in wrong:
         print(f"\n{'wrong' if finding.needed else 'note'}: {finding.name.strip()}: {finding.wrong}")
     needed = [finding for finding in wrong if finding.needed]
-    print("\nready" if not needed else f"\n{len(needed)} thing{'s' * (len(needed) > 1)} to mend before hpcrl can run")
+    print("\nready" if not needed else f"\n{len(needed)} thing{'s' * (len(needed) > 1)} to mend before {what} can run")
     return exits.OTHER if needed else exits.DONE
 
 

@@ -45,7 +45,7 @@ def exit_code(error: BaseException) -> int:
         return BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    return OTHER
+    return int(getattr(error, "exit_code", OTHER))
 
 
 def one_line(error: BaseException) -> str:

@@ -56,7 +56,7 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int]) -> NoReturn
         config = load_once(comm, load)
         run_dir = run_directory(config)
         logs.start(run_dir, comm.rank)
-        world = start_torch(comm, config.run.c10d_backend)
+        world = start_torch(comm, config.run.c10d_backend, with_tensorrt_llm=asks_for_tensorrt_llm(config))
         logs.take_terminal_from_torch()
         whereabouts = world.whereabouts
         code = max(world.exchange(main(world, config)))
@@ -87,6 +87,11 @@ def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
     if line is not None:
         raise InputError(line, everywhere=True)
     return config
+
+
+def asks_for_tensorrt_llm(config: object) -> bool:
+    """Jobs without generation have no such section."""
+    return getattr(getattr(config, "rollout", None), "engine", None) == "tensorrt_llm"
 
 
 def run_directory(config: JobConfig) -> Path:

@@ -19,12 +19,12 @@ _FIRST_PAUSE = 20e-6  # seconds
 _LAST_PAUSE = 1e-3  # seconds
 
 
-def wait_until(ready: Callable[[], bool]) -> None:
+def wait_until(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> None:
     """Call `ready` until it is true: first yielding the core in between, then with pauses that grow from 20 us to 1 ms.
 
     `ready` should make progress itself (MPI_Test does): nothing else does while this rank sleeps.
     """
-    for _ in range(_EAGER_TESTS):
+    for _ in range(eager_tests):
         if ready():
             return
         os.sched_yield()

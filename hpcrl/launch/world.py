@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.launch import children, exits
+from hpcrl.launch import children, exits, trtllm
 from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 # an address reserved for documentation, which takes the default route; then private networks, for nodes without one
 PROBES = ("192.0.2.1", "10.0.0.1", "172.16.0.1", "192.168.0.1")
+_to_close: list[Callable[[], None]] = []
 SECONDS_TO_REPORT = 1.0  # launchers drop what is still in their pipes when MPI_Abort arrives
 
 
@@ -207,13 +208,14 @@ def library_name(version: str) -> str:
     return " ".join(first.replace("Version:", "").split())
 
 
-def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host") -> World:
+def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host", *, with_tensorrt_llm: bool = False) -> World:
     """Start torch and torch.distributed on the ranks of `comm`. Collective.
 
     Args:
         backend: "mpi_host" (our own over MPI) or "gloo", for the CPU. With CUDA the world is NCCL for device tensors
             and gloo for host tensors (torch takes a Python process group only as the whole of a group); that
             combination has not been tried on a machine with GPUs yet.
+        with_tensorrt_llm: import that package here, on all ranks; `comm` must then have all of MPI's world.
     """
     from mpi4py import MPI
 
@@ -236,6 +238,8 @@ def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host") -> World:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    if with_tensorrt_llm:
+        trtllm.import_together(comm)
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
     elif backend == "mpi_host":
@@ -330,12 +334,19 @@ def interface_address(destination: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
+def before_leaving_mpi(close: Callable[[], None]) -> None:
+    """Have `finish` call `close`, on all ranks alike, while MPI still works: for what uses it from a thread."""
+    _to_close.append(close)
+
+
 def finish(code: int) -> NoReturn:
     """Planned end: every rank calls it with the same code. Flush, meet, leave MPI, exit at once."""
     from mpi4py import MPI
 
     flush()
     barrier(MPI.COMM_WORLD)
+    while _to_close:
+        _to_close.pop()()
     if "torch.distributed" in sys.modules:
         dist = sys.modules["torch.distributed"]
         if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences of different lengths, on `scaled_dot_product_attention`."""
+"""Causal attention over packed sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hpcrl.model.exact import exact_attention
 from hpcrl.model.packed import PackedTokens
 from hpcrl.model.rope import apply_rope
 
@@ -34,14 +35,25 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """`query` (S, heads, d), `key` and `value` (S, groups, d) of this rank -> (S, heads * d)."""
         packed = packed_seq_params
-        output = scaled_dot_product_attention(
+        output = self.attend(
             _unpack(apply_rope(query, packed.cos, packed.sin), packed),
             _unpack(apply_rope(key, packed.cos, packed.sin), packed),
             _unpack(value, packed),
-            is_causal=True,
-            enable_gqa=query.size(1) != key.size(1),
         )
         return _Repack.apply(output.transpose(1, 2).flatten(0, 1), packed.slots, query.size(0)).flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`query` (N, heads, L, d), `key` and `value` (N, groups, L, d) -> (N, heads, L, d)."""
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.size(1) != key.size(1))
+
+
+class ExactPackedAttention(PackedAttention):
+    """The same, with the bits that the native engine's exact mode gets."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        grouped = query.unflatten(1, (key.size(1), -1)).transpose(2, 3)
+        positions = torch.arange(query.size(2), device=query.device).unsqueeze(0)
+        return exact_attention(grouped, key, value, positions).transpose(2, 3).flatten(1, 2)
 
 
 def _unpack(x: Tensor, packed: PackedTokens) -> Tensor:

@@ -21,7 +21,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from hpcrl.model.attention import PackedAttention
+    from hpcrl.model.attention import ExactPackedAttention, PackedAttention
+    from hpcrl.model.exact import check_exact
+    from hpcrl.model.exact_layers import use_exact_linear
     from hpcrl.model.gpt import PackedGPT
     from hpcrl.model.heads import ScalarHead
     from hpcrl.model.norm import RMSNorm
@@ -33,20 +35,29 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    shape: ModelShape, groups: RoleGroups, *, head: Head = "lm", dtype: torch.dtype = torch.float32, seed: int = 0
+    shape: ModelShape,
+    groups: RoleGroups,
+    *,
+    head: Head = "lm",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    exact: bool = False,
 ) -> PackedGPT:
     """This rank's stage and tensor-parallel shard of a model with random weights.
 
-    The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced.
+    The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced. An `exact`
+    model computes with the bits of the native engine's exact mode (see hpcrl.model.exact).
     """
     platform.install()
+    if exact:
+        check_exact(shape, dtype, platform.device())
     local = local_shards(shape, groups, head)
     layers = params.stage_layers(shape.num_layers, groups.coord.pp, groups.layout.pp)
     config = transformer_config(shape, groups, dtype)
     with platform.cpu_bridge():
         model = PackedGPT(
             config,
-            TransformerBlockSubmodules(layer_specs=[_layer_spec()] * len(layers), layer_norm=RMSNorm),
+            TransformerBlockSubmodules(layer_specs=[_layer_spec(exact)] * len(layers), layer_norm=RMSNorm),
             vocab_size=shape.padded_vocab_size,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=groups.is_first_stage,
@@ -57,6 +68,8 @@ def build_model(
         )
         if head in params.SCALAR_HEADS and groups.is_last_stage:
             model.output_layer = ScalarHead(shape.hidden_size)
+        if exact:
+            use_exact_linear(model)
         model.to(platform.device())
         _initialise(model, local, shape, seed)
     return model
@@ -124,12 +137,12 @@ def _uneven_stages(shape: ModelShape, groups: RoleGroups) -> _Stages | None:
     return _Stages(layout, groups.coord.pp)
 
 
-def _layer_spec():  # type: ignore[no-untyped-def]
+def _layer_spec(exact: bool):  # type: ignore[no-untyped-def]
     """Megatron's local layer with our norm, and our attention over packed sequences."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    spec.submodules.self_attention.submodules.core_attention = ExactPackedAttention if exact else PackedAttention
     return spec
 
 

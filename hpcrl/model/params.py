@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
@@ -23,8 +23,7 @@ REWARD_HEAD = "reward_head.weight"
 SCALAR_HEADS: dict[Head, str] = {"value": VALUE_HEAD, "reward": REWARD_HEAD}
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A rectangle of a global 2-D tensor (a 1-D tensor counts as (n, 1)) and where it starts in the local tensor."""
 
     global_rows: tuple[int, int]
@@ -33,9 +32,12 @@ class Box:
     local_col: int
 
 
-@dataclass(frozen=True)
-class Shard:
-    """What one rank holds of one parameter; the boxes tile the local tensor."""
+class Shard(NamedTuple):
+    """What one rank holds of one parameter; the boxes tile the local tensor.
+
+    `name` is global (layers and experts counted over the whole model), `local_name` is that of the module of pipeline
+    chunk `chunk`. An expert's `tp_replicated` speaks of expert tensor parallelism.
+    """
 
     name: str
     local_name: str
@@ -43,10 +45,21 @@ class Shard:
     local_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     tp_replicated: bool
+    chunk: int = 0
+    is_expert: bool = False
 
 
-def check_layout(shape: ModelShape, *, tp_size: int, pp_size: int, role: str = "model") -> None:
-    """Raises InputError when `tp_size` or `pp_size` does not fit the model; `role` is named in the message."""
+def check_layout(
+    shape: ModelShape,
+    *,
+    tp_size: int,
+    pp_size: int,
+    vpp_size: int = 1,
+    ep_size: int = 1,
+    etp_size: int = 1,
+    role: str = "model",
+) -> None:
+    """Raises InputError when a size does not fit the model; `role` is named in the message."""
     divided = {
         "num_query_groups": shape.num_query_groups,
         "ffn_hidden_size": shape.ffn_hidden_size,
@@ -60,6 +73,30 @@ def check_layout(shape: ModelShape, *, tp_size: int, pp_size: int, role: str = "
         raise InputError(
             f"{role}.pp={pp_size} is more than num_layers={shape.num_layers}; use at most {shape.num_layers}"
         )
+    if vpp_size > 1 and pp_size == 1:
+        raise InputError(f"{role}.vpp={vpp_size} cuts pipeline stages into chunks, and {role}.pp=1 has none; use vpp=1")
+    if vpp_size * pp_size > shape.num_layers:
+        raise InputError(
+            f"{role}.vpp*pp={vpp_size}*{pp_size} is more than num_layers={shape.num_layers}; "
+            f"use a vpp of at most {shape.num_layers // pp_size}"
+        )
+    _check_experts(shape, ep_size, etp_size, role)
+
+
+def _check_experts(shape: ModelShape, ep_size: int, etp_size: int, role: str) -> None:
+    if not shape.num_experts:
+        if max(ep_size, etp_size) > 1:
+            raise InputError(
+                f"{role}.ep={ep_size} and {role}.etp={etp_size} divide experts, and the model has none; use 1"
+            )
+        return
+    for key, size, what, whole in (
+        ("ep", ep_size, "num_experts", shape.num_experts),
+        ("etp", etp_size, "moe_ffn_hidden_size", shape.moe_ffn_hidden_size),
+    ):
+        if whole % size:
+            fitting = [n for n in range(1, size) if whole % n == 0]
+            raise InputError(f"{role}.{key}={size} does not divide {what}={whole}; use one of {fitting}")
 
 
 def stage_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
@@ -69,77 +106,164 @@ def stage_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
     return range(start, start + each + (pp_rank < more))
 
 
+def chunk_layers(num_layers: int, pp_rank: int, pp_size: int, chunk: int, vpp_size: int) -> range:
+    """Global numbers of the layers of one chunk of a stage: Megatron's interleaved schedule deals the chunks to the
+    stages in turn, so chunk c of stage p is the (c * pp_size + p)-th piece of the model."""
+    return stage_layers(num_layers, chunk * pp_size + pp_rank, vpp_size * pp_size)
+
+
 def shards(
-    shape: ModelShape, *, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, head: Head = "lm"
+    shape: ModelShape,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    pp_rank: int,
+    pp_size: int,
+    vpp_size: int = 1,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+    etp_rank: int = 0,
+    etp_size: int = 1,
+    head: Head = "lm",
+    part: Literal["all", "dense", "experts"] = "all",
 ) -> list[Shard]:
-    """The parameters of a rank, in the order of the model; tied embeddings have a second holder, the last stage."""
-    check_layout(shape, tp_size=tp_size, pp_size=pp_size)
-    return list(_Stage(shape, tp_rank, tp_size, pp_rank, pp_size, head).shards())
+    """The parameters of a rank, chunk by chunk, in the order of the model.
+
+    Tied embeddings have a second holder, the last chunk of the last stage. `part`: only what the dense grid (tp, pp)
+    divides, or only the experts, which the expert grid (etp, ep, pp) divides.
+    """
+    check_layout(shape, tp_size=tp_size, pp_size=pp_size, vpp_size=vpp_size, ep_size=ep_size, etp_size=etp_size)
+    return [
+        shard
+        for chunk in range(vpp_size)
+        for shard in _Chunk(
+            shape,
+            first=(pp_rank, chunk) == (0, 0),
+            last=(pp_rank, chunk) == (pp_size - 1, vpp_size - 1),
+            layers=chunk_layers(shape.num_layers, pp_rank, pp_size, chunk, vpp_size),
+            dense=_Split(tp_rank, tp_size, chunk),
+            experts=_Split(etp_rank, etp_size, chunk, is_expert=True),
+            ep_rank=ep_rank,
+            ep_size=ep_size,
+            head=head,
+        ).shards(part)
+    ]
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _Split:
+    """How tensor parallelism, dense or of experts, cuts a parameter: the share of one of its ranks."""
+
+    rank: int
+    size: int
+    chunk: int
+    is_expert: bool = False
+
+    def whole(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
+        cols = shape[1] if len(shape) == 2 else 1
+        return self._shard(name, local_name, shape, shape, Box((0, shape[0]), (0, cols), 0, 0), replicated=True)
+
+    def rows(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
+        rows, cols = shape[0] // self.size, shape[1]
+        box = Box((self.rank * rows, (self.rank + 1) * rows), (0, cols), 0, 0)
+        return self._shard(name, local_name, shape, (rows, cols), box)
+
+    def cols(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
+        rows, cols = shape[0], shape[1] // self.size
+        box = Box((0, rows), (self.rank * cols, (self.rank + 1) * cols), 0, 0)
+        return self._shard(name, local_name, shape, (rows, cols), box)
+
+    def gated(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
+        """Globally [gate; up], locally [gate shard; up shard]."""
+        ffn, cols = shape[0] // 2, shape[1]
+        rows = ffn // self.size
+        start = self.rank * rows
+        gate = Box((start, start + rows), (0, cols), 0, 0)
+        up = Box((ffn + start, ffn + start + rows), (0, cols), rows, 0)
+        return self._shard(name, local_name, shape, (2 * rows, cols), gate, up)
+
+    def _shard(
+        self,
+        name: str,
+        local_name: str | None,
+        shape: tuple[int, ...],
+        local_shape: tuple[int, ...],
+        *boxes: Box,
+        replicated: bool = False,
+    ) -> Shard:
+        return Shard(name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive layers on one rank, with the embedding before the model's first and the head after its last."""
+
     shape: ModelShape
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
+    layers: range
+    first: bool
+    last: bool
+    dense: _Split
+    experts: _Split
+    ep_rank: int
+    ep_size: int
     head: Head
 
-    def shards(self) -> Iterator[Shard]:
-        shape = self.shape
-        first, last = self.pp_rank == 0, self.pp_rank == self.pp_size - 1
-        vocabulary = (shape.padded_vocab_size, shape.hidden_size)
-        if first:
-            yield self._split_rows(EMBEDDING, vocabulary)
-        for local, layer in enumerate(stage_layers(shape.num_layers, self.pp_rank, self.pp_size)):
-            yield from self._layer(f"decoder.layers.{layer}.", f"decoder.layers.{local}.")
-        if not last:
-            return
-        yield self._whole("decoder.final_layernorm.weight", (shape.hidden_size,))
-        if self.head in SCALAR_HEADS:
-            yield self._whole(SCALAR_HEADS[self.head], (1, shape.hidden_size), OUTPUT_LAYER)
-        elif not shape.tie_word_embeddings:
-            yield self._split_rows(OUTPUT_LAYER, vocabulary)
-        elif not first:
-            yield self._split_rows(EMBEDDING, vocabulary, OUTPUT_LAYER)
+    def shards(self, part: str) -> Iterator[Shard]:
+        has_dense = part != "experts"
+        if self.first and has_dense:
+            yield self.dense.rows(EMBEDDING, self._vocabulary)
+        for local, layer in enumerate(self.layers):
+            prefixes = f"decoder.layers.{layer}.", f"decoder.layers.{local}."
+            is_moe = self.shape.is_moe_layer(layer)
+            if has_dense:
+                yield from self._layer(*prefixes, is_moe)
+            if is_moe and part != "dense":
+                yield from self._experts(*prefixes)
+        if self.last and has_dense:
+            yield from self._head()
 
-    def _layer(self, prefix: str, local: str) -> Iterator[Shard]:
-        shape = self.shape
+    @property
+    def _vocabulary(self) -> tuple[int, int]:
+        return self.shape.padded_vocab_size, self.shape.hidden_size
+
+    def _layer(self, prefix: str, local: str, is_moe: bool) -> Iterator[Shard]:
+        """All of a layer but its experts."""
+        shape, split = self.shape, self.dense
         hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
         query = shape.num_attention_heads * shape.head_dim
         # Rows of linear_qkv go by query group: the group's queries, its key, its value.
         qkv = query + 2 * shape.num_query_groups * shape.head_dim
-        table = (
-            (self._whole, "input_layernorm", (hidden,)),
-            (self._split_rows, "self_attention.linear_qkv", (qkv, hidden)),
-            (self._split_cols, "self_attention.linear_proj", (hidden, query)),
-            (self._whole, "pre_mlp_layernorm", (hidden,)),
-            (self._split_gated, "mlp.linear_fc1", (2 * ffn, hidden)),
-            (self._split_cols, "mlp.linear_fc2", (hidden, ffn)),
+        attention = (
+            (split.whole, "input_layernorm", (hidden,)),
+            (split.rows, "self_attention.linear_qkv", (qkv, hidden)),
+            (split.cols, "self_attention.linear_proj", (hidden, query)),
+            (split.whole, "pre_mlp_layernorm", (hidden,)),
         )
-        for split, name, global_shape in table:
-            yield split(f"{prefix}{name}.weight", global_shape, f"{local}{name}.weight")
+        router = ((split.whole, "mlp.router", (shape.num_experts, hidden)),)
+        mlp = (
+            (split.gated, "mlp.linear_fc1", (2 * ffn, hidden)),
+            (split.cols, "mlp.linear_fc2", (hidden, ffn)),
+        )
+        for cut, name, global_shape in (*attention, *(router if is_moe else mlp)):
+            yield cut(f"{prefix}{name}.weight", global_shape, f"{local}{name}.weight")
 
-    def _whole(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
-        cols = shape[1] if len(shape) == 2 else 1
-        return Shard(name, local_name or name, shape, shape, (Box((0, shape[0]), (0, cols), 0, 0),), True)
+    def _experts(self, prefix: str, local: str) -> Iterator[Shard]:
+        hidden, ffn = self.shape.hidden_size, self.shape.moe_ffn_hidden_size
+        each = self.shape.num_experts // self.ep_size
+        for number in range(each):
+            names = [f"mlp.experts.local_experts.{n}." for n in (self.ep_rank * each + number, number)]
+            for cut, name, global_shape in (
+                (self.experts.gated, "linear_fc1.weight", (2 * ffn, hidden)),
+                (self.experts.cols, "linear_fc2.weight", (hidden, ffn)),
+            ):
+                yield cut(f"{prefix}{names[0]}{name}", global_shape, f"{local}{names[1]}{name}")
 
-    def _split_rows(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
-        rows, cols = shape[0] // self.tp_size, shape[1]
-        box = Box((self.tp_rank * rows, (self.tp_rank + 1) * rows), (0, cols), 0, 0)
-        return Shard(name, local_name or name, shape, (rows, cols), (box,), False)
-
-    def _split_cols(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
-        rows, cols = shape[0], shape[1] // self.tp_size
-        box = Box((0, rows), (self.tp_rank * cols, (self.tp_rank + 1) * cols), 0, 0)
-        return Shard(name, local_name or name, shape, (rows, cols), (box,), False)
-
-    def _split_gated(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
-        """Globally [gate; up], locally [gate shard; up shard]."""
-        ffn, cols = shape[0] // 2, shape[1]
-        rows = ffn // self.tp_size
-        start = self.tp_rank * rows
-        gate = Box((start, start + rows), (0, cols), 0, 0)
-        up = Box((ffn + start, ffn + start + rows), (0, cols), rows, 0)
-        return Shard(name, local_name or name, shape, (2 * rows, cols), (gate, up), False)
+    def _head(self) -> Iterator[Shard]:
+        shape = self.shape
+        yield self.dense.whole("decoder.final_layernorm.weight", (shape.hidden_size,))
+        if self.head in SCALAR_HEADS:
+            yield self.dense.whole(SCALAR_HEADS[self.head], (1, shape.hidden_size), OUTPUT_LAYER)
+        elif not shape.tie_word_embeddings:
+            yield self.dense.rows(OUTPUT_LAYER, self._vocabulary)
+        elif not self.first:
+            yield self.dense.rows(EMBEDDING, self._vocabulary, OUTPUT_LAYER)

@@ -15,7 +15,8 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama-like decoder: RMSNorm, SwiGLU, grouped-query attention, RoPE, no biases."""
+    """A Llama-like decoder: RMSNorm, SwiGLU, grouped-query attention, RoPE, no biases; layers may be mixtures of
+    experts, which so far only the parameter table and the refit planner know."""
 
     num_layers: int
     hidden_size: int
@@ -29,6 +30,9 @@ class ModelShape:
     rms_norm_eps: float = 1e-5
     init_std: float = 0.02
     tie_word_embeddings: bool = False
+    num_experts: int = 0  # 0: no layer is a mixture of experts
+    moe_ffn_hidden_size: int = 0  # width of one expert
+    moe_layer_freq: int = 1  # layers 0, freq, 2 * freq, ... are mixtures; the others are dense
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_query_groups:
@@ -38,6 +42,11 @@ class ModelShape:
             )
         if self.head_dim % 2:
             raise InputError(f"model.head_dim={self.head_dim} is odd; rotary embeddings need an even width")
+        if self.num_experts and not self.moe_ffn_hidden_size:
+            raise InputError(f"model.num_experts={self.num_experts} needs model.moe_ffn_hidden_size; set it")
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer % self.moe_layer_freq == 0
 
     @property
     def padded_vocab_size(self) -> int:

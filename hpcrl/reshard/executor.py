@@ -1,175 +1,162 @@
-"""Carrying out a refit plan: local copies, and packed messages between pairs of ranks."""
+"""Carrying out a refit plan, as often as wanted: aliases, local copies, and transfers between ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpcrl.launch.waiting import wait_all
-from hpcrl.reshard.planner import Move, Plan
+from hpcrl.launch.waiting import create_group
+from hpcrl.reshard.events import Events
+from hpcrl.reshard.planner import Move, Resharding
+from hpcrl.reshard.rectangles import Weights, copy, destination_part, source_part
+from hpcrl.reshard.transports import make_transports
+from hpcrl.reshard.verification import Verifier
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from mpi4py import MPI
 
-Bucket = list[Move]
+Verify = Literal["first", "always", "never"]
 
+MIB = 2**20
+DEFAULT_BUCKET_BYTES = 256 * MIB
+VERIFIED_FIRST = 2  # refits
+SCRATCH_BYTES = MIB
 TAG = 7301
-DEFAULT_BUCKET_BYTES = 16 * 2**20
 
 
 class RefitReport(NamedTuple):
-    """Wall time in seconds and bytes of this rank, in the destination's dtype."""
+    """One refit on one rank. Bytes are of values in the destination's dtype."""
 
-    seconds: float
+    seconds: float  # without the comparison of checksums
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
+    bytes_aliased: int
+    peak_extra_bytes: int  # held at once beyond source and destination
+    checksum_seconds: float
 
-
-@dataclass(frozen=True)
-class _Message:
-    """One bucket for or from one peer, with its host memory (bytes,) uint8."""
-
-    peer: int
-    bucket: Bucket
-    memory: Tensor
-
-    def rectangles(self, dtype: torch.dtype) -> list[tuple[Move, Tensor]]:
-        """Each move and its (rows, cols) part of the memory."""
-        values, start, parts = self.memory.view(dtype), 0, []
-        for move in self.bucket:
-            size = move.rows * move.cols
-            parts.append((move, values[start : start + size].view(move.rows, move.cols)))
-            start += size
-        return parts
+    @property
+    def gb_per_second(self) -> float:
+        """10^9 bytes written into the destination per second."""
+        return (self.bytes_received + self.bytes_copied) / self.seconds / 1e9
 
 
 class Refit:
-    """Copies weights from their training layout into the buffers of an engine, as often as wanted.
+    """Brings weights from their training layout into the buffers of an engine.
 
-    `plan` holds at least the moves of `rank`; ranks of the plan are ranks of `comm`, which nobody else may use while a
-    refit runs. Memory beyond both sets of tensors is one bucket per peer and direction; a bucket is at most
-    `bucket_bytes`, or one row of a tensor where that is longer.
+    `comm` has the ranks that the layouts name, and is not kept; making, running and closing are collective over those
+    that have a side. Ranks of `comm` whose entries in `nodes` are equal share memory; None: all do. `bucket_bytes`
+    bounds what this rank allocates beyond source and destination, buffers for transfers and for checksums together;
+    most is allocated once and kept. `device_group`: the refit's ranks over NCCL, for weights on GPUs. `verify` says
+    after which refits checksums are compared: the first two, each, or none.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        comm: MPI.Comm,
+        resharding: Resharding,
+        comm: MPI.Intracomm,
         rank: int,
         dtype: torch.dtype,
+        *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        verify: Verify = "first",
+        nodes: Sequence[int] | None = None,
+        device_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if dtype.itemsize != plan.itemsize:
-            raise ValueError(f"the plan counts {plan.itemsize} bytes per element, but {dtype} has {dtype.itemsize}")
-        self._comm = comm
-        self._dtype = dtype
+        if dtype.itemsize != resharding.itemsize:
+            raise ValueError(
+                f"the plan counts {resharding.itemsize} bytes per element, but {dtype} has {dtype.itemsize}"
+            )
+        self._dtype, self._verify = dtype, verify
+        source, destination = resharding.source, resharding.destination
+        self._ranks = tuple(sorted({*source.ranks, *destination.ranks}))
+        self._comm = create_group(comm, self._ranks, TAG)
+        megatron = resharding.destination_format == "megatron"
+        self._same = tuple(its.name for its in resharding.shared(rank)) if megatron else ()
+        scratch = min(SCRATCH_BYTES, bucket_bytes // 4) if verify != "never" else 0
+        self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch)
+        plan = resharding.plan_for_rank(rank)
         self._copies = plan.copies(rank)
-        self._sends = {peer: _buckets(moves, bucket_bytes) for peer, moves in plan.sends(rank).items()}
-        self._receives = {peer: _buckets(moves, bucket_bytes) for peer, moves in plan.receives(rank).items()}
-        self._totals = tuple(
-            totals.get(rank, 0) for totals in (plan.bytes_sent, plan.bytes_received, plan.bytes_copied)
+        self._bytes_sent, self._bytes_received = (of.get(rank, 0) for of in (plan.bytes_sent, plan.bytes_received))
+        self._scratch_bytes = scratch
+        self._num_runs = 0
+        self._transports = make_transports(
+            self._comm,
+            self._ranks,
+            _neighbours(self._ranks, rank, nodes),
+            plan.sends(rank),
+            plan.receives(rank),
+            dtype,
+            bucket_bytes - scratch,
+            device_group,
         )
 
-    @torch.no_grad()
-    def run(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> RefitReport:
-        """Fills `destination` from all ranks' `source`; both map global parameter names to this rank's local tensors.
+    def share(self, source: Weights, destination: Weights, adopt: Callable[[str, Tensor], None]) -> None:
+        """Let the engine take the source's own tensors where this rank has the same slice in the same order on both
+        sides; only for sides that take turns. What is shared already is left alone."""
+        for name in self._same:
+            mine, theirs = source[name], destination[name]
+            if mine.data_ptr() != theirs.data_ptr() and (mine.dtype, mine.device) == (theirs.dtype, theirs.device):
+                adopt(name, mine)
 
-        A rank outside one of the layouts passes an empty mapping there. Values are rounded to the destination's dtype
-        before they are sent. Every rank of the plan calls this.
+    @torch.no_grad()
+    def run(self, source: Weights, destination: Weights) -> RefitReport:
+        """Fills `destination` from all ranks' `source`; both map parameter names to this rank's local tensors, those of
+        the source the global ones. A rank outside one of the layouts passes an empty mapping there.
+
+        Values are rounded to the destination's dtype before they are sent. What `share` made one tensor is left as it
+        is. Raises ChecksumMismatch, on every rank.
         """
         start = time.perf_counter()
         self._check(destination)
-        # The n-th buckets of a pair meet in the n-th round on both sides, so rounds cannot wait in a circle.
-        rounds = max((len(buckets) for buckets in (*self._sends.values(), *self._receives.values())), default=0)
-        memory = {direction: _memory(peers) for direction, peers in (("in", self._receives), ("out", self._sends))}
-        for turn in range(rounds):
-            incoming = self._messages(self._receives, memory["in"], turn)
-            outgoing = self._messages(self._sends, memory["out"], turn)
-            requests = [self._comm.Irecv(_buffer(message.memory), message.peer, TAG) for message in incoming]
-            for message in outgoing:
-                for move, part in message.rectangles(self._dtype):
-                    part.copy_(_rectangle(source[move.name], move.src_row, move.src_col, move))
-                requests.append(self._comm.Isend(_buffer(message.memory), message.peer, TAG))
-            if turn == 0:
-                self._copy(source, destination)
-            wait_all(requests)
-            for message in incoming:
-                for move, part in message.rectangles(self._dtype):
-                    _rectangle(destination[move.name], move.dst_row, move.dst_col, move).copy_(part)
-        if rounds == 0:
-            self._copy(source, destination)
-        return RefitReport(time.perf_counter() - start, *self._totals)
+        aliased = {name for name in self._same if source[name].data_ptr() == destination[name].data_ptr()}
+        copies = [move for move in self._copies if move.name not in aliased]
+        events = Events()
+        for transport in self._transports:
+            transport.start(events, source, destination)
+        events.run(_copied(copies, source, destination))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        self._num_runs += 1
+        verifies = self._verify == "always" or (self._verify == "first" and self._num_runs <= VERIFIED_FIRST)
+        if verifies:
+            self._verifier.check(source, destination)
+        copied = sum(move.nbytes for move in copies)
+        return RefitReport(
+            seconds,
+            self._bytes_sent,
+            self._bytes_received,
+            copied,
+            sum(move.nbytes for move in self._copies) - copied,
+            sum(transport.nbytes for transport in self._transports) + self._scratch_bytes * verifies,
+            time.perf_counter() - start - seconds,
+        )
 
-    def _check(self, destination: Mapping[str, Tensor]) -> None:
+    def close(self) -> None:
+        """Give buffers and communicator back; a job's end does it as well."""
+        for transport in self._transports:
+            transport.close()
+        self._comm.Free()
+
+    def _check(self, destination: Weights) -> None:
         for name, tensor in destination.items():
             if tensor.dtype != self._dtype:
                 raise ValueError(f"{name} of the engine is {tensor.dtype}, but the refit was planned for {self._dtype}")
 
-    def _messages(self, buckets: dict[int, list[Bucket]], memory: dict[int, Tensor], turn: int) -> list[_Message]:
-        return [
-            _Message(peer, its[turn], memory[peer][: _nbytes(its[turn])])
-            for peer, its in buckets.items()
-            if turn < len(its)
-        ]
 
-    def _copy(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
-        for move in self._copies:
-            target = _rectangle(destination[move.name], move.dst_row, move.dst_col, move)
-            target.copy_(_rectangle(source[move.name], move.src_row, move.src_col, move))
+def _copied(copies: list[Move], source: Weights, destination: Weights) -> Iterator[None]:
+    """Carry out one copy per step."""
+    for move in copies:
+        copy(source_part(source, move), destination_part(destination, move))
+        yield
 
 
-def _buckets(moves: list[Move], limit: int) -> list[Bucket]:
-    """`moves` in order, cut by rows where one is too large; both ends of a pair cut alike."""
-    buckets: list[Bucket] = [[]]
-    free = limit
-    for move in moves:
-        for part in _split(move, limit):
-            if part.nbytes > free and buckets[-1]:
-                buckets.append([])
-                free = limit
-            buckets[-1].append(part)
-            free -= part.nbytes
-    return buckets
-
-
-def _split(move: Move, limit: int) -> list[Move]:
-    if move.nbytes <= limit:
-        return [move]
-    row_bytes = move.nbytes // move.rows
-    step = max(1, limit // row_bytes)
-    return [
-        move._replace(
-            src_row=move.src_row + first,
-            dst_row=move.dst_row + first,
-            rows=min(step, move.rows - first),
-            nbytes=min(step, move.rows - first) * row_bytes,
-        )
-        for first in range(0, move.rows, step)
-    ]
-
-
-def _nbytes(bucket: Bucket) -> int:
-    return sum(move.nbytes for move in bucket)
-
-
-def _memory(peers: dict[int, list[Bucket]]) -> dict[int, Tensor]:
-    return {
-        peer: torch.empty(max(_nbytes(bucket) for bucket in buckets), dtype=torch.uint8)
-        for peer, buckets in peers.items()
-    }
-
-
-def _buffer(memory: Tensor) -> memoryview:
-    """Bytes, because MPI and numpy have no bf16."""
-    return memory.numpy().data
-
-
-def _rectangle(tensor: Tensor, row: int, col: int, move: Move) -> Tensor:
-    """The (rows, cols) view of a local tensor, a 1-D one taken as (n, 1)."""
-    return tensor.view(tensor.size(0), -1)[row : row + move.rows, col : col + move.cols]
+def _neighbours(ranks: tuple[int, ...], rank: int, nodes: Sequence[int] | None) -> tuple[int, ...]:
+    """Those of `ranks` on the node of `rank`."""
+    return ranks if nodes is None else tuple(other for other in ranks if nodes[other] == nodes[rank])

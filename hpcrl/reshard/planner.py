@@ -1,26 +1,37 @@
 """Which rectangles of which weights go from which rank to which, from two layouts alone: no torch, no communication.
 
 Every rank computes the same plan for itself. A piece that the destination rank already holds is a local copy; every
-other byte of the destination is received exactly once.
+other byte of the destination is received exactly once: from a rank of the same node where one holds it, so that the
+network carries as little as it can, and then from whom has the least to send.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.params import Box, Head, Shard, shards
+from hpcrl.launch.exits import InputError
+from hpcrl.model.params import Head, check_layout
 from hpcrl.model.shape import ModelShape
+from hpcrl.reshard.pieces import Cell, megatron_cells, tensorrt_llm_cells
+from hpcrl.reshard.routes import Routes
+from hpcrl.reshard.streams import Delivery
+from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
 
-Cell = tuple[int, int]  # (tp, pp): what a rank holds depends on nothing else
+Format = Literal["megatron", "tensorrt_llm"]
 
 
 class Move(NamedTuple):
-    """A rows x cols rectangle of parameter `name`, by its first row and column in both local tensors."""
+    """A rows x cols rectangle by its first row and column in both local tensors.
+
+    `name` is the parameter's global name, by which the source has it; `dst_name` is the destination's: the same in
+    Megatron's format, the engine's own in another.
+    """
 
     name: str
     src_rank: int
@@ -32,23 +43,11 @@ class Move(NamedTuple):
     rows: int
     cols: int
     nbytes: int
+    dst_name: str
 
     @property
     def is_local(self) -> bool:
         return self.src_rank == self.dst_rank
-
-
-class Piece(NamedTuple):
-    """A rectangle that a destination cell needs and `holders` have. All ranks of those cells hold the same values, but
-    where it lies in the local tensor depends on the cell: `origins` has one (row, col) per holder."""
-
-    name: str
-    holders: tuple[Cell, ...]
-    origins: tuple[tuple[int, int], ...]
-    dst_row: int
-    dst_col: int
-    rows: int
-    cols: int
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,28 @@ class Plan:
         return _totals((m.dst_rank, m.nbytes) for m in self.moves if m.is_local)
 
 
+class Traffic(NamedTuple):
+    """Bytes of one rank in one refit."""
+
+    sent: int
+    received: int
+    copied: int
+
+
+class SharedSlice(NamedTuple):
+    """A parameter whose local tensor is one and the same on both sides of a rank; bytes in the destination's dtype."""
+
+    name: str
+    dst_name: str
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Resharding:
     """The question that a plan answers: a model, where its weights are, where they are to go.
 
     `itemsize` is in bytes, of the destination's dtype. Ranks r and s share a node when r // ranks_per_node is equal;
-    None: all ranks share one.
+    None: all ranks share one. Raises InputError where a layout does not fit the model.
     """
 
     shape: ModelShape
@@ -97,138 +112,126 @@ class Resharding:
     itemsize: int
     ranks_per_node: int | None = None
     head: Head = "lm"
+    destination_format: Format = "megatron"
 
     def __post_init__(self) -> None:
-        for side, layout in (("source", self.source), ("destination", self.destination)):
-            if layout.vpp != 1:
-                raise ValueError(f"the {side} layout has vpp={layout.vpp}; resharding knows vpp=1 only")
+        self._check(self.source, "source")
+        if self.destination_format == "megatron":
+            self._check(self.destination, "destination")
+            return
+        if self.head != "lm":
+            raise InputError(f"rollout.engine=tensorrt_llm has a language-model head, found head={self.head}")
+        if self.destination.pp > 1:
+            raise InputError(
+                f"rollout.engine=tensorrt_llm has no pipeline, found rollout.pp={self.destination.pp}; use 1"
+            )
+        check_tensorrt_llm(self.shape, self.destination.tp)
 
     def plan(self) -> Plan:
         """All moves of all ranks."""
-        return Plan(tuple(self._moves()), self.itemsize)
+        ranks = self.destination.ranks
+        return self._plan([*self._routes.deliveries(), *(copy for rank in ranks for copy in self._routes.copies(rank))])
 
     def plan_for_rank(self, rank: int) -> Plan:
         """The moves that `rank` sends, receives or copies: that part of `plan()`, in the same order."""
-        return Plan(tuple(self._moves(only=rank)), self.itemsize)
+        return self._plan([*self._routes.deliveries_of(rank), *self._routes.copies(rank)])
 
     def lower_bound(self, rank: int) -> int:
         """Bytes that `rank` must receive whatever the plan: what it needs less what it holds."""
-        if rank not in self.destination:
-            return 0
-        mine = self._cell(self.source, rank) if rank in self.source else None
-        missing = (p for p in self._pieces[self._cell(self.destination, rank)] if mine not in p.holders)
-        return sum(piece.rows * piece.cols * self.itemsize for piece in missing)
+        return self._routes.missing(rank)
 
-    def _moves(self, only: int | None = None) -> Iterator[Move]:
-        """Ranks with a holder on their node choose first, so that the others see what those have loaded."""
-        load: dict[int, int] = defaultdict(int)
-        for near in (True, False):
-            for dst_rank in self.destination.ranks:
-                for piece in self._pieces[self._cell(self.destination, dst_rank)]:
-                    candidates, is_near = self._candidates(piece.holders, dst_rank)
-                    if is_near != near:
-                        continue
-                    nbytes = piece.rows * piece.cols * self.itemsize
-                    src_rank = candidates[0] if len(candidates) == 1 else min(candidates, key=lambda r: (load[r], r))
-                    if src_rank != dst_rank:
-                        load[src_rank] += nbytes
-                    if only is not None and only not in (src_rank, dst_rank):
-                        continue
-                    src_row, src_col = piece.origins[piece.holders.index(self._cell(self.source, src_rank))]
-                    yield Move(
-                        piece.name,
-                        src_rank,
-                        dst_rank,
-                        src_row,
-                        src_col,
-                        piece.dst_row,
-                        piece.dst_col,
-                        piece.rows,
-                        piece.cols,
-                        nbytes,
-                    )
+    def traffic(self) -> dict[int, Traffic]:
+        """What each rank of the two layouts sends, receives and copies, without making the moves."""
+        sent, routes = self._routes.sent(), self._routes
+        ranks = sorted({*self.source.ranks, *self.destination.ranks})
+        return {rank: Traffic(sent.get(rank, 0), routes.missing(rank), routes.held(rank)) for rank in ranks}
 
-    def _candidates(self, holders: tuple[Cell, ...], dst_rank: int) -> tuple[tuple[int, ...], bool]:
-        """Ranks that may send to `dst_rank`, and whether they share its node: itself, or its node's, or all."""
-        key = (holders, dst_rank)
-        if key not in self._chosen:
-            ranks = self._ranks(holders)
-            near = tuple(rank for rank in ranks if self._node(rank) == self._node(dst_rank))
-            self._chosen[key] = ((dst_rank,), True) if dst_rank in near else (near or ranks, bool(near))
-        return self._chosen[key]
+    def cross_node_bytes(self) -> int:
+        """Bytes that leave a node, over all ranks: those of which no rank of the destination's node has a copy."""
+        return self._routes.cross_node_bytes()
+
+    def shared(self, rank: int) -> tuple[SharedSlice, ...]:
+        """Parameters of which `rank` has the same slice in the same order on both sides."""
+        return self._shared_by(self._source_places.get(rank, ()), self._destination_places.get(rank, ()))
+
+    def _shared_by(self, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[SharedSlice, ...]:
+        if (source, destination) not in self._shared_slices:
+            mine = {shard.name: shard for number in source for shard in self._source_cells[number].shards}
+            found = []
+            for cell in (self._destination_cells[number] for number in destination):
+                for shard, dst_name in zip(cell.shards, cell.dst_names, strict=True):
+                    other = mine.get(shard.name)
+                    if other and (other.local_shape, other.boxes) == (shard.local_shape, shard.boxes):
+                        nbytes = math.prod(shard.local_shape) * self.itemsize
+                        found.append(SharedSlice(shard.name, dst_name, nbytes))
+            self._shared_slices[source, destination] = tuple(found)
+        return self._shared_slices[source, destination]
 
     @cached_property
-    def _chosen(self) -> dict[tuple[tuple[Cell, ...], int], tuple[tuple[int, ...], bool]]:
+    def _shared_slices(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[SharedSlice, ...]]:
         return {}
 
-    def _ranks(self, cells: Iterable[Cell]) -> tuple[int, ...]:
-        """All replicas' ranks of the given source cells."""
-        layout = self.source
-        return tuple(
-            layout.rank_of(tp=tp, pp=pp, cp=cp, dp=dp)
-            for tp, pp in cells
-            for dp in range(layout.dp)
-            for cp in range(layout.cp)
-        )
-
-    def _node(self, rank: int) -> int:
-        return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
-
-    @staticmethod
-    def _cell(layout: Layout, rank: int) -> Cell:
-        coord = layout.coord(rank)
-        return coord.tp, coord.pp
-
-    def _table(self, layout: Layout) -> dict[Cell, list[Shard]]:
-        return {
-            (tp, pp): shards(self.shape, tp_rank=tp, tp_size=layout.tp, pp_rank=pp, pp_size=layout.pp, head=self.head)
-            for pp in range(layout.pp)
-            for tp in range(layout.tp)
-        }
+    @cached_property
+    def _source_places(self) -> dict[int, tuple[int, ...]]:
+        return _places(self._source_cells)
 
     @cached_property
-    def _pieces(self) -> dict[Cell, list[Piece]]:
-        """What each destination cell needs, cut at the source's boundaries, in the order of the model."""
-        held: dict[str, dict[Box, list[tuple[Cell, Box]]]] = defaultdict(lambda: defaultdict(list))
-        for cell, table in self._table(self.source).items():
-            for shard in table:
-                for box in shard.boxes:
-                    extent = Box(box.global_rows, box.global_cols, 0, 0)
-                    held[shard.name][extent].append((cell, box))
-        return {
-            cell: [
-                piece
-                for shard in table
-                for wanted in shard.boxes
-                for holders in held[shard.name].values()
-                for piece in _intersection(shard.name, wanted, holders)
-            ]
-            for cell, table in self._table(self.destination).items()
-        }
+    def _destination_places(self) -> dict[int, tuple[int, ...]]:
+        return _places(self._destination_cells)
+
+    @cached_property
+    def _routes(self) -> Routes:
+        return Routes(self._source_cells, self._destination_cells, self.ranks_per_node, self.itemsize)
+
+    @cached_property
+    def _source_cells(self) -> list[Cell]:
+        return megatron_cells(self.shape, self.source, self.head)
+
+    @cached_property
+    def _destination_cells(self) -> list[Cell]:
+        if self.destination_format == "tensorrt_llm":
+            return tensorrt_llm_cells(self.shape, self.destination)
+        return megatron_cells(self.shape, self.destination, self.head)
+
+    def _check(self, layout: Layout, side: str) -> None:
+        check_layout(
+            self.shape,
+            tp_size=layout.tp,
+            pp_size=layout.pp,
+            vpp_size=layout.vpp,
+            ep_size=layout.ep,
+            etp_size=layout.etp,
+            role=side,
+        )
+
+    def _plan(self, deliveries: list[Delivery]) -> Plan:
+        deliveries.sort(key=lambda it: (it.target.rank, it.target.cell, it.piece.number, it.first))
+        return Plan(tuple(map(self._move, deliveries)), self.itemsize)
+
+    def _move(self, delivery: Delivery) -> Move:
+        source, (row, col), target, piece, first, end = delivery
+        return Move(
+            piece.name,
+            source,
+            target.rank,
+            row + first,
+            col,
+            piece.dst_row + first,
+            piece.dst_col,
+            end - first,
+            piece.cols,
+            (end - first) * piece.cols * self.itemsize,
+            piece.dst_name,
+        )
 
 
-def _intersection(name: str, wanted: Box, holders: list[tuple[Cell, Box]]) -> Iterator[Piece]:
-    """The part of `wanted` that `holders`, who all hold the same rectangle, have: one piece or none."""
-    held = holders[0][1]
-    top, bottom = _overlap(wanted.global_rows, held.global_rows)
-    left, right = _overlap(wanted.global_cols, held.global_cols)
-    if top >= bottom or left >= right:
-        return
-    yield Piece(
-        name,
-        tuple(cell for cell, _ in holders),
-        tuple(
-            (box.local_row + top - box.global_rows[0], box.local_col + left - box.global_cols[0]) for _, box in holders
-        ),
-        wanted.local_row + top - wanted.global_rows[0],
-        wanted.local_col + left - wanted.global_cols[0],
-        bottom - top,
-        right - left,
-    )
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(one[0], other[0]), min(one[1], other[1])
+def _places(cells: list[Cell]) -> dict[int, tuple[int, ...]]:
+    """The numbers of each rank's cells."""
+    places: dict[int, tuple[int, ...]] = defaultdict(tuple)
+    for number, cell in enumerate(cells):
+        for rank in cell.ranks:
+            places[rank] += (number,)
+    return dict(places)
 
 
 def _grouped(pairs: Iterable[tuple[int, Move]]) -> dict[int, list[Move]]:

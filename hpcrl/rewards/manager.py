@@ -85,6 +85,10 @@ class RewardManager:
         """How often `collect` can still give the score of this key."""
         return len(self._requests[key]) if key in self._requests else 0
 
+    def is_ready(self, key: Hashable) -> bool:
+        """Whether `collect` would not wait for this key; with the batch manager always, whose scoring starts there."""
+        return all(number is None or self._pool.has(number) for _, number in self._requests[key])
+
     def pump(self) -> None:
         """Lets waiting responses go on to free processes. Does not wait."""
         self._pool.pump()

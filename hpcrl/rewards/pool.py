@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from hpcrl.launch import children
 from hpcrl.launch.exits import InputError
-from hpcrl.rewards import score_worker
 from hpcrl.rewards.rate_limit import RateLimit
-from hpcrl.rewards.score_worker import Answer, Fate, Outcome, Ready, Source
+from hpcrl.rewards.score_worker import Answer, Fate, Outcome, Ready
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +32,20 @@ LATE_SECONDS = 5.0  # beyond the timeout that a worker with several requests kee
 AHEAD_BYTES = 2**15  # a request this small fits a pipe that nobody reads, so that a worker may have it early
 FAILED_STARTS = 3  # in a row, and what waits scores 0
 WARNINGS = 3  # lines per batch that say why scores failed
+
+
+class Source(Protocol):
+    """What the processes of a pool load and run; it goes to them by pickle. `topic` begins warnings."""
+
+    topic: ClassVar[str]
+
+    def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
+        """A process's whole life: one Ready, then an Answer to each (number, request)."""
+        ...
+
+    def refusal(self, why: str) -> str:
+        """One line for the user whose code cannot be loaded."""
+        ...
 
 
 @dataclass
@@ -60,7 +73,7 @@ class _Worker:
     @classmethod
     def start(cls, source: Source, memory_limit_mb: int | None, log_path: str | None) -> _Worker:
         pipe, far_end = children.context().Pipe()
-        process = children.spawn(score_worker.serve, (far_end, source, memory_limit_mb, log_path))
+        process = children.spawn(source.serve, (far_end, memory_limit_mb, log_path))
         far_end.close()
         with socket.socket(fileno=os.dup(pipe.fileno())) as end:
             # A worker that stops in the middle of a message counts as dead; the rank must not wait for it.
@@ -156,6 +169,10 @@ class ScorePool:
     def pump(self) -> None:
         """Gives waiting requests to free workers and takes their answers, as far as that goes without waiting."""
         self._progress(0.0)
+
+    def has(self, number: int) -> bool:
+        """Whether `take` would not wait."""
+        return number in self._outcomes
 
     def take(self, number: int) -> Outcome:
         """Waits for a request's outcome, and hands it out once."""
@@ -272,7 +289,7 @@ class ScorePool:
         request that it had not come to waits for the next worker."""
         if worker.ready is None:
             self._failed_starts += 1
-            log.warning("reward: %s", why)
+            log.warning("%s: %s", self._source.topic, why)
         begun = [job for job in worker.jobs.values() if job.deadline < float("inf")]
         if len(begun) == 1:
             self._outcomes[begun[0].number] = Outcome(fate, None, why)
@@ -305,12 +322,7 @@ class ScorePool:
         if why is None:
             return
         self.close()
-        if self._source.path is None:
-            raise InputError(f"cannot start a scoring process: {why}; expected one to start (reward.memory_limit_mb?)")
-        raise InputError(
-            f"reward.custom_reward_function.path={self._source.path}: cannot load {self._source.name!r}: {why}; "
-            f"expected a Python file with {self._source.signature}"
-        )
+        raise InputError(self._source.refusal(why))
 
 
 def warn_of_failures(outcomes: Sequence[Outcome]) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.launch import family, supervisor
 from hpcrl.launch.user_code import import_file
@@ -46,11 +46,25 @@ class Source:
     batched: bool = False
     at_once: int | None = None
     timeout: float = 10.0
+    topic: ClassVar[str] = "reward"
 
     @property
     def signature(self) -> str:
         arguments = "data_source, solution_str, ground_truth, extra_info"
         return f"{self.name}({arguments.replace(',', 's,') + 's' if self.batched else arguments})"
+
+    def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
+        """Loads the function, says so, and answers (number, request) by an Answer until the pipe closes."""
+        supervisor.supervise(lambda: work(pipe, self, memory_limit_mb), log)
+
+    def refusal(self, why: str) -> str:
+        """One line about a function that could not be loaded."""
+        if self.path is None:
+            return f"cannot start a scoring process: {why}; expected one to start (reward.memory_limit_mb?)"
+        return (
+            f"reward.custom_reward_function.path={self.path}: cannot load {self.name!r}: {why}; "
+            f"expected a Python file with {self.signature}"
+        )
 
 
 class Outcome(NamedTuple):
@@ -81,14 +95,8 @@ class Answer(NamedTuple):
     leaving: bool = False
 
 
-def serve(pipe: Connection, source: Source, memory_limit_mb: int | None, log: str | None) -> None:
-    """Loads the function, says so, and answers (number, request) by an Answer until the pipe closes."""
-    supervisor.supervise(lambda: work(pipe, source, memory_limit_mb), log)
-
-
 def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
-    for name in THREADS:  # a node has many scoring processes; and each thread of a library takes address space
-        os.environ.setdefault(name, "1")
+    use_one_thread()
     if memory_limit_mb is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
     try:
@@ -100,6 +108,19 @@ def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
         pipe.send(Ready(source.at_once))
         asyncio.run(answer_concurrently(pipe, function, source))
         return
+    answer_in_turn(pipe, lambda request: answer(function, request, source), memory_limit_mb)
+
+
+def use_one_thread() -> None:
+    """A node has many such processes; and each thread of a library takes address space."""
+    for name in THREADS:
+        os.environ.setdefault(name, "1")
+
+
+def answer_in_turn(
+    pipe: Connection, answer: Callable[[dict[str, Any]], Outcome], memory_limit_mb: int | None = None
+) -> None:
+    """Says that the worker is ready, and answers one request after the other until the pipe closes."""
     pipe.send(Ready())
     me, surroundings = os.getpid(), Surroundings()
     while True:
@@ -108,7 +129,7 @@ def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
         except EOFError:
             return
         surroundings.restore()
-        outcome = answer(function, request, source)
+        outcome = answer(request)
         if os.getpid() != me:  # a process that the function forked, and that came back from it as well
             os._exit(0)
         leaving = outcome.fate == "errors" and memory_limit_mb is not None and address_space_mb() > memory_limit_mb / 2

@@ -43,6 +43,7 @@ class ActorWorker(ModelWorker):
             seed=config.run.seed,
             optim=config.actor.optim,
             total_updates=(total_steps - config.trainer.critic_warmup) * derived.actor_updates_per_step,
+            exact=config.rollout.exact,
         )
         actor, algorithm = config.actor, config.algorithm
         self.config = config

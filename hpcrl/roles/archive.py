@@ -35,12 +35,15 @@ SAMPLES = (
     "prompt_length",
     "response_length",
     "finish_reason",
-    "weight_version",
+    "weight_version_min",
+    "weight_version_max",
     "score",
     "acc",
     "extras",
     "rm_score?",
     "reward_baseline?",
+    "num_turns?",
+    "tool_call_counts?",
 )
 
 
@@ -59,13 +62,11 @@ class ArchiveWorker(Worker):
         columns = {name: batch.fetch(name) for name in batch.tokens}
         for index in range(len(batch)):
             samples = {name: column[index] for name, column in batch.samples.items()}
-            row, version = int(samples["row"]), int(samples.pop("weight_version"))
+            row = int(samples["row"])
             samples |= {
                 "uid": self.prompts.uid(row, int(samples["epoch"])),
                 "data_source": self.sources[row],
                 "extras": json.dumps(samples["extras"]),
-                "weight_version_min": version,
-                "weight_version_max": version,
             }
             log.append({name: column.row(index).numpy() for name, column in columns.items()}, samples)
         log.close()

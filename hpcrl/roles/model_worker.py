@@ -74,11 +74,19 @@ class ModelWorker(Worker):
         seed: int,
         optim: OptimConfig | None,
         total_updates: int = 0,
+        exact: bool = False,
     ) -> None:
         super().__init__(groups.layout, groups.rank)
         self.groups = groups
         self.engine = TrainEngine(
-            shape, groups, head=head, dtype=DTYPES[dtype], optim=optim, total_steps=total_updates, seed=seed
+            shape,
+            groups,
+            head=head,
+            dtype=DTYPES[dtype],
+            optim=optim,
+            total_steps=total_updates,
+            seed=seed,
+            exact=exact,
         )
 
     @register(Dispatch.ONE_TO_ALL)

@@ -13,7 +13,15 @@ from hpcrl.roles.model_worker import ModelWorker
 
 class RefWorker(ModelWorker):
     def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived) -> None:
-        super().__init__(groups, shape, head="lm", dtype=config.model.dtype, seed=config.run.seed, optim=None)
+        super().__init__(
+            groups,
+            shape,
+            head="lm",
+            dtype=config.model.dtype,
+            seed=config.run.seed,
+            optim=None,
+            exact=config.rollout.exact,
+        )
         self.max_tokens = derived.ref_max_tokens
         self.temperature = config.rollout.temperature
 

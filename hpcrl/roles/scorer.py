@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,10 +38,19 @@ class ResponseScorer:
         self.manager = manager
         self.tokenizer = tokenizer
         self.prompts = prompts
-        self._eos = int(tokenizer.eos_token_id)
 
-    def begin(self, split: str, row: int, response: np.ndarray, finish_reason: str) -> None:
-        """Starts scoring a response to a prompt; `response` int32 (length,). Does not wait."""
+    def begin(
+        self,
+        split: str,
+        row: int,
+        response: np.ndarray,
+        finish_reason: str,
+        turns: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Starts scoring a response to a prompt; `response` int32 (length,). Does not wait.
+
+        `turns`: what scorers find in extra_info of a response of several turns. A recorded one is scored without.
+        """
         if self.manager is None:
             return
         record = self.prompts[split].record(row)
@@ -48,11 +58,15 @@ class ResponseScorer:
             record["data_source"],
             self.text(response),
             record["ground_truth"],
-            record["extra_info"],
+            {**record["extra_info"], **turns},
             finish_reason,
             len(response),
         )
         self.manager.submit(key_of(split, row, response, finish_reason), request)
+
+    def is_ready(self, split: str, row: int, response: np.ndarray, finish_reason: str) -> bool:
+        """Whether `take` would not wait for the score of a response that has begun."""
+        return self.manager is None or self.manager.is_ready(key_of(split, row, response, finish_reason))
 
     def pump(self) -> None:
         """Lets scoring go on, between two steps of something else. Does not wait."""
@@ -74,12 +88,7 @@ class ResponseScorer:
         return self.manager.collect(keys)
 
     def text(self, response: np.ndarray) -> str:
-        """A response without the end-of-sequence token that closed it.
-
-        Other special tokens stay and show: a scorer must not take an answer with one inside for a clean one.
-        """
-        ids = response.tolist()
-        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] == self._eos else ids)
+        return response_text(self.tokenizer, response)
 
     def prompt_text(self, split: str, row: int) -> str:
         return self.prompts[split].prompt_text(row)
@@ -102,6 +111,7 @@ class ScorerWorker(Worker):
         reads=("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "show?"),
         writes=("token_level_scores",),
         homes_only=True,
+        meanwhile=True,
     )
     def score(self, batch: DataProto) -> DataProto:
         """Scores of whole responses, placed on their last token. Per sample: `score`, float32; `acc`, float32, NaN if
@@ -147,6 +157,15 @@ class ScorerWorker(Worker):
     def close(self) -> None:
         if self.scorer is not None:
             self.scorer.close()
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, response: np.ndarray) -> str:
+    """A response, int32 (length,), without the end-of-sequence token that closed it.
+
+    Other special tokens stay and show: a scorer must not take an answer with one inside for a clean one.
+    """
+    ids = response.tolist()
+    return str(tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids))
 
 
 def refuse_infinite(scores: np.ndarray, extras: Sequence[dict[str, float | str]], rows: Sequence[int]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcrl.config.derive import Derived, DerivedRm, DerivedSft
+from hpcrl.config.derive import Derived, DerivedGenerate, DerivedRm, DerivedSft
 from hpcrl.config.placement import PlacedRole, architecture
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, DataConfig
 from hpcrl.controller.worker import Worker
 from hpcrl.data.preference import PreferenceDataset
 from hpcrl.data.prompts import PromptDataset
@@ -18,24 +18,26 @@ from hpcrl.grid.layout import Layout
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import run_directory
-from hpcrl.launch.waiting import duplicate
+from hpcrl.launch.waiting import create_group
 from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.executor import Refit
-from hpcrl.reshard.planner import Resharding
 from hpcrl.rewards.manager import RewardManager, asks_rules, check_rewards
 from hpcrl.roles.actor import ActorWorker
 from hpcrl.roles.archive import ArchiveWorker
 from hpcrl.roles.critic import CriticWorker
-from hpcrl.roles.model_worker import DTYPES
+from hpcrl.roles.generations import GenerationsWorker
+from hpcrl.roles.policy import PolicyWorker
 from hpcrl.roles.preference import PreferenceDataWorker, PreferenceWorker
 from hpcrl.roles.ref import RefWorker
-from hpcrl.roles.refit import RefitWorker
+from hpcrl.roles.refit import RefitWorker, make_refit
 from hpcrl.roles.reward import RewardModelWorker
 from hpcrl.roles.rollout import RolloutWorker
+from hpcrl.roles.rollout_engine import make_engine
 from hpcrl.roles.scorer import ResponseScorer, ScorerWorker
 from hpcrl.roles.sft import SftActorWorker, SftDataWorker
 from hpcrl.roles.teacher import TeacherWorker, teacher_shape
+from hpcrl.rollout.agent.loop import AgentLoop
+from hpcrl.rollout.agent.tools import tool_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +74,7 @@ class Team:
 def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
     """Tokenizer, datasets and the model's shape."""
     tokenizer, shape = _read_model(config)
-    data = config.data
+    data = _data_config(config)
     answers = None
     if sft:
         answers = SftDataset(data.train_files, tokenizer, data, config.sft.answer_key, data.train_max_samples)
@@ -88,6 +90,20 @@ def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
     if config.reward.reward_model.enable and not sft:
         others["reward"] = ModelShape.from_config(architecture(config, "reward"), shape.vocab_size)
     return Inputs(tokenizer, prompts, answers, shape, others)
+
+
+def read_generation_inputs(config: Config, split: str, *, scored: bool = True) -> Inputs:
+    """As `read_inputs`, of the one data set that samples are drawn for."""
+    tokenizer, shape = _read_model(config)
+    data = _data_config(config)
+    files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}[split]
+    prompts = PromptDataset(files[0], tokenizer, data, files[1])
+    others = {}
+    if scored:
+        check_rewards(config.reward, prompts.data_sources())
+        if config.reward.reward_model.enable:
+            others["reward"] = ModelShape.from_config(architecture(config, "reward"), shape.vocab_size)
+    return Inputs(tokenizer, {split: prompts}, None, shape, others)
 
 
 def read_rm_inputs(config: Config) -> RmInputs:
@@ -107,6 +123,15 @@ def read_rm_inputs(config: Config) -> RmInputs:
                 max_samples=max_samples,
             )
     return RmInputs(pairs, shape)
+
+
+def _data_config(config: Config) -> DataConfig:
+    """The section `data`, whose chat template is told of the tools."""
+    multi_turn = config.rollout.multi_turn
+    if not multi_turn.enable or multi_turn.function_tool_path is None:
+        return config.data
+    told = {"tools": tool_schemas(multi_turn.function_tool_path)} | config.data.apply_chat_template_kwargs
+    return config.data.model_copy(update={"apply_chat_template_kwargs": told})
 
 
 def _read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
@@ -155,6 +180,30 @@ def build_team(world: World, config: Config, derived: Derived, inputs: Inputs, t
     return team
 
 
+def build_generation_team(
+    world: World, config: Config, derived: DerivedGenerate, inputs: Inputs, *, scored: bool = True
+) -> Team:
+    """Workers of `hpcrl generate` and `hpcrl evaluate`. Collective over the world."""
+    layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
+    groups = _groups(world, layouts)
+    kinds: dict[str, type[Worker]] = {"actor": PolicyWorker, "generations": GenerationsWorker}
+    workers: dict[str, Worker] = {}
+    if "actor" in groups:
+        workers["actor"] = PolicyWorker(groups["actor"], inputs.shape, config)
+    if derived.needs_reward_model:
+        kinds["reward"] = RewardModelWorker
+        if "reward" in groups:
+            workers["reward"] = RewardModelWorker(groups["reward"], inputs.others["reward"], config)
+    layouts["generations"] = layouts["rollout"]
+    if world.rank in layouts["generations"]:
+        workers["generations"] = GenerationsWorker(
+            layouts["generations"], world.rank, inputs.prompts, inputs.tokenizer, config.generate.log_probs
+        )
+    team = Team(workers, kinds, layouts)
+    _add_sampling(world, config, inputs, team, groups, scored=scored)
+    return team
+
+
 def build_sft_team(world: World, config: Config, derived: DerivedSft, inputs: Inputs) -> Team:
     """Workers of `hpcrl sft`. Collective over the world."""
     assert inputs.answers is not None
@@ -185,30 +234,38 @@ def build_rm_team(world: World, config: Config, derived: DerivedRm, inputs: RmIn
     return Team(workers, kinds, layouts)
 
 
-def _add_sampling(world: World, config: Config, inputs: Inputs, team: Team, groups: dict[str, RoleGroups]) -> None:
+def _add_sampling(
+    world: World, config: Config, inputs: Inputs, team: Team, groups: dict[str, RoleGroups], *, scored: bool = True
+) -> None:
     """Generation, and the roles that go with it: scoring on its home ranks, refit on its and the actor's ranks."""
     workers, kinds, layouts = team.workers, team.kinds, team.layouts
     rank, rollout, actor = world.rank, layouts["rollout"], layouts["actor"]
     layouts["scorer"], kinds["scorer"], kinds["rollout"] = rollout, ScorerWorker, RolloutWorker
     if rank in rollout:
-        scorer = _response_scorer(config, inputs, rank) if rank in rollout.homes else None
-        workers["rollout"] = RolloutWorker(groups["rollout"], inputs.shape, config, inputs.prompts, scorer)
+        scorer = _response_scorer(config, inputs, rank) if scored and rank in rollout.homes else None
+        engine = make_engine(groups["rollout"], inputs.shape, config, ranks_on_node=world.local_size)
+        agent = _agent_loop(world, config, inputs, rollout) if config.rollout.multi_turn.enable else None
+        workers["rollout"] = RolloutWorker(rollout, rank, engine, config, inputs.prompts, scorer, agent)
         workers["scorer"] = ScorerWorker(rollout, rank, scorer, config.reward.reward_model)
     layouts["refit"], kinds["refit"] = Layout(tuple(sorted({*actor.ranks, *rollout.ranks}))), RefitWorker
-    dtype = DTYPES[config.model.dtype]
-    # Every rank must plan alike; ranks are told to nodes by division, which takes equally many on each.
-    sizes = set(world.exchange(world.local_size))
-    ranks_per_node = sizes.pop() if len(sizes) == 1 else None
-    resharding = Resharding(inputs.shape, actor, rollout, dtype.itemsize, ranks_per_node=ranks_per_node)
-    comm = duplicate(world.comm)
-    if rank in layouts["refit"]:
+    refit = make_refit(world, config, inputs.shape, actor, rollout)
+    if refit is not None:
         workers["refit"] = RefitWorker(
             layouts["refit"],
             rank,
-            Refit(resharding.plan_for_rank(rank), comm, rank, dtype),
+            refit,
             workers.get("actor"),  # type: ignore[arg-type]
             workers.get("rollout"),  # type: ignore[arg-type]
+            alias=config.rollout.checkpoint_engine.alias and config.async_training.mode == "sync",
         )
+
+
+def _agent_loop(world: World, config: Config, inputs: Inputs, rollout: Layout) -> AgentLoop:
+    """Collective over the ranks of each replica."""
+    replica = rollout.replica(rollout.coord(world.rank).dp)
+    comm = create_group(world.comm, replica) if len(replica) > 1 else None
+    log_path = run_directory(config) / "logs" / f"tools_{world.rank:05d}.log"
+    return AgentLoop(config.rollout.multi_turn, config.data, inputs.tokenizer, comm, str(log_path))
 
 
 def _response_scorer(config: Config, inputs: Inputs, rank: int) -> ResponseScorer:

@@ -83,6 +83,7 @@ class Trajectory:
     finish_reason: FinishReason
     num_turns: int = 1  # of the model
     num_tool_calls: int = 0
+    turn_scores: tuple[float, ...] = ()  # by a simulated user, of the turns that it scored
 
     @classmethod
     def of_one_turn(cls, done: Completion) -> Trajectory:

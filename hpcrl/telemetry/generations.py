@@ -20,9 +20,13 @@ def write_generations(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         for row in rows:
-            values = {key: _finite(row.get(key)) for key in keys}
-            file.write(json.dumps(values, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+            file.write(json_line({key: row.get(key) for key in keys}))
     os.replace(temporary, path)
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """A JSON object and its line break: null for a number that JSON cannot hold, text for what it does not know."""
+    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
 def generations_table(rows: Iterable[Mapping[str, Any]]) -> str:

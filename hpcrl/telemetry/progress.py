@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 class Progress:
     """`first` is the step that comes first in this process, so that a resumed run's ETA counts only its own steps.
+    A step may be another `unit`, many at once.
 
     A log gets at most one line per `every_s` seconds, and always one for the first and for the last step.
     """
@@ -22,11 +23,12 @@ class Progress:
         label: str,
         first: int = 1,
         *,
+        unit: str = "step",
         stream: TextIO | None = None,
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._label, self._first = total, label, first
+        self._total, self._label, self._first, self._unit = total, label, first, unit
         self._stream = sys.stderr if stream is None else stream
         self._every_s, self._clock = every_s, clock
         self._start = clock()
@@ -34,7 +36,7 @@ class Progress:
         self._bar = None
         if self._stream.isatty():
             self._bar = tqdm(
-                total=total, initial=first - 1, desc=label, unit="step", file=self._stream, dynamic_ncols=True
+                total=total, initial=first - 1, desc=label, unit=unit, file=self._stream, dynamic_ncols=True
             )
 
     def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
@@ -45,7 +47,7 @@ class Progress:
             self._bar.update(step - self._bar.n)
         elif self._line_is_due(step):
             seconds = (self._clock() - self._start) / max(step - self._first + 1, 1)
-            parts = [f"{self._label} {step}/{self._total}", f"{seconds:.3g} s/step"]
+            parts = [f"{self._label} {step}/{self._total}", f"{seconds:.3g} s/{self._unit}"]
             parts.append(f"ETA {duration(seconds * (self._total - step))}")
             parts += [f"{name} {value}" for name, value in shown.items()]
             print(" | ".join(parts), file=self._stream, flush=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,29 @@ from hpcrl.rewards.extras import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.timers import PhaseTimers
-from hpcrl.trainer.scoring import scored
+from hpcrl.trainer.engine_weights import EngineWeights
+from hpcrl.trainer.off_policy import Counts, staleness_metrics
+from hpcrl.trainer.pending import Pending, Steps
+from hpcrl.trainer.prompt_groups import differing, num_prompts, numbered
+from hpcrl.trainer.scoring import scored, scoring
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 10  # generations of one step after which a line says that it goes on; the next after 20, 40, ...
-RECORDED = ("row", "epoch", "prompt", "sample_index", "position")
+RECORDED = ("row", "epoch", "prompt", "sample_index", "position", "weight_version_min", "weight_version_max")
+
+Collected = tuple[DataProto, dict[str, float]]  # a step's samples, and its metrics so far
 
 
 @dataclass
-class Collected:
+class Gathering:
     """Groups that wait for a step, and what was seen while they were made."""
 
     groups: list[DataProto] = field(default_factory=list)  # one batch per generation, whole prompts
     metrics: list[dict[str, Metric]] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
     num_batches: int = 0
+    num_generated: int = 0  # samples
     num_evicted: int = 0  # samples
 
     @property
@@ -51,7 +60,10 @@ class Collected:
 
 
 class Experience:
-    """Lives on rank 0. What is left over of one step's generation is kept for the next one, not thrown away."""
+    """Lives on rank 0. Generation and training take turns: a step's samples are drawn with the weights that it trains.
+
+    What is left over of one step's generation is kept for the next one, not thrown away.
+    """
 
     def __init__(
         self,
@@ -61,14 +73,18 @@ class Experience:
         sampler: Sampler,
         timers: PhaseTimers,
         eos_token_ids: tuple[int, ...],
+        weights: EngineWeights,
+        total_steps: int,
     ) -> None:
         self.controller = controller
         self.config = config
         self.derived = derived
         self.timers = timers
         self.sampler = sampler
+        self.weights = weights
+        self.total_steps = total_steps
         self.surplus: DataProto | None = None
-        self.reports: list[StepReport] = []
+        self.counts = Counts()
         self.has_scores = False  # a score of this process has not failed
         self._sampler_state()
         rollout = config.rollout
@@ -81,17 +97,47 @@ class Experience:
             eos_token_ids=eos_token_ids,
         )
 
-    def collect(self, step: int) -> tuple[DataProto, dict[str, float]]:
-        """The step's scored samples and their metrics.
+    def collect(self, step: int) -> Collected:
+        """The scored samples that a step trains on."""
+        recorded = self.config.trainer.rollouts_from
+        if recorded is not None:
+            return self._recorded(step, recorded)
+        return Pending(self.gather(step), self.timers).get()
+
+    def updated(self, step: int) -> None:
+        """The actor has the weights of `step`: says when generation gets them."""
+        self.weights.bring(step)
+
+    @contextmanager
+    def paused(self, step: int) -> Iterator[None]:
+        """Inside it the rollout engine has the weights of `step`, and nobody else uses it."""
+        yield
+
+    def save(self, folder: Path, step: int) -> dict[str, Any]:
+        """What a resumed run needs. Samples that wait for training, whose tokens no weights will make again, go into
+        files in `folder`."""
+        if self.surplus is not None:
+            self.write(self.surplus, folder / "surplus", step)
+        return {
+            "sampler": self._sampler_state(),
+            "surplus": self.surplus is not None,
+            "counts": self.counts.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+        self.counts.load_state_dict(state.get("counts", {}))
+        if state["surplus"]:
+            self.surplus = self.read(folder / "surplus", step)
+
+    def gather(self, step: int) -> Steps[Collected]:
+        """Generates until the step has its samples.
 
         With filter_groups, prompts whose samples do not differ in its metric are dropped and others drawn, until
         data.train_batch_size prompts are there or max_num_gen_batches generations are done.
         """
-        recorded = self.config.trainer.rollouts_from
-        if recorded is not None:
-            return self._recorded(step, recorded)
         wanted, filtering = self.config.data.train_batch_size, self.config.algorithm.filter_groups
-        found = Collected([self.surplus] if self.surplus is not None else [])
+        found = Gathering([self.surplus] if self.surplus is not None else [])
         limit = filtering.max_num_gen_batches if filtering.enable else 1
         size = (self.config.data.gen_batch_size if filtering.enable else None) or wanted
         patience = PATIENCE
@@ -103,7 +149,7 @@ class Experience:
                     "(algorithm.filter_groups.max_num_gen_batches bounds this)",
                     *(step, found.num_prompts, wanted, found.num_batches, filtering.metric),
                 )
-            part = self._generate(step, size, found)
+            part = yield from self._generate(step, size, found)
             if filtering.enable:
                 kept = differing(part, filtering.metric)
                 found.num_evicted += int((~kept).sum())
@@ -120,43 +166,14 @@ class Experience:
                 "step %d: %d of %d prompts after %d generations (algorithm.filter_groups.max_num_gen_batches)",
                 *(step, found.num_prompts, wanted, found.num_batches),
             )
-        return self._completed(self._take(step, wanted, found)), self._metrics(found)
-
-    def report(self) -> None:
-        """Tell the sampler how the step's prompts went, those that were dropped too."""
-        for report in self.reports:
+        batch = self._first(step, wanted, found)
+        for report in found.reports:  # of prompts that were dropped, too
             self.sampler.update(report)
-        self.reports.clear()
+        return self.completed(batch), self.metrics_of(step, batch, found)
 
-    def save(self, folder: Path, step: int) -> dict[str, Any]:
-        """What a resumed run needs; the surplus, whose tokens no weights will make again, goes into a file."""
-        if self.surplus is not None:
-            surplus = numbered(self.surplus, step)
-            self.controller["archive"].write(surplus, str(folder)).get()
-            finish_step(folder, step, seed=self.config.run.seed, weight_version=step - 1, report=log.warning)
-        return {"sampler": self._sampler_state(), "surplus": self.surplus is not None}
-
-    def _sampler_state(self) -> dict[str, Any]:
-        state = self.sampler.state_dict()
-        try:
-            return json.loads(json.dumps(state))
-        except (TypeError, ValueError) as error:
-            raise InputError(
-                f"data.sampler: {type(self.sampler).__name__}.state_dict() cannot be saved: {error}; expected what "
-                "JSON holds: int(...) and list(...) of numpy's numbers and arrays"
-            ) from None
-
-    def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
-        self.sampler.load_state_dict(state["sampler"])
-        if state["surplus"]:
-            batch = recorded_samples(folder, step)
-            self.surplus = batch.union(self.controller["rollout"].replay(batch, str(folder), scores=True).get())
-            self.surplus.pop(["position"])
-            self.surplus.meta_info.clear()
-
-    def _generate(self, step: int, size: int, found: Collected) -> DataProto:
+    def _generate(self, step: int, size: int, found: Gathering) -> Steps[DataProto]:
         """Prompts from the sampler, rollout.n scored responses to each."""
-        n = self.config.rollout.n
+        n, version = self.config.rollout.n, self.weights.version
         rows, epochs = self.sampler.next_rows(size)
         prompts = DataProto(
             {},
@@ -164,32 +181,32 @@ class Experience:
                 "row": rows,
                 "epoch": epochs,
                 "prompt": np.arange(size, dtype=np.int32) + found.next_prompt,
-                "weight_version": np.full(size, step - 1, np.int64),
+                "weight_version_min": np.full(size, version, np.int64),
+                "weight_version_max": np.full(size, version, np.int64),
             },
             {"split": "train", "step": step},
         )
         found.num_batches += 1
+        found.num_generated += size * n
         batch = prompts.repeat(n)
         batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
-        batch = self._respond(batch, self.sampling, "gen", found)
-        self.reports.append(step_report(step, batch.samples))
+        batch = yield from self._respond(batch, self.sampling, "gen", found)
+        found.reports.append(step_report(step, batch.samples))
         if self.derived.needs_reward_baseline:
             prompts.samples["sample_index"] = np.full(size, n, np.int64)
-            greedy = self._respond(prompts, replace(self.sampling, temperature=0.0), "gen_max", found)
+            greedy = yield from self._respond(prompts, replace(self.sampling, temperature=0.0), "gen_max", found)
             batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
         batch.meta_info.clear()
         return batch
 
-    def _respond(self, batch: DataProto, sampling: SamplingParams, phase: str, found: Collected) -> DataProto:
-        with self.timers(phase):
-            batch = batch.union(self.controller["rollout"].generate(batch, sampling).get())
-        with self.timers("reward"):
-            batch = scored(self.controller, batch, with_model=self.derived.needs_reward_model)
+    def _respond(self, batch: DataProto, sampling: SamplingParams, phase: str, found: Gathering) -> Steps[DataProto]:
+        batch = batch.union((yield phase, self.controller["rollout"].generate(batch, sampling)))
+        batch = yield from scoring(self.controller, batch, with_model=self.derived.needs_reward_model)
         found.metrics += batch.metrics
-        self._check_scores(batch)
+        self.check_scores(batch)
         return batch
 
-    def _check_scores(self, batch: DataProto) -> None:
+    def check_scores(self, batch: DataProto) -> None:
         """A job whose scorer never works must not spend its allocation: the first scores are not all failures."""
         if self.has_scores or not len(batch):
             return
@@ -203,7 +220,7 @@ class Experience:
             )
         self.has_scores = True
 
-    def _take(self, step: int, wanted: int, found: Collected) -> DataProto:
+    def _first(self, step: int, wanted: int, found: Gathering) -> DataProto:
         """The first `wanted` prompts; the others are the next step's."""
         batch = DataProto.concat(found.groups)
         _, place = np.unique(batch.samples["prompt"], return_inverse=True)
@@ -211,7 +228,7 @@ class Experience:
         self.surplus = batch[late] if late.any() else None
         return numbered(batch[~late], step)
 
-    def _metrics(self, found: Collected) -> dict[str, float]:
+    def metrics_of(self, step: int, batch: DataProto, found: Gathering) -> dict[str, float]:
         metrics = finish(merge(found.metrics))
         if self.config.algorithm.filter_groups.enable:
             metrics |= {
@@ -219,9 +236,12 @@ class Experience:
                 "training/filter_groups/evicted_samples": float(found.num_evicted),
                 "training/filter_groups/surplus_samples": float(len(self.surplus) if self.surplus is not None else 0),
             }
+        if self.config.async_training.mode != "sync":
+            metrics |= staleness_metrics(batch.samples, step - 1)
+            metrics |= self.counts.add(batch.samples, step - 1, found.num_generated)
         return metrics
 
-    def _recorded(self, step: int, folder: str) -> tuple[DataProto, dict[str, float]]:
+    def _recorded(self, step: int, folder: str) -> Collected:
         """The samples of an archive in place of a rollout."""
         batch = recorded_samples(folder, step)
         with self.timers("gen"):
@@ -230,9 +250,9 @@ class Experience:
             batch = scored(self.controller, batch, with_model=self.derived.needs_reward_model)
         metrics = finish(merge(batch.metrics))
         batch.meta_info.pop("metrics")
-        return self._completed(batch), metrics
+        return self.completed(batch), metrics
 
-    def _completed(self, batch: DataProto) -> DataProto:
+    def completed(self, batch: DataProto) -> DataProto:
         """The batch with what the advantage estimator asks of rank 0."""
         keys = self.config.algorithm.gdpo_reward_keys
         if keys:
@@ -245,49 +265,34 @@ class Experience:
             )
         return batch
 
+    def write(self, batch: DataProto, folder: Path, step: int) -> None:
+        """Scored samples into a file of this folder, in the archive's format; `step` names it."""
+        self.controller["archive"].write(numbered(batch, step), str(folder)).get()
+        finish_step(folder, step, seed=self.config.run.seed, weight_version=step - 1, report=log.warning)
 
-def differing(batch: DataProto, metric: str) -> np.ndarray:
-    """bool (N,): the rows of prompts whose samples do not all have the same `metric`, and of prompts with one sample.
+    def read(self, folder: Path, step: int) -> DataProto:
+        """What `write` wrote, in the same order."""
+        batch = recorded_samples(folder, step)
+        batch = batch.union(self.controller["rollout"].replay(batch, str(folder), scores=True).get())
+        batch.pop(["position"])
+        batch.meta_info.clear()
+        return batch
 
-    Verl asks whether the standard deviation is 0; rounding can make it 1e-17 for equal values, so this asks whether
-    the largest and the smallest differ.
-    """
-    values = metric_values(batch.samples, metric)
-    _, group, size = np.unique(batch.samples["prompt"], return_inverse=True, return_counts=True)
-    largest, smallest = np.full(len(size), -np.inf), np.full(len(size), np.inf)
-    known = ~np.isnan(values)
-    np.maximum.at(largest, group[known], values[known])
-    np.minimum.at(smallest, group[known], values[known])
-    return ((largest > smallest) | (size == 1))[group]
-
-
-def metric_values(samples: Mapping[str, np.ndarray], metric: str) -> np.ndarray:
-    """float64 (N,): the score as `reward`, or what the scorer returned under that key; NaN where there is none."""
-    key = "score" if metric in ("reward", "seq_reward", "seq_final_reward") else metric
-    return numbers_of(samples, key, "algorithm.filter_groups.metric", missing=np.nan)
-
-
-def numbered(batch: DataProto, step: int) -> DataProto:
-    """The samples as those of a step, their prompts counted from 0."""
-    prompts, prompt = np.unique(batch.samples["prompt"], return_inverse=True)
-    places: dict[str, np.ndarray] = {
-        "prompt": prompt.astype(np.int32),
-        "position": np.arange(len(batch), dtype=np.int64),
-    }
-    meta = {"split": "train", "step": step, "num_prompts": len(prompts)}
-    return DataProto(batch.tokens, batch.samples | places, meta)
+    def _sampler_state(self) -> dict[str, Any]:
+        state = self.sampler.state_dict()
+        try:
+            return dict(json.loads(json.dumps(state)))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"data.sampler: {type(self.sampler).__name__}.state_dict() cannot be saved: {error}; expected what "
+                "JSON holds: int(...) and list(...) of numpy's numbers and arrays"
+            ) from None
 
 
 def recorded_samples(folder: str | Path, step: int) -> DataProto:
     """The sample columns of a step's archive; its token columns are for the ranks to read."""
     samples = read_samples(step_path(folder, step))
     names: Sequence[str] = [*RECORDED, *(name for name in ("reward_baseline",) if name in samples)]
-    columns = {name: samples[name] for name in names}
-    columns["weight_version"] = samples["weight_version_min"]
-    batch = DataProto({}, columns)
+    batch = DataProto({}, {name: samples[name] for name in names})
     batch.meta_info |= {"split": "train", "step": step, "num_prompts": num_prompts(batch)}
     return batch
-
-
-def num_prompts(batch: DataProto) -> int:
-    return len(np.unique(batch.samples["prompt"]))

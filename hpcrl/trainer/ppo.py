@@ -25,12 +25,21 @@ from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_team, read_inputs
 from hpcrl.telemetry.archive import discard_from, finish_step
 from hpcrl.trainer.assignment import assign_to_replicas
+from hpcrl.trainer.engine_weights import EngineWeights
 from hpcrl.trainer.experience import Experience
+from hpcrl.trainer.off_policy import idle_metrics
+from hpcrl.trainer.one_step_off import OneStepOff
 from hpcrl.trainer.run import Run, Start, find_start
+from hpcrl.trainer.stream import Stream
 from hpcrl.trainer.validation import Validator
 
 log = logging.getLogger(__name__)
 
+EXPERIENCE: dict[str, type[Experience]] = {
+    "sync": Experience,
+    "one_step_off": OneStepOff,
+    "bounded_staleness": Stream,
+}
 PF_PPO_STREAM = 0x7066  # keeps these numbers apart from others keyed by the same seed
 
 
@@ -84,7 +93,13 @@ class PPOTrainer:
         )
         self.timers = self.run.timers
         eos = (int(inputs.tokenizer.eos_token_id),)
-        self.experience = Experience(controller, config, derived, sampler, self.timers, eos)
+        self.weights = EngineWeights(controller, self.timers)
+        mode = config.async_training.mode
+        self.experience = EXPERIENCE[mode](
+            controller, config, derived, sampler, self.timers, eos, self.weights, total_steps
+        )
+        if mode != "sync":
+            log.info("async_training.mode=%s with %s", mode, config.algorithm.rollout_correction)
         ctrl = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
@@ -126,6 +141,7 @@ class PPOTrainer:
                     self._save(step)
         self.run.close(final)
         self.controller["scorer"].close().get()
+        self.controller["rollout"].close().get()
 
     def _step(self, step: int) -> None:
         """One step of PPO, as in the paper's algorithm 1."""
@@ -151,12 +167,10 @@ class PPOTrainer:
         if self.derived.needs_sum_pi_squared:
             found = workers["actor"].variance_proxy(batch, self.metrics.get("actor/grad_norm")).get()
             self.metrics |= finish(merge(found))
-        with timers("update_weights"):
-            self._refit()
+        self.experience.updated(step)
         if self.config.trainer.save_rollouts:
             with timers("dump_rollout_generations"):
                 self._archive(batch, step)
-        self.experience.report()
         self._account(batch)
 
     def _evaluate_responses(self, batch: DataProto) -> DataProto:
@@ -190,19 +204,15 @@ class PPOTrainer:
         uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
         return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo.reweight_method, pf_ppo.weight_pow)]
 
-    def _refit(self) -> None:
-        reports = self.controller["refit"].update_weights().get()
-        self.timers.add_bytes("update_weights", sum(report.bytes_received for report in reports))
-
     def _archive(self, batch: DataProto, step: int) -> None:
         self.controller["archive"].write(batch).get()
-        folder, version = self.run.folder / "rollouts", int(batch.samples["weight_version"].max())
+        folder, version = self.run.folder / "rollouts", int(batch.samples["weight_version_max"].max())
         finish_step(folder, step, seed=self.config.run.seed, weight_version=version, report=log.warning)
 
     def _validate(self, step: int) -> dict[str, float]:
         if self.validator is None:
             return {}
-        with self.timers("testing"):
+        with self.timers("testing"), self.experience.paused(step):
             metrics, shown = self.validator.run(step)
         if shown:
             self.run.writer.text("validation/samples", step, shown)
@@ -224,10 +234,10 @@ class PPOTrainer:
             workers["reward"].load_model(str(start.frozen["reward"])).get()
         if start.folder is not None:
             self.kl_controller.load_state_dict(start.state["kl_ctrl"])
-            self.experience.load(start.state, start.folder / "surplus", start.step)
+            self.experience.load(start.state, start.folder, start.step)
             log.info("resuming after step %d from %s", start.step, start.folder)
         discard_from(self.run.folder / "rollouts", start.step + 1)
-        self._refit()
+        self.weights.bring(start.step)
         self.timers.collect()  # of the start, which is no step's
 
     def _save(self, step: int) -> None:
@@ -238,9 +248,7 @@ class PPOTrainer:
             "frozen": {role: str(folder) for role, folder in self.start.frozen.items()},
         }
         roles = ("actor", "critic") if self.derived.needs_critic else ("actor",)
-        self.run.save(
-            self.controller, step, roles, state, files=lambda folder: self.experience.save(folder / "surplus", step)
-        )
+        self.run.save(self.controller, step, roles, state, files=lambda folder: self.experience.save(folder, step))
 
     def _join(self, batch: DataProto, part: DataProto) -> DataProto:
         """Add a call's columns to the batch, and its metrics to the step's."""
@@ -266,7 +274,10 @@ class PPOTrainer:
         found["perf/time_per_step"] = seconds
         found["perf/throughput"] = self.num_tokens / seconds / self.derived.world_size
         found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        self.run.writer.log(step, self.metrics | found)
+        if self.config.async_training.mode != "sync":
+            busy, num_replicas = self.metrics["perf/rollout_busy_s"], self.derived.roles["rollout"].dp
+            found |= idle_metrics(found.get("timing_s/gen", 0.0), busy, seconds, num_replicas)
+        self.run.writer.log(step, self.metrics | self.weights.metrics | found)
         shown = {
             "score": "critic/score/mean",
             "length": "response_length/mean",

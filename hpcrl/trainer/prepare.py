@@ -17,13 +17,21 @@ from hpcrl.launch.user_code import import_file
 
 T = TypeVar("T")
 
+ASYNCHRONOUS = "decoupled_token_is"  # truncated importance sampling, token by token
+
 
 def with_presets(config: Config) -> Config:
     """`config` with the values of algorithm.rollout_correction.preset where the template gives none of its own.
 
+    An asynchronous mode trains on samples of older weights: a template that chooses no correction there gets
+    ASYNCHRONOUS; `preset: disabled` is a choice.
+
     Raises ConfigError for an unknown preset and for values that do not go together.
     """
     section = config.algorithm.rollout_correction
+    chosen = (section.preset, section.rollout_is, section.rollout_rs, section.bypass_mode or None)
+    if config.async_training.mode != "sync" and all(choice is None for choice in chosen):
+        section = section.model_copy(update={"preset": ASYNCHRONOUS, "rollout_is": "token"})
     given = {name: getattr(section, name) for name in section.model_fields_set if name != "preset"}
     values = _in_section(
         "algorithm.rollout_correction",

@@ -129,7 +129,7 @@ class Run:
         self.progress.close()
 
 
-def set_aside(folder: Path, names: Sequence[str]) -> None:
+def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to resume from") -> None:
     """Keep what an earlier attempt without a checkpoint wrote: a run that starts anew must not lose it."""
     written = [folder / name for name in names if (folder / name).exists()]
     if not written:
@@ -139,7 +139,7 @@ def set_aside(folder: Path, names: Sequence[str]) -> None:
     aside.mkdir()
     for path in written:
         path.rename(aside / path.name)
-    log.warning("no checkpoint to resume from; what an earlier attempt wrote is in %s", aside)
+    log.warning("%s; what an earlier attempt wrote is in %s", why, aside)
 
 
 def warn_of_changes(folder: Path, config: Config) -> None:

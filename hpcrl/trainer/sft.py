@@ -92,6 +92,7 @@ class SFTTrainer:
         self.run.close(final)
         if self.validator is not None:
             self.controller["scorer"].close().get()
+            self.controller["rollout"].close().get()
 
     def _step(self, step: int) -> None:
         config = self.config

@@ -68,6 +68,10 @@ class Validator:
             sources, uids = (np.repeat(column, way.n).tolist() for column in (self.sources, self.rows))
             found = metric_tags(validation_metrics(sources, uids, variables_of(batch.samples)))
             found[f"val-aux/response_length/mean@{way.n}"] = float(batch.samples["response_length"].mean())
+            if "num_turns" in batch.samples:
+                turns = batch.samples["num_turns"]
+                values = {"min": turns.min(), "max": turns.max(), "mean": turns.mean()}
+                found |= {f"val-aux/num_turns/{name}": float(value) for name, value in values.items()}
             metrics |= {tag: value for tag, value in found.items() if tag not in metrics}
             for name, count in _failures(batch).items():
                 failures[f"val-aux/{name}"] += count

@@ -186,6 +186,14 @@ def test_sft() -> None:
         ({"data": {"train_files": []}}, "data.train_files is empty"),
         ({"sft": {"stop_at_score": 0.2}}, "sft.stop_at_score=0.2 needs evaluations"),
         ({"sft": {"eval_freq": 5}}, "sft.eval_freq=5 evaluates, and data.val_files is empty"),
+        (
+            {
+                "sft": {"eval_freq": 5},
+                "data": {"val_files": ["b"]},
+                "rollout": {"engine": "tensorrt_llm"},
+            },
+            "rollout.engine=tensorrt_llm is not for the evaluations",
+        ),
         ({"sft": {"max_token_len_per_gpu": 5}}, "sft.max_token_len_per_gpu=5 is less than the longest sequence"),
         ({"placement": {"actor": {"tp": 3}}}, "placement.actor.tp=3 does not divide num_attention_heads=8"),
     ],

@@ -16,6 +16,8 @@ DISJOINT = {
     "rollout": {"pool": "gen"},
 }
 
+TOOLS = {"enable": True, "function_tool_path": "tools.py"}
+
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"engine": "tensorrt_llm"}}, "neither rollout.trtllm.model_dir nor model.path"),
     (
@@ -25,10 +27,23 @@ CASES: list[tuple[dict[str, Any], str]] = [
         },
         "single_process makes replicas of one rank, and placement.rollout.tp=2",
     ),
+    (
+        {"rollout": {"engine": "tensorrt_llm", "trtllm": {"model_dir": "llama"}}},
+        "the engine's dtype would be float32; set rollout.dtype=bfloat16",
+    ),
+    (
+        {"rollout": {"engine": "tensorrt_llm", "dtype": "bfloat16", "top_k": 2000, "trtllm": {"model_dir": "llama"}}},
+        "rollout: top_k=2000 is more than TensorRT-LLM's sampler keeps; use 1024 or less, or -1",
+    ),
     ({"rollout": {"exact": True}, "model": {"dtype": "bfloat16"}}, "computes in float32, and model.dtype=bfloat16"),
     ({"rollout": {"exact": True, "dtype": "bfloat16"}}, "computes in float32, and rollout.dtype=bfloat16"),
     ({"rollout": {"exact": True}, "placement": {"actor": {"tp": 2}}}, "placement.actor.tp=2 differs from"),
     ({"rollout": {"multi_turn": {"enable": True}}}, "has nobody to answer the model"),
+    ({"rollout": {"multi_turn": TOOLS, "ignore_eos": True}}, "never ends a turn"),
+    (
+        {"rollout": {"multi_turn": TOOLS}, "async_training": {"mode": "bounded_staleness"}},
+        "does not go with async_training.mode=bounded_staleness",
+    ),
     ({"async_training": {"mode": "one_step_off"}}, "rank 0 leads"),
     (
         {

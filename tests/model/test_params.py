@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.launch.exits import InputError
-from hpcrl.model.params import check_layout, shards, stage_layers
+from hpcrl.model.params import Shard, check_layout, chunk_layers, shards, stage_layers
 from hpcrl.model.shape import ModelShape
 
 
@@ -51,6 +54,87 @@ def test_shards_tile_every_parameter(tp_size: int, pp_size: int, head: str) -> N
     for name, count in counts.items():
         replicated = "layernorm" in name or name == "value_head.weight"
         assert (count == (tp_size if replicated else 1)).all(), name
+
+
+@given(
+    tp_size=st.sampled_from([1, 2]),
+    stages=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
+    ep_size=st.sampled_from([1, 2, 4]),
+    etp_size=st.sampled_from([1, 2]),
+    moe_layer_freq=st.integers(1, 2),
+)
+def test_experts_are_tiled_by_the_expert_grid(
+    tp_size: int, stages: tuple[int, int], ep_size: int, etp_size: int, moe_layer_freq: int
+) -> None:
+    shape = make_shape(num_layers=5, num_experts=4, moe_ffn_hidden_size=6, moe_layer_freq=moe_layer_freq)
+    sizes = {"tp_size": tp_size, "pp_size": stages[0], "vpp_size": stages[1], "ep_size": ep_size, "etp_size": etp_size}
+
+    def rank(pp: int, tp: int = 0, ep: int = 0, etp: int = 0, part: str = "all") -> list[Shard]:
+        return shards(shape, tp_rank=tp, pp_rank=pp, ep_rank=ep, etp_rank=etp, part=part, **sizes)  # type: ignore[arg-type]
+
+    whole = shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+    counts = {shard.name: 0 for shard in whole}
+    for pp in range(stages[0]):
+        for ep, etp in itertools.product(range(ep_size), range(etp_size)):
+            for shard in rank(pp, ep=ep, etp=etp, part="experts"):
+                assert shard.is_expert
+                counts[shard.name] += math.prod(shard.local_shape)
+        for tp in range(tp_size):
+            for shard in rank(pp, tp=tp, part="dense"):
+                assert not shard.is_expert
+                if not (shard.tp_replicated and tp):
+                    counts[shard.name] += math.prod(shard.local_shape)
+        assert {s.name for s in rank(pp)} == {s.name for part in ("dense", "experts") for s in rank(pp, part=part)}
+    assert counts == {shard.name: math.prod(shard.global_shape) for shard in whole}
+
+
+def test_names_of_experts_count_over_the_model() -> None:
+    shape = make_shape(num_experts=4, moe_ffn_hidden_size=6, moe_layer_freq=2)
+    its = shards(shape, tp_rank=0, tp_size=2, pp_rank=1, pp_size=2, ep_rank=1, ep_size=2)
+    names = {shard.name: shard.local_name for shard in its if ".mlp." in shard.name}
+    assert names == {
+        "decoder.layers.2.mlp.router.weight": "decoder.layers.0.mlp.router.weight",
+        **{
+            f"decoder.layers.2.mlp.experts.local_experts.{expert}.{linear}.weight": (
+                f"decoder.layers.0.mlp.experts.local_experts.{expert - 2}.{linear}.weight"
+            )
+            for expert in (2, 3)
+            for linear in ("linear_fc1", "linear_fc2")
+        },
+    }
+
+
+@given(num_layers=st.integers(4, 40), data=st.data())
+def test_chunks_hold_the_layers_that_megatron_gives_them(num_layers: int, data: st.DataObject) -> None:
+    """Stages and chunks of any size, against Megatron's own description of an uneven interleaved pipeline."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    pp_size = data.draw(st.integers(2, num_layers // 2))
+    vpp_size = data.draw(st.integers(2, num_layers // pp_size))
+    sizes = [len(stage_layers(num_layers, piece, pp_size * vpp_size)) for piece in range(pp_size * vpp_size)]
+    layout = [["decoder"] * size for size in sizes]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    theirs = PipelineParallelLayerLayout(layout, pp_size)
+    for stage in range(pp_size):
+        for chunk in range(vpp_size):
+            ours = chunk_layers(num_layers, stage, pp_size, chunk, vpp_size)
+            kinds = [kind.name for kind in theirs.layout[stage][chunk]]
+            before = sum(
+                kind.name == "decoder"
+                for number in range(chunk * pp_size + stage)
+                for kind in theirs.layout[number % pp_size][number // pp_size]
+            )
+            assert ours == range(before, before + kinds.count("decoder"))
+            shape = make_shape(num_layers=num_layers)
+            its = [
+                shard.local_name
+                for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=stage, pp_size=pp_size, vpp_size=vpp_size)
+                if shard.chunk == chunk
+            ]
+            assert ("embedding.word_embeddings.weight" in its) == ("embedding" in kinds)
+            assert ("output_layer.weight" in its) == ("loss" in kinds)
+            assert sum("input_layernorm" in name for name in its) == len(ours)
 
 
 def test_names_are_megatrons_with_global_layer_numbers() -> None:

@@ -15,7 +15,10 @@ from hpcrl.trainer import ppo, rm, sft
 from hpcrl.trainer.prepare import derive, with_presets
 
 ROOT = Path(__file__).parents[2]
-NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+NOT_COMPARED = (
+    *("timing_s/", "timing_per_token_ms/", "perf/", "memory/"),
+    *("fully_async/trainer/idle_ratio", "fully_async/rollouter/idle_ratio"),
+)
 
 
 def make_countdown_files(folder: Path) -> None:

@@ -78,6 +78,32 @@ class Toy(Worker):
     def nap(self) -> None:
         time.sleep(0.2)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def nap_shortly(self) -> None:
+        time.sleep(1e-3)
+
+    @register(Dispatch.ORDER_ALL)
+    def until_called(self, limit: int) -> None:
+        """Goes on until a command comes that cannot run inside it; the home decides for its replica."""
+        self.desk.tell("begun")
+        rounds = itertools.count()
+        while not self.desk.share(self.layout, self.desk.attend() if self.is_home else None):
+            assert next(rounds) < limit
+            time.sleep(1e-4)
+        self.desk.tell("ended")
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("uid", "size"), writes=("ids",), homes_only=True, meanwhile=True)
+    def make_meanwhile(self, batch: DataProto) -> DataProto:
+        return self.make(batch)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("ids",), homes_only=True, meanwhile=True)
+    def sum_meanwhile(self, batch: DataProto) -> int:
+        return int(batch.tokens["ids"].values.sum())
+
+    @register(Dispatch.DP_ORDER, reads=("uid",), homes_only=True, meanwhile=True)
+    def order(self, batch: DataProto) -> None:
+        self.desk.tell(batch.samples["uid"].tolist())
+
     @register(Dispatch.LAST_RANK)
     def only_last(self) -> int:
         return self.rank
@@ -186,6 +212,82 @@ def test_groups_stay_together(world) -> None:
         batch = new_batch(5).repeat(3, interleave=False)
         seen = controller["a"].grouped(batch).get()
         assert sorted(itertools.chain(*seen)) == [1, 2, 3, 4, 5]
+
+    play(world, layouts, program)
+
+
+@pytest.mark.world(2, 4)
+def test_commands_run_inside_a_method_that_attends_to_its_desk(world) -> None:
+    """Rank 0 leads; a method of role a goes on while columns are made there, read there, and fetched from there by role
+    b; it ends when a command comes that cannot run meanwhile. In any order of get()."""
+    size = world.size
+    everyone = tuple(range(1, size))
+    cases = [{"a": Layout(everyone), "b": Layout((0,))}]
+    if size == 4:
+        cases = [{"a": Layout((1, 2), tp=tp), "b": Layout((3,))} for tp in (1, 2)]
+
+    def program(controller: Controller) -> None:
+        a, b = controller["a"], controller["b"]
+        notes: list[tuple[int, object]] = []
+        controller.listener = lambda rank, note: notes.append((rank, note))
+        for order in itertools.permutations(range(3)):
+            notes.clear()
+            a.until_called(100_000)
+            batch = new_batch(7)
+            batch = batch.union(a.make_meanwhile(batch).get())
+            total = int((batch.samples["uid"] * batch.samples["size"]).sum())
+            futures = [a.sum_meanwhile(batch), b.seen_by_replica(batch), a.order(batch)]
+            values = {index: futures[index].get() for index in order}
+            assert (sum(values[0]), sum(values[1]), values[2]) == (total, total, [])
+            told = [uid for _, note in notes if isinstance(note, list) for uid in note]
+            while len(told) < 7:
+                controller.listen()
+                told = [uid for _, note in notes if isinstance(note, list) for uid in note]
+            assert sorted(told) == list(range(1, 8))
+            assert "ended" not in [note for _, note in notes]
+            a.whoami("I am").get()
+            for said in ("begun", "ended"):
+                assert sorted(rank for rank, note in notes if note == said) == list(a.layout.ranks)
+        a.until_called(100_000)  # and the end of the program ends it too
+
+    for layouts in cases:
+        play(world, layouts, program)
+
+
+@pytest.mark.world(2, 4)
+def test_rows_of_others_are_waited_for_outside(world) -> None:
+    """A command that may run meanwhile, but needs rows of another rank, ends the method instead."""
+    layouts = {"a": Layout(tuple(range(1, world.size))), "b": Layout((0,))}
+
+    def program(controller: Controller) -> None:
+        batch = new_batch(7)
+        batch = batch.union(controller["b"].make(batch).get())
+        controller["a"].until_called(100_000)
+        expected = int((batch.samples["uid"] * batch.samples["size"]).sum())
+        assert sum(controller["a"].sum_meanwhile(batch).get()) == expected
+
+    play(world, layouts, program)
+
+
+@pytest.mark.world(2, 4)
+def test_background_goes_on_while_rank_0_waits(world) -> None:
+    layouts = {"a": Layout(tuple(range(world.size)))}
+
+    def program(controller: Controller) -> None:
+        a = controller["a"]
+        futures = [a.whoami("first")]
+
+        def chain() -> None:
+            while len(futures) < 4 and futures[-1].is_ready:
+                futures[-1].get()
+                futures.append(a.whoami("next"))
+
+        controller.background = chain
+        for _ in range(6):
+            a.nap_shortly().get()
+        assert len(futures) == 4
+        controller.background = None
+        assert futures[-1].get() == [f"next {rank}" for rank in range(world.size)]
 
     play(world, layouts, program)
 

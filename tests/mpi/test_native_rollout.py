@@ -82,7 +82,16 @@ def make_training_engine(shape: ModelShape, groups: RoleGroups) -> TrainEngine:
 
 
 def make_native_engine(shape: ModelShape, groups: RoleGroups) -> NativeEngine:
-    return NativeEngine(shape, groups.tp, groups.coord.tp, groups.layout.tp, torch.float32, 16, 64, 32)
+    return NativeEngine(
+        shape,
+        groups.tp,
+        groups.coord.tp,
+        groups.layout.tp,
+        torch.float32,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        max_model_len=32,
+    )
 
 
 def refit(world: World, shape: ModelShape, training: Layout, rollout: Layout, cache: GroupCache) -> tuple:
@@ -90,10 +99,12 @@ def refit(world: World, shape: ModelShape, training: Layout, rollout: Layout, ca
     groups = make_groups({"actor": training, "rollout": rollout}, world.rank, cache)
     actor = make_training_engine(shape, groups["actor"]) if "actor" in groups else None
     engine = make_native_engine(shape, groups["rollout"]) if "rollout" in groups else None
-    plan = Resharding(shape, training, rollout, itemsize=4).plan_for_rank(world.rank)
+    resharding = Resharding(shape, training, rollout, itemsize=4)
     source = actor.named_shards() if actor else {}
     destination: dict[str, Tensor] = engine.weights() if engine else {}
-    Refit(plan, world.comm, world.rank, torch.float32).run(source, destination)
+    made = Refit(resharding, world.comm, world.rank, torch.float32)
+    made.run(source, destination)
+    made.close()
     return actor, engine
 
 

@@ -16,7 +16,8 @@ from hpcrl.trainer.prepare import derive, with_presets
 
 ROOT = Path(__file__).parents[2]
 FIRST = ["sft_countdown_cpu", "rm_countdown_cpu", "ppo_countdown_cpu"]  # the others start with their weights
-OTHERS = sorted({path.stem for path in (ROOT / "configs").glob("*_cpu.yaml")} - set(FIRST))
+WIDE = ["async_countdown_cpu", "one_step_off_countdown_cpu"]  # rank 0 leads, and generation has ranks of its own
+OTHERS = sorted({path.stem for path in (ROOT / "configs").glob("*_cpu.yaml")} - {*FIRST, *WIDE})
 
 # Three steps of SFT leave a model that answers nothing right: here the samples of a prompt differ all the same.
 SCORE = """
@@ -51,6 +52,18 @@ def folder(world, countdown_files: Path, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("template", [*FIRST, *OTHERS])
 def test_a_template_runs_three_steps(world, folder: Path, monkeypatch, template: str) -> None:
     monkeypatch.chdir(folder)
+    run_three_steps(world, template)
+
+
+@pytest.mark.slow
+@pytest.mark.world(4)
+@pytest.mark.parametrize("template", ["sft_countdown_cpu", *WIDE])
+def test_a_template_of_four_ranks_runs_three_steps(world, folder: Path, monkeypatch, template: str) -> None:
+    monkeypatch.chdir(folder)
+    run_three_steps(world, template)
+
+
+def run_three_steps(world, template: str) -> None:
     kind = template.split("_")[0]
     small = SMALL + {"sft": SMALL_SFT, "rm": SMALL_RM}.get(kind, ["trainer.total_training_steps=3"])
     config = with_presets(load_config(f"configs/{template}.yaml", small))

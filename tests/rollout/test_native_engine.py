@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.native.memory import most_kv_bytes
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 
 SHAPE = ModelShape(
@@ -26,7 +27,16 @@ MAX_LEN = 40
 def make_engine(
     shape: ModelShape = SHAPE, max_num_seqs: int = 8, max_num_batched_tokens: int = 64, seed: int = 0
 ) -> NativeEngine:
-    engine = NativeEngine(shape, None, 0, 1, torch.float32, max_num_seqs, max_num_batched_tokens, MAX_LEN)
+    engine = NativeEngine(
+        shape,
+        None,
+        0,
+        1,
+        torch.float32,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=MAX_LEN,
+    )
     generator = torch.Generator().manual_seed(seed)
     for name, weight in engine.weights().items():
         noise = torch.randn(weight.shape, generator=generator)
@@ -179,10 +189,10 @@ def test_memory_stays_where_it_is_until_the_engine_sleeps() -> None:
     sampling = SamplingParams(8)
     first = engine.generate(requests, sampling, seed=0, step=0)
     cache, weights = engine._cache, {name: weight.data_ptr() for name, weight in engine.weights().items()}
-    address, size = cache.keys.data_ptr(), cache.keys.nbytes
-    assert size == 4 * SHAPE.num_layers * 8 * SHAPE.num_query_groups * MAX_LEN * SHAPE.head_dim
+    address, size = cache.keys.data_ptr(), cache.keys.nbytes + cache.values.nbytes
+    assert size == most_kv_bytes(SHAPE, 1, torch.float32, 8, MAX_LEN)
     engine.generate(make_requests(30, samples=2, seed=1), SamplingParams(20), seed=1, step=1)
-    assert (cache.keys.data_ptr(), cache.keys.nbytes) == (address, size)
+    assert (cache.keys.data_ptr(), cache.keys.nbytes + cache.values.nbytes) == (address, size)
     engine.sleep()
     assert cache.keys.nbytes + cache.values.nbytes == 0
     with pytest.raises(RuntimeError, match="wake"):
@@ -208,7 +218,9 @@ def test_a_prompt_that_cannot_be_is_refused(prompt: list[int], message: str) -> 
 
 
 def test_bf16_runs() -> None:
-    engine = NativeEngine(SHAPE, None, 0, 1, torch.bfloat16, 4, 64, MAX_LEN)
+    engine = NativeEngine(
+        SHAPE, None, 0, 1, torch.bfloat16, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=MAX_LEN
+    )
     for weight in engine.weights().values():
         weight.normal_(std=0.1)
     completions = engine.generate(make_requests(3, samples=2), SamplingParams(8), seed=0, step=0)

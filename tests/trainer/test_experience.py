@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.launch.exits import InputError
-from hpcrl.trainer.experience import differing, metric_values, numbered
+from hpcrl.trainer.prompt_groups import differing, metric_values, numbered
 
 
 def batch(prompts: list[int], scores: list[float], **extras: list[float]) -> DataProto:

@@ -1,68 +1,157 @@
-"""Attention over the KV cache, for a prefill call and for a decode step.
+"""Attention over the KV cache.
 
-Both take the flat tokens of a call: queries (n, KV heads, queries per KV head, head_dim), keys and values (n, KV heads,
-head_dim), after RoPE, and give outputs shaped like the queries. `positions` int64 (n,) counts from 0 in each sequence.
+An attention is made for one call of the decoder, which brings `NewTokens`. It is called once a layer with their flat
+queries (n, KV heads, queries per KV head, head_dim), keys and values (n, KV heads, head_dim), all after RoPE, stores
+keys and values in the cache and gives outputs shaped like the queries.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
+from hpcrl.rollout.native.block_pool import FREE
 from hpcrl.rollout.native.kv_cache import KVCache
+
+MASKED = -1e30  # finite: a block that is masked as a whole has a maximum too
+# Softmax is taken with powers of 2, as torch's exp is slow on the CPU where it underflows.
+LOG2_E = math.log2(math.e)
+
+
+class NewTokens:
+    """The tokens of one call, flat: `lengths` tokens of each of `rows`, behind `starts` tokens that are cached.
+
+    All int64 (sequences,). Rows have their blocks already. `positions` int64 (n,) are those of the tokens.
+    """
+
+    def __init__(self, cache: KVCache, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        self.cache = cache
+        self.rows, self.starts, self.lengths = rows, starts, lengths
+        pool, size = cache.pool, cache.block_size
+        if lengths.max() == 1:
+            positions, blocks = starts, pool.tail_of[rows]
+        else:
+            ends = lengths.cumsum()
+            sequences = np.arange(len(rows)).repeat(lengths)
+            positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
+            blocks = pool.table(rows)[sequences, positions // size]
+        self.positions, self._blocks, self._offsets = (
+            torch.from_numpy(array).to(cache.device) for array in (positions, blocks, positions % size)
+        )
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.cache.write(layer, self._blocks, self._offsets, keys, values)
 
 
 class Attention(Protocol):
-    positions: Tensor
+    new: NewTokens
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
 
 
 class PrefillAttention:
-    """Prompts laid end to end, `lengths` int64 (prompts,), into slots `first_slot`, `first_slot + 1`, ..."""
+    """Sequences of which nothing is cached, packed: they see nothing but the tokens of this call."""
 
-    def __init__(self, cache: KVCache, first_slot: int, lengths: np.ndarray) -> None:
-        self._cache = cache
-        self._slots = slice(first_slot, first_slot + len(lengths))
-        self._longest = int(lengths.max())
-        ends = lengths.cumsum()
-        rows = np.arange(len(lengths)).repeat(lengths)
-        positions = np.arange(ends[-1]) - (ends - lengths).repeat(lengths)
-        self._rows = torch.from_numpy(rows).to(cache.device)
-        self.positions = torch.from_numpy(positions).to(cache.device)
+    def __init__(self, new: NewTokens) -> None:
+        self.new = new
+        self._longest = int(new.lengths.max())
+        sequences = np.arange(len(new.rows)).repeat(new.lengths)
+        self._sequences = torch.from_numpy(sequences).to(new.cache.device)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self._cache.write(layer, self._rows + self._slots.start, self.positions, keys, values)
-        cached_keys, cached_values = self._cache.read(layer, self._slots, self._longest)
-        padded = queries.new_zeros((len(cached_keys), self._longest, *queries.shape[1:]))
-        padded[self._rows, self.positions] = queries
+        self.new.store(layer, keys, values)
         # Padding is at the end, where the causal mask hides it from every real token.
         outputs = scaled_dot_product_attention(
-            padded.flatten(2, 3).transpose(1, 2), cached_keys, cached_values, is_causal=True, enable_gqa=True
+            self._pad(queries.flatten(1, 2)), self._pad(keys), self._pad(values), is_causal=True, enable_gqa=True
         )
-        return outputs.transpose(1, 2)[self._rows, self.positions].view_as(queries)
+        return outputs.transpose(1, 2)[self._sequences, self.new.positions].view_as(queries)
+
+    def _pad(self, flat: Tensor) -> Tensor:
+        """(n, heads, head_dim) -> (sequences, heads, longest, head_dim)"""
+        padded = flat.new_zeros((len(self.new.rows), self._longest, *flat.shape[1:]))
+        padded[self._sequences, self.new.positions] = flat
+        return padded.transpose(1, 2)
 
 
 class DecodeAttention:
-    """One token of each of slots 0..n-1, behind `cached` int64 (n,) tokens."""
+    """One token of each of rows 0..n-1.
 
-    def __init__(self, cache: KVCache, cached: np.ndarray) -> None:
-        self._cache = cache
-        self._slots = slice(0, len(cached))
-        self._rows = torch.arange(len(cached), device=cache.device)
-        self._longest = int(cached.max()) + 1
-        self.positions = torch.from_numpy(cached).to(cache.device)
-        places = torch.arange(self._longest, device=cache.device)
-        self._mask: Tensor | None = None
-        if cached.min() != cached.max():
-            self._mask = (places <= self.positions[:, None])[:, None, None, :]
+    Every block in use is one item of a batched product with the queries of its row, so nothing is padded to the longest
+    sequence; the softmax over a row's blocks is put together from their maxima and sums.
+    """
+
+    def __init__(self, new: NewTokens) -> None:
+        self.new = new
+        cache, pool = new.cache, new.cache.pool
+        self._extent, self._num_rows = pool.extent, len(new.rows)
+        owners = pool.row_of[: pool.extent]
+        filled = np.where(owners == FREE, 0, cache.block_size)
+        filled[pool.tail_of[new.rows]] = new.starts % cache.block_size + 1
+        bias = np.where(np.arange(cache.block_size) < filled[:, None], np.float32(0), np.float32(MASKED))
+        # The blocks of a row after those of the row before, for sums by row.
+        by_row = owners.argsort(kind="stable")[pool.num_holes :]
+        starts = np.searchsorted(owners[by_row], new.rows)
+        self._owners, self._bias, *self._bags = (
+            torch.from_numpy(array).to(cache.device) for array in (np.maximum(owners, 0), bias[:, None], by_row, starts)
+        )
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self._cache.write(layer, self._rows, self.positions, keys, values)
-        cached_keys, cached_values = self._cache.read(layer, self._slots, self._longest)
-        # The queries of one KV head stand where a prefill has its positions: grouped heads without copies of the keys.
-        return scaled_dot_product_attention(queries, cached_keys, cached_values, attn_mask=self._mask)
+        self.new.store(layer, keys, values)
+        heads, per_head, head_dim = queries.shape[1:]
+        cached_keys, cached_values = self.new.cache.used(layer)
+        by_block = queries.reshape(self._num_rows, -1).index_select(0, self._owners).view(-1, per_head, head_dim)
+        scores = torch.bmm(by_block, cached_keys).view(self._extent, heads * per_head, -1)
+        scores = torch.add(self._bias, scores, alpha=LOG2_E * head_dim**-0.5)  # fp32
+        maxima = self._by_row(scores.amax(-1), "max")
+        weights = scores.sub_(maxima.index_select(0, self._owners).unsqueeze(-1)).exp2_()
+        sums = self._by_row(weights.sum(-1), "sum")
+        products = torch.bmm(weights.to(values.dtype).view(-1, per_head, weights.size(-1)), cached_values)
+        outputs = self._by_row(products.view(self._extent, -1), "sum").view(queries.shape)
+        return (outputs / sums.view(*queries.shape[:-1], 1)).to(queries.dtype)
+
+    def _by_row(self, of_block: Tensor, mode: str) -> Tensor:
+        """(blocks, m) -> (rows, m): the fastest reduction of segments that torch has on the CPU."""
+        blocks, starts = self._bags
+        return embedding_bag(blocks, of_block, starts, mode=mode)
+
+
+class ContinuedAttention:
+    """The next part of one sequence that is too long for one prefill call.
+
+    Goes through the sequence's blocks a few at a time, so that its memory depends on the part and not on the sequence.
+    """
+
+    def __init__(self, new: NewTokens, blocks_at_once: int = 16) -> None:
+        self.new = new
+        blocks = new.cache.pool.table(new.rows)[0]
+        self._blocks = torch.from_numpy(blocks).to(new.cache.device).split(blocks_at_once)
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the parts of the cache."""
+        self.new.store(layer, keys, values)
+        tokens, heads, per_head, head_dim = queries.shape
+        rows = (queries * (LOG2_E * head_dim**-0.5)).transpose(0, 1).reshape(heads, -1, head_dim)
+        last = self.new.positions.repeat_interleave(per_head)[:, None]
+        outputs = rows.new_zeros(rows.shape, dtype=torch.float32)
+        maxima = outputs.new_full((*rows.shape[:2], 1), MASKED)
+        sums = torch.zeros_like(maxima)
+        place = 0
+        for blocks in self._blocks:
+            part_keys, part_values = (part[0] for part in self.new.cache.read(layer, blocks[None]))
+            scores = torch.bmm(rows, part_keys.transpose(1, 2)).float()
+            places = torch.arange(place, place + scores.size(-1), device=scores.device)
+            place += scores.size(-1)
+            scores.masked_fill_(places > last, MASKED)
+            new_maxima = torch.maximum(maxima, scores.amax(-1, keepdim=True))
+            weights = scores.sub_(new_maxima).exp2_()
+            kept = (maxima - new_maxima).exp2_()
+            sums = sums * kept + weights.sum(-1, keepdim=True)
+            outputs = outputs * kept + torch.bmm(weights.to(values.dtype), part_values)
+            maxima = new_maxima
+        outputs = outputs.div_(sums).to(queries.dtype).view(heads, tokens, per_head, head_dim)
+        return outputs.transpose(0, 1)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, silu
 
 from hpcrl.model.norm import rms_norm
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
-from hpcrl.model.rope import apply_rope, rope_cos_sin
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.attention import Attention
+from hpcrl.rollout.native.rope import FastRope, Rotation
 from hpcrl.rollout.native.tensor_parallel import TensorParallel
+
+Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Layer(NamedTuple):
@@ -26,19 +29,44 @@ class _Layer(NamedTuple):
 
 
 class Decoder:
-    """`weights` maps global parameter names to this rank's shards, in buffers that never move."""
+    """`weights` maps global parameter names to this rank's shards; `linear(x, weight)` is the matrix product.
+
+    `rotation` makes the rotary embedding of one call.
+    """
 
     def __init__(
-        self, shape: ModelShape, tp: TensorParallel, dtype: torch.dtype, max_len: int, device: torch.device
+        self,
+        shape: ModelShape,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: Linear = torch.nn.functional.linear,
+        rotation: Rotation = FastRope,
     ) -> None:
         self.vocab_size = shape.vocab_size
         self._shape = shape
         self._tp = tp
+        self._linear = linear
+        self._rotation = rotation
         self._num_groups = shape.num_query_groups // tp.size
         self.weights = {
             shard.name: torch.zeros(shard.local_shape, dtype=dtype, device=device)
             for shard in shards(shape, tp_rank=tp.rank, tp_size=tp.size, pp_rank=0, pp_size=1)
         }
+        self._bind()
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        """`tensor` takes the place of weight `name`."""
+        own = self.weights[name]
+        if (own.shape, own.dtype, own.device) != (tensor.shape, tensor.dtype, tensor.device):
+            raise ValueError(
+                f"weight {name} is {tuple(own.shape)} {own.dtype} on {own.device}, the tensor to adopt "
+                f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; copy it instead"
+            )
+        self.weights[name] = tensor.detach()
+        self._bind()
+
+    def _bind(self) -> None:
         self._layers = [
             _Layer(
                 *(
@@ -53,26 +81,40 @@ class Decoder:
                     )
                 )
             )
-            for layer in range(shape.num_layers)
+            for layer in range(self._shape.num_layers)
         ]
         self._embedding = self.weights[EMBEDDING]
-        self._head = self.weights[EMBEDDING if shape.tie_word_embeddings else OUTPUT_LAYER]
+        self._head = self.weights[EMBEDDING if self._shape.tie_word_embeddings else OUTPUT_LAYER]
         self._final_norm = self.weights["decoder.final_layernorm.weight"]
-        self._cos, self._sin = rope_cos_sin(torch.arange(max_len, device=device), shape.head_dim, shape.rope_theta)
 
-    def forward(self, token_ids: Tensor, attention: Attention, last: Tensor | None = None) -> Tensor:
-        """Logits (rows, padded vocabulary) after each of the flat `token_ids` int64 (n,), or after those at `last`."""
+    def forward(self, token_ids: Tensor, attention: Attention) -> Tensor:
+        """Logits (n, padded vocabulary) after each of the flat `token_ids` integer (n,)."""
+        hidden = self._run(token_ids, attention, cache_only=False)
+        logits = self._linear(rms_norm(hidden, self._final_norm, self._shape.rms_norm_eps), self._head)
+        return self._tp.gather_columns(logits)
+
+    def fill(self, token_ids: Tensor, attention: Attention) -> None:
+        """Only puts keys and values of `token_ids` into the cache."""
+        self._run(token_ids, attention, cache_only=True)
+
+    def _run(self, token_ids: Tensor, attention: Attention, cache_only: bool) -> Tensor:
         eps = self._shape.rms_norm_eps
-        cos, sin = self._cos[attention.positions, None], self._sin[attention.positions, None]
+        rotate = self._rotation(attention.new.positions, self._shape.head_dim, self._shape.rope_theta)
         hidden = self._embed(token_ids)
         for number, layer in enumerate(self._layers):
-            mixed = linear(rms_norm(hidden, layer.input_norm, eps), layer.qkv)
-            hidden = hidden + self._tp.sum(linear(self._attend(number, mixed, attention, cos, sin), layer.proj))
-            gate, up = linear(rms_norm(hidden, layer.mlp_norm, eps), layer.fc1).chunk(2, dim=-1)
-            hidden = hidden + self._tp.sum(linear(silu(gate) * up, layer.fc2))
-        if last is not None:
-            hidden = hidden[last]
-        return self._tp.gather_columns(linear(rms_norm(hidden, self._final_norm, eps), self._head))
+            mixed = self._linear(rms_norm(hidden, layer.input_norm, eps), layer.qkv)
+            # (n, KV heads, queries of a head + key + value, head_dim)
+            heads = mixed.view(len(mixed), self._num_groups, -1, self._shape.head_dim)
+            rotated = rotate(heads[:, :, :-1])
+            queries, keys, values = rotated[:, :, :-1], rotated[:, :, -1], heads[:, :, -1]
+            if cache_only and number == len(self._layers) - 1:
+                attention.new.store(number, keys, values)
+                break
+            attended = attention(number, queries, keys, values).flatten(1)
+            hidden += self._tp.sum(self._linear(attended, layer.proj))
+            gate, up = self._linear(rms_norm(hidden, layer.mlp_norm, eps), layer.fc1).chunk(2, dim=-1)
+            hidden += self._tp.sum(self._linear(silu(gate).mul_(up), layer.fc2))
+        return hidden
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self._tp.size == 1:
@@ -82,9 +124,3 @@ class Decoder:
         elsewhere = (local < 0) | (local >= rows)
         found = embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self._tp.sum(found.masked_fill_(elsewhere[:, None], 0))
-
-    def _attend(self, layer: int, mixed: Tensor, attention: Attention, cos: Tensor, sin: Tensor) -> Tensor:
-        """`mixed` (n, rows of qkv) is grouped by KV head: its queries, its key, its value."""
-        heads = mixed.view(len(mixed), self._num_groups, -1, self._shape.head_dim)
-        rotated = apply_rope(heads[:, :, :-1], cos, sin)
-        return attention(layer, rotated[:, :, :-1], rotated[:, :, -1], heads[:, :, -1]).flatten(1)

@@ -1,33 +1,41 @@
-"""The native generation engine: continuous batching over a KV cache, in plain torch, with tensor parallelism."""
+"""The native generation engine: continuous batching over a KV cache in blocks, in torch, with tensor parallelism."""
 
 from __future__ import annotations
 
 import collections.abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.model.exact import check_exact, exact_linear
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.generation import Generation
 from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.memory import BLOCK_SIZE, most_kv_bytes, num_blocks
+from hpcrl.rollout.native.rope import PlainRope
 from hpcrl.rollout.native.scheduler import Scheduler
 from hpcrl.rollout.native.sequence import Sequence
 from hpcrl.rollout.native.tensor_parallel import TensorParallel
-from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")
 
 
 class NativeEngine:
-    """One rank of a replica; a `RolloutEngine`.
+    """One rank of a replica; a `RolloutEngine`. Making one is collective over its tensor-parallel ranks.
 
     `max_num_seqs` sequences run at once, `max_num_batched_tokens` prompt tokens are prefilled in one call, and
-    `max_model_len` is the longest prompt plus the longest response: the KV cache has their product, for its lifetime.
+    `max_model_len` is the longest prompt plus the longest response. The KV cache has `kv_cache_bytes` on each rank
+    whatever these are (None: as much as they can use); when it is short, sequences wait or start again later.
     """
+
+    weight_format: WeightFormat = "megatron"
 
     def __init__(
         self,
@@ -36,26 +44,52 @@ class NativeEngine:
         tp_rank: int,
         tp_size: int,
         dtype: torch.dtype,
+        *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        kv_cache_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
+        exact: bool = False,
         device: torch.device = CPU,
     ) -> None:
+        if exact:
+            check_exact(shape, dtype, device)
+        tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
+        if kv_cache_bytes is None:
+            kv_cache_bytes = most_kv_bytes(shape, tp_size, dtype, max_num_seqs, max_model_len)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._decoder = Decoder(shape, TensorParallel(tp_group, tp_rank, tp_size), dtype, max_model_len, device)
+        self._max_model_len = max_model_len
+        self._enable_prefix_caching = enable_prefix_caching
+        self._exact = exact
+        self._generating = False
+        self._decoder = (
+            Decoder(shape, tp, dtype, device, exact_linear, PlainRope) if exact else Decoder(shape, tp, dtype, device)
+        )
         self._cache = KVCache(
             shape.num_layers,
-            max_num_seqs,
+            tp.smallest(num_blocks(shape, tp_size, dtype, kv_cache_bytes, max_model_len)),
             shape.num_query_groups // tp_size,
-            max_model_len,
+            BLOCK_SIZE,
             shape.head_dim,
+            max_num_seqs,
             dtype,
             device,
         )
 
     def weights(self) -> dict[str, Tensor]:
         return self._decoder.weights
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        self._decoder.adopt(name, tensor)
+
+    @contextmanager
+    def updating_weights(self) -> Iterator[None]:
+        if self._generating:
+            raise RuntimeError("weights cannot be updated while a generation is under way; abort it first")
+        yield
 
     def sleep(self) -> None:
         self._cache.release()
@@ -72,32 +106,86 @@ class NativeEngine:
         *,
         seed: int,
         step: int,
+        source: RequestSource | None = None,
         on_finished: Callable[[int, Completion], None] | None = None,
         on_step: Callable[[], None] | None = None,
+        should_abort: Callable[[], bool] | None = None,
     ) -> list[Completion]:
         if not self._cache.is_allocated:
             raise RuntimeError("the engine sleeps; call wake() before generate()")
-        sequences = [
-            Sequence.from_request(index, request, seed, sampling.max_new_tokens)
-            for index, request in enumerate(requests)
-        ]
-        for request, sequence in zip(requests, sequences, strict=True):
-            self._check(request.uid, sequence)
-        scheduler = Scheduler(self._max_num_seqs, self._max_num_batched_tokens)
-        generation = Generation(self._decoder, self._cache, scheduler, sampling, step, on_finished)
-        generation.run(sequences, on_step)
-        return [generation.completions[index] for index in range(len(requests))]
+        generation = Generation(
+            self._decoder,
+            self._cache,
+            Scheduler(self._max_num_seqs, self._max_num_batched_tokens, BLOCK_SIZE),
+            sampling,
+            step,
+            exact=self._exact,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            on_finished=on_finished,
+        )
+        queue = _Queue(self, sampling, seed)
+        self._generating = True
+        try:
+            generation.add(queue.sequences(requests))
+            while should_abort is None or not should_abort():
+                if source is not None:
+                    more = source.take(idle=not generation.has_work)
+                    if more is None:
+                        source = None
+                    else:
+                        generation.add(queue.sequences(more))
+                if generation.has_work:
+                    generation.step()
+                    if on_step is not None:
+                        on_step()
+                elif source is None:
+                    break
+            generation.abort()
+        finally:
+            self._generating = False
+        return [generation.completions[index] for index in range(queue.num_requests)]
 
-    def _check(self, uid: str, sequence: Sequence) -> None:
-        """A token that is no row of the embedding would read as zeros under tensor parallelism, and go unseen."""
-        prompt, longest = sequence.prompt_ids, self._cache.max_len
-        if not len(prompt):
-            raise ValueError(f"prompt {uid} has no tokens; give it at least one, such as a beginning-of-sequence token")
-        if len(prompt) + sequence.max_new_tokens > longest:
+    def check(self, request: Request, sequence: Sequence) -> None:
+        """Raises ValueError for a request that cannot be answered."""
+        context, longest = sequence.context_ids, self._max_model_len
+        what = f"prompt {request.uid}"
+        if not len(request.prompt_ids):
+            raise ValueError(f"{what} has no tokens; give it at least one, such as a beginning-of-sequence token")
+        if sequence.max_new_tokens < 1:
             raise ValueError(
-                f"prompt {uid} has {len(prompt)} tokens, with max_new_tokens={sequence.max_new_tokens} that is more "
+                f"{what} may draw {sequence.max_new_tokens} more tokens behind a prefix of {sequence.first_position}; "
+                "it must be 1 or more: leave such requests out"
+            )
+        if len(context) + sequence.max_new_tokens > longest:
+            raise ValueError(
+                f"{what} has {len(context)} tokens, with max_new_tokens={sequence.max_new_tokens} that is more "
                 f"than max_model_len={longest}; shorten one of them or make the engine with a larger limit"
             )
-        low, high, last = np.min(prompt), np.max(prompt), self._decoder.vocab_size - 1
+        # A token that is no row of the embedding would read as zeros under tensor parallelism, and go unseen.
+        low, high, last = np.min(context), np.max(context), self._decoder.vocab_size - 1
         if low < 0 or high > last:
-            raise ValueError(f"prompt {uid} has token ids {low} to {high}; expected 0 to {last}")
+            raise ValueError(f"{what} has token ids {low} to {high}; expected 0 to {last}")
+
+
+class _Queue:
+    """Numbers the requests of one generation and tells groups of equal context."""
+
+    def __init__(self, engine: NativeEngine, sampling: SamplingParams, seed: int) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._seed = seed
+        self._groups: dict[bytes, int] = {}
+        self.num_requests = 0
+
+    def sequences(self, requests: collections.abc.Sequence[Request]) -> list[Sequence]:
+        made = []
+        for request in requests:
+            sequence = Sequence.from_request(self.num_requests, request, self._sampling, self._seed)
+            self._engine.check(request, sequence)
+            if self._engine._enable_prefix_caching:
+                key = blake2b(sequence.context_ids.tobytes(), digest_size=16).digest()
+                sequence.group = self._groups.setdefault(key, self.num_requests)
+            self.num_requests += 1
+            made.append(sequence)
+        return made

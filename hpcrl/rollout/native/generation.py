@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from hpcrl.rollout.native.attention import DecodeAttention, PrefillAttention
+from hpcrl.model.exact import exact_log_softmax
+from hpcrl.rollout.native.attention import (
+    Attention,
+    ContinuedAttention,
+    DecodeAttention,
+    NewTokens,
+    PrefillAttention,
+)
+from hpcrl.rollout.native.block_pool import Moves
 from hpcrl.rollout.native.decoder import Decoder
+from hpcrl.rollout.native.exact_attention import ExactAttention
 from hpcrl.rollout.native.kv_cache import KVCache
 from hpcrl.rollout.native.running_batch import RunningBatch
-from hpcrl.rollout.native.scheduler import Scheduler
+from hpcrl.rollout.native.scheduler import Admission, Scheduler
 from hpcrl.rollout.native.sequence import Sequence
 from hpcrl.rollout.protocol import Completion, SamplingParams
-from hpcrl.rollout.sampling import Sampled, sample, uniforms
+from hpcrl.rollout.sampling import sample, uniforms
 
 
 class Generation:
@@ -27,7 +36,11 @@ class Generation:
         scheduler: Scheduler,
         sampling: SamplingParams,
         trainer_step: int,
-        on_finished: Callable[[int, Completion], None] | None = None,
+        *,
+        exact: bool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        on_finished: Callable[[int, Completion], None] | None,
     ) -> None:
         self.completions: dict[int, Completion] = {}
         self._decoder = decoder
@@ -35,63 +48,113 @@ class Generation:
         self._scheduler = scheduler
         self._sampling = sampling
         self._trainer_step = trainer_step
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._exact = exact
         self._on_finished = on_finished
-        self._batch = RunningBatch(cache.num_slots, sampling)
+        self._batch = RunningBatch(max_num_seqs, sampling)
+        cache.clear()
 
-    def run(self, sequences: Iterable[Sequence], on_step: Callable[[], None] | None = None) -> None:
+    @property
+    def has_work(self) -> bool:
+        return self._batch.num_rows > 0 or self._scheduler.has_waiting
+
+    def add(self, sequences: list[Sequence]) -> None:
         self._scheduler.add(sequences)
-        while self._scheduler.has_work:
-            self.step()
-            if on_step is not None:
-                on_step()
 
     def step(self) -> None:
-        """One token more of some rows: of the newly admitted sequences, or else of all running ones."""
-        admitted = self._scheduler.schedule()
-        rows, sampled = self._prefill(admitted) if admitted else self._decode()
-        self._postprocess(rows, sampled)
+        """Admits whoever can run; when nobody can, one token more of all running sequences."""
+        groups = set(self._batch.groups[self._batch.rows].tolist())
+        admission = self._scheduler.schedule(groups, self._batch.num_rows, self._cache.pool.num_free)
+        if len(admission):
+            self._prefill(admission)
+        else:
+            self._preempt()
+            self._decode()
+            self._finish()
 
-    def _prefill(self, sequences: list[Sequence]) -> tuple[slice, Sampled]:
-        rows = self._batch.add(sequences)
-        lengths = self._batch.cached[rows]
-        attention = PrefillAttention(self._cache, rows.start, lengths)
-        token_ids = np.concatenate([sequence.prompt_ids for sequence in sequences])
-        return rows, self._sample(rows, token_ids, attention, last=lengths.cumsum() - 1)
+    def abort(self) -> None:
+        """Ends all sequences where they are."""
+        running, _ = self._batch.remove(np.arange(self._batch.num_rows))
+        for sequence in [*running, *self._scheduler.take_all()]:
+            self.completions[sequence.index] = sequence.completion("abort")
 
-    def _decode(self) -> tuple[slice, Sampled]:
-        rows = self._batch.rows
-        attention = DecodeAttention(self._cache, self._batch.cached[rows])
-        sampled = self._sample(rows, self._batch.last_tokens[rows], attention)
-        self._batch.cached[rows] += 1
-        return rows, sampled
+    def _prefill(self, admission: Admission) -> None:
+        """Caches all tokens but the last of each, which decoding goes on from."""
+        pool, limit = self._cache.pool, self._max_num_batched_tokens
+        if admission.prefilled:
+            rows = np.array([self._batch.add(sequence) for sequence in admission.prefilled])
+            lengths = self._batch.cached[rows]
+            pool.grow(rows, lengths)
+            token_ids = np.concatenate([sequence.token_ids()[:-1] for sequence in admission.prefilled])
+            if len(rows) > 1:
+                self._fill(token_ids, rows, np.zeros_like(lengths), lengths)
+            else:
+                for start in range(0, len(token_ids), limit):
+                    part = token_ids[start : start + limit]
+                    self._fill(part, rows, np.array([start]), np.array([len(part)]))
+        for sequence in admission.joined:
+            source = self._batch.row_of_group(sequence.group)
+            row = self._batch.add(sequence)
+            if sequence.num_to_cache:
+                assert source is not None
+                blocks = pool.grow(np.array([row]), self._batch.cached[[row]])
+                self._cache.move(Moves(pool.blocks_of(source)[: len(blocks)], blocks))
 
-    def _sample(
-        self,
-        rows: slice,
-        token_ids: np.ndarray,
-        attention: PrefillAttention | DecodeAttention,
-        last: np.ndarray | None = None,
-    ) -> Sampled:
-        device = self._cache.device
-        logits = self._decoder.forward(
-            torch.from_numpy(token_ids).to(device),
-            attention,
-            None if last is None else torch.from_numpy(last).to(device),
-        )
+    def _fill(self, token_ids: np.ndarray, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        new = NewTokens(self._cache, rows, starts, lengths)
+        self._decoder.fill(torch.from_numpy(token_ids).to(self._cache.device), self._prefill_attention(new))
+
+    def _prefill_attention(self, new: NewTokens) -> Attention:
+        if self._exact:
+            return ExactAttention(new)
+        return ContinuedAttention(new) if new.starts[0] else PrefillAttention(new)
+
+    def _decode_attention(self, new: NewTokens) -> Attention:
+        return ExactAttention(new) if self._exact else DecodeAttention(new)
+
+    def _preempt(self) -> None:
+        """Sends back those that joined last, until the next tokens of the others fit."""
+        batch, pool = self._batch, self._cache.pool
+        latest = batch.latest_first()
+        missing = pool.missing(latest, batch.cached[latest] + 1)
+        # by how many are sent back: what the others lack, and what is free then
+        lacking = missing.sum() - np.concatenate([[0], missing.cumsum()])
+        free = pool.num_free + np.concatenate([[0], pool.count_of[latest].cumsum()])
+        count = int((lacking <= free).argmax())
+        if count:
+            # Of these the one that joined first goes on first.
+            self._scheduler.put_back(self._remove(latest[:count][::-1]))
+
+    def _decode(self) -> None:
         batch = self._batch
-        uniform = uniforms(batch.keys[rows], batch.num_new[rows], batch.sample_indices[rows], self._trainer_step)
-        return sample(logits, uniform, self._decoder.vocab_size, self._sampling)
+        rows = np.arange(batch.num_rows)
+        self._cache.pool.grow(rows, batch.cached[rows] + 1)
+        new = NewTokens(self._cache, rows, batch.cached[rows], np.ones_like(rows))
+        token_ids = torch.from_numpy(batch.last_tokens[rows]).to(self._cache.device)
+        logits = self._decoder.forward(token_ids, self._decode_attention(new))
+        uniform = uniforms(batch.keys[rows], batch.positions, batch.sample_indices[rows], self._trainer_step)
+        drawn = sample(logits, uniform, self._decoder.vocab_size, self._sampling)
+        log_probs = drawn.log_probs
+        if self._exact:
+            every = exact_log_softmax(logits, self._decoder.vocab_size, self._sampling.temperature)
+            log_probs = every.gather(1, drawn.token_ids.unsqueeze(1)).squeeze(1)
+        batch.append(drawn.token_ids.cpu().numpy(), log_probs.cpu().numpy())
 
-    def _postprocess(self, rows: slice, sampled: Sampled) -> None:
-        self._batch.append(rows, sampled.token_ids.cpu().numpy(), sampled.log_probs.cpu().numpy())
-        finished = self._batch.finished()
-        if not len(finished):
-            return
-        completions = self._batch.completions(finished)
-        self.completions.update(completions)
-        if self._on_finished is not None:
-            for index, completion in completions.items():
-                self._on_finished(index, completion)
-        self._scheduler.finish(len(finished))
-        vacancy = self._batch.remove(finished)
-        self._cache.move(torch.from_numpy(vacancy.sources), torch.from_numpy(vacancy.targets), vacancy.length)
+    def _finish(self) -> None:
+        stopped, at_limit = self._batch.stopped(), self._batch.at_limit()
+        rows = np.flatnonzero(stopped | at_limit)
+        for sequence, by_itself in zip(self._remove(rows), stopped[rows], strict=True):
+            completion = sequence.completion("stop" if by_itself else "length")
+            self.completions[sequence.index] = completion
+            if self._on_finished is not None:
+                self._on_finished(sequence.index, completion)
+
+    def _remove(self, rows: np.ndarray) -> list[Sequence]:
+        if not len(rows):
+            return []
+        sequences, moves = self._batch.remove(rows)
+        self._cache.pool.release(rows)
+        self._cache.pool.renumber(*moves)
+        if self._cache.pool.num_holes > self._cache.pool.extent // 8:
+            self._cache.move(self._cache.pool.compact())
+        return sequences

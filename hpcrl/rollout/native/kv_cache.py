@@ -1,33 +1,40 @@
-"""Keys and values of the tokens that running sequences have behind them."""
+"""Keys and values of the tokens that running sequences have behind them, in blocks."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.rollout.native.block_pool import BlockPool, Moves
+
 
 class KVCache:
-    """`keys` and `values` are (layers, slots, KV heads of this rank, max_len, head_dim).
+    """`keys` are (layers, blocks, KV heads of this rank, head_dim, block size), as a product with queries likes them,
+    `values` (layers, blocks, KV heads, block size, head_dim).
 
-    A sequence has one slot. Slots in use are always 0..n-1, so that attention reads a slice and gathers nothing: when a
-    sequence ends, a later one moves into its slot.
+    `pool` says which row of the running batch has which block; it starts empty with each generation.
     """
 
     def __init__(
         self,
         num_layers: int,
-        num_slots: int,
+        num_blocks: int,
         num_heads: int,
-        max_len: int,
+        block_size: int,
         head_dim: int,
+        num_rows: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_slots = num_slots
-        self.max_len = max_len
+        self.num_blocks = num_blocks
+        self.num_heads = num_heads
+        self.block_size = block_size
+        self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
-        self._size = (num_layers, num_slots, num_heads, max_len, head_dim)
+        self._num_layers = num_layers
+        self._num_rows = num_rows
         self.allocate()
 
     @property
@@ -36,22 +43,47 @@ class KVCache:
 
     def allocate(self) -> None:
         # Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN.
-        self.keys = torch.zeros(self._size, dtype=self.dtype, device=self.device)
-        self.values = torch.zeros_like(self.keys)
+        size = (self._num_layers, self.num_blocks, self.num_heads)
+        self.keys = _zeros((*size, self.head_dim, self.block_size), self.dtype, self.device)
+        self.values = _zeros((*size, self.block_size, self.head_dim), self.dtype, self.device)
+        self.clear()
 
     def release(self) -> None:
         self.keys = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores `keys` and `values` (n, KV heads, head_dim) of n tokens, each at its slot and position, int64 (n,)."""
-        self.keys[layer, slots, :, positions] = keys
-        self.values[layer, slots, :, positions] = values
+    def clear(self) -> None:
+        self.pool = BlockPool(self.num_blocks, self.block_size, self._num_rows)
 
-    def read(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
-        """Views (slots, KV heads, length, head_dim)."""
-        return self.keys[layer, slots, :, :length], self.values[layer, slots, :, :length]
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores `keys` and `values` (n, KV heads, head_dim) of n tokens at `offsets` in `blocks`, int64 (n,)."""
+        self.keys[layer].permute(0, 3, 1, 2)[blocks, offsets] = keys
+        self.values[layer].transpose(1, 2)[blocks, offsets] = values
 
-    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copies the first `length` positions of slots `sources` to slots `targets`, int64 (n,)."""
-        for cache in (self.keys, self.values):
-            cache[:, targets, :, :length] = cache[:, sources, :, :length]
+    def used(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of keys (items, head_dim, block size) and values (items, block size, head_dim).
+
+        An item is a KV head of a block, all heads of a block in a row, up to the last block in use.
+        """
+        extent = self.pool.extent
+        return self.keys[layer, :extent].flatten(0, 1), self.values[layer, :extent].flatten(0, 1)
+
+    def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies (rows, KV heads, blocks of the table x block size, head_dim) for a `BlockPool.table`, int64.
+
+        What lies behind a row's last token is arbitrary, but finite.
+        """
+        keys = self.keys[layer][table].permute(0, 2, 1, 4, 3).flatten(2, 3)
+        return keys, self.values[layer][table].transpose(1, 2).flatten(2, 3)
+
+    def move(self, moves: Moves) -> None:
+        if len(moves.sources):
+            sources, targets = (torch.from_numpy(blocks).to(self.device) for blocks in moves)
+            for plane in (self.keys, self.values):
+                plane[:, targets] = plane[:, sources]
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # Unlike torch's, numpy's zeros are pages that the system gives when they are first written.
+    return torch.from_numpy(np.zeros(int(np.prod(size)) * dtype.itemsize, np.uint8)).view(dtype).view(size)

@@ -2,102 +2,129 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
+from hpcrl.rollout.native.block_pool import Moves
 from hpcrl.rollout.native.sequence import Sequence
-from hpcrl.rollout.protocol import Completion, SamplingParams
+from hpcrl.rollout.protocol import SamplingParams
 
-
-class Vacancy(NamedTuple):
-    """Rows `sources` now stand at `targets`, int64 (n,) each, and have up to `length` cached tokens."""
-
-    sources: np.ndarray
-    targets: np.ndarray
-    length: int
+PART = 64  # tokens of a row that wait in its buffer, until they go to its sequence
 
 
 class RunningBatch:
-    """Rows 0..num_rows-1 are running; row i has slot i of the KV cache.
+    """Rows 0..num_rows-1 are running.
 
-    Per row: `cached` tokens in the KV cache, `num_new` tokens drawn (the last one is not cached yet), and what the
-    random numbers are keyed by.
+    Per row: `cached` tokens in the KV cache, `num_drawn` tokens (the last one is not cached yet), and what the random
+    numbers are keyed by. Nothing here has the size of the longest response: what was drawn leaves in parts.
     """
 
     def __init__(self, capacity: int, sampling: SamplingParams) -> None:
         self.num_rows = 0
-        self.keys = np.zeros((capacity, 2), dtype=np.uint32)
-        self.sample_indices = np.zeros(capacity, dtype=np.int64)
-        self.num_new = np.zeros(capacity, dtype=np.int64)
-        self.cached = np.zeros(capacity, dtype=np.int64)
-        self.last_tokens = np.zeros(capacity, dtype=np.int64)
-        self._limits = np.zeros(capacity, dtype=np.int64)
-        self._sequences = np.empty(capacity, dtype=object)
-        self._token_ids = np.zeros((capacity, sampling.max_new_tokens), dtype=np.int32)
-        self._log_probs = np.zeros((capacity, sampling.max_new_tokens), dtype=np.float32)
-        self._stop_ids = np.array(() if sampling.ignore_eos else sampling.eos_token_ids, dtype=np.int64)
+        self.keys = np.zeros((capacity, 2), np.uint32)
+        self.sample_indices = np.zeros(capacity, np.int64)
+        self.first_positions = np.zeros(capacity, np.int64)
+        self.num_drawn = np.zeros(capacity, np.int64)
+        self.cached = np.zeros(capacity, np.int64)
+        self.last_tokens = np.zeros(capacity, np.int64)
+        self.groups = np.zeros(capacity, np.int64)
+        self.sequences = np.empty(capacity, object)
+        self._limits = np.zeros(capacity, np.int64)
+        self._in_part = np.zeros(capacity, np.int64)
+        self._part_ids = np.zeros((capacity, PART), np.int32)
+        self._part_log_probs = np.zeros((capacity, PART), np.float32)
+        self._started = np.zeros(capacity, np.int64)
+        self._stop_ids = np.array(() if sampling.ignore_eos else sampling.eos_token_ids, np.int64)
+        self._num_started = 0
 
     @property
     def rows(self) -> slice:
         return slice(0, self.num_rows)
 
-    def add(self, sequences: list[Sequence]) -> slice:
-        """New rows for `sequences`, whose prompts are about to be cached."""
-        rows = slice(self.num_rows, self.num_rows + len(sequences))
-        self.num_rows = rows.stop
-        self._sequences[rows] = sequences
-        self.keys[rows] = [sequence.key for sequence in sequences]
-        self.sample_indices[rows] = [sequence.sample_index for sequence in sequences]
-        self.cached[rows] = [sequence.prompt_length for sequence in sequences]
-        self.num_new[rows] = 0
-        self._limits[rows] = [sequence.max_new_tokens for sequence in sequences]
-        return rows
+    @property
+    def positions(self) -> np.ndarray:
+        """Of the next token of each row in its response, int64 (rows,)."""
+        return self.first_positions[self.rows] + self.num_drawn[self.rows]
 
-    def append(self, rows: slice, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
-        """One more token of each of `rows`: ids and log-probs (rows,)."""
-        places = np.arange(rows.start, rows.stop), self.num_new[rows]
-        self._token_ids[places] = token_ids
-        self._log_probs[places] = log_probs
-        self.last_tokens[rows] = token_ids
-        self.num_new[rows] += 1
+    def row_of_group(self, group: int) -> int | None:
+        """A running row with this context."""
+        found = np.flatnonzero(self.groups[self.rows] == group)
+        return int(found[0]) if len(found) else None
 
-    def finished(self) -> np.ndarray:
-        """Rows that have drawn an end-of-sequence token or all that they may, int64 (n,)."""
+    def add(self, sequence: Sequence) -> int:
+        """A new row for `sequence`, whose tokens but the last are about to be cached."""
+        row = self.num_rows
+        self.num_rows += 1
+        self.sequences[row] = sequence
+        self.keys[row] = sequence.key
+        self.sample_indices[row] = sequence.sample_index
+        self.first_positions[row] = sequence.first_position
+        self.num_drawn[row] = sequence.num_drawn
+        self.cached[row] = sequence.num_to_cache
+        self.last_tokens[row] = (sequence.drawn[-1][0] if sequence.drawn else sequence.context_ids)[-1]
+        self.groups[row] = sequence.group
+        self._limits[row] = sequence.max_new_tokens
+        self._in_part[row] = 0
+        self._started[row] = self._num_started
+        self._num_started += 1
+        return row
+
+    def append(self, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
+        """One more token of each row: ids and log-probs (rows,). What was the last token is cached now."""
         rows = self.rows
-        return np.flatnonzero(self._stopped(rows) | (self.num_new[rows] == self._limits[rows]))
+        places = np.arange(self.num_rows), self._in_part[rows]
+        self._part_ids[places] = token_ids
+        self._part_log_probs[places] = log_probs
+        self.last_tokens[rows] = token_ids
+        self.cached[rows] += 1
+        self.num_drawn[rows] += 1
+        self._in_part[rows] += 1
+        self._give(np.flatnonzero(self._in_part[rows] == PART))
 
-    def completions(self, rows: np.ndarray) -> dict[int, Completion]:
-        """The responses of `rows` by the index of their request."""
-        return {
-            self._sequences[row].index: Completion(
-                self._token_ids[row, : self.num_new[row]].copy(),
-                self._log_probs[row, : self.num_new[row]].copy(),
-                "stop" if stopped else "length",
-            )
-            for row, stopped in zip(rows, self._stopped(rows), strict=True)
-        }
+    def _give(self, rows: np.ndarray) -> None:
+        """What `rows` have in their buffers goes to their sequences."""
+        for row in rows:
+            length = self._in_part[row]
+            if length:
+                part = self._part_ids[row, :length].copy(), self._part_log_probs[row, :length].copy()
+                self.sequences[row].drawn.append(part)
+        self._in_part[rows] = 0
 
-    def remove(self, rows: np.ndarray) -> Vacancy:
-        """Takes `rows` out and fills their places with the last ones, whose cache must move alike."""
+    def stopped(self) -> np.ndarray:
+        """Which rows have drawn an end-of-sequence token, bool (rows,)."""
+        return np.isin(self.last_tokens[self.rows], self._stop_ids)
+
+    def at_limit(self) -> np.ndarray:
+        """Which rows have drawn all that they may, bool (rows,)."""
+        return self.num_drawn[self.rows] == self._limits[self.rows]
+
+    def latest_first(self) -> np.ndarray:
+        """The rows, those that joined last in front, int64 (rows,)."""
+        return np.argsort(-self._started[self.rows])
+
+    def remove(self, rows: np.ndarray) -> tuple[list[Sequence], Moves]:
+        """Takes `rows` out and fills their places with the last ones: their sequences, and which rows moved where."""
+        self._give(rows)
+        sequences = list(self.sequences[rows])
         left = self.num_rows - len(rows)
-        stays = np.ones(self.num_rows, dtype=bool)
+        stays = np.ones(self.num_rows, bool)
         stays[rows] = False
-        sources, targets = left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left])
+        moves = Moves(left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left]))
         for column in (
-            self._sequences,
             self.keys,
             self.sample_indices,
-            self.num_new,
+            self.first_positions,
+            self.num_drawn,
             self.cached,
             self.last_tokens,
+            self.groups,
+            self.sequences,
             self._limits,
-            self._token_ids,
-            self._log_probs,
+            self._in_part,
+            self._part_ids,
+            self._part_log_probs,
+            self._started,
         ):
-            column[targets] = column[sources]
+            column[moves.targets] = column[moves.sources]
+        self.sequences[left : self.num_rows] = None
         self.num_rows = left
-        return Vacancy(sources, targets, int(self.cached[targets].max(initial=0)))
-
-    def _stopped(self, rows: slice | np.ndarray) -> np.ndarray:
-        return np.isin(self.last_tokens[rows], self._stop_ids)
+        return sequences, moves

@@ -1,0 +1,125 @@
+"""Exact mode: the training model and the native engine compute a token's log-prob with the same bits.
+
+Fp32 on the CPU with one thread, and as much tensor parallelism on both sides. What a token gets must then depend on its
+own sequence up to itself alone: not on how many tokens run beside it, nor on how long other sequences are, nor on
+whether it comes in a prompt, one at a time, or in a packed micro-batch. Norms, rotations and the other operations on
+single tokens have this property; matrix products, attention and sums over ranks have it in the form given here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from hpcrl.launch.exits import InputError
+
+if TYPE_CHECKING:
+    from hpcrl.model.shape import ModelShape
+
+# A matrix product gives a row the same bits whatever its place and the number of rows, when these are 16 and more
+# (seen with MKL, AVX-512, 8 to 8192 columns; below 16 rows it splits sums in other ways). `check_exact` tries it.
+ROWS = 16
+# Keys go in blocks of this many: a sum over keys is taken inside each block and then from block to block, so that
+# blocks without visible keys add zeros at the end.
+KEYS = 64
+
+
+def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` (..., k) times `weight` (n, k) transposed: (..., n)."""
+    flat = x.reshape(-1, x.size(-1))
+    rows = len(flat)
+    return linear(pad(flat, (0, 0, 0, -rows % ROWS)), weight)[:rows].view(*x.shape[:-1], -1)
+
+
+def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Attention of queries to the keys at their own position and before.
+
+    queries: (N, KV heads, L, queries per KV head, d) fp32. keys and values: (N, KV heads, any length, d) fp32, number i
+    at position i, finite even where no query looks. positions: (N, L) or (1, L) int64. Gives the shape of the queries.
+    """
+    length, heads, width = queries.shape[2:]
+    # (N, KV heads, blocks, rows, KEYS)
+    scores = _product(queries.flatten(2, 3).unsqueeze(2), _blocks(keys).transpose(-1, -2)) * width**-0.5
+    places = torch.arange(scores.size(2) * KEYS, device=keys.device).view(-1, 1, KEYS)
+    hidden = places > positions.repeat_interleave(heads, 1)[:, None, :, None]
+    scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    weights = (scores - scores.detach().amax((2, 4), keepdim=True)).exp()
+    output = _in_order(_product(weights, _blocks(values)).unbind(2)) / _in_order(
+        weights.sum(-1, keepdim=True).unbind(2)
+    )
+    return output.unflatten(2, (length, heads))
+
+
+def exact_log_softmax(logits: Tensor, vocab_size: int, temperature: float) -> Tensor:
+    """Log-probs (n, vocab_size) fp32 of whole logits (n, padded vocabulary); temperature 0 means 1."""
+    return (logits[:, :vocab_size].float() / (temperature or 1.0)).log_softmax(-1)
+
+
+def exact_sum(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the ranks of `group`, on each of them, added in rank order; a new tensor unless there is one rank.
+
+    An all-reduce adds in an order that depends on the length of the message.
+    """
+    if group is None or group.size() == 1:
+        return partial
+    parts = partial.new_empty(group.size(), *partial.shape)
+    dist.all_gather_into_tensor(parts, partial.contiguous(), group=group)
+    return _in_order(parts.unbind(0))
+
+
+def check_exact(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InputError where exact mode cannot keep its word: another dtype, device or number of threads, or a matrix
+    product whose rows depend on their number even so."""
+    if dtype is not torch.float32 or device.type != "cpu":
+        raise InputError(
+            f"rollout.exact=true with {dtype} on {device.type}; it needs float32 on the CPU: set model.dtype and "
+            "rollout.dtype to float32, or rollout.exact to false"
+        )
+    if torch.get_num_threads() != 1:
+        raise InputError(
+            f"rollout.exact=true with {torch.get_num_threads()} threads per rank; set OMP_NUM_THREADS=1, or "
+            "rollout.exact to false"
+        )
+    for width in sorted({shape.hidden_size, shape.ffn_hidden_size, shape.num_attention_heads * shape.head_dim}):
+        x, weight = _probe(ROWS * 19, width), _probe(ROWS * 3, width)
+        whole = linear(x, weight)
+        for rows in (1, ROWS, ROWS * 4):
+            if not torch.equal(exact_linear(x[3 : 3 + rows], weight), whole[3 : 3 + rows]):
+                raise InputError(_no_exact(f"a matrix product over {width} columns gives {rows} rows other bits"))
+    heads, tokens = shape.num_attention_heads // shape.num_query_groups, 2 * KEYS
+    queries = _probe(1, 1, tokens, heads, shape.head_dim)
+    keys, values = _probe(2, 1, 1, tokens, shape.head_dim)
+    place = torch.arange(tokens).unsqueeze(0)
+    one = exact_attention(queries[:, :, 3:4], keys[:, :, :9], values[:, :, :9], place[:, 3:4])
+    if not torch.equal(one, exact_attention(queries, keys, values, place)[:, :, 3:4]):
+        raise InputError(_no_exact(f"attention with head_dim={shape.head_dim} gives a single query other bits"))
+
+
+def _no_exact(found: str) -> str:
+    return f"rollout.exact=true, but on this machine's torch {found} than among others; set rollout.exact to false"
+
+
+def _probe(*size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """(N, KV heads, length, d) -> (N, KV heads, blocks, KEYS, d), zeros at the end."""
+    return pad(x, (0, 0, 0, -x.size(2) % KEYS)).unflatten(2, (-1, KEYS))
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """(..., rows, k) times (..., k, n)."""
+    rows = x.size(-2)
+    return (pad(x, (0, 0, 0, -rows % ROWS)) @ y)[..., :rows, :]
+
+
+def _in_order(parts: tuple[Tensor, ...]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

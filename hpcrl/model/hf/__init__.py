@@ -1,0 +1,1 @@
+"""Weights and configs of Hugging Face models, both ways."""

@@ -1,0 +1,210 @@
+"""`hpcrl plan --refit CONFIG [key=value ...]`: what one refit of a job moves, and the memory that it takes.
+
+The job is as large as `job.nodes` x `job.ntasks_per_node` says; nothing of it runs. Pure arithmetic on one core.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NoReturn
+
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.loader import load_config
+from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.schema import Config
+from hpcrl.grid.layout import Layout
+from hpcrl.launch import exits
+from hpcrl.launch.exits import InputError
+from hpcrl.model.params import shards
+from hpcrl.model.shape import ModelShape
+from hpcrl.reshard.planner import Resharding, Traffic
+
+USAGE = "hpcrl plan --refit CONFIG [key=value ...]"
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+NAMED = 4  # ranks that a row names
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """The subcommand; exit code 2 with one line for a config that cannot run."""
+    if {"-h", "--help"}.intersection(arguments):
+        print(f"usage: {USAGE}\n\n{(__doc__ or '').split(': ', 1)[1]}")
+        sys.exit(exits.DONE)
+    try:
+        lines = describe(*_parse(arguments))
+    except Exception as error:
+        if exits.is_user_error(error):
+            exits.refuse(error)
+        raise
+    if exits.is_first_launched(os.environ):
+        print("\n".join(lines))
+    sys.exit(exits.DONE)
+
+
+def _parse(arguments: list[str]) -> tuple[str, list[str]]:
+    """The config's path and the overrides."""
+    unknown = next((argument for argument in arguments if argument.startswith("-") and argument != "--refit"), None)
+    if unknown is not None:
+        raise InputError(f"unknown option {unknown!r}; plan has --refit: {USAGE}")
+    if "--refit" not in arguments:
+        raise InputError(f"plan needs to know what for: {USAGE}")
+    rest = [argument for argument in arguments if argument != "--refit"]
+    if not rest or "=" in rest[0] and not os.path.exists(rest[0]):
+        raise InputError(f"plan needs a YAML file: {USAGE}")
+    return rest[0], rest[1:]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job's refit: the two roles that it joins, and what the planner is asked."""
+
+    config: Config
+    actor: PlacedRole
+    rollout: PlacedRole
+    resharding: Resharding
+
+    @property
+    def aliases(self) -> bool:
+        """Whether the engine may share weights with the actor: it owns none, and both take turns."""
+        config = self.config
+        return (
+            config.rollout.checkpoint_engine.alias
+            and config.rollout.engine == "native"
+            and config.rollout.dtype in (None, config.model.dtype)
+            and config.async_training.mode == "sync"
+        )
+
+
+def question(config: Config) -> Question:
+    """Raises ConfigError or InputError, one line, where the job's layouts are refused."""
+    world_size = config.job.nodes * config.job.ntasks_per_node
+    roles = place(config, ["actor", "rollout"], world_size)
+    resharding = Resharding(
+        _shape(config),
+        _layout(roles["actor"]),
+        _layout(roles["rollout"]),
+        ITEMSIZE[config.rollout.dtype or config.model.dtype],
+        ranks_per_node=config.job.ntasks_per_node,
+        destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
+    )
+    return Question(config, roles["actor"], roles["rollout"], resharding)
+
+
+def describe(path: str, overrides: Sequence[str] = ()) -> list[str]:
+    """The table, line by line."""
+    asked = question(load_config(path, overrides))
+    start = time.perf_counter()
+    traffic = asked.resharding.traffic()
+    totals = time.perf_counter() - start
+    busiest = max(traffic, key=lambda rank: traffic[rank].sent + traffic[rank].received)
+    start = time.perf_counter()
+    question(asked.config).resharding.plan_for_rank(busiest)
+    share = time.perf_counter() - start
+    return [
+        *_heading(path, asked),
+        "",
+        *_table(asked, traffic),
+        "",
+        *_summary(asked, traffic),
+        f"  {'planned in':<22}{share:.2f} s for the share of rank {busiest}, {totals:.2f} s for this table",
+    ]
+
+
+def _heading(path: str, asked: Question) -> list[str]:
+    config, shape, itemsize = asked.config, asked.resharding.shape, asked.resharding.itemsize
+    parameters = sum(
+        math.prod(shard.global_shape) for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+    )
+    job = config.job
+    dtypes = config.model.dtype, config.rollout.dtype or config.model.dtype
+    lines = [
+        f"refit of {path}: {job.nodes * job.ntasks_per_node} ranks, {job.nodes} nodes of {job.ntasks_per_node}",
+        f"  model    {shape.num_layers} layers, {parameters / 1e9:.3g} B parameters, {_size(parameters * itemsize)} in "
+        f"{dtypes[1]}",
+    ]
+    for name, role, dtype, kind in (
+        ("actor", asked.actor, dtypes[0], "megatron"),
+        ("rollout", asked.rollout, dtypes[1], f"engine {config.rollout.engine}"),
+    ):
+        layout = f"tp {role.tp}  pp {role.pp}  dp {role.dp}"
+        lines.append(f"  {name:<8} {layout}  ranks {format_ranks(role.ranks)}, {dtype}, {kind}")
+    return lines
+
+
+def _table(asked: Question, traffic: dict[int, Traffic]) -> list[str]:
+    resharding = asked.resharding
+    shared = {rank: sum(its.nbytes for its in resharding.shared(rank)) if asked.aliases else 0 for rank in traffic}
+    rows: list[tuple[str, dict[int, int]]] = [
+        ("sent", {rank: its.sent for rank, its in traffic.items()}),
+        ("received", {rank: its.received for rank, its in traffic.items()}),
+        ("least to receive", {rank: resharding.lower_bound(rank) for rank in traffic}),
+        ("copied on the rank", {rank: its.copied - shared[rank] for rank, its in traffic.items()}),
+        ("aliased", shared),
+        ("engine's own weights", {rank: its.received + its.copied - shared[rank] for rank, its in traffic.items()}),
+    ]
+    lines = [f"  {'per rank':<22}{'min':>10}{'mean':>10}{'max':>10}  ranks with the most"]
+    for name, values in rows:
+        most = max(values.values())
+        worst = [rank for rank, value in values.items() if value == most]
+        named = "-" if not most else "all" if len(worst) == len(values) else _ranks(worst)
+        numbers = (min(values.values()), fmean(values.values()), most)
+        lines.append(f"  {name:<22}{''.join(f'{_size(number):>10}' for number in numbers)}  {named}")
+    return lines
+
+
+def _summary(asked: Question, traffic: dict[int, Traffic]) -> list[str]:
+    resharding, bucket = asked.resharding, asked.config.rollout.checkpoint_engine.update_weights_bucket_megabytes
+    moved = sum(its.received for its in traffic.values())
+    unevenness = 1.0
+    for replicas in resharding.source.groups("cp", "dp"):
+        sent = [traffic[rank].sent for rank in replicas]
+        if any(sent):
+            unevenness = max(unevenness, max(sent) / fmean(sent))
+    most = max(its.sent + its.received for its in traffic.values())
+    peak = f"at most {bucket} MiB" if most > bucket * 2**20 else _size(most)
+    return [
+        f"  {'moved over all ranks':<22}{_size(moved)}, of it {_size(resharding.cross_node_bytes())} between nodes, "
+        "the least possible",
+        f"  {'largest sender':<22}{unevenness:.3f} x the mean of the ranks that hold the same",
+        f"  {'peak extra memory':<22}{peak} per rank, besides the weights (update_weights_bucket_megabytes={bucket})",
+    ]
+
+
+def _shape(config: Config) -> ModelShape:
+    model = config.model
+    if model.path is not None:
+        raise ConfigError(
+            f"model.path={model.path}: plan reads no Hugging Face directory yet; leave it null and give the "
+            "architecture under model:"
+        )
+    if model.vocab_size is None and model.tokenizer is None:
+        raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
+    return ModelShape.from_config(model, model.vocab_size or _tokens(model.tokenizer or ""))
+
+
+def _tokens(tokenizer: str) -> int:
+    from hpcrl.data.tokenizer import load_tokenizer  # takes seconds, and most large templates name vocab_size
+
+    return len(load_tokenizer(tokenizer))
+
+
+def _layout(role: PlacedRole) -> Layout:
+    return Layout(role.ranks, tp=role.tp, pp=role.pp)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """The first few, and how many more."""
+    more = len(ranks) - NAMED
+    return ", ".join(map(str, ranks[:NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _size(nbytes: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,133 @@
+"""What a tool process runs: the user's tools and simulated user, on requests that come over a pipe."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar, NamedTuple
+
+from hpcrl.launch import supervisor
+from hpcrl.launch.user_code import import_file
+from hpcrl.rewards.score_worker import Outcome, Ready, answer_in_turn, describe, use_one_thread
+from hpcrl.rollout.agent.interaction import Interaction
+from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools
+
+MOST_CHARACTERS = 2**16  # of an answer on its way to the rank, which cuts it to tokens
+MOST_METRICS = 64  # of one answer
+
+
+@dataclass(frozen=True)
+class AgentSource:
+    """The files of a tool process; either may be None."""
+
+    tools: str | None
+    interaction: str | None = None
+    interaction_name: str = "Interaction"
+    topic: ClassVar[str] = "rollout.multi_turn"
+
+    def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
+        supervisor.supervise(lambda: work(pipe, self), log)
+
+    def refusal(self, why: str) -> str:
+        named = {"function_tool_path": self.tools, "interaction_path": self.interaction}
+        files = ", ".join(f"rollout.multi_turn.{key}={path}" for key, path in named.items() if path is not None)
+        return (
+            f"{files}: cannot load: {why}; expected Python files with functions marked @tool, or with a class "
+            f"{self.interaction_name!r} that has start and respond"
+        )
+
+
+class ToolAnswer(NamedTuple):
+    """`rejected`: the call did not reach the tool, and `text` says why."""
+
+    text: str
+    metrics: dict[str, float]
+    rejected: bool = False
+
+
+class UserAnswer(NamedTuple):
+    """`state` is JSON."""
+
+    ends: bool
+    text: str
+    score: float | None
+    state: str
+
+
+def work(pipe: Connection, source: AgentSource) -> None:
+    use_one_thread()
+    try:
+        tools = load_tools(source.tools) if source.tools is not None else {}
+        user = load_user(source.interaction, source.interaction_name) if source.interaction is not None else None
+    except BaseException as error:  # the files are the user's: SystemExit too must become one line
+        pipe.send(Ready(why=describe(error)))
+        return
+
+    def answer(request: dict[str, Any]) -> Outcome:
+        try:
+            if "tool" in request:
+                return Outcome("ok", run_tool(tools, request["tool"], request["arguments"], request["record"]))
+            assert user is not None
+            return Outcome("ok", ask_user(user, request["state"], request["record"], request["messages"]))
+        except BaseException as error:
+            return Outcome("errors", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", describe(error))
+
+    answer_in_turn(pipe, answer)
+
+
+def load_user(path: str, name: str) -> Interaction:
+    made = getattr(import_file(path), name, None)
+    if not callable(made):
+        raise ImportError(f"no class {name!r} in {path}")
+    user = made()
+    missing = [method for method in ("start", "respond") if not callable(getattr(user, method, None))]
+    if missing:
+        raise ImportError(f"class {name!r} in {path} has no method {' and no '.join(missing)}")
+    return user
+
+
+def run_tool(
+    tools: Mapping[str, Tool], name: str, arguments: dict[str, Any], record: Mapping[str, Any] | None
+) -> ToolAnswer:
+    """One call; an unknown name and bad arguments are answered, and what the tool raises is raised."""
+    if name not in tools:
+        near = get_close_matches(name, tools, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return ToolAnswer(f"no tool {name[:80]!r}; {hint}there are {', '.join(tools)}", {}, rejected=True)
+    found = tools[name]
+    try:
+        values = found.arguments(arguments)
+    except BadArguments as error:
+        return ToolAnswer(str(error), {}, rejected=True)
+    if found.wants_row:
+        values["extra_info"] = (record or {}).get("extra_info") or {}
+    result = found.function(**values)
+    metrics: dict[str, float] = {}
+    if isinstance(result, dict) and "text" in result and result.keys() <= {"text", "metrics"}:
+        metrics = {str(key): float(value) for key, value in (result.get("metrics") or {}).items()}
+        result = result["text"]
+    kept = {key: value for key, value in metrics.items() if math.isfinite(value)}
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    return ToolAnswer(bounded(text), dict(list(kept.items())[:MOST_METRICS]))
+
+
+def ask_user(
+    user: Interaction, state: str | None, record: Mapping[str, Any] | None, messages: list[dict[str, str]]
+) -> UserAnswer:
+    """One answer of the simulated user, who starts when there is no state yet."""
+    known = user.start(dict(record or {})) if state is None else json.loads(state)
+    ends, text, score = user.respond(known, messages)
+    score = None if score is None else float(score)
+    if score is not None and not math.isfinite(score):
+        raise ValueError(f"the score is {score}; expected a finite number, or None")
+    return UserAnswer(bool(ends), bounded(str(text)), score, json.dumps(known))
+
+
+def bounded(text: str) -> str:
+    """The text's two ends where it is longer than anything that a model would read."""
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else text[:half] + text[-half:]

@@ -1,0 +1,154 @@
+"""Tools: Python functions that the model may call, told to it as JSON schemas."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.json_schema import GenerateJsonSchema
+
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.user_code import import_file
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARK = "__hpcrl_tool__"
+OF_THE_ROW = "extra_info"  # the parameter that the data gives, not the model
+ARGUMENTS = re.compile(r"(Args|Arguments|Parameters):")
+SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):")
+ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+
+
+def tool(function: F) -> F:
+    """Marks a function of the file `rollout.multi_turn.function_tool_path` as a tool.
+
+    The model is told its name, its docstring up to `Args:`, and each parameter: its type hint, its default and what
+    `Args:` says of it. A parameter `extra_info` is not told: it gets that column of the prompt's row. The function
+    returns text, or another JSON value, or {"text": ..., "metrics": {name: number}}. It runs in a process of its own,
+    one call at a time, and may raise: the model reads the error. Every rank imports the file, too, for the schemas.
+    """
+    setattr(function, MARK, True)
+    return function
+
+
+class BadArguments(ValueError):
+    """Arguments that do not follow the tool's schema; the message is for the model."""
+
+
+class _Untitled(GenerateJsonSchema):
+    """Titles only repeat names, in the prompt of every sample."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function, and the pydantic model of its arguments, whose fields have the parameters' names as aliases."""
+
+    name: str
+    description: str
+    function: Callable[..., Any]
+    model: type[BaseModel]
+    wants_row: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Tool:
+        """TypeError for a signature that cannot be told to a model."""
+        name = function.__name__
+        if inspect.iscoroutinefunction(function):
+            raise TypeError(f"tool {name} is a coroutine function; tools are plain functions")
+        description, told = described(inspect.getdoc(function) or "")
+        hints = get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters
+        fields: dict[str, Any] = {}
+        for parameter in parameters.values():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise TypeError(f"tool {name}: parameter {parameter} cannot be given by name")
+            if parameter.name == OF_THE_ROW:
+                continue
+            if parameter.name not in hints:
+                raise TypeError(f"tool {name}: parameter {parameter.name!r} has no type hint, which its schema needs")
+            default = ... if parameter.default is parameter.empty else parameter.default
+            field = Field(default, alias=parameter.name, description=told.get(parameter.name))
+            # Under names of our own: a parameter may be called as a method of pydantic's model.
+            fields[f"parameter_{len(fields)}"] = (hints[parameter.name], field)
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        return cls(name, description, function, model, OF_THE_ROW in parameters)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """In the form of OpenAI's function calling, as chat templates take it."""
+        parameters = self.model.model_json_schema(schema_generator=_Untitled)
+        parameters = {"type": "object", "properties": {}} | {
+            key: value for key, value in parameters.items() if key != "title"
+        }
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The function's keyword arguments; BadArguments where `given` does not follow the schema."""
+        try:
+            found = self.model.model_validate_json(json.dumps(given), strict=True)
+        except ValidationError as error:
+            raise BadArguments(f"{self.name}: {'; '.join(map(_problem, error.errors(include_url=False)))}") from None
+        aliases = {field: info.alias or field for field, info in self.model.model_fields.items()}
+        return {aliases[field]: getattr(found, field) for field in aliases}
+
+
+def load_tools(path: str) -> dict[str, Tool]:
+    """The tools of a file by name; ImportError where it has none, and whatever the file raises."""
+    marked = [value for value in vars(import_file(path)).values() if getattr(value, MARK, False) and callable(value)]
+    if not marked:
+        raise ImportError("no function in it is marked @tool (from hpcrl.rollout.agent.tools import tool)")
+    return {found.name: found for found in map(Tool.of, dict.fromkeys(marked))}
+
+
+def tool_schemas(path: str) -> list[dict[str, Any]]:
+    """What the chat template is told of the file's tools; InputError where they cannot be loaded."""
+    try:
+        return [found.schema for found in load_tools(path).values()]
+    except Exception as error:  # the file is the user's
+        raise InputError(
+            f"rollout.multi_turn.function_tool_path={path}: {type(error).__name__}: {' '.join(str(error).split())}; "
+            "expected a Python file with functions marked @tool"
+        ) from None
+
+
+def described(doc: str) -> tuple[str, dict[str, str]]:
+    """(what the function does, parameter -> what it is) of a docstring in Google's style."""
+    lines = doc.splitlines()
+    sections = [number for number, line in enumerate(lines) if SECTION.fullmatch(line)]
+    description = " ".join("\n".join(lines[: sections[0] if sections else None]).split())
+    told: dict[str, str] = {}
+    for start, end in itertools.pairwise([*sections, len(lines)]):
+        if ARGUMENTS.fullmatch(lines[start]):
+            told |= _arguments(lines[start + 1 : end])
+    return description, told
+
+
+def _arguments(lines: list[str]) -> dict[str, str]:
+    """`name: text` or `name (type): text`; lines that are indented deeper go on with the text."""
+    told: dict[str, str] = {}
+    name, indent = None, None
+    for line in filter(str.strip, lines):
+        depth = len(line) - len(line.lstrip())
+        indent = depth if indent is None else indent
+        found = ARGUMENT.fullmatch(line.strip()) if depth <= indent else None
+        if found:
+            name = found[1]
+            told[name] = found[2]
+        elif name is not None:
+            told[name] += f" {line.strip()}"
+    return told
+
+
+def _problem(error: Any) -> str:
+    place = ".".join(map(str, error["loc"]))
+    return f"{place}: {error['msg']}" if place else str(error["msg"])

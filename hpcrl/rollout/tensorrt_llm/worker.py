@@ -1,0 +1,178 @@
+"""The edges: the one module that calls tensorrt_llm, which it imports when an engine is built and not before.
+
+Private parts of 1.2.1 are used here, each of them listed in signatures.TABLE. Never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpcrl.launch.exits import InputError
+from hpcrl.rollout.tensorrt_llm.conversion import Output
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+KV_CACHE = "kv_cache"  # the tag of its memory; all others would be copied to the host and back
+SECONDS_PAUSED = 60.0  # its hang detector goes on counting while the loop is paused, for minutes
+
+_log = logging.getLogger("hpcrl.rollout")
+
+
+class TrtllmWorker:
+    """One rank's worker of an engine, in this process, and its event loop in a thread of its own.
+
+    Requests go in on the first rank of `comm`; the loop passes them to the others by MPI.
+    """
+
+    def __init__(
+        self, arguments: dict[str, Any], comm: MPI.Intracomm, world_rank: int, device: torch.device, *, public: bool
+    ) -> None:
+        """Collective over `comm`.
+
+        Args:
+            arguments: from arguments.engine_arguments.
+            comm: the replica's ranks, for this engine alone: its thread calls MPI while the main one does.
+            public: build it by the public LLM class, for one rank (design "single_process"), not by its worker.
+        """
+        from tensorrt_llm._utils import set_mpi_comm
+        from tensorrt_llm.llmapi.mpi_session import set_mpi_session_cpp
+
+        from hpcrl.launch.waiting import wait
+
+        set_mpi_comm(comm)
+        set_mpi_session_cpp(comm)
+        wait(comm.Ibarrier())
+        with _process_wide_settings(device):
+            if public:
+                self._front = _single_process(arguments, world_rank, device)
+                worker = self._front._executor
+            else:
+                self._front = worker = _group_worker(arguments, comm, world_rank, device)
+                worker.start()
+        self._executor = worker.engine
+
+    def parameters(self) -> Iterable[tuple[str, Tensor]]:
+        return self._executor.model_engine.model.named_parameters()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The event loop has nothing under way and waits. Collective over the replica; requests must have ended."""
+        with self._executor.control_action():
+            torch.cuda.synchronize()  # its scheduler overlaps, so that a forward pass may still be in flight
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                torch.cuda.synchronize()
+                seconds = time.monotonic() - began
+                if seconds > SECONDS_PAUSED:
+                    _log.warning(
+                        "TensorRT-LLM was paused for %.0f s; its hang detector ends it after some minutes", seconds
+                    )
+
+    def forget_prefixes(self) -> None:
+        """Keys and values of earlier weights must not be found again. Inside `paused`."""
+        self._executor.reset_prefix_cache()
+
+    def release_cache(self) -> None:
+        """Inside `paused`. Virtual addresses stay, so that captured CUDA graphs do."""
+        from tensorrt_llm._torch.virtual_memory import release_with_tag
+
+        release_with_tag(KV_CACHE)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def take_cache(self) -> None:
+        """Inside `paused`."""
+        from tensorrt_llm._torch.virtual_memory import materialize_with_tag
+
+        materialize_with_tag(KV_CACHE)
+
+    def submit(self, token_ids: list[int], arguments: dict[str, Any]) -> Any:
+        from tensorrt_llm import SamplingParams
+
+        return self._front.generate_async(token_ids, SamplingParams(**arguments))
+
+    def poll(self, handle: Any) -> Output | None:
+        # result() waits whatever its timeout says; without streaming there is one message per request
+        if not handle.finished:
+            if handle.queue.empty():
+                return None
+            handle.result()
+        return handle.outputs[0]
+
+    def cancel(self, handle: Any) -> None:
+        if not handle.finished:
+            handle.abort()
+
+    def close(self) -> None:
+        """Collective over the replica."""
+        self._front.shutdown()
+
+
+def _group_worker(arguments: dict[str, Any], comm: MPI.Intracomm, world_rank: int, device: torch.device) -> Any:
+    from tensorrt_llm.executor.worker import GenerationExecutorWorker
+    from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+
+    class Worker(GenerationExecutorWorker):
+        def _get_comm_ranks_device_id(self) -> tuple[list[int], list[int]]:
+            """Megatron's device; the base class takes the world rank modulo the GPUs."""
+            torch.cuda.set_device(device)
+            return comm.allgather(world_rank), comm.allgather(device.index)
+
+    folder = Path(arguments["model"])
+    return Worker(
+        engine=folder,
+        hf_model_dir=folder,
+        tokenizer=None,
+        llm_args=TorchLlmArgs(**_with_parts(arguments)),
+        is_llm_executor=False,
+    )
+
+
+def _single_process(arguments: dict[str, Any], world_rank: int, device: torch.device) -> Any:
+    from tensorrt_llm import LLM
+
+    theirs = world_rank % torch.cuda.device_count()
+    if theirs != device.index:
+        raise InputError(
+            f"rollout.trtllm.design=single_process puts the engine of rank {world_rank} on GPU {theirs}, and "
+            f"training uses {device.index}; place ranks in blocks, or use design: tp_group"
+        )
+    os.environ["TLLM_WORKER_USE_SINGLE_PROCESS"] = "1"  # read when the first LLM is made
+    return LLM(**_with_parts(arguments))
+
+
+def _with_parts(arguments: dict[str, Any]) -> dict[str, Any]:
+    from tensorrt_llm.llmapi.llm_args import CudaGraphConfig, KvCacheConfig
+
+    graphs = arguments["cuda_graph_config"]
+    return arguments | {
+        "kv_cache_config": KvCacheConfig(**arguments["kv_cache_config"]),
+        "cuda_graph_config": None if graphs is None else CudaGraphConfig(**graphs),
+    }
+
+
+@contextlib.contextmanager
+def _process_wide_settings(device: torch.device) -> Iterator[None]:
+    """What building an engine changes for the whole process is put back: the device, and the share of its memory that
+    torch may take."""
+    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # newer than the oldest torch that we take
+    share = 1.0 if known is None else known(device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_device(device)
+        torch.cuda.set_per_process_memory_fraction(share, device)

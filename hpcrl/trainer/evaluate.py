@@ -1,0 +1,104 @@
+"""`hpcrl evaluate`: one validation, of given weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+from hpcrl.config.derive import DerivedGenerate
+from hpcrl.config.schema import Config
+from hpcrl.controller.controller import Controller, run_program
+from hpcrl.launch.exits import DONE
+from hpcrl.launch.job import run_directory
+from hpcrl.launch.world import World
+from hpcrl.roles.team import Inputs, build_generation_team, read_generation_inputs
+from hpcrl.telemetry.runlog import RunError, read_run
+from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
+from hpcrl.trainer.inference import close, find_weights, load_engine, run_folder, step_of, write_config
+from hpcrl.trainer.run import Start, set_aside
+from hpcrl.trainer.validation import Validator
+
+log = logging.getLogger(__name__)
+
+RESULT_FILE = "evaluation.json"
+
+
+def run(world: World, config: Config, derived: DerivedGenerate) -> int:
+    """`hpcrl evaluate` on every rank; `config` is that of `inside_run`."""
+    inputs = world.together(lambda: read_generation_inputs(config, "val"))
+    start = find_weights(world, config, derived)
+    team = build_generation_team(world, config, derived, inputs)
+    run_program(
+        world,
+        team.workers,
+        team.kinds,
+        team.layouts,
+        lambda controller: evaluate(controller, config, derived, inputs, start),
+    )
+    return DONE
+
+
+def evaluate(
+    controller: Controller, config: Config, derived: DerivedGenerate, inputs: Inputs, start: Start
+) -> dict[str, float]:
+    """The validation's metrics, which also go into files and onto the terminal. Runs on rank 0."""
+    folder, step, timers = run_directory(config), step_of(start), PhaseTimers()
+    write_config(config)
+    generations = config.trainer.validation_data_dir
+    _keep_earlier(folder, step, [generations] if generations else [])
+    validator = Validator(
+        controller,
+        inputs.prompts["val"],
+        config.data,
+        config.rollout.val_kwargs,
+        (int(inputs.tokenizer.eos_token_id),),
+        num_shown=config.trainer.log_val_generations,
+        folder=folder / generations if generations else None,
+        with_model=derived.needs_reward_model,
+    )
+    refit = load_engine(controller, start, step, timers)
+    with timers("testing"):
+        metrics, shown = validator.run(step)
+    close(controller)
+    writer = MetricsWriter(folder, first_step=step)
+    writer.log(step, metrics | refit | timers.collect() | controller.traffic.collect())
+    if shown:
+        writer.text("validation/samples", step, shown)
+    writer.close()
+    weights = str(start.init_from) if start.init_from is not None else None
+    result = {
+        "weights": weights,
+        "step": step,
+        "files": config.data.val_files,
+        "num_prompts": len(inputs.prompts["val"]),
+        "metrics": metrics,
+    }
+    path = run_folder(config) / RESULT_FILE
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+    log.info("%s\nall metrics are in %s, %s and TensorBoard's files in %s", table(metrics), path, METRICS_FILE, folder)
+    return metrics
+
+
+def _keep_earlier(folder: Path, step: int, names: list[str]) -> None:
+    """Evaluations of rising steps make one curve; another one of the same step, or of an earlier one, starts anew."""
+    try:
+        last = max(read_run(folder).rows)
+    except RunError:
+        return
+    if last >= step:
+        set_aside(folder, [METRICS_FILE, TENSORBOARD_FOLDER, *names], f"step {last} was evaluated before step {step}")
+
+
+def table(metrics: dict[str, float]) -> str:
+    """The core metrics, the means of the others, and how many scores failed, one a line."""
+    shown = [name for name in metrics if name.startswith("val-core/")]
+    shown += [name for name in sorted(metrics) if re.fullmatch("val-aux/(?!.*acc_success_only).*/mean@[0-9]+", name)]
+    shown += [name for name, count in metrics.items() if name.startswith("val-aux/reward/") and count]
+    width = max(map(len, shown), default=0)
+    return "\n".join(["evaluation", *(f"  {name:<{width}}  {metrics[name]:.4g}" for name in shown)])

@@ -1,0 +1,101 @@
+"""What `hpcrl generate` and `hpcrl evaluate` share: a job inside a run's folder, and weights that nothing trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from hpcrl.checkpoint.store import TRAINER_FILE
+from hpcrl.config.derive import DerivedGenerate
+from hpcrl.config.loader import dump_config
+from hpcrl.config.schema import Config
+from hpcrl.controller.controller import Controller
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.job import run_directory
+from hpcrl.launch.world import World
+from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.trainer.engine_weights import EngineWeights
+from hpcrl.trainer.run import Start, find_start
+
+log = logging.getLogger(__name__)
+
+
+def inside_run(config: Config, name: str) -> Config:
+    """`config` for a job whose logs and exit.json are in <run>/<name>: those of the run itself may belong to a training
+    job that is still under way."""
+    folder = run_directory(config)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"cannot make the run directory {folder}: {error.strerror}; change run.dir or run.name"
+        raise InputError(why) from None
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder), "name": name})})
+
+
+def run_folder(config: Config) -> Path:
+    """<run>, of a config that `inside_run` gave."""
+    return run_directory(config).parent
+
+
+def write_config(config: Config) -> None:
+    """<run>/<name>/config.yaml, as the job was given it."""
+    folder = run_folder(config)
+    run = config.run.model_copy(update={"dir": str(folder.parent), "name": folder.name})
+    text = dump_config(config.model_copy(update={"run": run}))
+    (run_directory(config) / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def find_weights(world: World, config: Config, derived: DerivedGenerate) -> Start:
+    """The checkpoints that model.init_from and reward.reward_model.init_from name; InputError where they hold none."""
+    reward = config.reward.reward_model.init_from
+    start = find_start(world, config, frozen={"reward": reward} if derived.needs_reward_model and reward else None)
+
+    def check() -> None:
+        if start.init_from is not None and not (start.init_from / "actor").is_dir():
+            raise InputError(
+                f"model.init_from: {start.init_from} holds no policy; name a run of `hpcrl train` or `hpcrl sft`"
+            )
+
+    world.together(check)
+    if world.rank == 0:
+        _tell(config, start)
+    return start
+
+
+def step_of(start: Start) -> int:
+    """The training step of the weights; 0 for random ones."""
+    if start.init_from is None:
+        return 0
+    return int(json.loads((start.init_from / TRAINER_FILE).read_text(encoding="utf-8"))["step"])
+
+
+def load_engine(controller: Controller, start: Start, step: int, timers: PhaseTimers) -> dict[str, float]:
+    """The weights, those of `step`, in the rollout engine and no longer anywhere else. Gives the refit's metrics."""
+    actor = controller["actor"]
+    if start.init_from is not None:
+        actor.load(str(start.init_from), weights_only=True).get()
+    if "reward" in start.frozen:
+        controller["reward"].load_model(str(start.frozen["reward"])).get()
+    engine = EngineWeights(controller, timers)
+    engine.bring(step)
+    actor.release().get()
+    return engine.metrics
+
+
+def close(controller: Controller) -> None:
+    """Ends the processes of scorers and tools."""
+    controller["scorer"].close().get()
+    controller["rollout"].close().get()
+
+
+def _tell(config: Config, start: Start) -> None:
+    """Which weights these are: a template names those that training starts from, which are seldom the ones meant."""
+    run = run_folder(config)
+    own = run / "checkpoints"
+    if start.init_from is None:
+        log.warning("model.init_from is null: these are random weights")
+    else:
+        log.info("weights of %s", start.init_from)
+    if own.is_dir() and (start.init_from is None or own.resolve() not in start.init_from.resolve().parents):
+        log.warning("%s has checkpoints of its own; for those, model.init_from=%s", run, run)

@@ -1,0 +1,67 @@
+"""Generation one step ahead: while a step trains, the next one's samples are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpcrl.trainer.experience import Collected, Experience
+from hpcrl.trainer.pending import Pending, Steps
+from hpcrl.trainer.prompt_groups import numbered
+
+T = TypeVar("T")
+
+
+class OneStepOff(Experience):
+    """Step k trains on samples that the weights of step k - 2 have drawn; step 1 on those of the start weights.
+
+    What is drawn depends on nothing that takes time, so a resumed run has the numbers of an unbroken one: a checkpoint
+    holds the samples of the step that comes next.
+    """
+
+    ahead: Pending[Collected] | None = None  # of the step after the one that `collect` gave
+
+    def collect(self, step: int) -> Collected:
+        found = (self.ahead or self._begin(step)).get()
+        self.weights.bring(step - 1)
+        # After the last step, only for a checkpoint from which more steps may follow.
+        goes_on = step < self.total_steps or self.config.trainer.save_freq > 0
+        self.ahead = self._begin(step + 1) if goes_on else None
+        return found
+
+    def updated(self, step: int) -> None:
+        """The weights of `step` wait until the samples of the next one are there: see `collect`."""
+
+    @contextmanager
+    def paused(self, step: int) -> Iterator[None]:
+        if self.ahead is not None:
+            self.ahead.get()
+        self.weights.bring(step)
+        yield
+
+    def save(self, folder: Path, step: int) -> dict[str, Any]:
+        if self.ahead is None:
+            return super().save(folder, step)
+        batch, metrics = self.ahead.get()
+        self.write(batch, folder / "ahead", step + 1)
+        # JSON has no NaN.
+        kept = {name: None if math.isnan(value) else value for name, value in metrics.items()}
+        return super().save(folder, step) | {"ahead": kept}
+
+    def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        super().load(state, folder, step)
+        if "ahead" in state:  # not in a checkpoint of another mode
+            batch = self.completed(numbered(self.read(folder / "ahead", step + 1), step + 1))
+            metrics = {name: math.nan if value is None else value for name, value in state["ahead"].items()}
+            self.ahead = Pending(_done((batch, metrics)), self.timers)
+
+    def _begin(self, step: int) -> Pending[Collected]:
+        return Pending(self.gather(step), self.timers).in_background(self.controller)
+
+
+def _done(value: T) -> Steps[T]:
+    yield from ()
+    return value

@@ -1,0 +1,93 @@
+"""The collective import of tensorrt_llm: which MPI may, and what a job says where it cannot."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.launch import trtllm
+
+REPOSITORY = Path(__file__).parents[2]
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+OPEN_MPI = "Open MPI v5.0.6, package: Open MPI root@host Distribution, ident: 5.0.6"
+
+JOB = """
+from types import SimpleNamespace
+from hpcrl.launch.job import run_spmd
+run = SimpleNamespace(dir="runs", name="small", c10d_backend="gloo")
+run_spmd(lambda: SimpleNamespace(run=run, rollout=SimpleNamespace(engine="tensorrt_llm")), lambda world, config: 0)
+"""
+
+
+def test_open_mpi_with_threads_alone_will_do() -> None:
+    assert trtllm.refusal(OPEN_MPI, thread_multiple=True) is None
+    assert "MPI_THREAD_MULTIPLE" in (trtllm.refusal(OPEN_MPI, thread_multiple=False) or "")
+    for library in ("MPICH Version:      5.0.2\nMPICH Release date: ...", "Intel(R) MPI Library 2021.13"):
+        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (trtllm.refusal(library, True) or "")
+
+
+def test_a_job_under_mpich_ends_in_one_line_before_anything_hangs(run: Callable, tmp_path: Path) -> None:
+    package = tmp_path / "tensorrt_llm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('it was imported')\n")
+    (tmp_path / "job.py").write_text(JOB)
+    ended = run(MPIEXEC, "-n", "2", sys.executable, "job.py")
+    assert ended.code == 2, ended.stdout + ended.stderr
+    assert ended.stderr.count("hpcrl: error: TensorRT-LLM needs Open MPI, and mpi4py found MPICH") == 1
+    assert "rollout.engine=native" in ended.stderr and "it was imported" not in ended.stderr + ended.stdout
+
+
+CLOSING = """
+from mpi4py import MPI
+from types import SimpleNamespace
+from hpcrl.launch.job import run_spmd
+from hpcrl.launch.world import before_leaving_mpi
+def main(world, config):
+    for name in ("first", "last"):
+        before_leaving_mpi(lambda name=name: print(name, world.rank, MPI.Is_finalized(), flush=True))
+    return 0
+run_spmd(lambda: SimpleNamespace(run=SimpleNamespace(dir="runs", name="small", c10d_backend="gloo")), main)
+"""
+
+
+def test_threads_that_use_mpi_are_ended_before_mpi_is(run: Callable, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(CLOSING)
+    ended = run(MPIEXEC, "-n", "2", sys.executable, "job.py")
+    assert ended.code == 0, ended.stdout + ended.stderr
+    said = ended.stdout.split("\n")
+    for rank in (0, 1):
+        assert [line for line in said if f" {rank} " in line] == [f"last {rank} False", f"first {rank} False"]
+
+
+def test_the_check_says_why_not(run: Callable) -> None:
+    ended = run(MPIEXEC, "-n", "2", sys.executable, "-m", "hpcrl", "check", "--trtllm")
+    assert ended.code == 1, ended.stdout + ended.stderr
+    assert ended.stdout.count("wrong: TensorRT-LLM: TensorRT-LLM needs Open MPI") == 1
+    assert "before TensorRT-LLM can run" in ended.stdout
+
+
+def test_an_import_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tensorrt_llm.py").write_text("raise OSError('libcuda.so.1: cannot open\\nshared object file')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tensorrt_llm", raising=False)
+    with pytest.raises(
+        trtllm.InputError, match="cannot be imported: OSError: libcuda.so.1: cannot open shared"
+    ) as caught:
+        trtllm.load()
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(trtllm, "PACKAGE", "no_such_package")
+    assert "not installed" in (trtllm.absence() or "")
+
+
+def test_only_the_adapter_imports_the_package() -> None:
+    for path in (REPOSITORY / "hpcrl").rglob("*.py"):
+        if path.parent == REPOSITORY / "hpcrl" / "rollout" / "tensorrt_llm":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "tensorrt_llm" for name in names), f"{path}:{node.lineno}"  # type: ignore[attr-defined]

@@ -1,0 +1,143 @@
+"""Exact mode: after a real optimizer step and a refit, rollout and training log-probs have the same bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.grid.groups import GroupCache
+from hpcrl.grid.layout import Layout
+from hpcrl.model.exact import KEYS
+from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.protocol import Request, SamplingParams
+from tests.mpi.lab import metrics, on
+from tests.mpi.layouts import make_batch, part_of
+from tests.mpi.pairs import Pair, train, training_engine
+
+if TYPE_CHECKING:
+    from hpcrl.launch.world import World
+    from tests.mpi.lab import Lab
+
+# Widths that no vector register divides; 100 columns and 300 go through different kernels.
+SHAPE = ModelShape(
+    num_layers=3,
+    hidden_size=100,
+    ffn_hidden_size=300,
+    num_attention_heads=12,
+    num_query_groups=4,
+    head_dim=10,
+    vocab_size=45,
+    init_std=0.15,
+)
+SAMPLING = SamplingParams(40, temperature=0.8, ignore_eos=True)
+
+# world size -> (training, rollout), with as much tensor parallelism
+LAYOUTS = {
+    1: [(Layout((0,)), Layout((0,)))],
+    2: [
+        (Layout((0, 1), tp=2), Layout((0, 1), tp=2)),
+        (Layout((0, 1), pp=2), Layout((0, 1))),
+        (Layout((0, 1)), Layout((0, 1))),
+        (Layout((0,)), Layout((1,))),
+    ],
+    4: [
+        (Layout((0, 1, 2, 3), tp=2), Layout((0, 1, 2, 3), tp=2)),
+        (Layout((0, 1, 2, 3), tp=2, pp=2), Layout((0, 1, 2, 3), tp=2)),
+        (Layout((0, 1, 2, 3), pp=2), Layout((0, 1, 2, 3))),
+        (Layout((0, 1, 2, 3), tp=4), Layout((0, 1, 2, 3), tp=4)),
+        (Layout((0, 1), tp=2), Layout((2, 3), tp=2)),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def cache(world: World) -> GroupCache:
+    return GroupCache(world.rank)
+
+
+def make_requests() -> list[Request]:
+    """Groups that share prompts of many lengths, more than there are slots; responses of different lengths, too."""
+    generator = np.random.default_rng(0)
+    return [
+        Request(prompt, f"file:{number}:0", sample, max_new_tokens=int(generator.integers(1, SAMPLING.max_new_tokens)))
+        for number, length in enumerate((1, KEYS - 9, 17, KEYS, 5, KEYS + 1))
+        for prompt in [generator.integers(2, SHAPE.vocab_size, length)]
+        for sample in range(2)
+    ]
+
+
+def make_pair(world: World, cache: GroupCache, training: Layout, rollout: Layout, exact: bool = True) -> Pair:
+    actor = training_engine(world, cache, SHAPE, training, exact=exact)
+    train(actor)
+    # Slots are refilled, and wait for memory.
+    limits = {"max_num_seqs": 7, "max_num_batched_tokens": 90, "max_model_len": 2 * KEYS, "kv_sequences": 3}
+    pair = Pair(world, cache, SHAPE, actor, training, rollout, exact=exact, **limits)
+    pair.refit()
+    return pair
+
+
+def differences(pair: Pair, batch: DataProto, max_tokens: int) -> Tensor | None:
+    mine = pair.with_old_log_probs(batch, SAMPLING, max_tokens)
+    return mine and (mine.fetch("old_log_probs").values - mine.fetch("rollout_log_probs").values).abs()
+
+
+def test_rollout_and_training_log_probs_are_equal(world: World, cache: GroupCache) -> None:
+    for training, rollout in LAYOUTS[world.size]:
+        pair = make_pair(world, cache, training, rollout)
+        batch = pair.generate(make_requests(), SAMPLING)
+        assert len(batch.fetch("response_mask").lengths.unique()) > 6
+        for max_tokens in (200, 1000):
+            found = differences(pair, batch, max_tokens)
+            assert found is None or (found == 0).all()
+        pair.close()
+
+
+def test_without_exact_mode_they_are_not(world: World, cache: GroupCache) -> None:
+    """The test above would say little if they were equal anyway."""
+    pair = make_pair(world, cache, *LAYOUTS[world.size][0], exact=False)
+    found = differences(pair, pair.generate(make_requests(), SAMPLING), 1000)
+    assert found is not None and 0 < found.max() < 1e-4
+    pair.close()
+
+
+def test_log_probs_in_training_are_those_before_it(world: World, cache: GroupCache) -> None:
+    """So the first mini-batch's ratio is 1 and its KL is 0, however it is cut into micro-batches."""
+    engine = training_engine(world, cache, SHAPE, LAYOUTS[world.size][0][0], exact=True)
+    assert engine is not None
+    batch = part_of(make_batch(), engine.groups)
+    batch.tokens["old_log_probs"] = engine.log_probs(batch, max_tokens=1000, temperature=1.0)["log_probs"]
+    found = []
+
+    def loss(outputs: dict[str, Tensor], batch: DataProto) -> tuple[Tensor, dict[str, Any]]:
+        log_probs, old = outputs["log_probs"], batch.padded("old_log_probs")
+        found.append(((log_probs.detach() - old) * (old != 0)).abs().max())
+        return log_probs.sum(), {}
+
+    engine.train(batch, loss=loss, max_tokens=40)
+    assert len(found) > 1 and max(found) == 0
+
+
+def test_gradients_are_those_of_the_plain_model(world: World, cache: GroupCache) -> None:
+    for training, _ in LAYOUTS[world.size]:
+        engines = [training_engine(world, cache, SHAPE, training, exact=exact) for exact in (True, False)]
+        for engine in engines:
+            train(engine)
+        exact, plain = (dict(engine.module.named_parameters()) if engine else {} for engine in engines)
+        norm = sum(weight.main_grad.square().sum() for weight in plain.values()) ** 0.5
+        for name, weight in plain.items():
+            assert (exact[name].main_grad - weight.main_grad).norm() <= 1e-5 * norm, name
+
+
+def test_a_whole_job(world: World, lab: Lab) -> None:
+    """Rollout, old and reference log-probs are one; after a step the reference alone stays behind."""
+    sizes = {1: {}, 2: {"tp": 2}, 4: {"tp": 2, "pp": 2}}[world.size]
+    one_update = {"ppo_mini_batch_size": 12, "ppo_max_token_len_per_gpu": 128}
+    found = metrics(lab.run("exact", on(world, **sizes), rollout={"exact": True}, actor=one_update))
+    for step in found.values():
+        assert step["training/rollout_probs_diff_max"] == 0
+        assert step["actor/ppo_kl"] == 0
+    assert found[1]["actor/kl_loss"] == 0 < found[2]["actor/kl_loss"]

@@ -1,0 +1,132 @@
+"""What a model is told of a function, and what reaches the function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from hpcrl.launch.exits import InputError
+from hpcrl.rollout.agent.tool_worker import bounded, run_tool
+from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools, tool, tool_schemas
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@dataclass
+class Place:
+    city: str
+    zip: int | None = None
+
+
+@tool
+def forecast(
+    place: Place, days: int, unit: Literal["C", "F"] = "C", json: list[float] | None = None, extra_info: Any = None
+) -> str:
+    """Tells the weather.
+
+    Of any place,
+    at any time.
+
+    Args:
+        place (Place): where: a city
+            or a village
+        days: how many
+
+    Returns:
+        days: not a parameter
+    """
+    return f"{place.city} {days} {unit} {json} {extra_info}"
+
+
+def test_schema_is_made_of_signature_hints_and_docstring() -> None:
+    schema = Tool.of(forecast).schema
+    function = schema["function"]
+    assert schema["type"] == "function" and function["name"] == "forecast"
+    assert function["description"] == "Tells the weather. Of any place, at any time."
+    parameters = function["parameters"]
+    assert parameters["required"] == ["place", "days"] and parameters["additionalProperties"] is False
+    assert list(parameters["properties"]) == ["place", "days", "unit", "json"]  # extra_info is the data's
+    assert parameters["properties"]["place"]["description"] == "where: a city or a village"
+    assert parameters["properties"]["days"] == {"type": "integer", "description": "how many"}
+    assert parameters["properties"]["unit"] == {"enum": ["C", "F"], "type": "string", "default": "C"}
+    assert "title" not in str(parameters["properties"])
+
+
+def test_arguments_that_follow_the_schema_reach_the_function() -> None:
+    tools = {"forecast": Tool.of(forecast)}
+    given = {"place": {"city": "Bern"}, "days": 2, "json": [1, 2.5]}
+    assert run_tool(tools, "forecast", given, {"extra_info": {"k": 1}}).text == "Bern 2 C [1.0, 2.5] {'k': 1}"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"place": {"city": "Bern"}}, "days: Field required"),
+        ({"place": {"city": "Bern"}, "days": "2"}, "days: Input should be a valid integer"),
+        ({"place": {"city": "Bern"}, "days": 2.5}, "days: Input should be a valid integer"),
+        ({"place": {"town": "Bern"}, "days": 2}, "place.city: Field required"),
+        ({"place": {"city": "Bern"}, "days": 2, "unit": "K"}, "unit: Input should be 'C' or 'F'"),
+        ({"place": {"city": "Bern"}, "days": 2, "year": 1}, "year: Extra inputs are not permitted"),
+        ({"place": {"city": "Bern"}, "days": 2, "extra_info": {}}, "extra_info: Extra inputs are not permitted"),
+        ({"place": {"city": "\ud800"}, "days": 2}, "forecast: "),
+    ],
+)
+def test_other_arguments_never_do(given: dict[str, Any], says: str) -> None:
+    found = Tool.of(forecast)
+    with pytest.raises(BadArguments, match="forecast: "):
+        found.arguments(given)
+    answer = run_tool({"forecast": found}, "forecast", given, None)
+    assert answer.rejected and says in answer.text
+
+
+def test_unknown_tools_are_answered_by_the_known_ones() -> None:
+    answer = run_tool({"forecast": Tool.of(forecast)}, "forcast", {}, None)
+    assert answer.rejected and answer.text == "no tool 'forcast'; did you mean forecast? there are forecast"
+
+
+def test_answers_are_text_or_json_or_text_with_metrics() -> None:
+    def answering(result: Any) -> Any:
+        def made() -> Any:
+            return result
+
+        return run_tool({"made": Tool.of(made)}, "made", {}, None)
+
+    assert answering("a b").text == "a b"
+    assert answering({"a": [1, None]}).text == '{"a": [1, null]}'
+    assert answering({"text": 3, "metrics": {"hits": 2, "bad": float("nan")}})[:2] == ("3", {"hits": 2.0})
+    assert answering({"text": 3, "other": 1}).text == '{"text": 3, "other": 1}'
+    assert len(bounded("x" * 10**6)) < 10**5
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("", "marked @tool"),
+        ("@tool\ndef f(x): pass", "no type hint"),
+        ("@tool\ndef f(*x: int): pass", "by name"),
+        ("@tool\nasync def f(x: int): pass", "coroutine"),
+        ("class A: pass\n@tool\ndef f(x: A): pass", "schema"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_files_of_no_use_are_refused_in_one_line(tmp_path: Path, code: str, why: str) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(f"from hpcrl.rollout.agent.tools import tool\n{code}\n")
+    with pytest.raises(InputError, match=why) as error:
+        tool_schemas(str(path))
+    assert "rollout.multi_turn.function_tool_path=" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_calculator_computes_and_evaluates_nothing() -> None:
+    tools = load_tools(str(REPOSITORY / "configs" / "tools" / "calculator.py"))
+
+    def calculate(expression: str) -> str:
+        return run_tool(tools, "calculate", {"expression": expression}, None).text
+
+    assert calculate("8 + 5 - 5 - 2") == "6" and calculate("(1-4)/2") == "-3/2"
+    for refused in ("__import__('os')", "9**99", "1/0", "", "(" * 400):
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            calculate(refused)

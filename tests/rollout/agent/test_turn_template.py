@@ -1,0 +1,87 @@
+"""The tokens of an answer are those that the chat template writes behind a model's turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config.schema import DataConfig
+from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.launch.exits import InputError
+from hpcrl.rollout.agent.turn_template import TurnTemplate
+
+TOOL, USER = {"role": "tool", "content": "it is 12"}, {"role": "user", "content": "and then?"}
+
+# In the manner of ChatML, which writes a line break behind the token that ends a turn; tools speak as a user.
+CHATML = (
+    "{% for message in messages %}{% if message.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}[user]{% endif %}<tool_response>{{ message.content }}</tool_response>"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}<|eos|> {% endif %}"
+    "{% else %}[{{ message.role }}]{{ message.content }}<|eos|> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if open is defined %}{{ open }}{% endif %}{% endif %}"
+)
+WITHOUT_TOOLS = (
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}{% endfor %}[assistant]"
+)
+
+
+def text_of(tokenizer: Any, template: TurnTemplate, *messages: dict[str, str]) -> str:
+    return tokenizer.decode(template.tokens(messages))
+
+
+def test_the_shipped_template(tokenizer: Any) -> None:
+    template = TurnTemplate(tokenizer, DataConfig())
+    assert text_of(tokenizer, template, TOOL) == "<tool_response>it is 12</tool_response>"
+    assert text_of(tokenizer, template, USER) == "and then?"
+
+
+def test_answers_and_turns_together_are_the_template_s_whole_conversation(tokenizer: Any) -> None:
+    template = TurnTemplate(tokenizer, DataConfig(chat_template=CHATML, apply_chat_template_kwargs={"open": "="}))
+    turns = ["1+1<tool_call>", "2", "bye"]
+    conversation: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
+    prompt = tokenizer.apply_chat_template(
+        conversation, chat_template=CHATML, tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(prompt + "=", add_special_tokens=False)["input_ids"]
+    for turn, answers in zip(turns, [[TOOL, TOOL], [USER], []], strict=True):
+        ids += tokenizer(turn, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        conversation += [{"role": "assistant", "content": turn}, *answers]
+        if answers:
+            ids += template.tokens(answers).tolist()
+    whole = tokenizer.apply_chat_template(conversation, chat_template=CHATML, tokenize=False)
+    # Where a generation prompt adds something, a turn that is rendered later lacks it; so does the end, its space.
+    assert tokenizer.decode(ids).replace("[assistant]=", "[assistant]") + " " == whole
+
+
+def test_a_template_without_tools_gets_them_as_a_user(tokenizer: Any) -> None:
+    template = TurnTemplate(tokenizer, DataConfig(chat_template=WITHOUT_TOOLS))
+    assert text_of(tokenizer, template, TOOL) == "[user]<tool_response>it is 12</tool_response>[assistant]"
+
+
+def test_a_template_that_cannot_go_on_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match=r"data\.chat_template"):
+        TurnTemplate(tokenizer, DataConfig(chat_template="{{ messages[0].content }}"))
+
+
+def test_without_a_template_answers_are_lines(tokenizer: Any, tmp_path: Any) -> None:
+    bare = load_tokenizer(tokenizer.name_or_path)
+    bare.chat_template = None
+    template = TurnTemplate(bare, DataConfig())
+    # The shipped alphabet has no line break.
+    assert text_of(bare, template, TOOL, USER) == "<tool_response>it is 12</tool_response>and then?"
+
+
+def test_text_from_outside_makes_no_special_tokens_and_stays_in_the_alphabet(tokenizer: Any) -> None:
+    template = TurnTemplate(tokenizer, DataConfig())
+    hostile = {"role": "user", "content": "a<|e<|eos|>os|>\n\u00e9\ud800b<|bos|>"}
+    assert text_of(tokenizer, template, hostile) == "ab"
+    assert template.shortened("<|eos|>" * 9 + "abc", 9, "left") == "abc"
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "1234"), ("right", "6789"), ("middle", "1289")])
+def test_long_answers_keep_one_side_as_in_verl(tokenizer: Any, side: str, kept: str) -> None:
+    template = TurnTemplate(tokenizer, DataConfig())
+    assert template.shortened("123456789", 4, side) == kept
+    assert template.shortened("1234", 4, side) == "1234"

@@ -1,0 +1,172 @@
+"""Refit against `megatron.core.resharding` over gloo and against a memcpy of the destination, side by side in one run.
+
+    OMP_NUM_THREADS=1 mpiexec -n 4 python tools/bench_refit.py [--bucket-mib 256] [--repetitions 5]
+
+Layouts change for a Llama-like model of 105 M fp32 parameters. Both fill the parameters of the same kind of model;
+their results are compared bit for bit. Times are from a barrier until the last rank has its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.grid.groups import RoleGroups, make_groups
+from hpcrl.grid.layout import Layout
+from hpcrl.launch.world import World, finish, start_mpi, start_torch
+from hpcrl.model.build import build_model, local_shards
+from hpcrl.model.params import Shard
+from hpcrl.model.shape import ModelShape
+from hpcrl.reshard.executor import Refit, RefitReport
+from hpcrl.reshard.planner import Resharding
+
+from megatron.core.resharding.refit import swap_model_weights  # isort: skip
+
+MODEL = ModelShape(
+    num_layers=8,
+    hidden_size=1024,
+    ffn_hidden_size=2560,
+    num_attention_heads=16,
+    num_query_groups=8,
+    head_dim=64,
+    vocab_size=8192,
+)
+RANKS = (0, 1, 2, 3)
+CASES = {
+    "TP2 x PP2 -> TP1 x 4": (Layout(RANKS, tp=2, pp=2), Layout(RANKS)),
+    "TP4 -> TP2 x 2": (Layout(RANKS, tp=4), Layout(RANKS, tp=2)),
+    "TP2 x DP2 -> TP2 x DP2": (Layout(RANKS, tp=2), Layout(RANKS, tp=2)),
+}
+WARM_UP = 2  # refits; their checksums are compared
+
+
+class Result(NamedTuple):
+    """Medians of seconds, and this rank's report."""
+
+    ours: float
+    megatron: float
+    memcpy: float
+    checksums: float
+    report: RefitReport
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bucket-mib", type=int, default=256, help="memory of a refit beyond the weights, per rank")
+    parser.add_argument("--repetitions", type=int, default=5)
+    options = parser.parse_args()
+    world = start_torch(start_mpi())
+    if world.size != len(RANKS):
+        raise SystemExit(f"start this with {len(RANKS)} ranks, not {world.size}")
+    _let_megatron_copy_without_cuda()
+    layouts = {f"{side} of {name}": pair[place] for name, pair in CASES.items() for place, side in enumerate(SIDES)}
+    groups = make_groups(layouts, world.rank)
+    results = {}
+    for name, (source, destination) in CASES.items():
+        sides = [groups[f"{side} of {name}"] for side in SIDES]
+        results[name] = measure(world, Resharding(MODEL, source, destination, 4), *sides, options)
+    if world.rank == 0:
+        show(results)
+    finish(0)
+
+
+SIDES = ("source", "destination")
+
+
+def measure(
+    world: World, resharding: Resharding, source: RoleGroups, destination: RoleGroups, options: argparse.Namespace
+) -> Result:
+    trained = build_model(MODEL, source, seed=1)
+    theirs = build_model(MODEL, destination, seed=2)
+    for model, groups in ((trained, source), (theirs, destination)):
+        _mark(model, local_shards(MODEL, groups, "lm"))
+    weights = _by_global_name(trained, source)
+    engine = {name: torch.full_like(tensor, torch.nan) for name, tensor in _by_global_name(theirs, destination).items()}
+    flat, copy = (torch.zeros(sum(tensor.numel() for tensor in engine.values())) for _ in range(2))
+    refit = Refit(resharding, world.comm, world.rank, torch.float32, bucket_bytes=options.bucket_mib * 2**20)
+    refit.share(weights, engine, engine.__setitem__)
+    reports: list[RefitReport] = []
+    ways: dict[str, Callable[[], object]] = {
+        "ours": lambda: reports.append(refit.run(weights, engine)),
+        "megatron": lambda: swap_model_weights(trained, theirs, "gloo"),
+        "memcpy": lambda: copy.copy_(flat),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(WARM_UP + options.repetitions):
+        with torch.no_grad():
+            for tensor in weights.values():
+                tensor += 0.001  # so that what is compared below came from the last refit
+        for name, run in ways.items():
+            elapsed = _last_of_all(world, run)
+            if turn >= WARM_UP:
+                seconds[name].append(elapsed)
+    for name, tensor in _by_global_name(theirs, destination).items():
+        if not torch.equal(engine[name].view(torch.int32), tensor.view(torch.int32)):
+            raise SystemExit(f"{name} differs from megatron's result on rank {world.rank}")
+    refit.close()
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return Result(**medians, checksums=max(world.exchange(reports[WARM_UP - 1].checksum_seconds)), report=reports[-1])
+
+
+def show(results: dict[str, Result]) -> None:
+    smallest = min(result.megatron for result in results.values() if result.report.bytes_received)
+    print(
+        f"{'layouts':<24}{'ours':>9}{'megatron':>10}{'ratio':>7}{'memcpy':>9}{'ours/memcpy':>13}{'checksums':>11}",
+        end="",
+    )
+    print(f"{'MB received':>13}{'copied':>8}{'aliased':>9}{'extra MiB':>11}")
+    for name, result in results.items():
+        report = result.report
+        print(f"{name:<24}{result.ours:>8.4f}s{result.megatron:>9.3f}s{result.megatron / result.ours:>7.1f}", end="")
+        print(f"{result.memcpy:>8.3f}s{result.ours / result.memcpy:>13.2f}{result.checksums:>10.3f}s", end="")
+        for nbytes in (report.bytes_received, report.bytes_copied):
+            print(f"{nbytes / 1e6:>{13 if nbytes is report.bytes_received else 8}.0f}", end="")
+        print(f"{report.bytes_aliased / 1e6:>9.0f}{report.peak_extra_bytes / 2**20:>11.1f}")
+        if not report.bytes_received:
+            print(f"  nothing moves: 1/{smallest / result.ours:.0f} of megatron's fastest case where bytes move")
+    print("medians of seconds, interleaved; bytes of rank 0; all results equal megatron's bit for bit")
+
+
+def _last_of_all(world: World, run: Callable[[], object]) -> float:
+    """Seconds from a barrier until the last rank is done."""
+    world.barrier()
+    start = time.perf_counter()
+    run()
+    return max(world.exchange(time.perf_counter() - start))
+
+
+def _by_global_name(model: torch.nn.Module, groups: RoleGroups) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    return {shard.name: parameters[shard.local_name].data for shard in local_shards(MODEL, groups, "lm")}
+
+
+def _mark(model: torch.nn.Module, shards: list[Shard]) -> None:
+    """What megatron's planner reads, which its layers set only when they draw their own weights."""
+    parameters = dict(model.named_parameters())
+    for shard in shards:
+        parameter = parameters[shard.local_name]
+        name = shard.name.removesuffix(".weight")
+        parameter.partition_dim = 1 if name.endswith(("linear_proj", "linear_fc2")) else 0  # type: ignore[attr-defined]
+        parameter.partition_stride = 2 if name.endswith("linear_fc1") else 1  # type: ignore[attr-defined]
+
+
+def _let_megatron_copy_without_cuda() -> None:
+    """Its gloo service makes a CUDA stream, which it does not use for host tensors."""
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    if not torch.cuda.is_available():
+        torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
+        torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment,return-value]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Tokens per second of the native engine and of Hugging Face's `generate`: `python tools/bench_rollout.py`.
+
+Same weights (through the Llama name table), same prompts, same lengths, same sampling (temperature 1, no filter), side
+by side in one run; two cores, as one process of two threads or two processes of one, whichever is faster for each side; medians of
+interleaved repetitions. `floor` is the time that the bare matrix products of the engine take: its share of the engine's
+time says what is left to gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import numpy as np
+import torch
+import transformers
+from torch.nn.functional import linear
+
+from hpcrl.model.hf.directory import load_weights
+from hpcrl.model.hf.llama import hf_config
+from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.native.memory import most_kv_bytes
+from hpcrl.rollout.protocol import Request, SamplingParams
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=688,
+    num_attention_heads=8,
+    num_query_groups=2,
+    head_dim=32,
+    vocab_size=4096,
+)
+NUM_PROMPTS = 128
+CORES = 2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HF_SETTINGS = [(attention, cache) for attention in ("sdpa", "eager") for cache in ("dynamic", "static")]
+
+
+class Work(NamedTuple):
+    """Prompts (token ids) and how many tokens to draw behind each."""
+
+    prompts: list[np.ndarray]
+    lengths: np.ndarray
+
+    def part(self, rank: int, size: int) -> Work:
+        return Work(self.prompts[rank::size], self.lengths[rank::size])
+
+
+def make_work(variable: bool) -> Work:
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, SHAPE.vocab_size, generator.integers(32, 65)) for _ in range(NUM_PROMPTS)]
+    if not variable:
+        return Work(prompts, np.full(NUM_PROMPTS, 128))
+    # Log-normal, scaled so that the longest is 8 times the median.
+    spread = np.sort(generator.normal(size=NUM_PROMPTS))
+    spread = (spread - np.median(spread)) / (spread[-1] - np.median(spread))
+    return Work(prompts, generator.permutation(np.round(64 * 8.0**spread).astype(int)))
+
+
+class Sides:
+    """Both engines with the same weights, and the bare matrix products."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**hf_config(SHAPE))
+        self.model = transformers.LlamaForCausalLM(config).to(dtype).eval()
+        self.dtype = dtype
+        self.engines: dict[bool, NativeEngine] = {}
+
+    def engine(self, exact: bool) -> NativeEngine:
+        """Made when it is first used, as exact mode asks for one thread."""
+        if exact not in self.engines:
+            longest = 64 + 512
+            self.engines[exact] = NativeEngine(
+                SHAPE,
+                None,
+                0,
+                1,
+                self.dtype,
+                max_num_seqs=NUM_PROMPTS,
+                max_num_batched_tokens=8192,
+                max_model_len=longest,
+                kv_cache_bytes=most_kv_bytes(SHAPE, 1, self.dtype, NUM_PROMPTS, longest) // 2,
+                exact=exact,
+            )
+            load_weights(SHAPE, self.model.state_dict().__getitem__, self.engines[exact].weights())
+        return self.engines[exact]
+
+    def native(self, work: Work, exact: bool) -> int:
+        requests = [
+            Request(prompt, f"bench:{number}:0", max_new_tokens=int(length))
+            for number, (prompt, length) in enumerate(zip(*work, strict=True))
+        ]
+        done = self.engine(exact).generate(requests, SamplingParams(int(work.lengths.max())), seed=0, step=0)
+        return sum(len(completion.token_ids) for completion in done)
+
+    @torch.no_grad()
+    def hf(self, work: Work, attention: str, cache: str) -> int:
+        self.model.set_attn_implementation(attention)
+        longest = max(map(len, work.prompts))
+        padded = [np.pad(prompt, (longest - len(prompt), 0)) for prompt in work.prompts]
+        mask = [np.pad(np.ones_like(prompt), (longest - len(prompt), 0)) for prompt in work.prompts]
+        limits = torch.from_numpy(work.lengths) + longest
+
+        def at_limit(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            return input_ids.size(1) >= limits
+
+        settings = transformers.GenerationConfig(
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            max_new_tokens=int(work.lengths.max()),
+            pad_token_id=0,
+            eos_token_id=None,
+            cache_implementation=cache,
+            disable_compile=True,
+        )
+        out = self.model.generate(
+            torch.tensor(np.stack(padded)),
+            attention_mask=torch.tensor(np.stack(mask)),
+            generation_config=settings,
+            stopping_criteria=transformers.StoppingCriteriaList([at_limit]),
+        )
+        assert out.size(1) == limits.max()
+        return int(work.lengths.sum())
+
+    @torch.no_grad()
+    def floor(self, work: Work) -> float:
+        """Seconds of the matrix products alone: all prompts at once, then each step with the rows that still run."""
+        weights = [weight for name, weight in self.engine(False).weights().items() if "norm" not in name]
+        weights = weights[1:]  # the embedding is looked up
+
+        def seconds(rows: int) -> float:
+            inputs = {weight.size(1): torch.randn(rows, weight.size(1), dtype=weight.dtype) for weight in weights}
+            times = []
+            for _ in range(10):
+                start = time.perf_counter()
+                for weight in weights:
+                    linear(inputs[weight.size(1)], weight)
+                times.append(time.perf_counter() - start)
+            return float(np.median(times))
+
+        head = weights.pop()
+        prefill = seconds(sum(map(len, work.prompts)))
+        weights.append(head)
+        running = (work.lengths[:, None] > np.arange(work.lengths.max())).sum(0)
+        known = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= len(work.prompts)]
+        return prefill + float(np.interp(running, known, [seconds(n) for n in known]).sum())
+
+
+def serve(pipe: Connection, dtype: torch.dtype) -> None:
+    """A process that does what it is told: (method, threads, arguments) -> result."""
+    sides = Sides(dtype)
+    while (order := pipe.recv()) is not None:
+        method, threads, arguments = order
+        torch.set_num_threads(threads)
+        pipe.send(getattr(sides, method)(*arguments))
+
+
+class Machine:
+    """Two processes, and how to use the two cores: one of them with two threads, or both with one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        context = get_context("spawn")
+        self._pipes = []
+        for _ in range(CORES):
+            ours, theirs = context.Pipe()
+            context.Process(target=serve, args=(theirs, dtype), daemon=True).start()
+            self._pipes.append(ours)
+
+    def call(self, ranks: int, method: str, work: Work, *arguments: object) -> tuple[float, list]:
+        """Seconds until the last process is done, and the results."""
+        start = time.perf_counter()
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            pipe.send((method, CORES // ranks, (work.part(rank, ranks), *arguments)))
+        results = [pipe.recv() for pipe in self._pipes[:ranks]]
+        return time.perf_counter() - start, results
+
+    def best(self, candidates: list[Callable[[], float]]) -> Callable[[], float]:
+        """The fastest of `candidates`, tried twice each after a warm-up."""
+        for candidate in candidates:
+            candidate()
+        return min(candidates, key=lambda candidate: min(candidate(), candidate()))
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+
+
+def compare(dtype: str, variable: bool, repetitions: int, with_exact: bool) -> None:
+    machine, work = Machine(DTYPES[dtype]), make_work(variable)
+    tokens = int(work.lengths.sum())
+
+    def timed(ranks: int, method: str, *arguments: object) -> Callable[[], float]:
+        def run() -> float:
+            seconds, results = machine.call(ranks, method, work, *arguments)
+            assert sum(results) == tokens
+            return seconds
+
+        run.__name__ = " ".join(map(str, (f"{ranks} x {CORES // ranks} threads", *arguments)))
+        return run
+
+    # Which of its settings suits HF is tried on a part of the work.
+    sides = {"hf": machine.best([timed(ranks, "hf", *s) for ranks in (1, 2) for s in HF_SETTINGS])}
+    sides["native"] = machine.best([timed(ranks, "native", False) for ranks in (1, 2)])
+    if with_exact:
+        sides["exact"] = timed(CORES, "native", True)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repetitions):
+        for name, run in sides.items():
+            seconds[name].append(run())
+    median = {name: float(np.median(times)) for name, times in seconds.items()}
+    ranks = int(sides["native"].__name__[0])
+    floor = max(machine.call(ranks, "floor", work)[1])
+    machine.close()
+    kind = "varying" if variable else "fixed"
+    for name, run in sides.items():
+        print(
+            f"{dtype} {kind:>7} lengths, {name:>6}: {tokens / median[name]:8.0f} tokens/s, "
+            f"{median['hf'] / median[name]:5.2f} x hf, floor {floor / median[name]:4.0%}, "
+            f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f} s  [{run.__name__}]",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--lengths", nargs="+", choices=["fixed", "varying"], default=["fixed", "varying"])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--no-exact", action="store_true", help="leave out exact mode, which is fp32 only")
+    options = parser.parse_args()
+    for dtype in options.dtypes:
+        for lengths in options.lengths:
+            compare(dtype, lengths == "varying", options.repetitions, dtype == "fp32" and not options.no_exact)

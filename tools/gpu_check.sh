@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# Check a machine with GPUs and write a report: what of hpcrl's CUDA side works, then TensorRT-LLM, in an order in which
+# each check builds on those before it. Works in part with one GPU or without tensorrt_llm, and says so. No root, no
+# internet. None of these checks has ever run on a GPU: a failure may be the check's own fault.
+#   tools/gpu_check.sh [-o REPORT.md] [-n RANKS]
+# RANKS is one per GPU, up to 4, unless given. PYTHON names the interpreter, LAUNCH the launcher that takes the number
+# of ranks as its next argument (LAUNCH="srun --mpi=pmix -n"), HPCRL_GPU_CHECK_IDLE_SECONDS the length of check 5.
+# Exit code: 0 all that ran passed, 1 something failed, 2 there is no GPU or a wrong argument.
+set -euo pipefail
+here=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage="expected tools/gpu_check.sh [-o REPORT.md] [-n RANKS]"
+die() { printf 'gpu_check: error: %s\n' "$*" >&2; exit 2; }
+
+report=gpu_check.md
+ranks=
+while (($#)); do
+    case $1 in
+    -o | -n)
+        (($# > 1)) || die "$1 has no value; $usage"
+        if [[ $1 == -o ]]; then report=$2; else ranks=$2; fi
+        shift
+        ;;
+    *) die "unknown argument '$1'; $usage" ;;
+    esac
+    shift
+done
+
+[[ $report == /* ]] || report=$here/$report
+python=${PYTHON:-}
+if [[ -z $python ]]; then
+    python=python3
+    [[ -x .venv/bin/python ]] && python=.venv/bin/python
+fi
+command -v "$python" >/dev/null || die "PYTHON=$python is not a program"
+if [[ -n ${LAUNCH:-} ]]; then
+    read -ra launch <<<"$LAUNCH"
+elif [[ -x $(dirname "$(command -v "$python")")/mpiexec ]]; then
+    launch=("$(dirname "$(command -v "$python")")/mpiexec" -n)
+else
+    launch=(mpiexec -n)
+fi
+
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null) ||
+    die "'$python' cannot import torch; name the interpreter that hpcrl runs with: PYTHON=/path/to/python"
+if ((gpus == 0)); then
+    echo "gpu_check: no GPU can be used here (torch.cuda finds none); run it on a machine with one" >&2
+    exit 2
+fi
+if [[ -z $ranks ]]; then
+    ranks=$((gpus < 4 ? gpus : 4))
+    ((ranks == 3)) && ranks=2
+fi
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || die "-n $ranks is no number of ranks; $usage"
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+failed=0
+
+line() { printf '%s\n' "$*" | tee -a "$report"; }
+
+# note TITLE OUTCOME DETAIL
+note() { line "- **$2** $1: $3"; }
+
+# run TITLE RANKS CHECK: the outcome is the last line of that form, or that there was none
+run() {
+    local title=$1 count=$2 check=$3 code=0 said
+    timeout "$((${HPCRL_GPU_CHECK_IDLE_SECONDS:-600} + 1200))" \
+        "${launch[@]}" "$count" "$python" tools/gpu_check.py "$check" >"$log" 2>&1 </dev/null || code=$?
+    said=$(grep -E '^(pass|fail|skip): ' "$log" | tail -n 1 || true)
+    if [[ -n $said ]] && ((code == 0 || code == 1 || code == 77)); then
+        note "$title, $count rank(s)" "${said%%:*}" "${said#*: }"
+        [[ $said == fail:* ]] && failed=1
+        return 0
+    fi
+    failed=1
+    note "$title, $count rank(s)" fail "ended with code $code"
+    { echo '```'; tail -n 25 "$log"; echo '```'; } | tee -a "$report"
+}
+
+: >"$report"
+line "# GPU check of hpcrl"
+line ""
+line "$(date -u '+%Y-%m-%d %H:%M UTC'), $(uname -n), $gpus GPU(s), launcher: ${launch[*]}"
+line ""
+line "## hpcrl on CUDA"
+run "machine" 1 machine
+if "${launch[@]}" "$ranks" "$python" -m hpcrl check >"$log" 2>&1 </dev/null; then
+    note "hpcrl check, $ranks rank(s)" pass "ready"
+else
+    failed=1
+    note "hpcrl check, $ranks rank(s)" fail "see below"
+    { echo '```'; tail -n 40 "$log"; echo '```'; } | tee -a "$report"
+fi
+run "refit by NCCL" "$ranks" refit
+run "native engine against the CPU, eager" 1 native_eager
+run "native engine against the CPU, CUDA graphs" 1 native_graphs
+
+line ""
+line "## TensorRT-LLM"
+if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("tensorrt_llm") is None)'; then
+    note "all eight checks" skip "tensorrt_llm is not installed for $python"
+    exit "$failed"
+fi
+if "${launch[@]}" "$ranks" "$python" -m hpcrl check --trtllm >"$log" 2>&1 </dev/null; then
+    note "hpcrl check --trtllm, $ranks rank(s)" pass "version and signatures as expected"
+else
+    failed=1
+    note "hpcrl check --trtllm, $ranks rank(s)" fail "see below; what follows may mean nothing"
+    { echo '```'; tail -n 40 "$log"; echo '```'; } | tee -a "$report"
+fi
+two=$((ranks < 2 ? ranks : 2))
+run "1 import, more ranks than one engine has" "$ranks" trtllm_imports
+run "2 two engines in one world" "$((ranks < 4 ? two : 4))" trtllm_groups
+run "3 refit against reload() and transformers" "$two" trtllm_oracle
+run "4 a hundred refits under CUDA graphs" "$two" trtllm_repeat
+run "5 idle beside training" "$two" trtllm_idle
+run "6 KV cache released and taken" "$two" trtllm_sleep
+run "7 torch's share of the memory" "$two" trtllm_fraction
+run "8 log-probs, seeds, ends, aborts" "$two" trtllm_definition
+exit "$failed"
