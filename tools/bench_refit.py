@@ -43,11 +43,12 @@ CASES = {
     "TP4 -> TP2 x 2": (Layout(RANKS, tp=4), Layout(RANKS, tp=2)),
     "TP2 x DP2 -> TP2 x DP2": (Layout(RANKS, tp=2), Layout(RANKS, tp=2)),
 }
+SIDES = ("source", "destination")
 WARM_UP = 2  # refits; their checksums are compared
 
 
 class Result(NamedTuple):
-    """Medians of seconds, and this rank's report."""
+    """Medians of seconds, and the report of the rank that received most."""
 
     ours: float
     megatron: float
@@ -74,9 +75,6 @@ def main() -> None:
     if world.rank == 0:
         show(results)
     finish(0)
-
-
-SIDES = ("source", "destination")
 
 
 def measure(
@@ -111,26 +109,31 @@ def measure(
             raise SystemExit(f"{name} differs from megatron's result on rank {world.rank}")
     refit.close()
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return Result(**medians, checksums=max(world.exchange(reports[WARM_UP - 1].checksum_seconds)), report=reports[-1])
+    checksums = max(world.exchange(reports[WARM_UP - 1].checksum_seconds))
+    busiest = max(world.exchange(reports[-1]), key=lambda report: report.bytes_received)
+    return Result(**medians, checksums=checksums, report=busiest)
 
 
 def show(results: dict[str, Result]) -> None:
     smallest = min(result.megatron for result in results.values() if result.report.bytes_received)
-    print(
-        f"{'layouts':<24}{'ours':>9}{'megatron':>10}{'ratio':>7}{'memcpy':>9}{'ours/memcpy':>13}{'checksums':>11}",
-        end="",
-    )
-    print(f"{'MB received':>13}{'copied':>8}{'aliased':>9}{'extra MiB':>11}")
+    head = ("layouts", "ours", "megatron", "ratio", "memcpy", "ours/memcpy", "checksums", "MB in", "copied", "aliased")
+    print(f"{head[0]:<24}" + "".join(f"{title:>12}" for title in (*head[1:], "extra MiB")))
     for name, result in results.items():
         report = result.report
-        print(f"{name:<24}{result.ours:>8.4f}s{result.megatron:>9.3f}s{result.megatron / result.ours:>7.1f}", end="")
-        print(f"{result.memcpy:>8.3f}s{result.ours / result.memcpy:>13.2f}{result.checksums:>10.3f}s", end="")
-        for nbytes in (report.bytes_received, report.bytes_copied):
-            print(f"{nbytes / 1e6:>{13 if nbytes is report.bytes_received else 8}.0f}", end="")
-        print(f"{report.bytes_aliased / 1e6:>9.0f}{report.peak_extra_bytes / 2**20:>11.1f}")
+        cells = (
+            f"{result.ours:.4f} s",
+            f"{result.megatron:.3f} s",
+            f"{result.megatron / result.ours:.1f}",
+            f"{result.memcpy:.3f} s",
+            f"{result.ours / result.memcpy:.2f}",
+            f"{result.checksums:.3f} s",
+            *(f"{nbytes / 1e6:.0f}" for nbytes in (report.bytes_received, report.bytes_copied, report.bytes_aliased)),
+            f"{report.peak_extra_bytes / 2**20:.1f}",
+        )
+        print(f"{name:<24}" + "".join(f"{cell:>12}" for cell in cells))
         if not report.bytes_received:
             print(f"  nothing moves: 1/{smallest / result.ours:.0f} of megatron's fastest case where bytes move")
-    print("medians of seconds, interleaved; bytes of rank 0; all results equal megatron's bit for bit")
+    print("medians, interleaved; bytes of the rank that receives most; all results equal megatron's bit for bit")
 
 
 def _last_of_all(world: World, run: Callable[[], object]) -> float:

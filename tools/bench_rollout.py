@@ -1,9 +1,9 @@
 """Tokens per second of the native engine and of Hugging Face's `generate`: `python tools/bench_rollout.py`.
 
 Same weights (through the Llama name table), same prompts, same lengths, same sampling (temperature 1, no filter), side
-by side in one run; two cores, as one process of two threads or two processes of one, whichever is faster for each side; medians of
-interleaved repetitions. `floor` is the time that the bare matrix products of the engine take: its share of the engine's
-time says what is left to gain.
+by side in one run; two cores, as one process of two threads or two processes of one, whichever is faster for each side;
+medians of interleaved repetitions. `floor` is the time that the bare matrix products of the engine take: its share of
+the engine's time says what is left to gain.
 """
 
 from __future__ import annotations

@@ -60,10 +60,14 @@ def make_transports(
         limit = _message_bytes(comm, max_bytes, len(sends) + len(receives), dtype)
         return [DeviceMessages(device_group, sends, receives, dtype, limit)]
     place = {rank: number for number, rank in enumerate(ranks)}
-    node = comm if near == ranks else create_group(comm, [place[rank] for rank in near], TAG)
+    node = create_group(comm, [place[rank] for rank in near], TAG)
     room = _smallest(node, shared_memory_left() // (2 * len(near)))
     if room < min(SMALLEST_WINDOW, max_bytes):
-        log.warning("refit: /dev/shm is almost full, so ranks of one node send messages; give it room to be faster")
+        if node.rank == 0:
+            log.warning(
+                "refit: /dev/shm is almost full, so ranks of this node send messages; give it room to be faster"
+            )
+        node.Free()
         near = ()
     far = {rank for rank in (*sends, *receives) if rank not in near}
     far_sends, near_sends = _split(sends, far)

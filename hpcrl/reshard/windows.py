@@ -30,8 +30,9 @@ class SharedWindows:
     """One window per rank, allocated once and kept. A page fills one half of it, so that the next page is packed while
     others still read this one. Who may read, and who may overwrite, is told by empty messages.
 
-    `comm` has ranks of one node and is nobody else's; `place` maps world ranks to its ranks; `sends` and `receives` are
-    keyed by world rank. `max_bytes` bounds this rank's window. Making and closing are collective over `comm`.
+    `comm` has ranks of one node, and is freed with the windows; `place` maps world ranks to its ranks; `sends` and
+    `receives` are keyed by world rank. `max_bytes` bounds this rank's window. Making and closing are collective over
+    `comm`.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class SharedWindows:
             self._window.Unlock_all()
             self._window.Free()
             self._window = None
+            self._comm.Free()
 
     def _exchange(
         self, directions: dict[int, np.ndarray], receives: dict[int, list[Move]]

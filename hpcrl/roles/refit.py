@@ -13,7 +13,6 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.waiting import duplicate
 from hpcrl.launch.world import World, before_leaving_mpi
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit, RefitReport
@@ -73,7 +72,6 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
         destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
     )
     nodes = nodes_of(world.comm)
-    comm = duplicate(world.comm)
     ranks = sorted({*actor.ranks, *rollout.ranks})
     device_group = dist.new_group(ranks) if world.device.type == "cuda" else None
     if world.rank not in ranks:
@@ -81,7 +79,7 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
     options = config.rollout.checkpoint_engine
     refit = Refit(
         resharding,
-        comm,
+        world.comm,
         world.rank,
         dtype,
         bucket_bytes=options.update_weights_bucket_megabytes * 2**20,

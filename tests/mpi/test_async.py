@@ -110,16 +110,15 @@ def test_generation_goes_on_while_the_actor_trains(world, lab: Lab, monkeypatch)
 RANDOM_LENGTHS = {"data": {"max_response_length": 40}}
 
 
-@pytest.mark.parametrize("threshold", [0, 1, 3])
-@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize(("threshold", "partial"), [(1, True), (1, False), (3, True)])
 def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, partial: bool) -> None:
-    """Random lengths: an untrained model stops where it likes."""
+    """Random lengths: an untrained model stops where it likes. More schedules: tests/trainer/test_stream.py."""
     found = run(
         lab,
         f"stream_{threshold}_{partial}",
         "bounded_staleness",
         steps=6,
-        placement=TP2 if threshold == 1 else APART,
+        placement=APART if partial and threshold == 1 else TP2,
         async_training={"staleness_threshold": threshold, "partial_rollout": partial},
         **RANDOM_LENGTHS,
     )
@@ -131,10 +130,8 @@ def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, part
         assert (columns["weight_version_max"] >= columns["weight_version_min"]).all()
         if not partial:
             assert (columns["weight_version_max"] == columns["weight_version_min"]).all()
-    assert 0 <= min(ages) and max(ages) <= threshold
+    assert 0 <= min(ages) and 0 < max(ages) <= threshold
     assert len(set(seen)) == len(seen)
-    if threshold:
-        assert max(ages) > 0
     for line in lines(found):
         assert all(value is not None for key, value in line.items() if key.endswith(("grad_norm", "pg_loss")))
         assert 0 <= line["fully_async/trainer/idle_ratio"] <= 1 and 0 <= line["fully_async/rollouter/idle_ratio"] <= 1

@@ -33,7 +33,7 @@ SHAPE = ModelShape(
     vocab_size=45,
     init_std=0.15,
 )
-SAMPLING = SamplingParams(40, temperature=0.8, ignore_eos=True)
+SAMPLING = SamplingParams(24, temperature=0.8, ignore_eos=True)
 
 # world size -> (training, rollout), with as much tensor parallelism
 LAYOUTS = {

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
 from hpcrl.launch import exits
 from hpcrl.launch.world import World
@@ -26,6 +27,7 @@ from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.verification import ChecksumMismatch
 from hpcrl.roles.refit import refit_metrics
 from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.protocol import Request, SamplingParams
 from tests.mpi.layouts import SHAPE as TRAINED
 from tests.mpi.layouts import TIED, make_batch, part_of, policy_loss, role_groups
 
@@ -39,16 +41,17 @@ SHAPE = ModelShape(
     vocab_size=50,
     tie_word_embeddings=True,
 )
-# 5 MB in fp32; rows of 1 KiB and more
-LARGE = ModelShape(
-    num_layers=1,
-    hidden_size=256,
-    ffn_hidden_size=1024,
+# 0.3 and 4 MB in fp32; rows of 256 bytes and more
+MEDIUM = ModelShape(
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=128,
     num_attention_heads=8,
     num_query_groups=4,
-    head_dim=32,
-    vocab_size=512,
+    head_dim=8,
+    vocab_size=64,
 )
+LARGE = ModelShape(**{**vars(MEDIUM), "hidden_size": 256, "ffn_hidden_size": 512})
 
 LAYOUTS = {
     1: [(Layout((0,)), Layout((0,)))],
@@ -66,7 +69,10 @@ LAYOUTS = {
         (Layout((0, 1, 2), pp=3), Layout((2, 3))),
     ],
 }
-ALL_TO_TWO = {2: (Layout((0, 1), pp=2), Layout((0, 1), tp=2)), 4: (Layout((0, 1, 2, 3), tp=4), Layout((0, 1, 2, 3), tp=2))}
+ALL_TO_TWO = {
+    2: (Layout((0, 1), pp=2), Layout((0, 1), tp=2)),
+    4: (Layout((0, 1, 2, 3), tp=4), Layout((0, 1, 2, 3), tp=2)),
+}
 
 
 def tensors(cells: list[Cell], rank: int, dtype: torch.dtype, shift: float = 0.0) -> dict[str, Tensor]:
@@ -221,16 +227,192 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bucket_bytes", [1000, 2**18], ids=["less_than_a_row", "256KiB"])
+@pytest.mark.parametrize(("shape", "bucket_bytes", "verify"), [(MEDIUM, 240, "never"), (LARGE, 2**18, "always")])
 @pytest.mark.parametrize("ranks_per_node", [None, 2, 1], ids=["windows", "mixed", "messages"])
-def test_memory_stays_within_the_bucket(world, ranks_per_node, bucket_bytes, dtype) -> None:
-    """Weights of megabytes: all that a refit allocates, when it is made and when it runs, is bounded."""
+def test_memory_stays_within_the_bucket(world, ranks_per_node, shape, bucket_bytes, verify, dtype) -> None:
+    """Also where a row is larger than the bucket."""
     layouts = ALL_TO_TWO[world.size]
-    verify = "always" if bucket_bytes > 1000 else "never"
     options = {"ranks_per_node": ranks_per_node, "bucket_bytes": bucket_bytes, "verify": verify}
-    sides = Sides(world, *layouts, shape=LARGE, dtype=dtype, **options)
+    sides = Sides(world, *layouts, shape=shape, dtype=dtype, **options)
     kept = sum(transport.nbytes for transport in sides.refit._transports)
     with LiveBytes() as live:
         report = sides.run()
     assert 0 < kept <= kept + live.peak <= report.peak_extra_bytes <= bucket_bytes
     sides.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [TRAINED, TIED], ids=["untied", "tied"])
+def test_aliases_stay_the_actors_weights(world, shape, dtype) -> None:
+    """Over optimizer steps and loaded weights, of a real engine on both sides; and generation reads them."""
+    groups = role_groups(world.rank, world.size)[{1: "single", 2: "tp2", 4: "tp2dp2"}[world.size]]
+    actor = TrainEngine(shape, groups, optim=OptimConfig(lr=1e-2), seed=3, dtype=dtype)
+    engine, other = (native_engine(shape, groups, dtype) for _ in range(2))
+    layout = groups.layout
+    resharding = Resharding(shape, layout, layout, dtype.itemsize)
+    refit = Refit(resharding, world.comm, world.rank, dtype, verify="always")
+    total = sum(tensor.nbytes for tensor in engine.weights().values())
+
+    def update() -> None:
+        refit.share(actor.named_shards(), engine.weights(), engine.adopt)
+        report = refit.run(actor.named_shards(), engine.weights())
+        assert (report.bytes_received, report.bytes_copied, report.bytes_aliased) == (0, 0, total)
+
+    update()
+    addresses = {name: tensor.data_ptr() for name, tensor in engine.weights().items()}
+    for _ in range(2):
+        before = {name: tensor.clone() for name, tensor in actor.named_shards().items()}
+        actor.train(part_of(make_batch(), groups), max_tokens=64, loss=policy_loss, entropy=True)
+        assert all(not torch.equal(tensor, before[name]) for name, tensor in actor.named_shards().items())
+        update()
+    state = {name: torch.full_like(parameter, 0.25) for name, parameter in actor.module.named_parameters()}
+    actor.load_state_dict({"model": state})
+    assert all(bool((tensor == 0.25).all()) for tensor in engine.weights().values())
+    actor.train(part_of(make_batch(), groups), max_tokens=64, loss=policy_loss, entropy=True)
+    update()
+    assert addresses == {name: tensor.data_ptr() for name, tensor in engine.weights().items()}
+    assert addresses == {name: tensor.data_ptr() for name, tensor in actor.named_shards().items()}
+
+    assert refit.run(actor.named_shards(), other.weights()).bytes_copied == total
+    requests = [Request([1, 2, 3], "a"), Request([4, 5], "b")]
+    for one, two in zip(
+        *(of.generate(requests, SamplingParams(8), seed=1, step=0) for of in (engine, other)), strict=True
+    ):
+        assert one.token_ids.tolist() == two.token_ids.tolist() and one.log_probs.tolist() == two.log_probs.tolist()
+    refit.close()
+
+
+def native_engine(shape: ModelShape, groups: RoleGroups, dtype: torch.dtype) -> NativeEngine:
+    tp_group = groups.tp if groups.layout.tp > 1 else None
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 32}
+    engine = NativeEngine(shape, tp_group, groups.coord.tp, groups.layout.tp, dtype, **sizes)
+    engine.wake()
+    return engine
+
+
+@pytest.mark.world(2, 4)
+def test_only_equal_slices_are_aliased(world) -> None:
+    """Where the rest moves, norms of the rank's own layers are shared, and stay right when the actor's change."""
+    sides = Sides(world, *ALL_TO_TWO[world.size], verify="always")
+    for shift in (0.0, 0.125):
+        for name, tensor in sides.trained(shift).items():
+            sides.source[name].copy_(tensor)
+        sides.refit.share(sides.source, sides.destination, sides.destination.__setitem__)
+        report = sides.run()
+        aliased = [name for name, tensor in sides.destination.items() if tensor is sides.source.get(name)]
+        assert report.bytes_aliased == sum(sides.destination[name].nbytes for name in aliased) > 0
+        assert report.bytes_received == sides.resharding.lower_bound(world.rank) > 0
+        for name, expected in sides.expected(shift).items():
+            torch.testing.assert_close(sides.destination[name], expected, rtol=0, atol=0)
+    sides.close()
+
+
+def flip_first_byte(rank: int) -> Callable[..., Any]:
+    """A packing or unpacking function that on `rank` finds one byte of the buffer changed, once."""
+    left = [rank]
+
+    def wrap(function: Callable[..., None], here: int, place: int, after: bool) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if after:
+                function(*args)
+            if here in left:
+                left.remove(here)
+                args[place][1] ^= 4
+            if not after:
+                function(*args)
+
+        return call
+
+    return wrap
+
+
+@pytest.mark.world(2, 4)
+@pytest.mark.parametrize("weight_format", ["megatron", "tensorrt_llm"])
+@pytest.mark.parametrize("place", ["window", "message", "engine"])
+def test_one_corrupted_byte_is_caught_and_named(world, place, weight_format, monkeypatch) -> None:
+    source, destination = ALL_TO_TWO[world.size]
+    ranks_per_node = 1 if place == "message" else None
+    options = {"weight_format": weight_format, "dtype": torch.bfloat16, "ranks_per_node": ranks_per_node}
+    sides = Sides(world, source, destination, **options)
+    sides.run()
+    wrap = flip_first_byte(world.size - 1)
+    if place == "window":
+        monkeypatch.setattr(windows, "pack", wrap(windows.pack, world.rank, 2, True))
+    elif place == "message":
+        monkeypatch.setattr(messages, "unpack", wrap(messages.unpack, world.rank, 1, False))
+    else:
+
+        def check(source: Any, destination: dict[str, Tensor], real: Any = sides.refit._verifier.check) -> None:
+            if world.rank == world.size - 1:
+                next(iter(destination.values())).view(-1).view(torch.int16)[5] ^= 1
+            real(source, destination)
+
+        monkeypatch.setattr(sides.refit._verifier, "check", check)
+    with pytest.raises(ChecksumMismatch) as caught:
+        sides.run()
+    assert exits.exit_code(caught.value) == exits.CHECKSUM
+
+    wrong = [name for name, tensor in sides.expected().items() if not torch.equal(tensor, sides.destination[name])]
+    by_rank = world.exchange(wrong)
+    named = {name for names in by_rank for name in names}
+    ranks = [rank for rank, names in enumerate(by_rank) if names]
+    assert len(named) == 1
+    where = f"{named.pop()} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))};"
+    assert where in str(caught.value)
+    sizes = "pp=2" if world.size == 2 else "tp=4"
+    assert f"actor ({sizes}, ranks 0-{world.size - 1}) -> rollout (tp=2" in str(caught.value)
+    sides.close()
+
+
+@pytest.mark.parametrize(("verify", "times"), [("first", 2), ("always", 3), ("never", 0)])
+def test_checksums_are_compared_as_often_as_asked(world, verify, times, monkeypatch) -> None:
+    sides = Sides(world, Layout((0,)), Layout((0,)), verify=verify)
+    if sides.refit:
+        calls = []
+        monkeypatch.setattr(sides.refit._verifier, "check", lambda *_: calls.append(None))
+        for _ in range(3):
+            sides.run()
+        assert len(calls) == times
+    sides.close()
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["windows", "messages"])
+def test_a_hundred_refits_leave_memory_flat(world, ranks_per_node) -> None:
+    layouts = ALL_TO_TWO.get(world.size, LAYOUTS[1][0])
+    sides = Sides(world, *layouts, shape=MEDIUM, ranks_per_node=ranks_per_node, verify="always")
+
+    def repeat(times: int) -> int:
+        for _ in range(times):
+            sides.refit.share(sides.source, sides.destination, sides.destination.__setitem__)
+            sides.run()
+        return psutil.Process().memory_info().rss
+
+    before = repeat(5)
+    assert repeat(100) <= 1.01 * before
+    sides.close()
+
+
+def test_metrics_of_all_ranks(world) -> None:
+    layouts = ALL_TO_TWO.get(world.size, LAYOUTS[1][0])
+    sides = Sides(world, *layouts)
+    metrics = refit_metrics(world.exchange(sides.run()))
+    received = sum(sides.resharding.lower_bound(rank) for rank in range(world.size))
+    assert metrics["perf/refit/gib_received"] == received / 2**30
+    needed = sum(world.exchange(sum(tensor.nbytes for tensor in sides.destination.values())))
+    assert metrics["perf/refit/gib_copied"] == pytest.approx((needed - received) / 2**30)
+    assert metrics["perf/refit/gb_per_s"] > 0 and metrics["perf/refit/peak_extra_mib"] > 0
+    sides.close()
+
+
+def test_a_dtype_that_was_not_planned_is_refused(world) -> None:
+    layout = Layout(tuple(range(world.size)))
+    refit = Refit(Resharding(SHAPE, layout, layout, 4), world.comm, world.rank, torch.float32)
+    with pytest.raises(ValueError, match="bfloat16"):
+        refit.run({}, tensors(megatron_cells(SHAPE, layout, "lm"), world.rank, torch.bfloat16))
+    refit.close()
+
+
+@pytest.mark.world(4)
+def test_too_little_memory_for_the_peers_is_refused(world) -> None:
+    with pytest.raises(ValueError, match="buffers"):
+        Sides(world, *ALL_TO_TWO[4], ranks_per_node=1, bucket_bytes=8)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from hpcrl.rollout.native.block_pool import FREE
-from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.kv_cache import KVCache, Scratch
 
 MASKED = -1e30  # finite: a block that is masked as a whole has a maximum too
 # Softmax is taken with powers of 2, as torch's exp is slow on the CPU where it underflows.
@@ -33,7 +33,7 @@ class NewTokens:
         self.cache = cache
         self.rows, self.starts, self.lengths = rows, starts, lengths
         pool, size = cache.pool, cache.block_size
-        if lengths.max() == 1:
+        if lengths.max() == 1 and (starts // size == pool.count_of[rows] - 1).all():
             positions, blocks = starts, pool.tail_of[rows]
         else:
             ends = lengths.cumsum()
@@ -88,36 +88,43 @@ class DecodeAttention:
     def __init__(self, new: NewTokens) -> None:
         self.new = new
         cache, pool = new.cache, new.cache.pool
-        self._extent, self._num_rows = pool.extent, len(new.rows)
+        self._num_rows = len(new.rows)
         owners = pool.row_of[: pool.extent]
         filled = np.where(owners == FREE, 0, cache.block_size)
         filled[pool.tail_of[new.rows]] = new.starts % cache.block_size + 1
-        bias = np.where(np.arange(cache.block_size) < filled[:, None], np.float32(0), np.float32(MASKED))
         # The blocks of a row after those of the row before, for sums by row.
         by_row = owners.argsort(kind="stable")[pool.num_holes :]
         starts = np.searchsorted(owners[by_row], new.rows)
-        self._owners, self._bias, *self._bags = (
-            torch.from_numpy(array).to(cache.device) for array in (np.maximum(owners, 0), bias[:, None], by_row, starts)
+        self._owners, self._blocks, self._starts, counts = (
+            torch.from_numpy(array).to(cache.device) for array in (np.maximum(owners, 0), by_row, starts, filled)
         )
+        self._scratch = Scratch(*(part[: pool.extent] for part in cache.scratch))
+        places = torch.arange(cache.block_size, device=cache.device)
+        of_count = torch.where(places < torch.arange(cache.block_size + 1, device=cache.device)[:, None], 0.0, MASKED)
+        torch.index_select(of_count, 0, counts, out=self._scratch.bias.squeeze(1))
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
         heads, per_head, head_dim = queries.shape[1:]
+        by_head = (-1, per_head, head_dim)
         cached_keys, cached_values = self.new.cache.used(layer)
-        by_block = queries.reshape(self._num_rows, -1).index_select(0, self._owners).view(-1, per_head, head_dim)
-        scores = torch.bmm(by_block, cached_keys).view(self._extent, heads * per_head, -1)
-        scores = torch.add(self._bias, scores, alpha=LOG2_E * head_dim**-0.5)  # fp32
-        maxima = self._by_row(scores.amax(-1), "max")
-        weights = scores.sub_(maxima.index_select(0, self._owners).unsqueeze(-1)).exp2_()
+        at = self._scratch
+        torch.index_select(queries.reshape(self._num_rows, -1, head_dim), 0, self._owners, out=at.queries)
+        scores = at.scores.view(len(cached_keys), per_head, -1)
+        torch.bmm(at.queries.view(by_head), cached_keys, out=scores)
+        weights = torch.add(at.bias, at.scores, alpha=LOG2_E * head_dim**-0.5, out=at.weights)
+        maxima = self._by_row(weights.amax(-1), "max")
+        weights.sub_(maxima.index_select(0, self._owners).unsqueeze(-1)).exp2_()
         sums = self._by_row(weights.sum(-1), "sum")
-        products = torch.bmm(weights.to(values.dtype).view(-1, per_head, weights.size(-1)), cached_values)
-        outputs = self._by_row(products.view(self._extent, -1), "sum").view(queries.shape)
+        if at.scores.dtype != weights.dtype:
+            weights = at.scores.copy_(weights)
+        torch.bmm(weights.view(scores.shape), cached_values, out=at.products.view(by_head))
+        outputs = self._by_row(at.products.flatten(1), "sum").view(queries.shape)
         return (outputs / sums.view(*queries.shape[:-1], 1)).to(queries.dtype)
 
     def _by_row(self, of_block: Tensor, mode: str) -> Tensor:
         """(blocks, m) -> (rows, m): the fastest reduction of segments that torch has on the CPU."""
-        blocks, starts = self._bags
-        return embedding_bag(blocks, of_block, starts, mode=mode)
+        return embedding_bag(self._blocks, of_block, self._starts, mode=mode)
 
 
 class ContinuedAttention:
@@ -126,7 +133,7 @@ class ContinuedAttention:
     Goes through the sequence's blocks a few at a time, so that its memory depends on the part and not on the sequence.
     """
 
-    def __init__(self, new: NewTokens, blocks_at_once: int = 16) -> None:
+    def __init__(self, new: NewTokens, blocks_at_once: int = 2) -> None:
         self.new = new
         blocks = new.cache.pool.table(new.rows)[0]
         self._blocks = torch.from_numpy(blocks).to(new.cache.device).split(blocks_at_once)

@@ -72,6 +72,7 @@ class NativeEngine:
             shape.num_layers,
             tp.smallest(num_blocks(shape, tp_size, dtype, kv_cache_bytes, max_model_len)),
             shape.num_query_groups // tp_size,
+            shape.num_attention_heads // shape.num_query_groups,
             BLOCK_SIZE,
             shape.head_dim,
             max_num_seqs,

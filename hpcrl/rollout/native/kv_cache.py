@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpcrl.rollout.native.block_pool import BlockPool, Moves
+
+MOVED_AT_ONCE = 8
+
+
+class Scratch(NamedTuple):
+    """What decoding needs for each block in use. It is part of the cache, so that memory stays the same throughout.
+
+    `queries` (blocks, heads, head_dim), `scores` (blocks, heads, block size), `weights` like them but fp32, `products`
+    like the queries, `bias` (blocks, 1, block size) fp32.
+    """
+
+    queries: Tensor
+    scores: Tensor
+    weights: Tensor
+    products: Tensor
+    bias: Tensor
 
 
 class KVCache:
@@ -21,6 +39,7 @@ class KVCache:
         num_layers: int,
         num_blocks: int,
         num_heads: int,
+        queries_per_head: int,
         block_size: int,
         head_dim: int,
         num_rows: int,
@@ -29,6 +48,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.num_heads = num_heads
+        self._num_queries = num_heads * queries_per_head
         self.block_size = block_size
         self.head_dim = head_dim
         self.dtype = dtype
@@ -46,10 +66,24 @@ class KVCache:
         size = (self._num_layers, self.num_blocks, self.num_heads)
         self.keys = _zeros((*size, self.head_dim, self.block_size), self.dtype, self.device)
         self.values = _zeros((*size, self.block_size, self.head_dim), self.dtype, self.device)
+        of_queries = (self.num_blocks, self._num_queries)
+        sizes = (*of_queries, self.head_dim), (*of_queries, self.block_size)
+        bias = (self.num_blocks, 1, self.block_size)
+        self.scratch = Scratch(
+            *(
+                torch.empty(size, dtype=dtype, device=self.device)
+                for size, dtype in zip(
+                    (*sizes, sizes[1], sizes[0], bias),
+                    (self.dtype, self.dtype, torch.float32, self.dtype, torch.float32),
+                    strict=True,
+                )
+            )
+        )
         self.clear()
 
     def release(self) -> None:
         self.keys = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
+        del self.scratch
 
     def clear(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.block_size, self._num_rows)
@@ -76,8 +110,9 @@ class KVCache:
         return keys, self.values[layer][table].transpose(1, 2).flatten(2, 3)
 
     def move(self, moves: Moves) -> None:
-        if len(moves.sources):
-            sources, targets = (torch.from_numpy(blocks).to(self.device) for blocks in moves)
+        """Copies blocks, none of which is source and target; a few at a time, as copies go through a buffer."""
+        both = [torch.from_numpy(blocks).to(self.device).split(MOVED_AT_ONCE) for blocks in moves]
+        for sources, targets in zip(*both, strict=True):
             for plane in (self.keys, self.values):
                 plane[:, targets] = plane[:, sources]
 

@@ -11,9 +11,11 @@ BLOCK_SIZE = 32  # tokens
 
 
 def block_bytes(shape: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of `BLOCK_SIZE` tokens in all layers, on one rank."""
-    heads = shape.num_query_groups // tp_size
-    return 2 * shape.num_layers * heads * BLOCK_SIZE * shape.head_dim * dtype.itemsize
+    """Keys and values of `BLOCK_SIZE` tokens in all layers on one rank, and what decoding with them needs."""
+    kept = 2 * shape.num_layers * shape.num_query_groups // tp_size * BLOCK_SIZE * shape.head_dim * dtype.itemsize
+    heads = shape.num_attention_heads // tp_size
+    scratch = heads * (2 * shape.head_dim + BLOCK_SIZE) * dtype.itemsize + (heads + 1) * BLOCK_SIZE * 4
+    return kept + scratch
 
 
 def most_kv_bytes(shape: ModelShape, tp_size: int, dtype: torch.dtype, max_num_seqs: int, max_model_len: int) -> int:

@@ -49,6 +49,10 @@ class Sequence:
         return np.concatenate([self.context_ids, *(ids for ids, _ in self.drawn)])
 
     def completion(self, reason: FinishReason) -> Completion:
-        ids = [ids for ids, _ in self.drawn] or [np.zeros(0, np.int32)]
-        log_probs = [log_probs for _, log_probs in self.drawn] or [np.zeros(0, np.float32)]
+        """What was drawn, which leaves the sequence: it would be held twice."""
+        ids, log_probs = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
+        for part in self.drawn:
+            ids.append(part[0])
+            log_probs.append(part[1])
+        self.drawn = []
         return Completion(np.concatenate(ids), np.concatenate(log_probs), reason)

@@ -1,0 +1,128 @@
+"""Generation's memory: what bounds it, and that the longest response does not."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpcrl.launch.exits import InputError
+from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.native.memory import block_bytes, kv_cache_bytes, most_kv_bytes
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=16,
+    vocab_size=120,
+)
+NUM_BLOCKS = 24
+NUM_REQUESTS, SHORT, TIMES = 12, 12, 16
+
+
+class LiveTensors(TorchDispatchMode):
+    """`peak` bytes of the storages that were alive at once, of those that operations made."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._known:
+                    reference = StorageWeakRef(storage)
+                    self._live[reference.cdata] = reference, storage.nbytes()
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+def make_engine(max_model_len: int, **sizes: int) -> NativeEngine:
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | sizes
+    cache = NUM_BLOCKS * block_bytes(SHAPE, 1, torch.float32)
+    engine = NativeEngine(
+        SHAPE, None, 0, 1, torch.float32, max_model_len=max_model_len, **{"kv_cache_bytes": cache, **sizes}
+    )
+    generator = torch.Generator().manual_seed(0)
+    for weight in engine.weights().values():
+        weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    return engine
+
+
+def make_requests() -> list[Request]:
+    generator = np.random.default_rng(0)
+    # one that is prefilled in parts
+    lengths = [100, *generator.integers(10, 30, NUM_REQUESTS - 1)]
+    return [
+        Request(generator.integers(2, SHAPE.vocab_size, length), f"file:{number}:0")
+        for number, length in enumerate(lengths)
+    ]
+
+
+def peak_bytes(max_model_len: int, sampling: SamplingParams) -> tuple[int, list[Completion]]:
+    """Of tensors and of numpy's and Python's own memory, weights and KV cache included."""
+    tracemalloc.start()
+    try:
+        engine = make_engine(max_model_len)
+        cache = engine._cache
+        constant = [*engine.weights().values(), *cache.scratch]
+        with LiveTensors([*constant, cache.keys, cache.values]) as tensors:  # the latter two are numpy's
+            completions = engine.generate(make_requests(), sampling, seed=0, step=0)
+        return tensors.peak + sum(tensor.nbytes for tensor in constant) + tracemalloc.get_traced_memory()[
+            1
+        ], completions
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_does_not_grow_with_the_longest_response() -> None:
+    stops = tuple(range(2, 12))
+    peak_bytes(SHORT + 100, SamplingParams(SHORT))  # what is imported and cached the first time
+    short, expected = peak_bytes(SHORT + 100, SamplingParams(SHORT, eos_token_ids=stops))
+    same, completions = peak_bytes(TIMES * SHORT + 100, SamplingParams(TIMES * SHORT, eos_token_ids=stops))
+    assert [c.token_ids.tolist()[:SHORT] for c in completions] == [c.token_ids.tolist() for c in expected]
+    new_tokens = sum(len(c.token_ids) for c in completions)
+    assert same < 1.02 * short + 16 * new_tokens
+    # Longer responses in fact: they do not fit at once any more, and cost what their tokens take.
+    long, completions = peak_bytes(TIMES * SHORT + 100, SamplingParams(TIMES * SHORT, ignore_eos=True))
+    assert {len(c.token_ids) for c in completions} == {TIMES * SHORT}
+    assert TIMES * SHORT * 8 > NUM_BLOCKS * 32
+    assert long < 1.02 * short + 16 * NUM_REQUESTS * TIMES * SHORT
+
+
+def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_use() -> None:
+    sizes = {"max_num_seqs": 8, "max_model_len": 100}
+    most = most_kv_bytes(SHAPE, 1, torch.float32, **sizes)
+    assert most == 8 * 4 * block_bytes(SHAPE, 1, torch.float32)
+    assert kv_cache_bytes(SHAPE, 1, torch.float32, **sizes, free_bytes=most, utilization=0.25) == most // 4
+    assert kv_cache_bytes(SHAPE, 1, torch.float32, **sizes, free_bytes=100 * most, utilization=0.25) == most
+    assert most_kv_bytes(SHAPE, 2, torch.bfloat16, **sizes) == pytest.approx(most / 4, rel=0.2)
+
+
+@pytest.mark.parametrize("max_model_len", [100, 1600])
+def test_the_cache_has_the_size_that_it_is_told(max_model_len: int) -> None:
+    cache = make_engine(max_model_len, kv_cache_bytes=3_000_000)._cache
+    size = sum(part.nbytes for part in (cache.keys, cache.values, *cache.scratch))
+    assert 0 <= 3_000_000 - size < block_bytes(SHAPE, 1, torch.float32)
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_at_start() -> None:
+    with pytest.raises(InputError, match="one sequence of max_model_len=100"):
+        make_engine(100, kv_cache_bytes=3 * block_bytes(SHAPE, 1, torch.float32))

@@ -1,0 +1,222 @@
+"""What is drawn depends on the request alone: not on who waits, starts again, shares a prompt, or was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.native.decoder import Decoder
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.native.memory import block_bytes
+from hpcrl.rollout.native.scheduler import Scheduler
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=8,
+    vocab_size=50,
+)
+SAMPLING = SamplingParams(100, eos_token_ids=(1,))
+MAX_MODEL_LEN = 250
+
+
+def make_engine(num_blocks: int | None = None, **options: Any) -> NativeEngine:
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": MAX_MODEL_LEN} | options
+    cache = None if num_blocks is None else num_blocks * block_bytes(SHAPE, 1, torch.float32)
+    engine = NativeEngine(SHAPE, None, 0, 1, torch.float32, kv_cache_bytes=cache, **options)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in engine.weights().items():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.copy_(1 + 0.1 * noise if "layernorm" in name else 0.2 * noise)
+    return engine
+
+
+def make_requests(num_prompts: int = 6, samples: int = 4) -> list[Request]:
+    generator = np.random.default_rng(0)
+    return [
+        Request(prompt, f"file:{number}:0", sample_index)
+        for number in range(num_prompts)
+        for prompt in [generator.integers(0, SHAPE.vocab_size, generator.integers(1, 140))]
+        for sample_index in range(samples)
+    ]
+
+
+def assert_same(found: list[Completion], expected: list[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.finish_reason == other.finish_reason
+        np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Completion]:
+    completions = make_engine(enable_prefix_caching=False).generate(make_requests(), SAMPLING, seed=1, step=2)
+    assert len({len(completion.token_ids) for completion in completions}) > 10
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    return completions
+
+
+@pytest.mark.parametrize("num_blocks", [8, 14])
+def test_sequences_that_do_not_fit_start_again_with_the_same_result(
+    num_blocks: int, expected: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_back: list[int] = []
+    original = Scheduler.put_back
+
+    def count(self: Scheduler, sequences: list) -> None:
+        put_back.extend(sequence.num_drawn for sequence in sequences)
+        original(self, sequences)
+
+    monkeypatch.setattr(Scheduler, "put_back", count)
+    assert_same(make_engine(num_blocks).generate(make_requests(), SAMPLING, seed=1, step=2), expected)
+    assert max(put_back) > 0
+
+
+@pytest.mark.parametrize("limit", [1, 7, 64])
+def test_a_long_prompt_is_prefilled_in_parts(limit: int, expected: list[Completion]) -> None:
+    engine = make_engine(max_num_batched_tokens=limit)
+    assert_same(engine.generate(make_requests(), SAMPLING, seed=1, step=2), expected)
+
+
+def test_a_prompt_is_prefilled_once_for_its_group(expected: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[int] = []
+    original = Decoder.fill
+
+    def count(self: Decoder, token_ids: torch.Tensor, attention: Any) -> None:
+        filled.append(len(token_ids))
+        original(self, token_ids, attention)
+
+    monkeypatch.setattr(Decoder, "fill", count)
+    requests = make_requests()
+    assert_same(make_engine(max_num_seqs=24).generate(requests, SAMPLING, seed=1, step=2), expected)
+    assert sum(filled) == sum(len(request.prompt_ids) - 1 for request in requests) / 4
+    # With fewer rows than samples the others join while one of their group still runs.
+    filled.clear()
+    assert_same(make_engine(max_num_seqs=3).generate(requests, SAMPLING, seed=1, step=2), expected)
+    assert sum(filled) < sum(len(request.prompt_ids) - 1 for request in requests) / 2
+
+
+@pytest.mark.parametrize("steps", [0, 3, 40])
+@pytest.mark.parametrize("num_blocks", [None, 20])
+def test_an_aborted_generation_goes_on_as_if_nothing_had_happened(
+    steps: int, num_blocks: int | None, expected: list[Completion]
+) -> None:
+    engine, requests = make_engine(num_blocks), make_requests()
+    done, told, asked = {}, [], 0
+
+    def should_abort() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > steps
+
+    parts = engine.generate(
+        requests, SAMPLING, seed=1, step=2, on_finished=lambda index, _: told.append(index), should_abort=should_abort
+    )
+    assert told == [index for index, part in enumerate(parts) if part.finish_reason != "abort"] or steps
+    assert set(told) == {index for index, part in enumerate(parts) if part.finish_reason != "abort"}
+    again = [
+        Request(request.prompt_ids, request.uid, request.sample_index, prefix_ids=part.token_ids)
+        for request, part in zip(requests, parts, strict=True)
+        if part.finish_reason == "abort"
+    ]
+    assert again
+    rest = iter(engine.generate(again, SAMPLING, seed=1, step=2))
+    for index, part in enumerate(parts):
+        done[index] = part
+        if part.finish_reason == "abort":
+            more = next(rest)
+            ids, log_probs = (
+                np.concatenate([getattr(part, name), getattr(more, name)]) for name in ("token_ids", "log_probs")
+            )
+            done[index] = Completion(ids, log_probs, more.finish_reason)
+    assert_same([done[index] for index in range(len(requests))], expected)
+
+
+class Later:
+    """Gives some requests at each call, whatever the engine does, and then waits until it is idle to end."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = list(requests)
+        self.idle: list[bool] = []
+
+    def take(self, idle: bool) -> Sequence[Request] | None:
+        self.idle.append(idle)
+        if not self.requests:
+            return None if idle else ()
+        count = 3 if len(self.idle) % 4 == 0 or idle else 0
+        taken, self.requests = self.requests[:count], self.requests[count:]
+        return taken
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_requests_may_come_while_others_run(first: int, expected: list[Completion]) -> None:
+    requests = make_requests()
+    source = Later(requests[first:])
+    found = make_engine().generate(requests[:first], SAMPLING, seed=1, step=2, source=source)
+    assert_same(found, expected)
+    assert source.idle[0] == (first == 0)
+    assert source.idle[-1]
+
+
+def test_each_request_has_its_own_limit(expected: list[Completion]) -> None:
+    limits = np.random.default_rng(0).integers(1, 40, len(expected))
+    requests = [
+        Request(request.prompt_ids, request.uid, request.sample_index, max_new_tokens=int(limit))
+        for request, limit in zip(make_requests(), limits, strict=True)
+    ]
+    for found, whole, limit in zip(
+        make_engine().generate(requests, SAMPLING, seed=1, step=2), expected, limits, strict=True
+    ):
+        assert found.token_ids.tolist() == whole.token_ids[:limit].tolist()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([1], "a", prefix_ids=np.arange(100)), "may draw 0 more"),
+        (Request([1], "a", max_new_tokens=0), "may draw 0 more"),
+        (Request([1], "a", max_new_tokens=MAX_MODEL_LEN), "max_model_len"),
+        (Request([1], "a", prefix_ids=np.array([50])), "0 to 49"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused(request_: Request, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_engine().generate([request_], SAMPLING, seed=0, step=0)
+
+
+def test_adopted_weights_are_those_of_others(expected: list[Completion]) -> None:
+    engine, requests = make_engine(), make_requests()
+    others = {name: weight.clone() for name, weight in engine.weights().items()}
+    for weight in engine.weights().values():
+        weight.zero_()
+    for name, weight in others.items():
+        engine.adopt(name, weight)
+    assert all(
+        engine.weights()[name] is not None and engine.weights()[name].data_ptr() == weight.data_ptr()
+        for name, weight in others.items()
+    )
+    assert_same(engine.generate(requests, SAMPLING, seed=1, step=2), expected)
+    with pytest.raises(ValueError, match="copy it instead"):
+        engine.adopt("decoder.final_layernorm.weight", torch.zeros(3))
+
+
+def test_weights_do_not_change_under_a_generation() -> None:
+    engine = make_engine()
+
+    def update() -> None:
+        with engine.updating_weights():
+            pass
+
+    update()
+    with pytest.raises(RuntimeError, match="abort"):
+        engine.generate(make_requests(1, 1), SAMPLING, seed=0, step=0, on_step=update)
+    update()
