@@ -102,6 +102,11 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
     longest = _check_lengths(config)
     check_algorithm(config, inputs)
     check_rollout(config, roles)
+    if "reward_baselines" in inputs and config.async_training.mode == "bounded_staleness":
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response of the same weights, "
+            "which async_training.mode=bounded_staleness does not draw; use one_step_off or sync"
+        )
     _check_loop(config, needs_critic)
 
     budgets = {"actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu}

@@ -114,6 +114,14 @@ def _check_multi_turn(config: Config) -> None:
 
 def _check_asynchronous(config: Config, roles: Mapping[str, PlacedRole]) -> None:
     mode, rollout = f"async_training.mode={config.async_training.mode}", roles["rollout"].ranks
+    if config.trainer.rollouts_from is not None:
+        raise ConfigError(f"{mode} draws samples, and trainer.rollouts_from replays recorded ones; use mode=sync")
+    limit = config.algorithm.filter_groups.max_num_gen_batches
+    if config.async_training.mode == "bounded_staleness" and config.algorithm.filter_groups.enable and limit:
+        raise ConfigError(
+            f"{mode} has no batches of generation to count, and algorithm.filter_groups.max_num_gen_batches={limit}; "
+            "use 0"
+        )
     for name, role in roles.items():
         if 0 in role.ranks:
             raise ConfigError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.launch import platform
+from hpcrl.launch.exits import InputError
 from hpcrl.model import params
 
 with warnings.catch_warnings():
@@ -48,6 +49,8 @@ def build_model(
     The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced. An `exact`
     model computes with the bits of the native engine's exact mode (see hpcrl.model.exact).
     """
+    if shape.num_experts:
+        raise InputError(f"a model with {shape.num_experts} experts cannot be built yet, only planned; use a dense one")
     platform.install()
     if exact:
         check_exact(shape, dtype, platform.device())

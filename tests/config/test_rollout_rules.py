@@ -52,6 +52,15 @@ CASES: list[tuple[dict[str, Any], str]] = [
         },
         "placement.critic shares 3 with placement.rollout",
     ),
+    ({"async_training": {"mode": "one_step_off"}, "trainer": {"rollouts_from": "runs/x"}}, "replays recorded ones"),
+    (
+        {
+            "async_training": {"mode": "bounded_staleness"},
+            "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 3}},
+            "rollout": {"n": 2},
+        },
+        "has no batches of generation to count",
+    ),
 ]
 
 
@@ -72,3 +81,13 @@ def test_what_cannot_work_is_refused_in_one_line(sections: dict[str, Any], line:
 def test_asynchronous_modes_take_disjoint_pools_without_rank_0(mode: str) -> None:
     sections = {"async_training": {"mode": mode}, "placement": DISJOINT}
     assert check(config_of(sections), 4).roles["rollout"].ranks == (3,)
+
+
+def test_remax_does_not_go_with_generation_that_never_stops() -> None:
+    sections = {
+        "algorithm": {"adv_estimator": "remax"},
+        "async_training": {"mode": "bounded_staleness"},
+        "placement": DISJOINT,
+    }
+    with pytest.raises(ConfigError, match="compares with a greedy response"):
+        check(config_of(sections), 4, inputs=("reward_baselines",))

@@ -21,11 +21,11 @@ from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 
 SHAPE = ModelShape(
     num_layers=4,
-    hidden_size=64,
-    ffn_hidden_size=96,
+    hidden_size=128,
+    ffn_hidden_size=192,
     num_attention_heads=4,
     num_query_groups=2,
-    head_dim=16,
+    head_dim=32,
     vocab_size=120,
 )
 NUM_BLOCKS = 24
@@ -69,7 +69,7 @@ def make_engine(max_model_len: int, **sizes: int) -> NativeEngine:
 def make_requests() -> list[Request]:
     generator = np.random.default_rng(0)
     # one that is prefilled in parts
-    lengths = [100, *generator.integers(10, 30, NUM_REQUESTS - 1)]
+    lengths = [130, *generator.integers(10, 30, NUM_REQUESTS - 1)]
     return [
         Request(generator.integers(2, SHAPE.vocab_size, length), f"file:{number}:0")
         for number, length in enumerate(lengths)
@@ -94,14 +94,14 @@ def peak_bytes(max_model_len: int, sampling: SamplingParams) -> tuple[int, list[
 
 def test_memory_does_not_grow_with_the_longest_response() -> None:
     stops = tuple(range(2, 12))
-    peak_bytes(SHORT + 100, SamplingParams(SHORT))  # what is imported and cached the first time
-    short, expected = peak_bytes(SHORT + 100, SamplingParams(SHORT, eos_token_ids=stops))
-    same, completions = peak_bytes(TIMES * SHORT + 100, SamplingParams(TIMES * SHORT, eos_token_ids=stops))
+    peak_bytes(SHORT + 130, SamplingParams(SHORT))  # what is imported and cached the first time
+    short, expected = peak_bytes(SHORT + 130, SamplingParams(SHORT, eos_token_ids=stops))
+    same, completions = peak_bytes(TIMES * SHORT + 130, SamplingParams(TIMES * SHORT, eos_token_ids=stops))
     assert [c.token_ids.tolist()[:SHORT] for c in completions] == [c.token_ids.tolist() for c in expected]
     new_tokens = sum(len(c.token_ids) for c in completions)
     assert same < 1.02 * short + 16 * new_tokens
     # Longer responses in fact: they do not fit at once any more, and cost what their tokens take.
-    long, completions = peak_bytes(TIMES * SHORT + 100, SamplingParams(TIMES * SHORT, ignore_eos=True))
+    long, completions = peak_bytes(TIMES * SHORT + 130, SamplingParams(TIMES * SHORT, ignore_eos=True))
     assert {len(c.token_ids) for c in completions} == {TIMES * SHORT}
     assert TIMES * SHORT * 8 > NUM_BLOCKS * 32
     assert long < 1.02 * short + 16 * NUM_REQUESTS * TIMES * SHORT
