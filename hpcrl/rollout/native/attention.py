@@ -8,6 +8,7 @@ keys and values in the cache and gives outputs shaped like the queries.
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +44,17 @@ class NewTokens:
         self.positions, self._blocks, self._offsets = (
             torch.from_numpy(array).to(cache.device) for array in (positions, blocks, positions % size)
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What depends on the call, int64 (n,) each."""
+        return self.positions, self._blocks, self._offsets
+
+    def empty_like(self, rows: int) -> NewTokens:
+        """One token of each of `rows` rows, whose tensors are to be filled."""
+        other = copy(self)
+        other.positions, other._blocks, other._offsets = (part.new_zeros(rows) for part in self.tensors)
+        return other
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.cache.write(layer, self._blocks, self._offsets, keys, values)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpcrl.model.exact import check_exact, exact_linear
 from hpcrl.model.shape import ModelShape
+from hpcrl.rollout.native.cuda_graphs import DecodeGraphs
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.generation import Generation
 from hpcrl.rollout.native.kv_cache import KVCache
@@ -68,6 +69,9 @@ class NativeEngine:
         self._decoder = (
             Decoder(shape, tp, dtype, device, exact_linear, PlainRope) if exact else Decoder(shape, tp, dtype, device)
         )
+        # Other widths than powers of 2 go without the Triton kernel.
+        graphed = device.type == "cuda" and not (enforce_eager or exact or shape.head_dim & (shape.head_dim - 1))
+        self._graphs = DecodeGraphs(self._decoder) if graphed else None
         self._cache = KVCache(
             shape.num_layers,
             tp.smallest(num_blocks(shape, tp_size, dtype, kv_cache_bytes, max_model_len)),
@@ -85,6 +89,7 @@ class NativeEngine:
 
     def adopt(self, name: str, tensor: Tensor) -> None:
         self._decoder.adopt(name, tensor)
+        self._forget_addresses()
 
     @contextmanager
     def updating_weights(self) -> Iterator[None]:
@@ -94,10 +99,15 @@ class NativeEngine:
 
     def sleep(self) -> None:
         self._cache.release()
+        self._forget_addresses()
 
     def wake(self) -> None:
         if not self._cache.is_allocated:
             self._cache.allocate()
+
+    def _forget_addresses(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
 
     @torch.no_grad()
     def generate(
@@ -121,6 +131,7 @@ class NativeEngine:
             sampling,
             step,
             exact=self._exact,
+            graphs=self._graphs,
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
             on_finished=on_finished,

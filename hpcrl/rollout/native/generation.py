@@ -16,6 +16,7 @@ from hpcrl.rollout.native.attention import (
     PrefillAttention,
 )
 from hpcrl.rollout.native.block_pool import Moves
+from hpcrl.rollout.native.cuda_graphs import DecodeGraphs
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.exact_attention import ExactAttention
 from hpcrl.rollout.native.kv_cache import KVCache
@@ -38,6 +39,7 @@ class Generation:
         trainer_step: int,
         *,
         exact: bool,
+        graphs: DecodeGraphs | None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         on_finished: Callable[[int, Completion], None] | None,
@@ -50,6 +52,7 @@ class Generation:
         self._trainer_step = trainer_step
         self._max_num_batched_tokens = max_num_batched_tokens
         self._exact = exact
+        self._graphs = graphs
         self._on_finished = on_finished
         self._batch = RunningBatch(max_num_seqs, sampling)
         cache.clear()
@@ -109,8 +112,10 @@ class Generation:
             return ExactAttention(new)
         return ContinuedAttention(new) if new.starts[0] else PrefillAttention(new)
 
-    def _decode_attention(self, new: NewTokens) -> Attention:
-        return ExactAttention(new) if self._exact else DecodeAttention(new)
+    def _forward(self, token_ids: torch.Tensor, new: NewTokens) -> torch.Tensor:
+        if self._graphs is not None:
+            return self._graphs(token_ids, new)
+        return self._decoder.forward(token_ids, ExactAttention(new) if self._exact else DecodeAttention(new))
 
     def _preempt(self) -> None:
         """Sends back those that joined last, until the next tokens of the others fit."""
@@ -131,7 +136,7 @@ class Generation:
         self._cache.pool.grow(rows, batch.cached[rows] + 1)
         new = NewTokens(self._cache, rows, batch.cached[rows], np.ones_like(rows))
         token_ids = torch.from_numpy(batch.last_tokens[rows]).to(self._cache.device)
-        logits = self._decoder.forward(token_ids, self._decode_attention(new))
+        logits = self._forward(token_ids, new)
         uniform = uniforms(batch.keys[rows], batch.positions, batch.sample_indices[rows], self._trainer_step)
         drawn = sample(logits, uniform, self._decoder.vocab_size, self._sampling)
         log_probs = drawn.log_probs
