@@ -13,9 +13,9 @@ from hpcrl.algorithms.registry import UnknownName
 
 # the sections of a whole config, verl's and ours, which hold nothing for the one that is read
 SECTIONS = frozenset(
-    """actor actor_rollout_ref algorithm critic custom_reward_function data distillation global_profiler job model
-    placement ray_kwargs ref reward reward_model rm rollout run sandbox_fusion sft skip teacher trainer
-    transfer_queue""".split()
+    """actor actor_rollout_ref algorithm async_training critic custom_reward_function data distillation generate
+    global_profiler job model placement ray_kwargs ref reward reward_model rm rollout run sandbox_fusion sft
+    skip teacher trainer transfer_queue""".split()
 )
 
 

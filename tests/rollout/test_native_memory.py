@@ -29,7 +29,7 @@ SHAPE = ModelShape(
     vocab_size=120,
 )
 NUM_BLOCKS = 24
-NUM_REQUESTS, SHORT, TIMES = 12, 12, 16
+NUM_REQUESTS, SHORT, TIMES = 8, 10, 16
 
 
 class LiveTensors(TorchDispatchMode):
@@ -81,15 +81,15 @@ def peak_bytes(max_model_len: int, sampling: SamplingParams) -> tuple[int, list[
     tracemalloc.start()
     try:
         engine = make_engine(max_model_len)
-        cache = engine._cache
-        constant = [*engine.weights().values(), *cache.scratch]
-        with LiveTensors([*constant, cache.keys, cache.values]) as tensors:  # the latter two are numpy's
-            completions = engine.generate(make_requests(), sampling, seed=0, step=0)
-        return tensors.peak + sum(tensor.nbytes for tensor in constant) + tracemalloc.get_traced_memory()[
-            1
-        ], completions
+        engine.generate(make_requests(), sampling, seed=0, step=0)
+        _, others = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    cache = engine._cache
+    constant = [*engine.weights().values(), *cache.scratch]
+    with LiveTensors([*constant, cache.keys, cache.values]) as tensors:  # the latter two are numpy's
+        completions = engine.generate(make_requests(), sampling, seed=0, step=0)
+    return sum(tensor.nbytes for tensor in constant) + tensors.peak + others, completions
 
 
 def test_memory_does_not_grow_with_the_longest_response() -> None:
@@ -116,7 +116,7 @@ def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_
     assert most_kv_bytes(SHAPE, 2, torch.bfloat16, **sizes) == pytest.approx(most / 4, rel=0.2)
 
 
-@pytest.mark.parametrize("max_model_len", [100, 1600])
+@pytest.mark.parametrize("max_model_len", [80, 1280])
 def test_the_cache_has_the_size_that_it_is_told(max_model_len: int) -> None:
     cache = make_engine(max_model_len, kv_cache_bytes=3_000_000)._cache
     size = sum(part.nbytes for part in (cache.keys, cache.values, *cache.scratch))
