@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.world import World, finish, library_name, start_mpi, start_torch
+from hpcrl.launch.mpi_library import library_name
+from hpcrl.launch.world import World, finish, start_mpi, start_torch
 from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.protocol import Request, SamplingParams

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.launch import exits
+from hpcrl.launch.collectives import broadcast, exchange
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.isolation_probe import isolation_here
-from hpcrl.launch.world import broadcast, exchange, finish, library_name, start_mpi
+from hpcrl.launch.mpi_library import library_name
+from hpcrl.launch.world import finish, start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI

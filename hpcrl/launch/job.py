@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from hpcrl.launch import children, exits, logs
+from hpcrl.launch.collectives import broadcast
 from hpcrl.launch.exits import InputError
-from hpcrl.launch.world import Whereabouts, World, abort, broadcast, finish, start_mpi, start_torch
+from hpcrl.launch.world import Whereabouts, World, abort, finish, start_mpi, start_torch
 
 if TYPE_CHECKING:
     from mpi4py import MPI

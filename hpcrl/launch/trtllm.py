@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from hpcrl.launch.collectives import barrier, together
 from hpcrl.launch.exits import InputError
+from hpcrl.launch.mpi_library import library_name
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,8 +23,6 @@ PACKAGE = "tensorrt_llm"
 def refusal(library: str, thread_multiple: bool) -> str | None:
     """What keeps TensorRT-LLM from this MPI in one line, or None. `library` is what MPI_Get_library_version says."""
     if not library.startswith("Open MPI"):
-        from hpcrl.launch.world import library_name
-
         return (
             f"TensorRT-LLM needs Open MPI, and mpi4py found {library_name(library)}: run in TensorRT-LLM's container "
             "with its own mpi4py and `srun --mpi=pmix`, or use rollout.engine=native"
@@ -51,8 +51,6 @@ def import_together(comm: MPI.Intracomm) -> None:
     Raises InputError on all ranks alike where any of them cannot.
     """
     from mpi4py import MPI
-
-    from hpcrl.launch.world import barrier, together
 
     def check() -> None:
         why = refusal(MPI.Get_library_version(), MPI.Query_thread() == MPI.THREAD_MULTIPLE) or absence()

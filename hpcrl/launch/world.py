@@ -6,7 +6,6 @@ import ctypes
 import ipaddress
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -18,7 +17,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hpcrl.launch import children, exits, trtllm
+from hpcrl.launch.collectives import barrier, broadcast, exchange, together
 from hpcrl.launch.exits import InputError
+from hpcrl.launch.mpi_library import split_world
 
 if TYPE_CHECKING:
     import torch
@@ -71,60 +72,6 @@ class World:
         return together(self.comm, fn)
 
 
-def barrier(comm: MPI.Intracomm) -> None:
-    from hpcrl.launch.waiting import wait
-
-    wait(comm.Ibarrier())
-
-
-def broadcast(comm: MPI.Intracomm, obj: Any, root: int = 0) -> Any:
-    """`obj` of rank `root` on every rank, by pickle; waits with back-off."""
-    import numpy as np
-
-    from hpcrl.launch.waiting import wait
-
-    blob = np.frombuffer(pickle.dumps(obj), np.uint8) if comm.rank == root else None
-    size = np.array([0 if blob is None else blob.size], np.int64)
-    wait(comm.Ibcast(size, root))
-    if blob is None:
-        blob = np.empty(size[0], np.uint8)
-    else:
-        blob = blob.copy()  # frombuffer's view of bytes is read-only, which MPI's binding refuses for an in-out buffer
-    wait(comm.Ibcast(blob, root))
-    return obj if comm.rank == root else pickle.loads(blob.tobytes())
-
-
-def exchange(comm: MPI.Intracomm, obj: Any) -> list[Any]:
-    """Every rank's `obj`, in rank order, on every rank, by pickle; waits with back-off."""
-    import numpy as np
-
-    from hpcrl.launch.waiting import wait
-
-    blob = np.frombuffer(pickle.dumps(obj), np.uint8)
-    sizes = np.empty(comm.size, np.int64)
-    wait(comm.Iallgather(np.array([blob.size], np.int64), sizes))
-    blobs = np.empty(int(sizes.sum()), np.uint8)
-    wait(comm.Iallgatherv(blob, [blobs, sizes]))
-    ends = np.cumsum(sizes)
-    return [pickle.loads(blobs[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
-
-
-def together(comm: MPI.Intracomm, fn: Callable[[], T]) -> T:
-    """See World.together."""
-    result: T
-    line = None
-    try:
-        result = fn()
-    except Exception as error:
-        if not exits.is_user_error(error):
-            raise
-        line = str(error)
-    lines = [line for line in exchange(comm, line) if line is not None]
-    if lines:
-        raise InputError(lines[0], everywhere=True)
-    return result
-
-
 def start_mpi() -> MPI.Intracomm:
     """Initialise MPI, first thing and in the main thread, and return a duplicate of its world for the program's use.
 
@@ -167,45 +114,6 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
     if nodes is not None:
         return nodes == "1"
     return not any(name in environ for name in ("PMI_SIZE", "PMIX_RANK"))  # started without a launcher
-
-
-def split_world(environ: Mapping[str, str], size: int, library: str) -> str | None:
-    """What is wrong when the launcher started several ranks and MPI made each of them a world of its own; else None.
-
-    The launcher closest to the rank knows best: under mpiexec inside a Slurm job, Slurm's variables describe mpiexec.
-    """
-    if size > 1:
-        return None
-    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
-        count = environ.get(name, "")
-        if not count.isdigit():
-            continue
-        if int(count) <= 1:
-            return None
-        mpich = "MPICH" in library.upper()
-        if name == "SLURM_NTASKS":
-            return (
-                f"this job has {count} tasks ({name}={count}) but one process was started, without srun: its MPI world "
-                f"has size 1; start it with `srun {srun_flag(mpich)} python -m hpcrl ...`, or with `mpiexec -n 1` when "
-                "one rank is meant"
-            )
-        return (
-            f"{count} ranks were started ({name}={count}) but each is an MPI world of its own, of size 1: the launcher "
-            f"and the MPI library ({library_name(library)}) do not speak the same process-management interface; start "
-            f"with `srun {srun_flag(mpich)} ...`, or with the mpiexec of the same MPI library "
-            f"({os.path.join(sys.prefix, 'bin', 'mpiexec')})"
-        )
-    return None
-
-
-def srun_flag(mpich: bool) -> str:
-    return "--mpi=pmi2" if mpich else "--mpi=pmix"
-
-
-def library_name(version: str) -> str:
-    """'MPICH 5.0.2' from what MPI_Get_library_version says."""
-    first = version.replace("\x00", "").strip().split("\n")[0].split(",")[0]
-    return " ".join(first.replace("Version:", "").split())
 
 
 def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host", *, with_tensorrt_llm: bool = False) -> World:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from hpcrl.grid.layout import Layout
+from hpcrl.launch.collectives import exchange
 from hpcrl.launch.exits import CHECKSUM
 from hpcrl.launch.waiting import wait
-from hpcrl.launch.world import exchange
 from hpcrl.model.params import Box, Shard
 from hpcrl.reshard.checksum import checksum
 from hpcrl.reshard.pieces import Cell, megatron_cells, tensorrt_llm_cells

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.launch.collectives import barrier, broadcast, exchange
 from hpcrl.launch.waiting import wait, wait_all
-from hpcrl.launch.world import barrier, broadcast, exchange
 from hpcrl.reshard.buckets import Direction, Part, directed, pages
 from hpcrl.reshard.events import Events
 from hpcrl.reshard.planner import Move

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.world import on_one_node, prepare_environment, rank_threads, split_world
+from hpcrl.launch.mpi_library import split_world
+from hpcrl.launch.world import on_one_node, prepare_environment, rank_threads
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: today"
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI"

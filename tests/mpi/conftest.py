@@ -21,8 +21,9 @@ import hypothesis
 import pytest
 
 from hpcrl.launch import children
+from hpcrl.launch.collectives import exchange
 from hpcrl.launch.waiting import wait_until
-from hpcrl.launch.world import World, exchange, finish, kill_job, start_mpi, start_torch
+from hpcrl.launch.world import World, finish, kill_job, start_mpi, start_torch
 
 if TYPE_CHECKING:
     from tests.mpi.lab import Lab

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpcrl.launch.collectives import exchange
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.waiting import create_group, duplicate, wait, wait_all
-from hpcrl.launch.world import World, exchange, rank_threads
+from hpcrl.launch.world import World, rank_threads
 
 
 def test_ranks_agree_with_torch(world: World) -> None:

@@ -155,8 +155,9 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
 
     from mpi4py import MPI
 
+    from hpcrl.launch.collectives import broadcast
     from hpcrl.launch.waiting import create_group, duplicate
-    from hpcrl.launch.world import before_leaving_mpi, broadcast
+    from hpcrl.launch.world import before_leaving_mpi
     from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker
 
     theirs = create_group(MPI.COMM_WORLD, layout.group_of(groups.rank, "tp"))
