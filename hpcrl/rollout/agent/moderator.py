@@ -91,9 +91,13 @@ class Moderator:
         exchange = self._exchanges.setdefault(number, _Exchange(record, conversation))
         text = self._text_of(turn)
         exchange.messages.append({"role": "assistant", "content": text})
-        if conversation.finish_reason != "stop" or conversation.num_tokens >= self._most_tokens:
-            self._end(number, conversation.finish_reason or "stop")
-        elif self._may_answer(exchange) and self._ask(exchange, text):
+        if conversation.finish_reason not in ("stop", None):
+            self._end(number, conversation.finish_reason)
+        elif not self._may_answer(exchange):
+            self._end(number, "stop")
+        elif conversation.num_tokens >= self._most_tokens:
+            self._end(number, "length" if self._tool_calls(text) else "stop")  # no room for the answer to a call
+        elif self._ask(exchange, text):
             self._waiting[number] = None
         else:
             self._end(number, "stop")
@@ -115,7 +119,7 @@ class Moderator:
 
     def _ask(self, exchange: _Exchange, text: str) -> bool:
         """Asks the tools that the turn calls, or the user; whether anybody was asked."""
-        calls = self._calls(text)[: self._cfg.max_parallel_calls] if self._cfg.function_tool_path is not None else []
+        calls = self._tool_calls(text)
         if calls:
             exchange.calls_tools = True
             exchange.asked = [self._begin(call, exchange) for call in calls]
@@ -125,9 +129,11 @@ class Moderator:
             exchange.asked = [self._pool.submit(asked)]
         return bool(exchange.asked)
 
-    def _calls(self, text: str) -> Sequence[Call]:
+    def _tool_calls(self, text: str) -> Sequence[Call]:
+        if self._cfg.function_tool_path is None:
+            return []
         try:
-            return self._parser(text)
+            return self._parser(text)[: self._cfg.max_parallel_calls]
         except Exception as error:  # a parser may be the user's, and its text is the model's
             return [BadCall(f"{type(error).__name__}: {error}")]
 

@@ -195,6 +195,15 @@ def test_a_call_is_answered_and_the_model_goes_on(run: Run, tokenizer: Any) -> N
     assert metrics["tool_call_counts/mean"] == 0.5 and metrics["tools/calls"] == 1 and metrics["tools/sum/mean"] == 5
 
 
+def test_a_call_whose_answer_has_no_room_is_cut_off_by_length(run: Run, tokenizer: Any) -> None:
+    asks = call("say", text="<" * 18)
+    size = len(tokenizer.encode(asks, add_special_tokens=False)) + 1  # the end token is the last that has room
+    (calling,), *_ = run([[asks, "end"]], size)
+    (plain,), *_ = run([["x" * (size - 1), "end"]], size)
+    assert (calling.finish_reason, plain.finish_reason) == ("length", "stop")
+    assert len(calling.token_ids) == len(plain.token_ids) == size
+
+
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_conversation_keeps_its_tokens_and_its_limit(run: Run, tokenizer: Any, data: st.DataObject) -> None:
