@@ -69,7 +69,7 @@ Files = Annotated[list[str], BeforeValidator(_one_or_several)]
 class RunConfig(Section):
     name: FolderName = Field("run", description="name of the run; its files go to <dir>/<name>/")
     dir: str = Field("runs", description="folder that holds runs")
-    seed: int = Field(0, description="seed of weights, data order and sampling")
+    seed: int = Field(0, ge=-(2**63), lt=2**63, description="seed of weights, data order and sampling")
     plugins: Files = Field(
         default_factory=list, description="Python files that register estimators or losses of your own"
     )

@@ -53,7 +53,7 @@ def build_model(
         raise InputError(f"a model with {shape.num_experts} experts cannot be built yet, only planned; use a dense one")
     platform.install()
     if exact:
-        check_exact(shape, dtype, platform.device())
+        check_exact(shape, groups.layout.tp, dtype, platform.device())
     local = local_shards(shape, groups, head)
     layers = params.stage_layers(shape.num_layers, groups.coord.pp, groups.layout.pp)
     config = transformer_config(shape, groups, dtype)

@@ -71,7 +71,7 @@ def exact_sum(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return _in_order(parts.unbind(0))
 
 
-def check_exact(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises InputError where exact mode cannot keep its word: another dtype, device or number of threads, or a matrix
     product whose rows depend on their number even so."""
     if dtype is not torch.float32 or device.type != "cpu":
@@ -84,7 +84,8 @@ def check_exact(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> 
             f"rollout.exact=true with {torch.get_num_threads()} threads per rank; set OMP_NUM_THREADS=1, or "
             "rollout.exact to false"
         )
-    for width in sorted({shape.hidden_size, shape.ffn_hidden_size, shape.num_attention_heads * shape.head_dim}):
+    split = shape.ffn_hidden_size // tp_size, shape.num_attention_heads * shape.head_dim // tp_size
+    for width in sorted({shape.hidden_size, *split}):
         x, weight = _probe(ROWS * 19, width), _probe(ROWS * 3, width)
         whole = linear(x, weight)
         for rows in (1, ROWS, ROWS * 4):

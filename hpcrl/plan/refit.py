@@ -89,7 +89,7 @@ def question(config: Config) -> Question:
         _layout(roles["actor"]),
         _layout(roles["rollout"]),
         ITEMSIZE[config.rollout.dtype or config.model.dtype],
-        ranks_per_node=config.job.ntasks_per_node,
+        nodes=tuple(rank // config.job.ntasks_per_node for rank in range(world_size)),
         destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
     )
     return Question(config, roles["actor"], roles["rollout"], resharding)

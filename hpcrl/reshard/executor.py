@@ -26,6 +26,7 @@ MIB = 2**20
 DEFAULT_BUCKET_BYTES = 256 * MIB
 VERIFIED_FIRST = 2  # refits
 SCRATCH_BYTES = MIB
+DEVICE_SCRATCH_BYTES = 64 * MIB  # a GPU wants large blocks, each of which costs the start of some 20 kernels
 TAG = 7301
 
 
@@ -50,10 +51,10 @@ class Refit:
     """Brings weights from their training layout into the buffers of an engine.
 
     `comm` has the ranks that the layouts name, and is not kept; making, running and closing are collective over those
-    that have a side. Ranks of `comm` whose entries in `nodes` are equal share memory; None: all do. `bucket_bytes`
-    bounds what this rank allocates beyond source and destination, buffers for transfers and for checksums together;
-    most is allocated once and kept. `device_group`: the refit's ranks over NCCL, for weights on GPUs. `verify` says
-    after which refits checksums are compared: the first two, each, or none.
+    that have a side. Ranks of one of the plan's `nodes` share memory. `bucket_bytes` bounds what this rank allocates
+    beyond source and destination, buffers for transfers and for checksums together; most is allocated once and kept.
+    `device_group`: the refit's ranks over NCCL, for weights on GPUs. `verify` says after which refits checksums are
+    compared: the first two, each, or none.
     """
 
     def __init__(
@@ -65,7 +66,6 @@ class Refit:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         verify: Verify = "first",
-        nodes: Sequence[int] | None = None,
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
         if dtype.itemsize != resharding.itemsize:
@@ -78,7 +78,8 @@ class Refit:
         self._comm = create_group(comm, self._ranks, TAG)
         megatron = resharding.destination_format == "megatron"
         self._same = tuple(its.name for its in resharding.shared(rank)) if megatron else ()
-        scratch = min(SCRATCH_BYTES, bucket_bytes // 4) if verify != "never" else 0
+        most = SCRATCH_BYTES if device_group is None else DEVICE_SCRATCH_BYTES
+        scratch = min(most, bucket_bytes // 4) if verify != "never" else 0
         self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch)
         plan = resharding.plan_for_rank(rank)
         self._copies = plan.copies(rank)
@@ -88,7 +89,7 @@ class Refit:
         self._transports = make_transports(
             self._comm,
             self._ranks,
-            _neighbours(self._ranks, rank, nodes),
+            _neighbours(self._ranks, rank, resharding.nodes),
             plan.sends(rank),
             plan.receives(rank),
             dtype,

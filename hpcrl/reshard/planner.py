@@ -102,28 +102,28 @@ class SharedSlice(NamedTuple):
 class Resharding:
     """The question that a plan answers: a model, where its weights are, where they are to go.
 
-    `itemsize` is in bytes, of the destination's dtype. Ranks r and s share a node when r // ranks_per_node is equal;
-    None: all ranks share one. Raises InputError where a layout does not fit the model.
+    `itemsize` is in bytes, of the destination's dtype. `nodes` names the node of each world rank; None: all
+    ranks share one. Raises InputError where a layout does not fit the model.
     """
 
     shape: ModelShape
     source: Layout
     destination: Layout
     itemsize: int
-    ranks_per_node: int | None = None
+    nodes: tuple[int, ...] | None = None
     head: Head = "lm"
     destination_format: Format = "megatron"
 
     def __post_init__(self) -> None:
-        self._check(self.source, "source")
+        self._check(self.source, "placement.actor")
         if self.destination_format == "megatron":
-            self._check(self.destination, "destination")
+            self._check(self.destination, "placement.rollout")
             return
         if self.head != "lm":
             raise InputError(f"rollout.engine=tensorrt_llm has a language-model head, found head={self.head}")
         if self.destination.pp > 1:
             raise InputError(
-                f"rollout.engine=tensorrt_llm has no pipeline, found rollout.pp={self.destination.pp}; use 1"
+                f"rollout.engine=tensorrt_llm has no pipeline, found placement.rollout.pp={self.destination.pp}; use 1"
             )
         check_tensorrt_llm(self.shape, self.destination.tp)
 
@@ -181,7 +181,7 @@ class Resharding:
 
     @cached_property
     def _routes(self) -> Routes:
-        return Routes(self._source_cells, self._destination_cells, self.ranks_per_node, self.itemsize)
+        return Routes(self._source_cells, self._destination_cells, self.nodes, self.itemsize)
 
     @cached_property
     def _source_cells(self) -> list[Cell]:

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 
 from hpcrl.reshard.balance import Demand, balanced
 from hpcrl.reshard.pieces import Cell, Piece, cut
-from hpcrl.reshard.streams import Delivery, Supply, Target, nodes
+from hpcrl.reshard.streams import Delivery, NodeOf, Supply, Target, by_node
 
 
 class Routes:
     """Who sends what to whom. Work grows with the ranks and with the pieces, not with their product: only the
     deliveries that somebody asks for are made one by one."""
 
-    def __init__(self, source: list[Cell], destination: list[Cell], ranks_per_node: int | None, itemsize: int) -> None:
+    def __init__(self, source: list[Cell], destination: list[Cell], node_of: NodeOf, itemsize: int) -> None:
         needs: dict[tuple[int, ...], dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
         for number, pieces in enumerate(cut(source, destination)):
             for piece in pieces:
                 needs[piece.holders][number].append(piece)
-        places = [nodes(cell.ranks, ranks_per_node) for cell in destination]
+        places = [by_node(cell.ranks, node_of) for cell in destination]
         supplies = [
-            Supply({number: source[number].ranks for number in holders}, dict(its), places, ranks_per_node, itemsize)
+            Supply({number: source[number].ranks for number in holders}, dict(its), places, node_of, itemsize)
             for holders, its in needs.items()
         ]
         self._streams = [stream for supply in supplies for stream in supply.streams]

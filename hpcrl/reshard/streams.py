@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hpcrl.reshard.pieces import Piece
 
@@ -40,6 +40,7 @@ class Unit(NamedTuple):
 
 
 Nodes = Mapping[int, list[int]]  # node -> ranks
+NodeOf: TypeAlias = Sequence[int] | None  # by world rank; None: all share one
 
 
 class Supply:
@@ -54,15 +55,15 @@ class Supply:
         holders: dict[int, tuple[int, ...]],
         needs: dict[int, list[Piece]],
         destination_nodes: list[Nodes],
-        ranks_per_node: int | None,
+        node_of: NodeOf,
         itemsize: int,
     ) -> None:
         self.needs = needs
         self.place = {rank: place for place, ranks in enumerate(holders.values()) for rank in ranks}
         self.nbytes = {cell: sum(piece.rows * piece.cols for piece in its) * itemsize for cell, its in needs.items()}
         self.itemsize = itemsize
-        self._ranks_per_node = ranks_per_node
-        self._nodes = nodes(self.place, ranks_per_node)
+        self._node_of = node_of
+        self._nodes = by_node(self.place, node_of)
         self._destination_nodes = destination_nodes
         self._units: dict[tuple[int, ...], tuple[list[int], list[Unit]]] = {}
         self.near: dict[int, Stream] = {}
@@ -84,13 +85,13 @@ class Supply:
 
     def stream_to(self, rank: int) -> Stream:
         """What brings it to a rank that needs it and has it not."""
-        stream = self.near.get(node_of(rank, self._ranks_per_node), self.far)
+        stream = self.near.get(_node(rank, self._node_of), self.far)
         assert stream is not None
         return stream
 
     def streams_from(self, rank: int) -> list[Stream]:
         """Those that a holder may send."""
-        near = self.near.get(node_of(rank, self._ranks_per_node))
+        near = self.near.get(_node(rank, self._node_of))
         return [stream for stream in (near, self.far) if stream]
 
     def far_targets(self) -> list[Target]:
@@ -217,12 +218,12 @@ class Stream:
             number += 1
 
 
-def nodes(ranks: Iterable[int], ranks_per_node: int | None) -> Nodes:
-    by_node: dict[int, list[int]] = defaultdict(list)
+def by_node(ranks: Iterable[int], node_of: NodeOf) -> Nodes:
+    found: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:
-        by_node[node_of(rank, ranks_per_node)].append(rank)
-    return dict(by_node)
+        found[_node(rank, node_of)].append(rank)
+    return dict(found)
 
 
-def node_of(rank: int, ranks_per_node: int | None) -> int:
-    return 0 if ranks_per_node is None else rank // ranks_per_node
+def _node(rank: int, node_of: NodeOf) -> int:
+    return 0 if node_of is None else node_of[rank]

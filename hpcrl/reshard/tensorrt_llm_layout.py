@@ -21,11 +21,13 @@ def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
         ("ffn_hidden_size", shape.ffn_hidden_size),
     ):
         if size % tp_size:
-            raise InputError(f"rollout.tp={tp_size} does not divide {what}={size}; use one of {_divisors(size)}")
+            raise InputError(
+                f"placement.rollout.tp={tp_size} does not divide {what}={size}; use one of {_divisors(size)}"
+            )
     groups = shape.num_query_groups
     if groups % tp_size and tp_size % groups:
         raise InputError(
-            f"rollout.tp={tp_size} and num_query_groups={groups}: one must divide the other; "
+            f"placement.rollout.tp={tp_size} and num_query_groups={groups}: one must divide the other; "
             f"use one of {_divisors(groups)}, or a multiple of {groups}"
         )
 

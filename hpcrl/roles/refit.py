@@ -61,17 +61,15 @@ class RefitWorker(Worker):
 def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, rollout: Layout) -> Refit | None:
     """This rank's part of the refit, None where it has neither side. Collective over the world."""
     dtype = DTYPES[config.rollout.dtype or config.model.dtype]
-    # Every rank must plan alike; the planner tells ranks to nodes by division, which takes equally many on each.
-    sizes = set(world.exchange(world.local_size))
+    nodes = tuple(nodes_of(world.comm))
     resharding = Resharding(
         shape,
         actor,
         rollout,
         dtype.itemsize,
-        ranks_per_node=sizes.pop() if len(sizes) == 1 else None,
+        nodes=nodes,
         destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
     )
-    nodes = nodes_of(world.comm)
     ranks = sorted({*actor.ranks, *rollout.ranks})
     device_group = dist.new_group(ranks) if world.device.type == "cuda" else None
     if world.rank not in ranks:
@@ -84,7 +82,6 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
         dtype,
         bucket_bytes=options.update_weights_bucket_megabytes * 2**20,
         verify=options.verify,
-        nodes=nodes,
         device_group=device_group,
     )
     before_leaving_mpi(refit.close)

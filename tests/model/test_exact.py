@@ -120,13 +120,13 @@ def test_exact_attention_is_attention_and_so_are_its_gradients() -> None:
 
 
 def test_where_exact_mode_cannot_hold_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_exact(SHAPE, torch.float32, CPU)
+    check_exact(SHAPE, 1, torch.float32, CPU)
     with pytest.raises(InputError, match="bfloat16"):
-        check_exact(SHAPE, torch.bfloat16, CPU)
+        check_exact(SHAPE, 1, torch.bfloat16, CPU)
     torch.set_num_threads(2)
     with pytest.raises(InputError, match="OMP_NUM_THREADS=1"):
-        check_exact(SHAPE, torch.float32, CPU)
+        check_exact(SHAPE, 1, torch.float32, CPU)
     torch.set_num_threads(1)
     monkeypatch.setattr(exact, "ROWS", 1)  # the rule that does not hold
     with pytest.raises(InputError, match="other bits"):
-        check_exact(dataclasses.replace(SHAPE, hidden_size=256), torch.float32, CPU)
+        check_exact(dataclasses.replace(SHAPE, hidden_size=256), 1, torch.float32, CPU)

@@ -99,6 +99,8 @@ def refit(world: World, shape: ModelShape, training: Layout, rollout: Layout, ca
     groups = make_groups({"actor": training, "rollout": rollout}, world.rank, cache)
     actor = make_training_engine(shape, groups["actor"]) if "actor" in groups else None
     engine = make_native_engine(shape, groups["rollout"]) if "rollout" in groups else None
+    if world.rank not in training and world.rank not in rollout:
+        return None, None
     resharding = Resharding(shape, training, rollout, itemsize=4)
     source = actor.named_shards() if actor else {}
     destination: dict[str, Tensor] = engine.weights() if engine else {}

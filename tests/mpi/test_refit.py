@@ -107,12 +107,13 @@ class Sides:
         **options: Any,
     ) -> None:
         self.rank, self.dtype = world.rank, dtype
+        nodes = None if ranks_per_node is None else tuple(rank // ranks_per_node for rank in range(world.size))
         self.resharding = Resharding(
             shape,
             source,
             destination,
             dtype.itemsize,
-            ranks_per_node=ranks_per_node,
+            nodes=nodes,
             destination_format=weight_format,  # type: ignore[arg-type]
         )
         self.source_cells = megatron_cells(shape, source, "lm")
@@ -125,10 +126,7 @@ class Sides:
             for tensor in self.destination.values():
                 tensor.zero_()  # the engine's padding, which nobody writes
         self.takes_part = world.rank in source or world.rank in destination
-        nodes = None if ranks_per_node is None else [rank // ranks_per_node for rank in range(world.size)]
-        self.refit = (
-            Refit(self.resharding, world.comm, world.rank, dtype, nodes=nodes, **options) if self.takes_part else None
-        )
+        self.refit = Refit(self.resharding, world.comm, world.rank, dtype, **options) if self.takes_part else None
 
     def trained(self, shift: float = 0.0) -> dict[str, Tensor]:
         return tensors(self.source_cells, self.rank, torch.float32, shift)

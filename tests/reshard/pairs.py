@@ -153,6 +153,17 @@ def layouts(draw: st.DrawFn, *, stages: bool, experts: bool, largest: int) -> La
 
 
 @st.composite
+def nodes_of_ranks(draw: st.DrawFn, size: int) -> tuple[int, ...] | None:
+    """Blocks of equal size, ranks dealt out in turn, or nodes of any size."""
+    per_node, kind = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from(["one", "blocks", "cyclic", "any"]))
+    if kind == "one":
+        return None
+    if kind == "any":
+        return tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)))
+    return tuple(rank // per_node if kind == "blocks" else rank % per_node for rank in range(size))
+
+
+@st.composite
 def reshardings(draw: st.DrawFn, *, largest: int = 16) -> Resharding:
     """Dense or MoE, uneven stages, chunks, tied or not, both formats; pools equal, overlapping or disjoint."""
     experts = draw(st.booleans())
@@ -175,6 +186,6 @@ def reshardings(draw: st.DrawFn, *, largest: int = 16) -> Resharding:
         source,
         destination,
         itemsize=8,
-        ranks_per_node=draw(st.sampled_from([None, 1, 2, 3, 4, 8])),
+        nodes=draw(nodes_of_ranks(1 + max(*source.ranks, *destination.ranks))),
         destination_format="tensorrt_llm" if to_engine else "megatron",
     )

@@ -46,8 +46,12 @@ def holders(resharding: Resharding) -> np.ndarray:
 
 
 def node_mask(resharding: Resharding, rank: int) -> int:
-    per_node = resharding.ranks_per_node or 62
-    return sum(1 << r for r in range(62) if r // per_node == rank // per_node)
+    return sum(1 << r for r in range(62) if on_one_node(resharding, r, rank))
+
+
+def on_one_node(resharding: Resharding, a: int, b: int) -> bool:
+    nodes = resharding.nodes
+    return nodes is None or (max(a, b) < len(nodes) and nodes[a] == nodes[b])
 
 
 def missing(resharding: Resharding, masks: np.ndarray) -> dict[int, np.ndarray]:
@@ -105,9 +109,8 @@ def test_a_node_is_sent_only_what_none_of_its_ranks_holds(resharding: Resharding
         8 * int(((masks[elements] & node_mask(resharding, rank)) == 0).sum())
         for rank, elements in missing(resharding, masks).items()
     )
-    per_node = resharding.ranks_per_node or 62
     moves = resharding.plan().moves
-    assert sum(m.nbytes for m in moves if m.src_rank // per_node != m.dst_rank // per_node) == least
+    assert sum(m.nbytes for m in moves if not on_one_node(resharding, m.src_rank, m.dst_rank)) == least
     assert resharding.cross_node_bytes() == least
 
 
@@ -177,17 +180,24 @@ def vars_of(resharding: Resharding) -> dict[str, object]:
     ],
 )
 def test_replicas_of_a_shard_send_alike(source: Layout, destination: Layout, destination_format: str) -> None:
-    resharding = Resharding(LLAMA_70B, source, destination, 2, 8, destination_format=destination_format)  # type: ignore[arg-type]
+    nodes = tuple(rank // 8 for rank in range(1 + max(*source.ranks, *destination.ranks)))
+    resharding = Resharding(LLAMA_70B, source, destination, 2, nodes, destination_format=destination_format)  # type: ignore[arg-type]
     traffic = resharding.traffic()
     for replicas in source.groups("cp", "dp"):
         sent = [traffic[rank].sent for rank in replicas]
         assert max(sent) <= 1.05 * sum(sent) / len(sent)
 
 
+def make_large(size: int) -> Resharding:
+    ranks = tuple(range(size))
+    nodes = tuple(rank // 8 for rank in ranks)
+    return Resharding(LLAMA_70B, Layout(ranks, tp=8, pp=8), Layout(ranks, tp=8), 2, nodes=nodes)
+
+
 def test_a_large_job() -> None:
     """The 70B model on 1,024 ranks: the end stages hold the vocabulary too, 1.089 times the mean stage."""
     ranks = tuple(range(1024))
-    resharding = Resharding(LLAMA_70B, Layout(ranks, tp=8, pp=8), Layout(ranks, tp=8), 2, ranks_per_node=8)
+    resharding = make_large(1024)
     traffic = resharding.traffic()
     sent = [traffic[rank].sent for rank in ranks]
     assert max(sent) / (sum(sent) / len(sent)) == pytest.approx(1.089, abs=0.001)
@@ -204,10 +214,10 @@ def test_a_large_job() -> None:
 
 def test_a_ranks_plan_costs_at_most_linearly_in_the_ranks() -> None:
     def seconds(size: int) -> float:
-        ranks, best = tuple(range(size)), math.inf
+        best = math.inf
         for _ in range(3):
             start = time.process_time()
-            Resharding(LLAMA_70B, Layout(ranks, tp=8, pp=8), Layout(ranks, tp=8), 2, ranks_per_node=8).plan_for_rank(5)
+            make_large(size).plan_for_rank(5)
             best = min(best, time.process_time() - start)
         return best
 
@@ -238,7 +248,7 @@ def test_only_equal_slices_are_shared() -> None:
 
 def test_ranks_of_a_node_get_a_rectangle_from_one_sender() -> None:
     """So that a shared-memory window is packed once: 2 x TP2 to 4 whole models on one node."""
-    resharding = Resharding(make_shape(), Layout((0, 1, 2, 3), tp=2), Layout((0, 1, 2, 3)), 2, ranks_per_node=4)
+    resharding = Resharding(make_shape(), Layout((0, 1, 2, 3), tp=2), Layout((0, 1, 2, 3)), 2, nodes=(0, 0, 0, 0))
     senders: dict[tuple[object, ...], set[int]] = defaultdict(set)
     for move in resharding.plan().moves:
         if not move.is_local:
@@ -249,8 +259,8 @@ def test_ranks_of_a_node_get_a_rectangle_from_one_sender() -> None:
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"source": Layout(tuple(range(8)), tp=8)}, "source.tp=8"),
-        ({"destination": Layout(tuple(range(8)), pp=4, vpp=2)}, r"destination.vpp\*pp=2\*4"),
+        ({"source": Layout(tuple(range(8)), tp=8)}, "placement.actor.tp=8"),
+        ({"destination": Layout(tuple(range(8)), pp=4, vpp=2)}, r"placement.rollout.vpp\*pp=2\*4"),
         ({"source": Layout((0, 1), vpp=2)}, "vpp=2"),
         ({"source": Layout((0, 1), ep=2)}, "ep=2"),
         ({"destination": Layout((0, 1), pp=2), "destination_format": "tensorrt_llm"}, "pp=2"),

@@ -133,7 +133,11 @@ class Moderator:
         if self._cfg.function_tool_path is None:
             return []
         try:
-            return self._parser(text)[: self._cfg.max_parallel_calls]
+            calls = list(self._parser(text) or ())[: self._cfg.max_parallel_calls]
+            for call in calls:
+                if not isinstance(call, Call):
+                    raise TypeError(f"the parser gave a {type(call).__name__}; expected a ToolCall or a BadCall")
+            return calls
         except Exception as error:  # a parser may be the user's, and its text is the model's
             return [BadCall(f"{type(error).__name__}: {error}")]
 

@@ -56,7 +56,7 @@ class NativeEngine:
         device: torch.device = CPU,
     ) -> None:
         if exact:
-            check_exact(shape, dtype, device)
+            check_exact(shape, tp_size, dtype, device)
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         if kv_cache_bytes is None:
             kv_cache_bytes = most_kv_bytes(shape, tp_size, dtype, max_num_seqs, max_model_len)
