@@ -1,7 +1,8 @@
 """One check of a machine with GPUs: `python tools/gpu_check.py NAME` under a launcher; gpu_check.sh runs them all.
 
-Rank 0's last line is `pass: ...`, `fail: ...` or `skip: ...`; the exit code is 0, 1 or 77. None of it has ever run on a
-GPU: a failure may be the check's own fault.
+The last line `pass: ...`, `fail: ...` or `skip: ...` is the outcome; the exit code is 0, another or 77. Rank 0 says it
+when all ranks have come back; a rank that fails inside a check says so itself and ends the job, as others may wait for
+it. None of it has ever run on a GPU: a failure may be the check's own fault.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from hpcrl.model.params import Shard, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.protocol import Request, SamplingParams
 
-CODES = {"pass": 0, "fail": 1, "skip": 77}
+CODES = {"pass": 0, "skip": 77, "fail": 1}  # from the best to the worst
 SHAPE = ModelShape(4, 256, 512, 8, 4, 32, 1000)
 
 
 class Skip(Exception):
-    """Says what the machine lacks."""
+    """Says what the machine lacks. Raised inside a check by all ranks or by none."""
 
 
 class Failed(Exception):
@@ -100,6 +101,7 @@ def refit(world: World) -> str:
 
     from hpcrl.reshard.executor import Refit
     from hpcrl.reshard.planner import Resharding
+    from hpcrl.reshard.windows import nodes_of
 
     whole, done = whole_weights(SHAPE), []
     ranks = tuple(range(world.size))
@@ -109,11 +111,10 @@ def refit(world: World) -> str:
         wanted = held(SHAPE, whole, destination, world.rank, world.device, torch.bfloat16)
         target = {name: torch.zeros_like(value) for name, value in wanted.items()}
         moving = Refit(
-            Resharding(SHAPE, source, destination, 2),
+            Resharding(SHAPE, source, destination, 2, nodes=tuple(nodes_of(world.comm))),
             world.comm,
             world.rank,
             torch.bfloat16,
-            nodes=world.exchange(world.rank // world.local_size),
             device_group=device_group,
         )
         for _ in range(2):
@@ -184,35 +185,50 @@ CHECKS: dict[str, Callable[[World], str]] = {
 }
 
 
+def usable(world: World) -> str:
+    if world.device.type != "cuda":
+        raise Skip("no GPU can be used here")
+    if world.local_size > torch.cuda.device_count():
+        raise Skip(f"{world.local_size} ranks share {torch.cuda.device_count()} GPUs, which NCCL refuses")
+    return ""
+
+
+def agreed(world: World, check: Callable[[World], str]) -> tuple[str, str]:
+    """The worst rank's outcome and line, on all ranks. What is raised but Skip is raised on this rank alone."""
+    try:
+        found = "pass", check(world)
+    except Skip as error:
+        found = "skip", str(error)
+    return max(world.exchange(found), key=lambda each: list(CODES).index(each[0]))
+
+
+def say(outcome: str, line: str) -> None:
+    print(f"{outcome}: {' '.join(line.split())}\n", end="", flush=True)  # one write: ranks share the output
+
+
 def main(name: str) -> NoReturn:
     from hpcrl.launch import children
     from hpcrl.launch.exits import is_user_error
+    from hpcrl.launch.world import abort
 
     children.start()
     checks, with_trtllm = CHECKS, name.startswith("trtllm_")
     if with_trtllm:
         from tools.gpu_check_trtllm import CHECKS as checks
     comm = start_mpi()
-    outcome, line = "pass", ""
     try:
         world = start_torch(comm, with_tensorrt_llm=with_trtllm)
-        if world.device.type != "cuda":
-            raise Skip("no GPU can be used here")
-        if world.local_size > torch.cuda.device_count():
-            raise Skip(f"{world.local_size} ranks share {torch.cuda.device_count()} GPUs, which NCCL refuses")
-        line = checks[name](world)
-    except Skip as error:
-        outcome, line = "skip", str(error)
-    except Failed as error:
-        outcome, line = "fail", str(error)
+        outcome, line = agreed(world, usable)
+        if outcome == "pass":
+            outcome, line = agreed(world, checks[name])
     except Exception as error:
-        if not is_user_error(error):
-            from hpcrl.launch.world import abort
-
+        if not getattr(error, "everywhere", False):
+            if isinstance(error, Failed) or is_user_error(error):
+                say("fail", str(error))
             abort(error, rank=comm.rank, role="gpu_check", phase=name)
         outcome, line = "fail", str(error)
     if comm.rank == 0:
-        print(f"{outcome}: {line}", flush=True)
+        say(outcome, line)
     finish(CODES[outcome])
 
 

@@ -58,19 +58,25 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 failed=0
+limit=$((${HPCRL_GPU_CHECK_IDLE_SECONDS:-600} + 1200)) # seconds of a check, as ranks may wait for a lost one
 
 line() { printf '%s\n' "$*" | tee -a "$report"; }
 
 # note TITLE OUTCOME DETAIL
 note() { line "- **$2** $1: $3"; }
 
-# run TITLE RANKS CHECK: the outcome is the last line of that form, or that there was none
+# run TITLE RANKS CHECK: the outcome is the last line of that form, if the exit code goes with it, else fail
 run() {
     local title=$1 count=$2 check=$3 code=0 said
-    timeout "$((${HPCRL_GPU_CHECK_IDLE_SECONDS:-600} + 1200))" \
-        "${launch[@]}" "$count" "$python" tools/gpu_check.py "$check" >"$log" 2>&1 </dev/null || code=$?
+    timeout "$limit" "${launch[@]}" "$count" "$python" tools/gpu_check.py "$check" >"$log" 2>&1 </dev/null || code=$?
     said=$(grep -E '^(pass|fail|skip): ' "$log" | tail -n 1 || true)
-    if [[ -n $said ]] && ((code == 0 || code == 1 || code == 77)); then
+    local agrees=0
+    case $said in
+    pass:*) ((code == 0)) && agrees=1 ;;
+    skip:*) ((code == 77)) && agrees=1 ;;
+    fail:*) agrees=1 ;;
+    esac
+    if ((agrees)); then
         note "$title, $count rank(s)" "${said%%:*}" "${said#*: }"
         [[ $said == fail:* ]] && failed=1
         return 0
@@ -87,7 +93,7 @@ line "$(date -u '+%Y-%m-%d %H:%M UTC'), $(uname -n), $gpus GPU(s), launcher: ${l
 line ""
 line "## hpcrl on CUDA"
 run "machine" 1 machine
-if "${launch[@]}" "$ranks" "$python" -m hpcrl check >"$log" 2>&1 </dev/null; then
+if timeout 600 "${launch[@]}" "$ranks" "$python" -m hpcrl check >"$log" 2>&1 </dev/null; then
     note "hpcrl check, $ranks rank(s)" pass "ready"
 else
     failed=1
@@ -104,7 +110,7 @@ if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("tensor
     note "all eight checks" skip "tensorrt_llm is not installed for $python"
     exit "$failed"
 fi
-if "${launch[@]}" "$ranks" "$python" -m hpcrl check --trtllm >"$log" 2>&1 </dev/null; then
+if timeout 600 "${launch[@]}" "$ranks" "$python" -m hpcrl check --trtllm >"$log" 2>&1 </dev/null; then
     note "hpcrl check --trtllm, $ranks rank(s)" pass "version and signatures as expected"
 else
     failed=1

@@ -24,6 +24,7 @@ from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.windows import nodes_of
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
 from tools.gpu_check import Failed, Skip, held, require, whole_weights
@@ -59,11 +60,17 @@ class Job:
         )
         self.engine: TrtllmEngine = make_engine(self.config, SHAPE, self.groups, world.device)
         self.refit = Refit(
-            Resharding(SHAPE, self.training, self.layout, 2, destination_format="tensorrt_llm"),
+            Resharding(
+                SHAPE,
+                self.training,
+                self.layout,
+                2,
+                nodes=tuple(nodes_of(world.comm)),
+                destination_format="tensorrt_llm",
+            ),
             world.comm,
             world.rank,
             torch.bfloat16,
-            nodes=world.exchange(world.rank // world.local_size),
             device_group=torch.distributed.group.WORLD if world.size > 1 else None,
         )
 
@@ -197,10 +204,12 @@ def oracle(world: World) -> str:
         done = made.generate()
         executor = made.engine._worker._executor
         with made.engine.updating_weights():
+            for value in made.engine.weights().values():
+                value.zero_()  # else a reload() that does nothing would pass
             model_engine = executor.model_engine
             full = {name: value.to(world.device, torch.bfloat16) for name, value in hugging_face(whole).items()}
             model_engine.model_loader.reload(model_engine.model, full, allow_partial_loading=True)
-        theirs = made.engine.weights()
+        theirs = dict(made.engine._worker.parameters())  # the model's own, which reload() may have put elsewhere
         wrong = sum(world.exchange([name for name in ours if not torch.equal(ours[name], theirs[name])]), [])
         require(not wrong, f"{len(wrong)} parameters differ from what reload() writes, such as {wrong[:1]}")
         require(tokens(made.generate()) == tokens(done), "greedy tokens differ after reload() of the same weights")

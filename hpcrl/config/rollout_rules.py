@@ -8,14 +8,14 @@ from hpcrl.config.errors import ConfigError
 from hpcrl.config.placement import PlacedRole, format_ranks
 from hpcrl.config.schema import Config
 
-TENSORRT_LLM_TOP_K = 1024  # its sampler clips larger ones in silence
+TENSORRT_LLM_TOP_K = 1024  # its sampler takes larger ones for this, and only warns
 
 
 def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
     """ConfigError with one line for the first combination that cannot work; `roles` are those that the job places."""
     _check_sampling(config)
     if config.rollout.engine == "tensorrt_llm":
-        _check_tensorrt_llm(config, roles)
+        check_tensorrt_llm(config, roles["rollout"].tp)
     if config.rollout.exact:
         _check_exact(config, roles)
     if config.rollout.multi_turn.enable:
@@ -47,12 +47,13 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError("rollout.val_kwargs is an empty list; name one way of sampling, such as {temperature: 0}")
 
 
-def _check_tensorrt_llm(config: Config, roles: Mapping[str, PlacedRole]) -> None:
-    trtllm, tp = config.rollout.trtllm, roles["rollout"].tp
+def check_tensorrt_llm(config: Config, tp: int) -> None:
+    """ConfigError where TensorRT-LLM with tensor parallelism `tp` cannot do what `rollout:` says."""
+    trtllm = config.rollout.trtllm
     if trtllm.model_dir is None and config.model.path is None:
         raise ConfigError(
-            "rollout.engine=tensorrt_llm reads config.json of a Hugging Face directory, and neither "
-            "rollout.trtllm.model_dir nor model.path names one; name it"
+            "rollout.engine=tensorrt_llm reads config.json of a Hugging Face directory, and rollout.trtllm.model_dir "
+            "is null; name one there"
         )
     if trtllm.design == "single_process" and tp > 1:
         raise ConfigError(
@@ -63,13 +64,15 @@ def _check_tensorrt_llm(config: Config, roles: Mapping[str, PlacedRole]) -> None
     if dtype != "bfloat16":
         raise ConfigError(
             f"rollout.engine=tensorrt_llm is run in bfloat16, and the engine's dtype would be {dtype}; "
-            "set rollout.dtype=bfloat16"
+            "set rollout.dtype=bfloat16, or use rollout.engine=native"
         )
+    if config.rollout.exact:
+        raise ConfigError("rollout.exact is for engine=native, and rollout.engine=tensorrt_llm; change one")
     if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
         raise ConfigError(
             f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is less than "
             f"rollout.max_num_seqs={config.rollout.max_num_seqs}, and TensorRT-LLM decodes all of them in one call; "
-            "raise it"
+            "raise it, or lower max_num_seqs"
         )
     ways = {"rollout": config.rollout.top_k}
     ways |= {f"rollout.val_kwargs (n={way.n})": way.top_k for way in config.rollout.val_kwargs}
@@ -82,10 +85,7 @@ def _check_tensorrt_llm(config: Config, roles: Mapping[str, PlacedRole]) -> None
 
 
 def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
-    rollout = config.rollout
-    if rollout.engine != "native":
-        raise ConfigError(f"rollout.exact is for engine=native, and rollout.engine={rollout.engine}; change one")
-    for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", rollout.dtype)):
+    for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
         if dtype not in (None, "float32"):
             raise ConfigError(f"rollout.exact computes in float32, and {key}={dtype}; use float32 or exact=false")
     actor = roles.get("actor")

@@ -48,7 +48,9 @@ def absence() -> str | None:
 def import_together(comm: MPI.Intracomm) -> None:
     """Import tensorrt_llm on every rank of MPI's world, which `comm` must span. Collective.
 
-    Raises InputError on all ranks alike where any of them cannot.
+    Raises InputError on all ranks alike where MPI or a missing package forbids it on any of them. When the import
+    itself fails the others may spin in it: that is an InputError of this rank alone (not `everywhere`), to be answered
+    by `world.abort`.
     """
     from mpi4py import MPI
 
@@ -59,7 +61,7 @@ def import_together(comm: MPI.Intracomm) -> None:
 
     together(comm, check)
     barrier(comm)  # the import spins until all ranks are in it
-    together(comm, load)
+    load()
 
 
 def load() -> None:
@@ -67,4 +69,6 @@ def load() -> None:
         importlib.import_module(PACKAGE)
     except Exception as error:  # a missing library, an MPI of another build: whatever it is, the user's installation
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"tensorrt_llm cannot be imported: {why}; see `hpcrl check --trtllm`") from error
+        raise InputError(
+            f"tensorrt_llm cannot be imported: {why}; mend its installation, or use rollout.engine=native"
+        ) from error

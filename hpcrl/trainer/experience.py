@@ -25,6 +25,7 @@ from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.engine_weights import EngineWeights
+from hpcrl.trainer.first_samples import FirstSamples
 from hpcrl.trainer.off_policy import Counts, staleness_metrics
 from hpcrl.trainer.pending import Pending, Steps
 from hpcrl.trainer.prompt_groups import differing, num_prompts, numbered
@@ -85,7 +86,7 @@ class Experience:
         self.total_steps = total_steps
         self.surplus: DataProto | None = None
         self.counts = Counts()
-        self.has_scores = False  # a score of this process has not failed
+        self.first = FirstSamples(config)
         self._sampler_state()
         rollout = config.rollout
         self.sampling = SamplingParams(
@@ -129,6 +130,22 @@ class Experience:
         self.counts.load_state_dict(state.get("counts", {}))
         if state["surplus"]:
             self.surplus = self.read(folder / "surplus", step)
+        self._tell_of_dropped(state, folder, step)
+
+    def _tell_of_dropped(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        """The sampler is past prompts that only the mode of the checkpoint goes on with."""
+        mode = self.config.async_training.mode
+        if "ahead" in state and mode != "one_step_off":
+            before, dropped = "one_step_off", num_prompts(recorded_samples(folder / "ahead", step + 1))
+        elif state.get("under_way") and mode != "bounded_staleness":
+            before, dropped = "bounded_staleness", len(state["under_way"])
+        else:
+            return
+        log.warning(
+            "async_training.mode=%s drops %d prompts that the checkpoint has drawn and not trained; to keep them, "
+            "resume with async_training.mode=%s",
+            *(mode, dropped, before),
+        )
 
     def gather(self, step: int) -> Steps[Collected]:
         """Generates until the step has its samples.
@@ -151,6 +168,7 @@ class Experience:
                 )
             part = yield from self._generate(step, size, found)
             if filtering.enable:
+                self.first.check_metric(part)
                 kept = differing(part, filtering.metric)
                 found.num_evicted += int((~kept).sum())
                 part = part[kept]
@@ -203,22 +221,8 @@ class Experience:
         batch = batch.union((yield phase, self.controller["rollout"].generate(batch, sampling)))
         batch = yield from scoring(self.controller, batch, with_model=self.derived.needs_reward_model)
         found.metrics += batch.metrics
-        self.check_scores(batch)
+        self.first.check_scores(batch)
         return batch
-
-    def check_scores(self, batch: DataProto) -> None:
-        """A job whose scorer never works must not spend its allocation: the first scores are not all failures."""
-        if self.has_scores or not len(batch):
-            return
-        counts = finish(merge(batch.metrics))
-        failed = {name: int(count) for name, count in counts.items() if name.startswith("reward/") and count}
-        if sum(failed.values()) >= len(batch):
-            how = ", ".join(f"{name} {count}" for name, count in failed.items())
-            raise InputError(
-                f"all {len(batch)} scores of the first generation failed ({how}); logs/rank_*.log and "
-                "logs/scorer_*.log say why; mend the scorer or its data"
-            )
-        self.has_scores = True
 
     def _first(self, step: int, wanted: int, found: Gathering) -> DataProto:
         """The first `wanted` prompts; the others are the next step's."""

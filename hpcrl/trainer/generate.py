@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import re
 import time
@@ -22,6 +23,7 @@ from hpcrl.launch.world import World
 from hpcrl.roles.rollout import RolloutWorker
 from hpcrl.roles.team import Inputs, build_generation_team, read_generation_inputs
 from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.telemetry.generations import json_line
 from hpcrl.telemetry.progress import Progress, duration
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.generation_file import GenerationFile, Key
@@ -86,7 +88,12 @@ def open_file(config: Config, inputs: Inputs, split: str, start: Start) -> Gener
 def sample_keys(inputs: Inputs, split: str, n: int) -> Iterator[Key]:
     """The samples in the order of the file: that of the prompts."""
     prompts = inputs.prompts[split]
-    return ((prompts.uid(row, 0), sample) for row in range(len(prompts)) for sample in range(n))
+    for row in range(len(prompts)):
+        record = {"prompt_ids": prompts.prompt_ids(row).tolist(), **prompts.record(row)}
+        held = {name: record[name] for name in ("prompt_ids", "data_source", "ground_truth")}
+        prompt = json.loads(json_line(held))  # as it comes back from a file
+        for sample in range(n):
+            yield Key(prompts.uid(row, 0), sample, prompt)
 
 
 class Generation:

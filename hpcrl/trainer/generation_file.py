@@ -8,14 +8,21 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.launch.exits import InputError
 
 log = logging.getLogger(__name__)
 
-Key = tuple[str, int]  # uid, sample_index
 WAY_OUT = "choose another generate.output_path, or remove the file"
+
+
+class Key(NamedTuple):
+    """What a line is of. prompt: what it holds of its prompt, by name; files of other data may have the same uids."""
+
+    uid: str
+    sample_index: int
+    prompt: Mapping[str, Any]
 
 
 @dataclass
@@ -114,11 +121,17 @@ class GenerationFile:
                 if line is None:
                     log.warning("%s: line %d is torn; going on from there", self.path, number)
                     break
-                if (line["uid"], line["sample_index"]) != key:
+                if (line["uid"], line["sample_index"]) != (key.uid, key.sample_index):
                     raise InputError(
                         f"{self.path}: line {number} is sample {line['sample_index']} of {line['uid']}, expected sample"
-                        f" {key[1]} of {key[0]}: the data files or their filter have changed; {WAY_OUT}"
+                        f" {key.sample_index} of {key.uid}: the data files or their filter have changed; {WAY_OUT}"
                     )
+                for name, value in key.prompt.items():
+                    if line.get(name) != value:
+                        raise InputError(
+                            f"{self.path}: line {number} has another {name} than {key.uid} has now: the data files are "
+                            f"others, or have changed; {WAY_OUT}"
+                        )
                 self.totals.add(len(line["response_ids"]), line["finish_reason"], line.get("score"))
                 end += len(text)
         return end

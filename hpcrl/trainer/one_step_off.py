@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpcrl.launch.exits import InputError
 from hpcrl.trainer.experience import Collected, Experience
 from hpcrl.trainer.pending import Pending, Steps
 from hpcrl.trainer.prompt_groups import numbered
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -22,10 +26,12 @@ class OneStepOff(Experience):
     holds the samples of the step that comes next.
     """
 
-    ahead: Pending[Collected] | None = None  # of the step after the one that `collect` gave
+    # Of the step after the one that `collect` gave. It gives None where the run ends before that step, see `_spare`.
+    ahead: Pending[Collected | None] | None = None
 
     def collect(self, step: int) -> Collected:
         found = (self.ahead or self._begin(step)).get()
+        assert found is not None
         self.weights.bring(step - 1)
         # After the last step, only for a checkpoint from which more steps may follow.
         goes_on = step < self.total_steps or self.config.trainer.save_freq > 0
@@ -43,9 +49,10 @@ class OneStepOff(Experience):
         yield
 
     def save(self, folder: Path, step: int) -> dict[str, Any]:
-        if self.ahead is None:
+        found = self.ahead.get() if self.ahead is not None else None
+        if found is None:
             return super().save(folder, step)
-        batch, metrics = self.ahead.get()
+        batch, metrics = found
         self.write(batch, folder / "ahead", step + 1)
         # JSON has no NaN.
         kept = {name: None if math.isnan(value) else value for name, value in metrics.items()}
@@ -58,8 +65,17 @@ class OneStepOff(Experience):
             metrics = {name: math.nan if value is None else value for name, value in state["ahead"].items()}
             self.ahead = Pending(_done((batch, metrics)), self.timers)
 
-    def _begin(self, step: int) -> Pending[Collected]:
-        return Pending(self.gather(step), self.timers).in_background(self.controller)
+    def _begin(self, step: int) -> Pending[Collected | None]:
+        steps = self.gather(step) if step <= self.total_steps else self._spare(step)
+        return Pending(steps, self.timers).in_background(self.controller)
+
+    def _spare(self, step: int) -> Steps[Collected | None]:
+        """As `gather`, of the step after the last one: a run without that step does not end for want of its samples."""
+        try:
+            return (yield from self.gather(step))
+        except InputError as error:
+            log.warning("no samples for a step after the last one: %s", error)
+            return None
 
 
 def _done(value: T) -> Steps[T]:

@@ -275,7 +275,8 @@ class PPOTrainer:
         found["perf/throughput"] = self.num_tokens / seconds / self.derived.world_size
         found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if self.config.async_training.mode != "sync":
-            busy, num_replicas = self.metrics["perf/rollout_busy_s"], self.derived.roles["rollout"].dp
+            busy = self.metrics.get("perf/rollout_busy_s", 0.0)  # missing where the surplus alone made the step
+            num_replicas = self.derived.roles["rollout"].dp
             found |= idle_metrics(found.get("timing_s/gen", 0.0), busy, seconds, num_replicas)
         self.run.writer.log(step, self.metrics | self.weights.metrics | found)
         shown = {

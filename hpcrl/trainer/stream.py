@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from hpcrl.roles.response_stream import Finished
 from hpcrl.trainer.experience import Collected, Experience, Gathering
 from hpcrl.trainer.prompt_groups import differing, num_prompts, numbered
 from hpcrl.trainer.scoring import scored
+
+log = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
@@ -102,6 +105,21 @@ class Stream(Experience):
         if self.surplus is not None:
             self.next_number = num_prompts(self.surplus)  # `write` has numbered them anew
             self.num_submitted += self.next_number
+            self._tell_of_overdue(step)
+
+    def _tell_of_overdue(self, step: int) -> None:
+        """Prompts that were drawn under a larger bound or batch size, or in another mode."""
+        versions, cfg = sorted(self._versions_here()), self.config
+        threshold, size = cfg.async_training.staleness_threshold, cfg.data.train_batch_size
+        # The oldest come first: the place in the order says in which step.
+        late = sum(version < step + place // size - threshold for place, version in enumerate(versions))
+        if late:
+            log.warning(
+                "%d of the %d prompts that the checkpoint keeps will be older than "
+                "async_training.staleness_threshold=%d when they are trained: they were drawn with another "
+                "async_training or data.train_batch_size",
+                *(late, len(versions), threshold),
+            )
 
     def _flow(self) -> None:
         """Generation goes on, with the weights that the engine has."""
@@ -166,7 +184,8 @@ class Stream(Experience):
             return True
         live = self._versions_here() + [prompt.version for prompt in self.prompts.values()]
         for version in set(live):
-            later = (version + 1 + threshold - step) * size  # places of later steps for what is due by then
+            # Places of later steps for what is due by then; none for what a resumed run is late with.
+            later = max(0, version + 1 + threshold - step) * size
             if sum(v <= version for v in here) < sum(v <= version for v in live) - later:
                 return True
         return False
@@ -181,7 +200,7 @@ class Stream(Experience):
             batch = batch.union(self.controller["rollout"].take(batch).get())
         with self.timers("reward"):
             batch = scored(self.controller, batch, with_model=self.derived.needs_reward_model)
-        self.check_scores(batch)
+        self.first.check_scores(batch)
         self.seen.metrics += batch.metrics
         self.seen.num_generated += len(batch)
         self.sampler.update(step_report(step, batch.samples))
@@ -196,6 +215,7 @@ class Stream(Experience):
         self._submit()
 
     def _without_equal(self, batch: DataProto) -> DataProto:
+        self.first.check_metric(batch)
         kept = differing(batch, self.config.algorithm.filter_groups.metric)
         self.seen.num_evicted += int((~kept).sum())
         self.num_submitted -= num_prompts(batch[~kept])

@@ -19,7 +19,7 @@ DISJOINT = {
 TOOLS = {"enable": True, "function_tool_path": "tools.py"}
 
 CASES: list[tuple[dict[str, Any], str]] = [
-    ({"rollout": {"engine": "tensorrt_llm"}}, "neither rollout.trtllm.model_dir nor model.path"),
+    ({"rollout": {"engine": "tensorrt_llm"}}, "rollout.trtllm.model_dir is null"),
     (
         {
             "rollout": {"engine": "tensorrt_llm", "trtllm": {"design": "single_process", "model_dir": "llama"}},

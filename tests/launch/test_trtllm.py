@@ -41,6 +41,47 @@ def test_a_job_under_mpich_ends_in_one_line_before_anything_hangs(run: Callable,
     assert "rollout.engine=native" in ended.stderr and "it was imported" not in ended.stderr + ended.stdout
 
 
+LOST = """
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    raise OSError("libcuda.so.1: cannot open")
+MPI.COMM_WORLD.Split(0)
+"""
+
+
+@pytest.mark.parametrize("program", ["job", "check"])
+def test_an_import_that_fails_on_one_rank_ends_the_job(run: Callable, tmp_path: Path, program: str) -> None:
+    (tmp_path / "tensorrt_llm.py").write_text(LOST)
+    start = {"job": JOB, "check": "from hpcrl.cli import main\nmain(['check', '--trtllm'])\n"}[program]
+    (tmp_path / "program.py").write_text(
+        "from hpcrl.launch import trtllm\ntrtllm.refusal = lambda library, thread_multiple: None\n" + start
+    )
+    ended = run(MPIEXEC, "-n", "3", sys.executable, "program.py")
+    assert ended.code == 2, ended.stdout + ended.stderr
+    assert ended.stderr.count("hpcrl: error: tensorrt_llm cannot be imported: OSError: libcuda.so.1") == 1
+    assert "Traceback" not in ended.stderr
+
+
+ONE_GPU_CHECK = """
+from tools import gpu_check
+def check(world):
+    gpu_check.require(world.rank != 1, "weights differ")
+    return "as expected"
+gpu_check.CHECKS["one"] = check
+gpu_check.usable = lambda world: ""
+gpu_check.main("one")
+"""
+
+
+def test_a_gpu_check_does_not_pass_where_one_rank_fails(run: Callable, tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text(ONE_GPU_CHECK)
+    alone = run(MPIEXEC, "-n", "1", sys.executable, "check.py")
+    assert alone.code == 0 and alone.stdout == "pass: as expected\n"
+    ended = run(MPIEXEC, "-n", "2", sys.executable, "check.py")
+    assert ended.code == 1, ended.stdout + ended.stderr
+    assert ended.stdout == "fail: weights differ\n"
+
+
 CLOSING = """
 from mpi4py import MPI
 from types import SimpleNamespace

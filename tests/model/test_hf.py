@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +112,18 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         read_shape(tmp_path)
     with pytest.raises(InputError, match="safetensors"):
         Safetensors(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="has no 'num_attention_heads'"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, b"not safetensors"])
+def test_a_shard_that_is_missing_or_damaged_is_refused_in_one_line(content: bytes | None, tmp_path: Path) -> None:
+    name, shard = "model.norm.weight", "model-00001-of-00001.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: shard}}))
+    if content is not None:
+        (tmp_path / shard).write_bytes(content)
+    read = Safetensors(tmp_path)
+    with pytest.raises(InputError, match=f"{shard}: .*; expected {name} in it") as caught:
+        read(name)
+    assert "\n" not in str(caught.value)

@@ -221,15 +221,19 @@ def test_no_prompt_is_lost_or_trained_twice(world, lab: Lab, filtering: bool) ->
 
 
 def test_validation_pauses_generation(world, lab: Lab) -> None:
-    for mode in ("one_step_off", "bounded_staleness"):
+    """Of one_step_off, with a step that what is left over of another one fills."""
+    filtering = {"algorithm": {"filter_groups": {"enable": True}}, "data": {"gen_batch_size": 32}}
+    for mode, options in (("one_step_off", filtering), ("bounded_staleness", {})):
         found = run(
             lab,
             f"validated_{mode}",
             mode,
             steps=3,
-            data={"val_files": [str(lab.data / "val.parquet")], "val_max_samples": 8},
+            data={"val_files": [str(lab.data / "val.parquet")], "val_max_samples": 8, **options.get("data", {})},
+            algorithm=options.get("algorithm", {}),
             trainer={"test_freq": 1},
         )
         shown = lines(found)
         assert [line["step"] for line in shown] == [0, 1, 2, 3]
         assert all(any(name.startswith("val-core/") for name in line) for line in shown)
+        assert any(line.get("train/num_gen_batches") == 0 for line in shown) == (options is filtering)

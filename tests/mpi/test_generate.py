@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from hpcrl.config.derive import check_evaluate, check_generate
@@ -158,4 +159,10 @@ def test_a_killed_generation_goes_on(world, inference: Inference) -> None:
     inference.generate("killed", placement, **options)  # complete: nothing to do
     with pytest.raises(InputError, match=r"holds samples of rollout.n=3, and this job has 2"):
         inference.generate("killed", placement, **options, rollout={"n": 2})
+    other = inference.lab.folder / "other_data" / "val.parquet"
+    if world.rank == 0:  # the same uids, of other prompts
+        other.parent.mkdir()
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(inference.lab.data / "val.parquet")[1:], other)
+    with pytest.raises(InputError, match=r"line 1 has another prompt_ids than val.parquet:0:0 has now"):
+        inference.generate("killed", placement, **options, data={**inference.data, "val_files": [str(other)]})
     assert file.read_bytes() == text

@@ -9,20 +9,22 @@ from pathlib import Path
 import pytest
 
 from hpcrl.launch.exits import InputError
-from hpcrl.trainer.generation_file import GenerationFile
+from hpcrl.trainer.generation_file import GenerationFile, Key
 
-KEYS = [(f"data:{row}:0", sample) for row in range(3) for sample in range(2)]
+KEYS = [
+    Key(f"data:{row}:0", sample, {"prompt_ids": [row], "ground_truth": "7"}) for row in range(3) for sample in range(2)
+]
 SETTINGS = {"rollout.temperature": 1.0, "model.init_from": None}
 
 
-def opened(path: Path, settings: Mapping[str, object] = SETTINGS, keys: list[tuple[str, int]] = KEYS) -> GenerationFile:
+def opened(path: Path, settings: Mapping[str, object] = SETTINGS, keys: list[Key] = KEYS) -> GenerationFile:
     return GenerationFile(path, settings, iter(keys), len(keys))
 
 
 def line(number: int) -> str:
-    uid, sample = KEYS[number]
+    uid, sample, prompt = KEYS[number]
     row = {"uid": uid, "sample_index": sample, "response_ids": [1] * number, "finish_reason": "length", "score": 0.5}
-    return json.dumps(row) + "\n"
+    return json.dumps(row | dict(prompt)) + "\n"
 
 
 def write(path: Path, count: int) -> bytes:
@@ -61,7 +63,13 @@ def test_samples_of_another_job_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds samples of rollout.temperature=1.0, and this job has 0.5; choose"):
         opened(path, {**SETTINGS, "rollout.temperature": 0.5})
     with pytest.raises(InputError, match="line 3 is sample 0 of data:1:0, expected sample 0 of data:9:0"):
-        opened(path, keys=[*KEYS[:2], ("data:9:0", 0)])
+        opened(path, keys=[*KEYS[:2], Key("data:9:0", 0, {})])
+    for name, value in (("prompt_ids", [9]), ("ground_truth", "8")):
+        other = KEYS[2]._replace(prompt={**KEYS[2].prompt, name: value})
+        with pytest.raises(
+            InputError, match=f"line 3 has another {name} than data:1:0 has now: the data files are oth"
+        ):
+            opened(path, keys=[*KEYS[:2], other, *KEYS[3:]])
     (tmp_path / "out.jsonl.settings.json").unlink()
     with pytest.raises(InputError, match="exists, without the out.jsonl.settings.json of its job"):
         opened(path)

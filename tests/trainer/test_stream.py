@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.grid.layout import Layout
+from hpcrl.launch.exits import InputError
 from hpcrl.roles.response_stream import Finished
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.engine_weights import EngineWeights
@@ -40,9 +44,10 @@ class Done:
 class Replicas:
     """A controller whose replicas finish prompts in any order, under whatever weights the engine has by then."""
 
-    def __init__(self, dp: int, seed: int, equal_scores: float) -> None:
+    def __init__(self, dp: int, seed: int, equal_scores: float, failed_scores: float = 0.0) -> None:
         self.random = random.Random(seed)
         self.equal_scores = equal_scores  # the share of prompts that dynamic sampling drops
+        self.failed_scores = failed_scores  # the share of prompts that no score comes back for
         self.layout = Layout(tuple(range(1, dp + 1)))
         self.version = 0
         self.running: dict[int, tuple[int, list[int]]] = {}  # prompt -> replica, first version of each sample
@@ -84,10 +89,17 @@ class Replicas:
         equal = [self.random.random() < self.equal_scores for _ in range(len(batch) // N)]
         score = np.array([0.5 if same else sample for same in equal for sample in range(N)], np.float32)
         extras = np.empty(len(batch), object)
-        extras[:] = [{} for _ in range(len(batch))]
+        failed = np.repeat([self.random.random() < self.failed_scores for _ in equal], N)
+        extras[:] = [{} if fails else {"steps": float(row)} for row, fails in enumerate(failed)]
         length = np.ones(len(batch), np.int32)
         acc = np.full(len(batch), np.nan, np.float32)
-        return Done(DataProto({}, {"score": score, "acc": acc, "extras": extras, "response_length": length}))
+        return Done(
+            DataProto(
+                {},
+                {"score": score, "acc": acc, "extras": extras, "response_length": length},
+                {"metrics": [{"reward/errors": Sum(float(failed.sum()))}]},
+            )
+        )
 
 
 class Weights(EngineWeights):
@@ -157,3 +169,65 @@ def test_no_sample_is_older_than_the_bound_and_none_is_lost(
     left += np.unique(loop.surplus.samples["row"]).tolist() if loop.surplus is not None else []
     assert max(Counter(trained + left).values()) == 1
     assert len(trained) + len(left) + dropped == loop.sampler.state_dict()["position"]
+
+
+def bounded(threshold: int, batch_size: int, **filtering: Any) -> Config:
+    return Config.model_validate(
+        {
+            "data": {"train_batch_size": batch_size},
+            "rollout": {"n": N},
+            "async_training": {"mode": "bounded_staleness", "staleness_threshold": threshold},
+            "algorithm": {"filter_groups": filtering},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("threshold", "batch_size", "num_late"),
+    [(3, 4, 0), (2, 8, 4), (2, 4, 8), (0, 4, 8), (3, 2, 6)],  # 4 prompts of version 1 and 4 of version 2, after step 4
+)
+def test_a_resumed_run_trains_what_is_late_by_its_smaller_bound(
+    caplog: pytest.LogCaptureFixture, threshold: int, batch_size: int, num_late: int
+) -> None:
+    loop = stream(Replicas(2, 0, 0.0), bounded(threshold, batch_size), 12, 4)
+    kept = DataProto(
+        {},
+        {
+            "prompt": np.repeat(np.arange(8), N).astype(np.int32),
+            "row": np.repeat(np.arange(8), N),
+            "sample_index": np.tile(np.arange(N), 8),
+            "weight_version_min": np.repeat([1, 2], 4 * N),
+            "weight_version_max": np.repeat([1, 2], 4 * N),
+        },
+    )
+    loop.read = lambda folder, step: kept  # type: ignore[method-assign]
+    loop.load({"sampler": {"position": 8}, "surplus": True}, Path(), 4)
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split(" will be older")[0] for line in told] == (
+        [f"{num_late} of the 8 prompts that the checkpoint keeps"] if num_late else []
+    )
+    rows: list[int] = []
+    for step in range(5, 5 + 8 // batch_size):
+        rows += loop.collect(step)[0].samples["row"].tolist()[::N]
+        loop.updated(step)
+    assert rows == list(range(8))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_prompts_whose_scores_failed_are_dropped_like_those_that_do_not_differ(seed: int) -> None:
+    replicas = Replicas(2, seed, 0.0, failed_scores=0.3)
+    loop = stream(replicas, bounded(1, 4, enable=True, metric="steps"), 4, 0)
+    dropped = 0.0
+    for step in range(1, 5):
+        batch, metrics = loop.collect(step)
+        assert all("steps" in extra for extra in batch.samples["extras"])
+        dropped += metrics["training/filter_groups/evicted_samples"]
+        loop.updated(step)
+    assert dropped > 0
+
+
+@pytest.mark.parametrize("filtering", [{}, {"enable": True, "metric": "steps"}])
+def test_a_scorer_that_never_works_ends_the_job_after_a_step_of_samples(filtering: dict[str, Any]) -> None:
+    loop = stream(Replicas(2, 0, 0.0, failed_scores=1.0), bounded(1, 4, **filtering), 4, 0)
+    with pytest.raises(InputError, match=r"all of the first 8 scores failed \(reward/errors 8\)"):
+        loop.collect(1)

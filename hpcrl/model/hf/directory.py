@@ -1,10 +1,15 @@
-"""A Hugging Face directory of safetensors files, read into a rank's weights."""
+"""A Hugging Face directory of safetensors files, read into a rank's weights.
+
+Training does not read such directories yet: `model.path` is refused, and only config.json is read in a job, for
+TensorRT-LLM.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -15,18 +20,31 @@ from hpcrl.model.hf.llama import Read, from_hf, shape_from_hf
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 def read_shape(folder: Path) -> ModelShape:
     """The shape that config.json of `folder` describes."""
-    path = folder / "config.json"
+    try:
+        return shape_from_hf(read_config(folder), str(folder / CONFIG))
+    except KeyError as error:
+        raise InputError(
+            f"{folder / CONFIG} has no {error}; expected a Llama's, as save_pretrained() writes"
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of `folder`."""
+    path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}; name a directory that save_pretrained() made") from error
-    return shape_from_hf(config, str(path))
+        raise InputError(f"{path} cannot be read ({error}); name a directory that save_pretrained() made") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path} has no keys; name a directory that save_pretrained() made")
+    return config
 
 
 class Safetensors:
@@ -46,8 +64,12 @@ class Safetensors:
     def __call__(self, name: str) -> Tensor:
         if name not in self._file_of:
             raise InputError(f"{self._folder}: there is no tensor {name}; is this a Llama's directory?")
-        with safe_open(self._folder / self._file_of[name], "pt") as file:
-            return file.get_tensor(name)
+        path = self._folder / self._file_of[name]
+        try:
+            with safe_open(path, "pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path}: {error}; expected {name} in it: copy the directory again") from error
 
 
 def load_weights(

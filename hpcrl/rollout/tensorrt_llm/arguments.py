@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.rollout_rules import check_tensorrt_llm
 from hpcrl.config.schema import Config
 from hpcrl.launch.exits import InputError
+from hpcrl.model.hf.directory import CONFIG, read_config, read_shape
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.tensorrt_llm.sampling import SAMPLER
 
@@ -15,7 +16,7 @@ TOKENS_PER_BLOCK = 32  # of its paged KV cache
 ITEMSIZE = 2  # bytes: bfloat16 is the only dtype
 GIB = 2**30
 
-# A key of a Llama-like config.json -> the field of ModelShape that must be equal
+# A key of a Llama's config.json -> the field of ModelShape that must be equal
 ARCHITECTURE = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -33,23 +34,10 @@ ARCHITECTURE = {
 def engine_arguments(config: Config, shape: ModelShape, tp_size: int) -> dict[str, Any]:
     """Keyword arguments of TorchLlmArgs; those of its parts "kv_cache_config" and "cuda_graph_config" as dicts.
 
-    Raises InputError for what this engine cannot do.
+    Raises ConfigError or InputError for what this engine cannot do.
     """
+    check_tensorrt_llm(config, tp_size)
     rollout = config.rollout
-    dtype = rollout.dtype or config.model.dtype
-    if dtype != "bfloat16":
-        raise InputError(
-            f"rollout.engine=tensorrt_llm computes in bfloat16, and rollout.dtype={dtype}; "
-            "set rollout.dtype=bfloat16, or rollout.engine=native"
-        )
-    if rollout.exact:
-        raise InputError("rollout.exact is for engine=native, and rollout.engine=tensorrt_llm; change one")
-    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
-        raise InputError(
-            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
-            f"rollout.max_num_seqs={rollout.max_num_seqs}, and TensorRT-LLM counts one token of each sequence that "
-            "decodes; raise it, or lower max_num_seqs"
-        )
     longest = max_model_len(config)
     if longest > shape.max_position_embeddings:
         raise InputError(
@@ -60,7 +48,7 @@ def engine_arguments(config: Config, shape: ModelShape, tp_size: int) -> dict[st
         "model": str(model_dir(config)),
         "skip_tokenizer_init": True,
         "load_format": "dummy",  # refit brings the weights
-        "dtype": dtype,
+        "dtype": "bfloat16",
         "tensor_parallel_size": tp_size,
         "pipeline_parallel_size": 1,
         "allreduce_strategy": "NCCL",  # its own all-reduce goes wrong with several engines in a job, as its makers say
@@ -113,34 +101,18 @@ def _kv_cache(config: Config, shape: ModelShape, tp_size: int) -> dict[str, Any]
 
 def model_dir(config: Config) -> Path:
     named = config.rollout.trtllm.model_dir or config.model.path
-    if named is None:
-        raise InputError(
-            "rollout.engine=tensorrt_llm reads config.json of a Hugging Face directory, and neither "
-            "rollout.trtllm.model_dir nor model.path names one; name it"
-        )
+    assert named is not None  # check_tensorrt_llm
     return Path(named)
 
 
 def check_architecture(folder: Path, shape: ModelShape) -> None:
     """Raises InputError unless config.json in `folder` describes the model that is trained: the engine builds its own
     from that file, and a refit would only notice differences that change a shape."""
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}); it must describe the model that is trained") from error
-    heads = found.get("num_attention_heads")
-    defaults = {
-        "num_key_value_heads": heads,
-        "head_dim": found.get("hidden_size", 0) // heads if heads else None,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-    }
+    found = read_shape(folder)
     for key, field in ARCHITECTURE.items():
-        theirs = found.get(key)
-        theirs = defaults.get(key) if theirs is None else theirs
-        ours = getattr(shape, field)
+        theirs, ours = getattr(found, field), getattr(shape, field)
         if theirs != ours:
-            raise InputError(f"{path} has {key}={theirs}, and the trained model {ours}; make them equal")
-    if found.get("rope_scaling"):
-        raise InputError(f"{path} has rope_scaling={found['rope_scaling']}, and the trained model none; remove it")
+            raise InputError(f"{folder / CONFIG} has {key}={theirs}, and the trained model {ours}; make them equal")
+    scaling = read_config(folder).get("rope_scaling")  # the shape's reader ignores it beside rope_parameters
+    if scaling:
+        raise InputError(f"{folder / CONFIG} has rope_scaling={scaling}, and the trained model none; remove it")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hpcrl.launch import trtllm
 from hpcrl.launch.check import Finding, cuda, package, torch
 from hpcrl.launch.exits import InputError
+from hpcrl.launch.world import abort
 from hpcrl.rollout.tensorrt_llm import signatures
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ def findings(comm: MPI.Intracomm) -> list[Finding]:
     try:
         trtllm.import_together(comm)
     except InputError as error:
+        if not error.everywhere:  # the others may spin in the import
+            abort(error, rank=comm.rank, role="check", phase="import")
         return [*found, Finding("TensorRT-LLM", "cannot be used", str(error))]
     return [*found, *compared(importlib.import_module)]
 

@@ -131,7 +131,7 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
     """This rank's engine. Collective over the ranks of each replica; tensorrt_llm is imported already, by all ranks of
     the job together (launch.trtllm), and training's memory should be as it will be while generating.
 
-    Raises InputError for a configuration, version or machine that this engine cannot work with.
+    Raises ConfigError or InputError for a configuration, version or machine that this engine cannot work with.
     """
     layout, coord = groups.layout, groups.coord
     for axis in ("pp", "cp", "ep", "etp", "vpp"):
@@ -140,12 +140,6 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
                 f"placement.rollout.{axis}={getattr(layout, axis)} with rollout.engine=tensorrt_llm, which is used "
                 f"with tensor parallelism alone; set {axis}: 1"
             )
-    design = config.rollout.trtllm.design
-    if design == "single_process" and layout.tp > 1:
-        raise InputError(
-            f"rollout.trtllm.design=single_process makes replicas of one rank, and placement.rollout.tp={layout.tp}; "
-            "use tp: 1, or design: tp_group"
-        )
     arguments = engine_arguments(config, shape, layout.tp)
     expected = tensorrt_llm_shards(shape, tp_rank=coord.tp, tp_size=layout.tp)
     check_architecture(model_dir(config), shape)
@@ -163,7 +157,7 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
     theirs = create_group(MPI.COMM_WORLD, layout.group_of(groups.rank, "tp"))
     ours = duplicate(theirs)  # TensorRT-LLM's thread uses the first one
     engine = TrtllmEngine(
-        TrtllmWorker(arguments, theirs, groups.rank, device, public=design == "single_process"),
+        TrtllmWorker(arguments, theirs, groups.rank, device, public=config.rollout.trtllm.design == "single_process"),
         expected,
         tp_rank=coord.tp,
         share=lambda news: broadcast(ours, news),

@@ -77,7 +77,7 @@ class Generation:
         self._add(requests)
         while True:
             if should_abort is not None and should_abort():
-                self._abort()
+                self._abort(on_finished)
                 break
             if source is not None:
                 more = source.take(self._num_open == 0)
@@ -89,10 +89,7 @@ class Generation:
                 if source is None:
                     break
                 continue
-            for index, done in self._share(self._advance()):
-                self._completions[index] = done
-                if on_finished is not None:
-                    on_finished(index, done)
+            self._store(self._share(self._advance()), on_finished)
             if on_step is not None:
                 on_step()
         return [self._completions[index] for index in range(len(self._requests))]
@@ -143,8 +140,16 @@ class Generation:
                 return ended
             time.sleep(1e-3)
 
-    def _abort(self) -> None:
-        """End all that is open; what ended by itself in the meantime keeps its reason."""
+    def _store(
+        self, ended: list[tuple[int, Completion]], on_finished: Callable[[int, Completion], None] | None
+    ) -> None:
+        for index, done in ended:
+            self._completions[index] = done
+            if on_finished is not None and done.finish_reason != "abort":
+                on_finished(index, done)
+
+    def _abort(self, on_finished: Callable[[int, Completion], None] | None) -> None:
+        """End all that is open; what ended by itself in the meantime keeps its reason, and is told."""
         ended: list[tuple[int, Completion]] = []
         if self._server is not None:
             for handle in self._in_flight.values():
@@ -152,6 +157,6 @@ class Generation:
             give_up = time.monotonic() + CANCEL_SECONDS
             while self._in_flight and time.monotonic() < give_up:
                 ended += self._wait(ROUND_SECONDS)
-        self._completions.update(self._share(ended))
+        self._store(self._share(ended), on_finished)
         for index in range(len(self._requests)):
             self._completions.setdefault(index, nothing_drawn())

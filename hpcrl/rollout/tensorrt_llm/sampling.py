@@ -12,12 +12,12 @@ import struct
 from hashlib import blake2b
 from typing import Any
 
+from hpcrl.config.rollout_rules import TENSORRT_LLM_TOP_K
 from hpcrl.launch.exits import InputError
 from hpcrl.rollout.protocol import Request, SamplingParams
 
 SAMPLER = "TRTLLMSampler"
 NUM_LOG_PROBS = 1  # 0 asks 1.2.1 for none
-MAX_TOP_K = 1024  # the C++ sampler takes more for this, and only warns
 
 
 def request_seed(request: Request, *, seed: int, step: int) -> int:
@@ -32,10 +32,10 @@ def request_seed(request: Request, *, seed: int, step: int) -> int:
 
 def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int, step: int) -> dict[str, Any]:
     """Keyword arguments for one request. Raises InputError for what 1.2.1 cannot do."""
-    if sampling.top_k > MAX_TOP_K:
+    if sampling.top_k > TENSORRT_LLM_TOP_K:
         raise InputError(
-            f"top_k={sampling.top_k} with rollout.engine=tensorrt_llm, whose sampler keeps {MAX_TOP_K} tokens at most; "
-            f"use {MAX_TOP_K} or less, or -1 for all"
+            f"top_k={sampling.top_k} is more than TensorRT-LLM's sampler keeps; "
+            f"use {TENSORRT_LLM_TOP_K} or less, or -1 for all"
         )
     greedy = sampling.temperature == 0
     stops = [] if sampling.ignore_eos else list(sampling.eos_token_ids)

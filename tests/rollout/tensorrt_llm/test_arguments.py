@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
 from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
@@ -54,21 +55,22 @@ def test_bytes_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"dtype": "float32"}, "computes in bfloat16"),
-        ({"dtype": None}, "rollout.dtype=float32"),
+        ({"dtype": "float32"}, "set rollout.dtype=bfloat16"),
+        ({"dtype": None}, "dtype would be float32"),
         ({"exact": True}, "rollout.exact"),
         ({"max_num_batched_tokens": 8}, "rollout.max_num_batched_tokens=8"),
         ({"kv_cache_gib": 1e-6}, "holds 4 tokens"),
     ],
 )
 def test_refusals(keys: dict[str, Any], line: str) -> None:
-    with pytest.raises(InputError, match=line):
+    with pytest.raises((ConfigError, InputError), match=line):
         engine_arguments(config(**keys), SHAPE, 1)
     with pytest.raises(InputError, match="max_position_embeddings=64"):
         engine_arguments(config(), replace(SHAPE, max_position_embeddings=64), 1)
 
 
 HF: dict[str, Any] = {
+    "model_type": "llama",
     "num_hidden_layers": 2,
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -87,16 +89,33 @@ def write(folder: Path, **keys: Any) -> Path:
 def test_a_model_directory_of_the_same_architecture(tmp_path: Path) -> None:
     check_architecture(write(tmp_path), SHAPE)
     check_architecture(write(tmp_path, head_dim=None, rope_theta=10000.0, tie_word_embeddings=False), SHAPE)
+    other = replace(SHAPE, rope_theta=5e5)
+    check_architecture(write(tmp_path, rope_theta=5e5), other)
+    check_architecture(write(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}), other)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("num_hidden_layers", 3), ("num_key_value_heads", None), ("rope_theta", 5e5), ("tie_word_embeddings", True),
-     ("rms_norm_eps", 1e-6), ("head_dim", 16), ("rope_scaling", {"type": "linear"})],
-)  # fmt: skip
-def test_a_model_directory_of_another_architecture(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(InputError, match=key):
-        check_architecture(write(tmp_path, **{key: value}), SHAPE)
+    ("keys", "line"),
+    [
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3, and the trained model 2"),
+        ({"num_key_value_heads": None}, "num_key_value_heads=8"),
+        ({"rope_theta": 5e5}, "rope_theta=500000.0"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta=500000.0"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+        ({"head_dim": 16}, "head_dim=16"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type=linear"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear"}}, "rope_scaling="),
+        ({"model_type": "qwen2"}, "model_type=qwen2"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+    ],
+)
+def test_a_model_directory_of_another_architecture(tmp_path: Path, keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        check_architecture(write(tmp_path, **keys), SHAPE)
 
 
 def test_a_model_directory_without_a_config(tmp_path: Path) -> None:

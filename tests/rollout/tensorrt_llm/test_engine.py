@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
@@ -155,12 +156,12 @@ def groups(**sizes: int) -> Any:
     [
         ({"pp": 2}, {}, "placement.rollout.pp=2"),
         ({"tp": 2}, {"design": "single_process"}, "replicas of one rank"),
-        ({}, {"model_dir": None}, "name it"),
+        ({}, {"model_dir": None}, "rollout.trtllm.model_dir is null"),
         ({}, {}, "cannot be read"),
     ],
 )
 def test_jobs_that_cannot_be_are_refused(sizes: dict[str, int], trtllm: dict[str, Any], line: str) -> None:
-    with pytest.raises(InputError, match=line):
+    with pytest.raises((ConfigError, InputError), match=line):
         make_engine(config(trtllm={"model_dir": "/nowhere"} | trtllm), SHAPE, groups(**sizes), torch.device("cpu"))
 
 
