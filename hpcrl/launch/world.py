@@ -64,11 +64,7 @@ class World:
         return exchange(self.comm, obj)
 
     def together(self, fn: Callable[[], T]) -> T:
-        """Run `fn` on every rank and agree on how it went.
-
-        A user error on any rank is raised on all of them with the same text (the lowest rank's), so that the job can
-        end by exit code 2 without an abort. Any other exception is raised where it happened, which ends the job.
-        """
+        """Run `fn` on every rank and agree on how it went, see `collectives.together`."""
         return together(self.comm, fn)
 
 

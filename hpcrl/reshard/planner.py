@@ -154,11 +154,23 @@ class Resharding:
         """Parameters of which `rank` has the same slice in the same order on both sides."""
         return self._shared_by(self._source_places.get(rank, ()), self._destination_places.get(rank, ()))
 
+    @cached_property
+    def source_cells(self) -> list[Cell]:
+        """What the source's ranks hold."""
+        return megatron_cells(self.shape, self.source, self.head)
+
+    @cached_property
+    def destination_cells(self) -> list[Cell]:
+        """What the destination's ranks are to hold, in its format."""
+        if self.destination_format == "tensorrt_llm":
+            return tensorrt_llm_cells(self.shape, self.destination)
+        return megatron_cells(self.shape, self.destination, self.head)
+
     def _shared_by(self, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[SharedSlice, ...]:
         if (source, destination) not in self._shared_slices:
-            mine = {shard.name: shard for number in source for shard in self._source_cells[number].shards}
+            mine = {shard.name: shard for number in source for shard in self.source_cells[number].shards}
             found = []
-            for cell in (self._destination_cells[number] for number in destination):
+            for cell in (self.destination_cells[number] for number in destination):
                 for shard, dst_name in zip(cell.shards, cell.dst_names, strict=True):
                     other = mine.get(shard.name)
                     if other and (other.local_shape, other.boxes) == (shard.local_shape, shard.boxes):
@@ -173,25 +185,15 @@ class Resharding:
 
     @cached_property
     def _source_places(self) -> dict[int, tuple[int, ...]]:
-        return _places(self._source_cells)
+        return _places(self.source_cells)
 
     @cached_property
     def _destination_places(self) -> dict[int, tuple[int, ...]]:
-        return _places(self._destination_cells)
+        return _places(self.destination_cells)
 
     @cached_property
     def _routes(self) -> Routes:
-        return Routes(self._source_cells, self._destination_cells, self.nodes, self.itemsize)
-
-    @cached_property
-    def _source_cells(self) -> list[Cell]:
-        return megatron_cells(self.shape, self.source, self.head)
-
-    @cached_property
-    def _destination_cells(self) -> list[Cell]:
-        if self.destination_format == "tensorrt_llm":
-            return tensorrt_llm_cells(self.shape, self.destination)
-        return megatron_cells(self.shape, self.destination, self.head)
+        return Routes(self.source_cells, self.destination_cells, self.nodes, self.itemsize)
 
     def _check(self, layout: Layout, side: str) -> None:
         check_layout(

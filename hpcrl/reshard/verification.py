@@ -14,7 +14,7 @@ from hpcrl.launch.exits import CHECKSUM
 from hpcrl.launch.waiting import wait
 from hpcrl.model.params import Box, Shard
 from hpcrl.reshard.checksum import checksum
-from hpcrl.reshard.pieces import Cell, megatron_cells, tensorrt_llm_cells
+from hpcrl.reshard.pieces import Cell
 from hpcrl.reshard.rectangles import Weights
 
 if TYPE_CHECKING:
@@ -64,24 +64,23 @@ class Verifier:
     ) -> None:
         self._layouts = (resharding.source, resharding.destination)
         self._comm, self._ranks, self._dtype, self._scratch_bytes = comm, ranks, dtype, scratch_bytes
-        source, destination = _cells(resharding)
         totals: dict[tuple[str, Extents], int] = {}
         wanted: dict[str, dict[int, tuple[Box, ...]]] = {}
-        for cell in destination:
+        for cell in resharding.destination_cells:
             for shard in cell.shards:
                 total = totals.setdefault((shard.name, _extents(shard)), len(totals))
                 wanted.setdefault(shard.name, {})[total] = shard.boxes
         self._num_totals = len(totals)
         self._counted = [
             region
-            for name, box in _first_held(source, rank)
+            for name, box in _first_held(resharding.source_cells, rank)
             for total, boxes in wanted.get(name, {}).items()
             for part in boxes
             if (region := _overlap(name, box, part, total))
         ]
         self._held = [
             region
-            for cell in destination
+            for cell in resharding.destination_cells
             if rank in cell.ranks
             for shard, name in zip(cell.shards, cell.dst_names, strict=True)
             for box in shard.boxes
@@ -122,15 +121,6 @@ class Verifier:
             f"actor {source} -> rollout {destination}; suspect memory or network of these ranks, and if it happens "
             "again, report it as a bug"
         )
-
-
-def _cells(resharding: Resharding) -> tuple[list[Cell], list[Cell]]:
-    """What the ranks of source and destination hold."""
-    shape, destination = resharding.shape, resharding.destination
-    source = megatron_cells(shape, resharding.source, resharding.head)
-    if resharding.destination_format == "tensorrt_llm":
-        return source, tensorrt_llm_cells(shape, destination)
-    return source, megatron_cells(shape, destination, resharding.head)
 
 
 def _first_held(cells: list[Cell], rank: int) -> list[tuple[str, Box]]:

@@ -86,7 +86,7 @@ class Experience:
         self.total_steps = total_steps
         self.surplus: DataProto | None = None
         self.counts = Counts()
-        self.first = FirstSamples(config)
+        self.first_samples = FirstSamples(config)
         self._sampler_state()
         rollout = config.rollout
         self.sampling = SamplingParams(
@@ -168,7 +168,7 @@ class Experience:
                 )
             part = yield from self._generate(step, size, found)
             if filtering.enable:
-                self.first.check_metric(part)
+                self.first_samples.check_metric(part)
                 kept = differing(part, filtering.metric)
                 found.num_evicted += int((~kept).sum())
                 part = part[kept]
@@ -221,7 +221,7 @@ class Experience:
         batch = batch.union((yield phase, self.controller["rollout"].generate(batch, sampling)))
         batch = yield from scoring(self.controller, batch, with_model=self.derived.needs_reward_model)
         found.metrics += batch.metrics
-        self.first.check_scores(batch)
+        self.first_samples.check_scores(batch)
         return batch
 
     def _first(self, step: int, wanted: int, found: Gathering) -> DataProto:

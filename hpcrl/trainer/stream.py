@@ -200,7 +200,7 @@ class Stream(Experience):
             batch = batch.union(self.controller["rollout"].take(batch).get())
         with self.timers("reward"):
             batch = scored(self.controller, batch, with_model=self.derived.needs_reward_model)
-        self.first.check_scores(batch)
+        self.first_samples.check_scores(batch)
         self.seen.metrics += batch.metrics
         self.seen.num_generated += len(batch)
         self.sampler.update(step_report(step, batch.samples))
@@ -215,7 +215,7 @@ class Stream(Experience):
         self._submit()
 
     def _without_equal(self, batch: DataProto) -> DataProto:
-        self.first.check_metric(batch)
+        self.first_samples.check_metric(batch)
         kept = differing(batch, self.config.algorithm.filter_groups.metric)
         self.seen.num_evicted += int((~kept).sum())
         self.num_submitted -= num_prompts(batch[~kept])

@@ -3,6 +3,7 @@ with the log-probs of what the model wrote behind the answers of tools."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,10 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.launch.waiting import create_group
-from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from tests.rollout.small_model import SHAPE
 
 if TYPE_CHECKING:
     from hpcrl.launch.world import World
@@ -68,16 +69,7 @@ def cache(world: World) -> GroupCache:
 
 def make_engines(world: World, layout: Layout, cache: GroupCache, vocab_size: int) -> tuple[TrainEngine, NativeEngine]:
     """Both with the same weights, drawn from the seed whatever the layout."""
-    shape = ModelShape(
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=48,
-        num_attention_heads=4,
-        num_query_groups=2,
-        head_dim=8,
-        vocab_size=vocab_size,
-        init_std=0.3,
-    )
+    shape = replace(SHAPE, vocab_size=vocab_size, init_std=0.3)
     groups = make_groups({"actor": layout}, world.rank, cache)["actor"]
     actor = TrainEngine(shape, groups, seed=3)
     engine = NativeEngine(

@@ -22,7 +22,7 @@ from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard import messages, windows
 from hpcrl.reshard.executor import Refit, RefitReport
-from hpcrl.reshard.pieces import Cell, megatron_cells, tensorrt_llm_cells
+from hpcrl.reshard.pieces import Cell, megatron_cells
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.verification import ChecksumMismatch
 from hpcrl.roles.refit import refit_metrics
@@ -116,13 +116,11 @@ class Sides:
             nodes=nodes,
             destination_format=weight_format,  # type: ignore[arg-type]
         )
-        self.source_cells = megatron_cells(shape, source, "lm")
-        trtllm = weight_format == "tensorrt_llm"
-        self.cells = tensorrt_llm_cells(shape, destination) if trtllm else megatron_cells(shape, destination, "lm")
+        self.source_cells, self.cells = self.resharding.source_cells, self.resharding.destination_cells
         self.source = self.trained()
         expected = self.expected()
         self.destination = {name: torch.full_like(tensor, -1.0) for name, tensor in expected.items()}
-        if trtllm:
+        if weight_format == "tensorrt_llm":
             for tensor in self.destination.values():
                 tensor.zero_()  # the engine's padding, which nobody writes
         self.takes_part = world.rank in source or world.rank in destination

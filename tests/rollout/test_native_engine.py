@@ -11,17 +11,9 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.native.memory import most_kv_bytes
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from tests.rollout.small_model import SHAPE, draw_weights, make_requests
 
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=8,
-    vocab_size=50,
-)
-MAX_LEN = 40
+MAX_LEN, LONGEST = 40, 20
 
 
 def make_engine(
@@ -37,21 +29,8 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_LEN,
     )
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in engine.weights().items():
-        noise = torch.randn(weight.shape, generator=generator)
-        weight.copy_(1 + 0.1 * noise if "layernorm" in name else 0.2 * noise)
+    draw_weights(engine, seed)
     return engine
-
-
-def make_requests(num_prompts: int, samples: int, seed: int = 0) -> list[Request]:
-    generator = np.random.default_rng(seed)
-    return [
-        Request(prompt, f"file:{number}:0", sample_index)
-        for number in range(num_prompts)
-        for prompt in [generator.integers(0, SHAPE.vocab_size, generator.integers(1, 20))]
-        for sample_index in range(samples)
-    ]
 
 
 def naive_logits(shape: ModelShape, weights: dict[str, Tensor], token_ids: Tensor) -> Tensor:
@@ -117,7 +96,7 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 def test_log_probs_are_those_of_a_forward_pass_without_cache(tied: bool, temperature: float) -> None:
     shape = ModelShape(**{**SHAPE.__dict__, "tie_word_embeddings": tied})
     engine = make_engine(shape, max_num_seqs=3)
-    requests = make_requests(4, samples=2)
+    requests = make_requests(4, samples=2, longest=LONGEST)
     completions = engine.generate(requests, SamplingParams(8, temperature=temperature, top_k=10), seed=0, step=1)
     for request, completion in zip(requests, completions, strict=True):
         tokens = torch.tensor([*request.prompt_ids, *completion.token_ids])
@@ -133,7 +112,7 @@ def test_log_probs_are_those_of_a_forward_pass_without_cache(tied: bool, tempera
 
 @pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(3, 1), (3, 64), (5, 30), (1, 64)])
 def test_the_batching_does_not_change_what_is_drawn(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    requests = make_requests(12, samples=3)
+    requests = make_requests(12, samples=3, longest=LONGEST)
     sampling = SamplingParams(12, eos_token_ids=(1, 2, 3))
     expected = make_engine(max_num_seqs=256, max_num_batched_tokens=8192).generate(requests, sampling, seed=5, step=2)
     assert len({len(completion.token_ids) for completion in expected}) > 3
@@ -147,7 +126,7 @@ def test_the_batching_does_not_change_what_is_drawn(max_num_seqs: int, max_num_b
 
 def test_samples_seeds_and_steps_differ() -> None:
     engine = make_engine()
-    requests = make_requests(1, samples=8)
+    requests = make_requests(1, samples=8, longest=LONGEST)
     sampling = SamplingParams(12)
     drawn = [
         tuple(completion.token_ids)
@@ -159,7 +138,7 @@ def test_samples_seeds_and_steps_differ() -> None:
 
 def test_an_end_of_sequence_token_ends_the_response_and_belongs_to_it() -> None:
     engine = make_engine()
-    requests = make_requests(10, samples=2)
+    requests = make_requests(10, samples=2, longest=LONGEST)
     free = engine.generate(requests, SamplingParams(12), seed=0, step=0)
     assert {completion.finish_reason for completion in free} == {"length"}
     assert {len(completion.token_ids) for completion in free} == {12}
@@ -177,7 +156,7 @@ def test_an_end_of_sequence_token_ends_the_response_and_belongs_to_it() -> None:
 
 def test_top_k_one_is_greedy() -> None:
     engine = make_engine()
-    requests = make_requests(5, samples=1)
+    requests = make_requests(5, samples=1, longest=LONGEST)
     greedy = engine.generate(requests, SamplingParams(8, temperature=0.0), seed=0, step=0)
     assert_same(engine.generate(requests, SamplingParams(8, top_k=1), seed=3, step=9), greedy)
     assert_same(engine.generate(requests, SamplingParams(8, top_p=1e-6), seed=3, step=9), greedy)
@@ -185,13 +164,13 @@ def test_top_k_one_is_greedy() -> None:
 
 def test_memory_stays_where_it_is_until_the_engine_sleeps() -> None:
     engine = make_engine()
-    requests = make_requests(5, samples=3)
+    requests = make_requests(5, samples=3, longest=LONGEST)
     sampling = SamplingParams(8)
     first = engine.generate(requests, sampling, seed=0, step=0)
     cache, weights = engine._cache, {name: weight.data_ptr() for name, weight in engine.weights().items()}
     address, size = cache.keys.data_ptr(), cache.keys.nbytes + cache.values.nbytes
     assert size + sum(part.nbytes for part in cache.scratch) == most_kv_bytes(SHAPE, 1, torch.float32, 8, MAX_LEN)
-    engine.generate(make_requests(30, samples=2, seed=1), SamplingParams(20), seed=1, step=1)
+    engine.generate(make_requests(30, samples=2, longest=LONGEST, seed=1), SamplingParams(20), seed=1, step=1)
     assert (cache.keys.data_ptr(), cache.keys.nbytes + cache.values.nbytes) == (address, size)
     engine.sleep()
     assert cache.keys.nbytes + cache.values.nbytes == 0
@@ -223,5 +202,5 @@ def test_bf16_runs() -> None:
     )
     for weight in engine.weights().values():
         weight.normal_(std=0.1)
-    completions = engine.generate(make_requests(3, samples=2), SamplingParams(8), seed=0, step=0)
+    completions = engine.generate(make_requests(3, samples=2, longest=LONGEST), SamplingParams(8), seed=0, step=0)
     assert all(np.isfinite(completion.log_probs).all() for completion in completions)

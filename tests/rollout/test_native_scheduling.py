@@ -9,45 +9,24 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.native.memory import block_bytes
 from hpcrl.rollout.native.scheduler import Scheduler
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from tests.rollout.small_model import SHAPE, draw_weights, make_requests
 
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=8,
-    vocab_size=50,
-)
 SAMPLING = SamplingParams(100, eos_token_ids=(1,))
 MAX_MODEL_LEN = 250
+REQUESTS = make_requests(6, 4, longest=140)
 
 
 def make_engine(num_blocks: int | None = None, **options: Any) -> NativeEngine:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": MAX_MODEL_LEN} | options
     cache = None if num_blocks is None else num_blocks * block_bytes(SHAPE, 1, torch.float32)
     engine = NativeEngine(SHAPE, None, 0, 1, torch.float32, kv_cache_bytes=cache, **options)
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in engine.weights().items():
-        noise = torch.randn(weight.shape, generator=generator)
-        weight.copy_(1 + 0.1 * noise if "layernorm" in name else 0.2 * noise)
+    draw_weights(engine)
     return engine
-
-
-def make_requests(num_prompts: int = 6, samples: int = 4) -> list[Request]:
-    generator = np.random.default_rng(0)
-    return [
-        Request(prompt, f"file:{number}:0", sample_index)
-        for number in range(num_prompts)
-        for prompt in [generator.integers(0, SHAPE.vocab_size, generator.integers(1, 140))]
-        for sample_index in range(samples)
-    ]
 
 
 def assert_same(found: list[Completion], expected: list[Completion]) -> None:
@@ -59,7 +38,7 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Completion]:
-    completions = make_engine(enable_prefix_caching=False).generate(make_requests(), SAMPLING, seed=1, step=2)
+    completions = make_engine(enable_prefix_caching=False).generate(REQUESTS, SAMPLING, seed=1, step=2)
     assert len({len(completion.token_ids) for completion in completions}) > 10
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     return completions
@@ -77,14 +56,14 @@ def test_sequences_that_do_not_fit_start_again_with_the_same_result(
         original(self, sequences)
 
     monkeypatch.setattr(Scheduler, "put_back", count)
-    assert_same(make_engine(num_blocks).generate(make_requests(), SAMPLING, seed=1, step=2), expected)
+    assert_same(make_engine(num_blocks).generate(REQUESTS, SAMPLING, seed=1, step=2), expected)
     assert max(put_back) > 0
 
 
 @pytest.mark.parametrize("limit", [1, 7, 64])
 def test_a_long_prompt_is_prefilled_in_parts(limit: int, expected: list[Completion]) -> None:
     engine = make_engine(max_num_batched_tokens=limit)
-    assert_same(engine.generate(make_requests(), SAMPLING, seed=1, step=2), expected)
+    assert_same(engine.generate(REQUESTS, SAMPLING, seed=1, step=2), expected)
 
 
 def test_a_prompt_is_prefilled_once_for_its_group(expected: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +75,12 @@ def test_a_prompt_is_prefilled_once_for_its_group(expected: list[Completion], mo
         original(self, token_ids, attention)
 
     monkeypatch.setattr(Decoder, "fill", count)
-    requests = make_requests()
-    assert_same(make_engine(max_num_seqs=24).generate(requests, SAMPLING, seed=1, step=2), expected)
-    assert sum(filled) == sum(len(request.prompt_ids) - 1 for request in requests) / 4
+    assert_same(make_engine(max_num_seqs=24).generate(REQUESTS, SAMPLING, seed=1, step=2), expected)
+    assert sum(filled) == sum(len(request.prompt_ids) - 1 for request in REQUESTS) / 4
     # With fewer rows than samples the others join while one of their group still runs.
     filled.clear()
-    assert_same(make_engine(max_num_seqs=3).generate(requests, SAMPLING, seed=1, step=2), expected)
-    assert sum(filled) < sum(len(request.prompt_ids) - 1 for request in requests) / 2
+    assert_same(make_engine(max_num_seqs=3).generate(REQUESTS, SAMPLING, seed=1, step=2), expected)
+    assert sum(filled) < sum(len(request.prompt_ids) - 1 for request in REQUESTS) / 2
 
 
 @pytest.mark.parametrize("steps", [0, 3, 40])
@@ -110,7 +88,7 @@ def test_a_prompt_is_prefilled_once_for_its_group(expected: list[Completion], mo
 def test_an_aborted_generation_goes_on_as_if_nothing_had_happened(
     steps: int, num_blocks: int | None, expected: list[Completion]
 ) -> None:
-    engine, requests = make_engine(num_blocks), make_requests()
+    engine = make_engine(num_blocks)
     done, told, asked = {}, [], 0
 
     def should_abort() -> bool:
@@ -119,13 +97,13 @@ def test_an_aborted_generation_goes_on_as_if_nothing_had_happened(
         return asked > steps
 
     parts = engine.generate(
-        requests, SAMPLING, seed=1, step=2, on_finished=lambda index, _: told.append(index), should_abort=should_abort
+        REQUESTS, SAMPLING, seed=1, step=2, on_finished=lambda index, _: told.append(index), should_abort=should_abort
     )
     assert told == [index for index, part in enumerate(parts) if part.finish_reason != "abort"] or steps
     assert set(told) == {index for index, part in enumerate(parts) if part.finish_reason != "abort"}
     again = [
         Request(request.prompt_ids, request.uid, request.sample_index, prefix_ids=part.token_ids)
-        for request, part in zip(requests, parts, strict=True)
+        for request, part in zip(REQUESTS, parts, strict=True)
         if part.finish_reason == "abort"
     ]
     assert again
@@ -138,7 +116,7 @@ def test_an_aborted_generation_goes_on_as_if_nothing_had_happened(
                 np.concatenate([getattr(part, name), getattr(more, name)]) for name in ("token_ids", "log_probs")
             )
             done[index] = Completion(ids, log_probs, more.finish_reason)
-    assert_same([done[index] for index in range(len(requests))], expected)
+    assert_same([done[index] for index in range(len(REQUESTS))], expected)
 
 
 class Later:
@@ -159,9 +137,8 @@ class Later:
 
 @pytest.mark.parametrize("first", [0, 5])
 def test_requests_may_come_while_others_run(first: int, expected: list[Completion]) -> None:
-    requests = make_requests()
-    source = Later(requests[first:])
-    found = make_engine().generate(requests[:first], SAMPLING, seed=1, step=2, source=source)
+    source = Later(REQUESTS[first:])
+    found = make_engine().generate(REQUESTS[:first], SAMPLING, seed=1, step=2, source=source)
     assert_same(found, expected)
     assert source.idle[0] == (first == 0)
     assert source.idle[-1]
@@ -171,7 +148,7 @@ def test_each_request_has_its_own_limit(expected: list[Completion]) -> None:
     limits = np.random.default_rng(0).integers(1, 40, len(expected))
     requests = [
         Request(request.prompt_ids, request.uid, request.sample_index, max_new_tokens=int(limit))
-        for request, limit in zip(make_requests(), limits, strict=True)
+        for request, limit in zip(REQUESTS, limits, strict=True)
     ]
     for found, whole, limit in zip(
         make_engine().generate(requests, SAMPLING, seed=1, step=2), expected, limits, strict=True
@@ -194,7 +171,7 @@ def test_a_request_that_cannot_be_is_refused(request_: Request, message: str) ->
 
 
 def test_adopted_weights_are_those_of_others(expected: list[Completion]) -> None:
-    engine, requests = make_engine(), make_requests()
+    engine = make_engine()
     others = {name: weight.clone() for name, weight in engine.weights().items()}
     for weight in engine.weights().values():
         weight.zero_()
@@ -204,7 +181,7 @@ def test_adopted_weights_are_those_of_others(expected: list[Completion]) -> None
         engine.weights()[name] is not None and engine.weights()[name].data_ptr() == weight.data_ptr()
         for name, weight in others.items()
     )
-    assert_same(engine.generate(requests, SAMPLING, seed=1, step=2), expected)
+    assert_same(engine.generate(REQUESTS, SAMPLING, seed=1, step=2), expected)
     with pytest.raises(ValueError, match="copy it instead"):
         engine.adopt("decoder.final_layernorm.weight", torch.zeros(3))
 
@@ -218,5 +195,5 @@ def test_weights_do_not_change_under_a_generation() -> None:
 
     update()
     with pytest.raises(RuntimeError, match="abort"):
-        engine.generate(make_requests(1, 1), SAMPLING, seed=0, step=0, on_step=update)
+        engine.generate(REQUESTS[:1], SAMPLING, seed=0, step=0, on_step=update)
     update()

@@ -66,20 +66,17 @@ class KVCache:
         size = (self._num_layers, self.num_blocks, self.num_heads)
         self.keys = _zeros((*size, self.head_dim, self.block_size), self.dtype, self.device)
         self.values = _zeros((*size, self.block_size, self.head_dim), self.dtype, self.device)
-        of_queries = (self.num_blocks, self._num_queries)
-        sizes = (*of_queries, self.head_dim), (*of_queries, self.block_size)
-        bias = (self.num_blocks, 1, self.block_size)
         self.scratch = Scratch(
-            *(
-                torch.empty(size, dtype=dtype, device=self.device)
-                for size, dtype in zip(
-                    (*sizes, sizes[1], sizes[0], bias),
-                    (self.dtype, self.dtype, torch.float32, self.dtype, torch.float32),
-                    strict=True,
-                )
-            )
+            queries=self._empty(self._num_queries, self.head_dim),
+            scores=self._empty(self._num_queries, self.block_size),
+            weights=self._empty(self._num_queries, self.block_size, dtype=torch.float32),
+            products=self._empty(self._num_queries, self.head_dim),
+            bias=self._empty(1, self.block_size, dtype=torch.float32),
         )
         self.clear()
+
+    def _empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty((self.num_blocks, *size), dtype=dtype or self.dtype, device=self.device)
 
     def release(self) -> None:
         self.keys = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
