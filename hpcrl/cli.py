@@ -54,9 +54,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run_job(
-    name: str, job: Callable[[World, Config], int], arguments: list[str], *, inside_run: bool = False
+    name: str,
+    job: Callable[[World, Config], int],
+    arguments: list[str],
+    *,
+    inside_run: bool = False,
+    resumable: bool = False,
 ) -> NoReturn:
-    """Run `job` on all ranks with the config that rank 0 reads. `inside_run`: a job in a folder of its own in <run>."""
+    """Run `job` on all ranks with the config that rank 0 reads. `inside_run`: a job in a folder of its own in <run>.
+    `resumable`: on a signal it saves and leaves with the code that asks for another slice."""
     usage = f"hpcrl {name} CONFIG [key=value ...]"
     option = next((argument for argument in arguments if argument.startswith("-")), None)
     if option is not None:
@@ -69,7 +75,7 @@ def _run_job(
 
     from hpcrl.launch.job import run_spmd
 
-    run_spmd(partial(_load, path, overrides, inside=name if inside_run else None), job)
+    run_spmd(partial(_load, path, overrides, inside=name if inside_run else None), job, heeds_signals=resumable)
 
 
 def _load(path: str, overrides: list[str], inside: str | None) -> Config:
@@ -165,9 +171,9 @@ def _refuse(line: str) -> NoReturn:
 
 
 COMMANDS: dict[str, Callable[[list[str]], NoReturn]] = {
-    "train": partial(_run_job, "train", _train),
-    "sft": partial(_run_job, "sft", _sft),
-    "rm": partial(_run_job, "rm", _rm),
+    "train": partial(_run_job, "train", _train, resumable=True),
+    "sft": partial(_run_job, "sft", _sft, resumable=True),
+    "rm": partial(_run_job, "rm", _rm, resumable=True),
     "generate": partial(_run_job, "generate", _generate, inside_run=True),
     "evaluate": partial(_run_job, "evaluate", _evaluate, inside_run=True),
     "plan": _plan,

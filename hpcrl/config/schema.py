@@ -496,6 +496,9 @@ class TrainerConfig(Section):
         None, description="name of a folder inside the run's for validation generations as JSONL; null: none"
     )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
+    walltime_margin: NonNegativeFloat = Field(
+        60.0, description="seconds before the end of the allocation that stay free, for leaving and the unforeseen"
+    )
 
 
 class SftConfig(Section):

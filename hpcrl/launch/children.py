@@ -44,7 +44,7 @@ def start() -> None:
     """Start the server that all children are forked from. Before MPI: nothing of it is in the server then."""
     full = dict(os.environ)
     # by default it would import the program's main module
-    context().set_forkserver_preload(["hpcrl.launch.children_files"])
+    context().set_forkserver_preload(["hpcrl.launch.children_files", "hpcrl.launch.children_signals"])
     os.environ[children_files.FOLDER] = util.get_temp_dir()
     try:
         for name in full.keys() - cleaned(full).keys():

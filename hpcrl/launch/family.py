@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 from hpcrl.launch.libc import call
 
+# What batch systems send to every process of a job, whoever it is meant for. Ranks alone answer it.
+STEP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
+END = signal.SIGUSR2  # to a supervisor: end what is below you, and yourself
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LISTED = os.path.exists("/proc/thread-self/children")  # not by kernels without CONFIG_PROC_CHILDREN

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 from hpcrl.launch import children, exits, logs
 from hpcrl.launch.collectives import broadcast
 from hpcrl.launch.exits import InputError
+from hpcrl.launch.stop import StopRequests, block_signals
+from hpcrl.launch.walltime import end_of_allocation
 from hpcrl.launch.world import Whereabouts, World, abort, finish, start_mpi, start_torch
 
 if TYPE_CHECKING:
@@ -36,16 +38,21 @@ class JobConfig(Protocol):
 C = TypeVar("C", bound=JobConfig)
 
 
-def run_spmd(load: Callable[[], C], main: Callable[[World, C], int]) -> NoReturn:
+def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_signals: bool = False) -> NoReturn:
     """Run a job on every rank that the launcher started, and end the process with the job's exit code.
 
     Args:
         load: makes the configuration; runs on rank 0 alone, so that a template is read, and refused, once.
         main: the job on every rank; returns the exit code. When ranks disagree the highest counts.
+        heeds_signals: `main` asks `world.stop` whether a signal has come, and ends of its own accord; without it
+            SIGTERM and SIGUSR1 kill.
 
     A user error that all ranks share ends the job by agreement; anything else that main raises ends it by MPI_Abort,
     with the rank, its role and phase (world.whereabouts) and the traceback on the terminal and in exit.json.
     """
+    if heeds_signals:
+        block_signals()
+    ends_at = end_of_allocation(os.environ) if exits.is_first_launched(os.environ) else None
     children.start()
     try:
         comm = start_mpi()
@@ -57,7 +64,13 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int]) -> NoReturn
         config = load_once(comm, load)
         run_dir = run_directory(config)
         logs.start(run_dir, comm.rank)
-        world = start_torch(comm, config.run.c10d_backend, with_tensorrt_llm=asks_for_tensorrt_llm(config))
+        world = start_torch(
+            comm,
+            config.run.c10d_backend,
+            with_tensorrt_llm=asks_for_tensorrt_llm(config),
+            stop=StopRequests(comm.rank) if heeds_signals else None,
+            ends_at=broadcast(comm, ends_at),
+        )
         logs.take_terminal_from_torch()
         whereabouts = world.whereabouts
         code = max(world.exchange(main(world, config)))

@@ -1,7 +1,7 @@
 """A child that runs a user's code under a parent of its own, which ends with it whatever that code has started.
 
-The supervisor does nothing that could hang or fail: it waits, for the rank to go, for SIGTERM from the rank, for the
-child to end. Kernel means alone would not do: a signal to a session misses what has called setsid.
+The supervisor does nothing that could hang or fail: it waits, for the rank to go, for `family.END` from the rank, for
+the child to end. Kernel means alone would not do: a signal to a session misses what has called setsid.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ LOG_BYTES = 2**20  # of what one child prints; the rest is dropped
 def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     """Runs `work` in a child, up to the end of this process. The first line of a child of `children.context()`.
 
+    The rank ends it with `family.END`. A batch system's signals to all processes change nothing here.
+
     What the child prints goes to the end of the file `log`, if it is given, and nowhere else. Its folder for temporary
     files is its own and is removed in the end.
     """
@@ -31,7 +33,8 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     assert rank is not None
     wake, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
-    for signum in (signal.SIGCHLD, signal.SIGTERM):
+    # Handlers that do nothing: what `work` starts by exec gets the defaults back, so that it can be terminated.
+    for signum in (signal.SIGCHLD, family.END, *family.STEP_SIGNALS):
         signal.signal(signum, lambda *_: None)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a job; it is the rank that answers
@@ -48,7 +51,7 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
             os.setsid()
             family.be_the_first_to_go()
             signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM):
+            for signum in (signal.SIGCHLD, family.END):
                 signal.signal(signum, signal.SIG_DFL)
             os.environ["TMPDIR"] = tempfile.tempdir = folder
             _redirect(print_writer)
@@ -70,7 +73,7 @@ def _wait(rank: int, wake: int, printed: int, child: int, log: str | None) -> No
     files, num_logged = [rank, wake, printed], 0
     while True:
         ready, _, _ = select.select(files, [], [], TICK_SECONDS)
-        if rank in ready or (wake in ready and signal.SIGTERM in os.read(wake, 256)):
+        if rank in ready or (wake in ready and family.END in os.read(wake, 256)):
             return
         if printed in ready:
             text = os.read(printed, 1 << 16)

@@ -20,6 +20,7 @@ from hpcrl.launch import children, exits, trtllm
 from hpcrl.launch.collectives import barrier, broadcast, exchange, together
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.mpi_library import split_world
+from hpcrl.launch.stop import StopRequests
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ T = TypeVar("T")
 # an address reserved for documentation, which takes the default route; then private networks, for nodes without one
 PROBES = ("192.0.2.1", "10.0.0.1", "172.16.0.1", "192.168.0.1")
 _to_close: list[Callable[[], None]] = []
+STORE_PATIENCE = timedelta(minutes=10)
 SECONDS_TO_REPORT = 1.0  # launchers drop what is still in their pipes when MPI_Abort arrives
 
 
@@ -50,6 +52,8 @@ class World:
     local_size: int
     threads: int
     device: torch.device
+    stop: StopRequests | None = None  # where the job heeds signals
+    ends_at: float | None = None  # end of the allocation, in seconds since the epoch
     whereabouts: Whereabouts = field(default_factory=Whereabouts)
 
     def barrier(self) -> None:
@@ -112,7 +116,14 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
     return not any(name in environ for name in ("PMI_SIZE", "PMIX_RANK"))  # started without a launcher
 
 
-def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host", *, with_tensorrt_llm: bool = False) -> World:
+def start_torch(
+    comm: MPI.Intracomm,
+    backend: str = "mpi_host",
+    *,
+    with_tensorrt_llm: bool = False,
+    stop: StopRequests | None = None,
+    ends_at: float | None = None,
+) -> World:
     """Start torch and torch.distributed on the ranks of `comm`. Collective.
 
     Args:
@@ -120,6 +131,8 @@ def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host", *, with_tensorrt
             and gloo for host tensors (torch takes a Python process group only as the whole of a group); that
             combination has not been tried on a machine with GPUs yet.
         with_tensorrt_llm: import that package here, on all ranks; `comm` must then have all of MPI's world.
+        stop: is told the store by which rank 0 hears of signals.
+        ends_at: for `World`.
     """
     from mpi4py import MPI
 
@@ -150,13 +163,16 @@ def start_torch(comm: MPI.Intracomm, backend: str = "mpi_host", *, with_tensorrt
         from hpcrl.launch import mpi_backend
 
         mpi_backend.register(comm)
+    store, address = open_store(comm, one_node)
+    if stop is not None:
+        stop.connect(connect_store(address, comm.size))
     dist.init_process_group(
         backend,
-        store=open_store(comm, one_node),
+        store=dist.PrefixStore("hpcrl", store),
         rank=comm.rank,
         world_size=comm.size,
     )
-    return World(comm.rank, comm.size, comm, local_rank, local_size, threads, device)
+    return World(comm.rank, comm.size, comm, local_rank, local_size, threads, device, stop, ends_at)
 
 
 def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int:
@@ -174,11 +190,10 @@ def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int
     return max(1, cores // local_size)
 
 
-def open_store(comm: MPI.Intracomm, one_node: bool) -> torch.distributed.Store:
-    """The c10d store on rank 0, on a free port, listening on loopback only when there is one node."""
-    from torch.distributed import PrefixStore, TCPStore
+def open_store(comm: MPI.Intracomm, one_node: bool) -> tuple[torch.distributed.Store, tuple[str, int]]:
+    """The c10d store on rank 0, on a free port, listening on loopback only when there is one node; and its address."""
+    from torch.distributed import TCPStore
 
-    patience = timedelta(minutes=10)
     host, port = "127.0.0.1", 0
     if comm.rank == 0:
         if not one_node:
@@ -193,14 +208,19 @@ def open_store(comm: MPI.Intracomm, one_node: bool) -> torch.distributed.Store:
             port,
             comm.size,
             is_master=True,
-            timeout=patience,
+            timeout=STORE_PATIENCE,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
     host, port = broadcast(comm, (host, port))
-    if comm.rank != 0:
-        store = TCPStore(host, port, comm.size, is_master=False, timeout=patience, wait_for_workers=False)
-    return PrefixStore("hpcrl", store)
+    return (store if comm.rank == 0 else connect_store((host, port), comm.size)), (host, port)
+
+
+def connect_store(address: tuple[str, int], size: int) -> torch.distributed.Store:
+    """A connection of its own: one serves one thread at a time."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(*address, size, is_master=False, timeout=STORE_PATIENCE, wait_for_workers=False)
 
 
 def own_address(hostname: str) -> str:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, ClassVar, Protocol
 
-from hpcrl.launch import children
+from hpcrl.launch import children, family
 from hpcrl.launch.exits import InputError
 from hpcrl.rewards.rate_limit import RateLimit
 from hpcrl.rewards.score_worker import Answer, Fate, Outcome, Ready
@@ -110,7 +110,7 @@ class _Worker:
 
     def kill(self) -> None:
         """Ends the process and whatever it has started, and waits until it is gone."""
-        self.process.terminate()
+        os.kill(self.pid, family.END)
         self.process.join(END_SECONDS)
         if self.process.is_alive():
             try:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Literal, NamedTuple
 
-from hpcrl.launch import scratch
+from hpcrl.launch import family, scratch
 from hpcrl.launch.isolation_probe import isolation_here
 
 Fate = Literal["ok", "timeout", "memory", "killed", "error"]
@@ -82,6 +82,6 @@ def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT) -> Ran:
         scratch.remove(folder)  # which the supervisor does, unless the code found and killed it
         return Ran("killed", -9, "", "the supervisor of the sandbox was lost")
     finally:
-        supervisor.terminate()  # no effect on one that has ended, as it should have
+        supervisor.send_signal(family.END)  # no effect on one that has ended, as it should have
         supervisor.communicate()
     return Ran(fate, returncode, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"))

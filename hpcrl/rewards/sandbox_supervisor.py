@@ -66,7 +66,7 @@ def main() -> None:
     parent = os.getppid()
     wake, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
-    for signum in (signal.SIGCHLD, signal.SIGTERM):
+    for signum in (signal.SIGCHLD, family.END, *family.STEP_SIGNALS):
         signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
@@ -76,7 +76,7 @@ def main() -> None:
             isolation.leave()
         if not shown:
             os.mkdir(folder, 0o700)
-        family.die_with(parent, signal.SIGTERM)  # after `leave`, which forgets it
+        family.die_with(parent, family.END)  # after `leave`, which forgets it
         child = start(source, stdin, limits, folder, packages, network, shown)
         fate = watch(child, wake, limits)
     finally:
@@ -119,7 +119,7 @@ def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> Non
     """Everything that the code must not be able to undo."""
     seconds, memory_mb, file_mb, _, _ = limits
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGCHLD, signal.SIGTERM):
+    for signum in (signal.SIGCHLD, family.END):
         signal.signal(signum, signal.SIG_DFL)
     os.setsid()  # else `os.kill(0, ...)` would mean the supervisor too
     family.die_with(os.getppid())
@@ -201,7 +201,7 @@ def watch(child: Child, wake: int, limits: tuple) -> str | None:
                 return "memory"
             next_look = now + TICK_SECONDS
         ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_look) - now)
-        if wake in ready and signal.SIGTERM in os.read(wake, 256):
+        if wake in ready and family.END in os.read(wake, 256):
             return "killed"
         child.read([pipe for pipe in ready if pipe != wake])
         child.reap()

@@ -12,9 +12,13 @@ class PhaseTimers:
 
     Phases may nest and repeat; an outer phase includes its inner ones. Bytes go under `perf/`, because they, like
     times, may differ between two runs that are otherwise equal.
+
+    `longest`: seconds of the longest one of each phase so far. `gate` is asked by `before`, and may raise.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.longest: dict[str, float] = {}
+        self.gate: Callable[[tuple[str, ...]], None] | None = None
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
@@ -25,7 +29,14 @@ class PhaseTimers:
         try:
             yield
         finally:
-            self.add_seconds(name, self._clock() - start)
+            seconds = self._clock() - start
+            self.longest[name] = max(seconds, self.longest.get(name, 0.0))
+            self.add_seconds(name, seconds)
+
+    def before(self, *names: str) -> None:
+        """These phases come next, all of them, and nothing of them has begun: the last moment to stop before them."""
+        if self.gate is not None:
+            self.gate(names)
 
     def add_seconds(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

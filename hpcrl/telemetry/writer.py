@@ -42,16 +42,15 @@ class MetricsWriter:
     """One line of `metrics.jsonl` and one set of TensorBoard scalars per step.
 
     A resumed run continues both so that they read as if it had never stopped: with `first_step` = k + 1, what an
-    earlier attempt wrote for steps above k is dropped. `first_step` 0 or 1 is a fresh run: everything is dropped.
+    earlier attempt wrote for steps above k is dropped; with 0, everything.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, first_step: int) -> None:
-        purge = first_step if first_step > 1 else 0
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._last_step = _drop_steps_from(folder / METRICS_FILE, purge)
+        self._last_step = _drop_steps_from(folder / METRICS_FILE, first_step)
         self._lines: TextIO = open(folder / METRICS_FILE, "a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge)
+        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step)
         self._board.add_custom_scalars(CHARTS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -60,11 +60,21 @@ class Gathering:
         return max((int(part.samples["prompt"].max()) + 1 for part in self.groups if len(part)), default=0)
 
 
+class BetweenSteps(NamedTuple):
+    """What a step begins with: what a checkpoint of the step before holds."""
+
+    state: dict[str, Any]
+    surplus: DataProto | None
+
+
 class Experience:
     """Lives on rank 0. Generation and training take turns: a step's samples are drawn with the weights that it trains.
 
     What is left over of one step's generation is kept for the next one, not thrown away.
     """
+
+    # Whether a step that is left before its update can be made again from what it began with.
+    can_repeat: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -114,16 +124,16 @@ class Experience:
         """Inside it the rollout engine has the weights of `step`, and nobody else uses it."""
         yield
 
-    def save(self, folder: Path, step: int) -> dict[str, Any]:
+    def between_steps(self) -> BetweenSteps:
+        """To be taken between two steps, and saved then or in the middle of the next one."""
+        return BetweenSteps({"sampler": self._sampler_state(), "counts": self.counts.state_dict()}, self.surplus)
+
+    def save(self, folder: Path, step: int, kept: BetweenSteps) -> dict[str, Any]:
         """What a resumed run needs. Samples that wait for training, whose tokens no weights will make again, go into
         files in `folder`."""
-        if self.surplus is not None:
-            self.write(self.surplus, folder / "surplus", step)
-        return {
-            "sampler": self._sampler_state(),
-            "surplus": self.surplus is not None,
-            "counts": self.counts.state_dict(),
-        }
+        if kept.surplus is not None:
+            self.write(kept.surplus, folder / "surplus", step)
+        return {**kept.state, "surplus": kept.surplus is not None}
 
     def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
         self.sampler.load_state_dict(state["sampler"])
@@ -218,7 +228,9 @@ class Experience:
         return batch
 
     def _respond(self, batch: DataProto, sampling: SamplingParams, phase: str, found: Gathering) -> Steps[DataProto]:
+        self.timers.before(phase)
         batch = batch.union((yield phase, self.controller["rollout"].generate(batch, sampling)))
+        self.timers.before("reward")
         batch = yield from scoring(self.controller, batch, with_model=self.derived.needs_reward_model)
         found.metrics += batch.metrics
         self.first_samples.check_scores(batch)

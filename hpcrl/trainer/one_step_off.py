@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcrl.launch.exits import InputError
-from hpcrl.trainer.experience import Collected, Experience
+from hpcrl.trainer.experience import BetweenSteps, Collected, Experience
 from hpcrl.trainer.pending import Pending, Steps
 from hpcrl.trainer.prompt_groups import numbered
+from hpcrl.trainer.run import with_nan, without_nan
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class OneStepOff(Experience):
     holds the samples of the step that comes next.
     """
 
+    can_repeat = False
     # Of the step after the one that `collect` gave. It gives None where the run ends before that step, see `_spare`.
     ahead: Pending[Collected | None] | None = None
 
@@ -48,22 +49,20 @@ class OneStepOff(Experience):
         self.weights.bring(step)
         yield
 
-    def save(self, folder: Path, step: int) -> dict[str, Any]:
+    def save(self, folder: Path, step: int, kept: BetweenSteps) -> dict[str, Any]:
         found = self.ahead.get() if self.ahead is not None else None
+        kept = self.between_steps()  # the sampler has gone on
         if found is None:
-            return super().save(folder, step)
+            return super().save(folder, step, kept)
         batch, metrics = found
         self.write(batch, folder / "ahead", step + 1)
-        # JSON has no NaN.
-        kept = {name: None if math.isnan(value) else value for name, value in metrics.items()}
-        return super().save(folder, step) | {"ahead": kept}
+        return super().save(folder, step, kept) | {"ahead": without_nan(metrics)}
 
     def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
         super().load(state, folder, step)
         if "ahead" in state:  # not in a checkpoint of another mode
             batch = self.completed(numbered(self.read(folder / "ahead", step + 1), step + 1))
-            metrics = {name: math.nan if value is None else value for name, value in state["ahead"].items()}
-            self.ahead = Pending(_done((batch, metrics)), self.timers)
+            self.ahead = Pending(_done((batch, with_nan(state["ahead"]))), self.timers)
 
     def _begin(self, step: int) -> Pending[Collected | None]:
         steps = self.gather(step) if step <= self.total_steps else self._spare(step)

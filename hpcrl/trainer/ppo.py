@@ -6,7 +6,7 @@ import logging
 import re
 import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,17 +19,18 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, Future, run_program
 from hpcrl.data.order import steps_for_epochs
 from hpcrl.data.sampler import Sampler, make_sampler
-from hpcrl.launch.exits import DONE, InputError
+from hpcrl.launch.exits import DONE, REQUEUE, InputError
 from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_team, read_inputs
 from hpcrl.telemetry.archive import discard_from, finish_step
 from hpcrl.trainer.assignment import assign_to_replicas
 from hpcrl.trainer.engine_weights import EngineWeights
-from hpcrl.trainer.experience import Experience
+from hpcrl.trainer.experience import BetweenSteps, Experience
 from hpcrl.trainer.off_policy import idle_metrics
 from hpcrl.trainer.one_step_off import OneStepOff
-from hpcrl.trainer.run import Run, Start, find_start
+from hpcrl.trainer.run import Run, Start, find_start, start_slice, without_nan
+from hpcrl.trainer.slice import Leave
 from hpcrl.trainer.stream import Stream
 from hpcrl.trainer.validation import Validator
 
@@ -40,7 +41,20 @@ EXPERIENCE: dict[str, type[Experience]] = {
     "one_step_off": OneStepOff,
     "bounded_staleness": Stream,
 }
+GLANCE = {  # at the progress of a run
+    "score": "critic/score/mean",
+    "length": "response_length/mean",
+    "entropy": "actor/entropy",
+    "ratio_kl": "actor/ppo_kl",
+}
 PF_PPO_STREAM = 0x7066  # keeps these numbers apart from others keyed by the same seed
+
+
+class State(NamedTuple):
+    """The loop between two steps."""
+
+    loop: dict[str, Any]
+    experience: BetweenSteps
 
 
 def run(world: World, config: Config, derived: Derived) -> int:
@@ -53,15 +67,16 @@ def run(world: World, config: Config, derived: Derived) -> int:
     total_steps = config.trainer.total_training_steps or steps_for_epochs(
         prompts, batch_size, config.trainer.total_epochs
     )
+    start_slice(world, config, start, total_steps)
     team = build_team(world, config, derived, inputs, total_steps)
-    run_program(
+    code = run_program(
         world,
         team.workers,
         team.kinds,
         team.layouts,
-        lambda controller: PPOTrainer(controller, config, derived, inputs, start, sampler, total_steps).fit(),
+        lambda controller: PPOTrainer(world, controller, config, derived, inputs, start, sampler, total_steps).fit(),
     )
-    return DONE
+    return DONE if code is None else code  # rank 0 knows
 
 
 class PPOTrainer:
@@ -69,6 +84,7 @@ class PPOTrainer:
 
     def __init__(
         self,
+        world: World,
         controller: Controller,
         config: Config,
         derived: Derived,
@@ -84,7 +100,7 @@ class PPOTrainer:
         self.start = start
         self.total_steps = total_steps
         label = "ppo" if derived.needs_critic else config.algorithm.adv_estimator
-        self.run = Run(config, label, start.step + 1, total_steps)
+        self.run = Run(world, config, label, start, total_steps)
         log.info(
             "%d steps over %d prompts; %d filtered out as too long",
             total_steps,
@@ -105,6 +121,8 @@ class PPOTrainer:
             ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
         )
         self.metrics: dict[str, float] = {}
+        self.trained = start.step  # steps that the weights have been trained for
+        self.state: State  # of the loop after that step
         self.validator = None
         if "val" in inputs.prompts:
             self.validator = Validator(
@@ -117,45 +135,57 @@ class PPOTrainer:
                 folder=self.run.folder / folder if (folder := config.trainer.validation_data_dir) else None,
                 with_model=derived.needs_reward_model,
             )
+        validates_first = start.folder is None and config.trainer.val_before_train and self.validator is not None
+        self.unlogged = {} if validates_first else start.unlogged  # the step's line until it is written
 
-    def fit(self) -> None:
-        trainer = self.config.trainer
+    def fit(self) -> int:
+        """The job's exit code: done, or to be continued by another slice."""
         self._restore()
-        final: dict[str, float] = {}
-        if self.start.step == 0 and trainer.val_before_train and self.validator is not None:
-            final = self._validate(0)
-            self.run.writer.log(0, final | self.timers.collect() | self.controller.traffic.collect())
+        code = DONE
+        try:
+            self.run.close(self._train())
+        except Leave as why:
+            self.run.leave(why, self._save, self.trained)
+            code = REQUEUE
+        self.controller["scorer"].close().get()
+        self.controller["rollout"].close().get()
+        return code
+
+    def _train(self) -> dict[str, float]:
+        """All steps; gives the metrics of the last validation."""
+        trainer, final = self.config.trainer, {}
+        if self.unlogged is not None:
+            final = self._close_step(self.start.step)
         for step in range(self.start.step + 1, self.total_steps + 1):
+            self.run.slice.go_on("gen")
             self.metrics = {"training/global_step": float(step)}
             with self.timers("step"):
                 self._step(step)
-            self.metrics |= self.controller.traffic.collect()
-            if _due(step, trainer.test_freq, self.total_steps):
-                final = self._validate(step)
-                self.metrics |= final
-                self.controller.traffic.collect()  # of validation: a step's traffic is that of training
-            self._log(step)
+            self.trained, self.state, self.unlogged = step, self._state(), self._line()
+            final = self._close_step(step) or final
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             if _due(step, trainer.save_freq, self.total_steps):
                 with self.timers("save_checkpoint"):
-                    self._save(step)
-        self.run.close(final)
-        self.controller["scorer"].close().get()
-        self.controller["rollout"].close().get()
+                    self._save()
+        return final
 
     def _step(self, step: int) -> None:
         """One step of PPO, as in the paper's algorithm 1."""
         timers, workers = self.timers, self.controller
+        self.run.slice.is_open = self.experience.can_repeat
         batch, seen = self.experience.collect(step)
         self.metrics |= seen | {"training/epoch": float(batch.samples["epoch"][0])}
         self.metrics |= assign_to_replicas(batch, self.config, self.derived)
         batch = self._evaluate_responses(batch)
+        timers.before("adv")
         with timers("adv"):
             batch.meta_info["kl_coef"] = self.kl_controller.value
             if self.derived.needs_old_log_prob:
                 batch = self._join(batch, workers["actor"].correct_rollout(batch).get())
             batch = self._join(batch, workers["actor"].compute_advantage(batch).get())
         trained = self._resampled(batch) if self.config.algorithm.use_pf_ppo else batch
+        timers.before("update_critic", "update_actor")
+        self.run.slice.is_open = False  # the models change, so the step has to end
         updates = {}
         if self.derived.needs_critic:
             updates["update_critic"] = workers["critic"].update_critic(trained)
@@ -179,6 +209,7 @@ class PPOTrainer:
         All are under way before the first is waited for: roles on ranks of their own run at the same time.
         """
         workers, derived = self.controller, self.derived
+        self.timers.before("old_log_prob", "ref", "teacher", "values")
         calls: dict[str, Future[DataProto]] = {}
         if derived.needs_old_log_prob:
             calls["old_log_prob"] = workers["actor"].compute_log_prob(batch)
@@ -209,16 +240,25 @@ class PPOTrainer:
         folder, version = self.run.folder / "rollouts", int(batch.samples["weight_version_max"].max())
         finish_step(folder, step, seed=self.config.run.seed, weight_version=version, report=log.warning)
 
-    def _validate(self, step: int) -> dict[str, float]:
-        if self.validator is None:
-            return {}
-        with self.timers("testing"), self.experience.paused(step):
-            metrics, shown = self.validator.run(step)
-        if shown:
-            self.run.writer.text("validation/samples", step, shown)
-        core = {name: value for name, value in metrics.items() if re.fullmatch("val-core/.*/mean@[0-9]+", name)}
-        log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
-        return metrics
+    def _close_step(self, step: int) -> dict[str, float]:
+        """Validation where it is due, and the step's line; gives what validation found."""
+        found: dict[str, float] = {}
+        assert self.unlogged is not None
+        if self.validator is not None and (step == 0 or _due(step, self.config.trainer.test_freq, self.total_steps)):
+            self.run.slice.go_on("testing")
+            with self.timers("testing"), self.experience.paused(step):
+                found, shown = self.validator.run(step)
+            if shown:
+                self.run.writer.text("validation/samples", step, shown)
+            core = {name: value for name, value in found.items() if re.fullmatch("val-core/.*/mean@[0-9]+", name)}
+            log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
+        self.run.writer.log(step, self.unlogged | found | self.timers.collect())
+        self.controller.traffic.collect()  # of validation: a step's traffic is that of training
+        self.unlogged = None
+        if step > 0:
+            glance = {name: self.metrics[key] for name, key in GLANCE.items() if key in self.metrics}
+            self.run.progress.update(step, glance)
+        return found
 
     def _restore(self) -> None:
         """Weights, optimizers and counters as the start says, and the weights in the rollout engine."""
@@ -238,17 +278,31 @@ class PPOTrainer:
             log.info("resuming after step %d from %s", start.step, start.folder)
         discard_from(self.run.folder / "rollouts", start.step + 1)
         self.weights.bring(start.step)
+        self.state = self._state()
         self.timers.collect()  # of the start, which is no step's
 
-    def _save(self, step: int) -> None:
-        state: dict[str, Any] = {
-            "epoch": self.metrics.get("training/epoch", 0.0),
+    def _state(self) -> State:
+        """The loop between two steps, as a checkpoint holds it."""
+        loop = {
+            "epoch": self.metrics.get("training/epoch", self.start.state.get("epoch", 0.0)),
             "kl_ctrl": self.kl_controller.state_dict(),
             "init_from": str(self.start.init_from) if self.start.init_from else None,
             "frozen": {role: str(folder) for role, folder in self.start.frozen.items()},
         }
+        return State(loop, self.experience.between_steps())
+
+    def _save(self) -> None:
+        """A checkpoint of the last step trained, whether it is logged or not."""
+        step, state = self.trained, self.state
         roles = ("actor", "critic") if self.derived.needs_critic else ("actor",)
-        self.run.save(self.controller, step, roles, state, files=lambda folder: self.experience.save(folder, step))
+        line = None if self.unlogged is None else {"unlogged": without_nan(self.unlogged)}
+        self.run.save(
+            self.controller,
+            step,
+            roles,
+            state.loop | (line or {}),
+            files=lambda folder: self.experience.save(folder, step, state.experience),
+        )
 
     def _join(self, batch: DataProto, part: DataProto) -> DataProto:
         """Add a call's columns to the batch, and its metrics to the step's."""
@@ -264,7 +318,9 @@ class PPOTrainer:
         self.num_tokens = int(samples["prompt_length"].sum()) + self.num_response_tokens
         self.metrics["perf/total_num_tokens"] = float(self.num_tokens)
 
-    def _log(self, step: int) -> None:
+    def _line(self) -> dict[str, float]:
+        """The step's metrics, times and sizes."""
+        self.metrics |= self.controller.traffic.collect()
         found = self.timers.collect()
         seconds = found["timing_s/step"]
         for phase in ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor"):
@@ -278,14 +334,7 @@ class PPOTrainer:
             busy = self.metrics.get("perf/rollout_busy_s", 0.0)  # missing where the surplus alone made the step
             num_replicas = self.derived.roles["rollout"].dp
             found |= idle_metrics(found.get("timing_s/gen", 0.0), busy, seconds, num_replicas)
-        self.run.writer.log(step, self.metrics | self.weights.metrics | found)
-        shown = {
-            "score": "critic/score/mean",
-            "length": "response_length/mean",
-            "entropy": "actor/entropy",
-            "ratio_kl": "actor/ppo_kl",
-        }
-        self.run.progress.update(step, {name: self.metrics[key] for name, key in shown.items() if key in self.metrics})
+        return self.metrics | self.weights.metrics | found
 
 
 def frozen_weights(config: Config, derived: Derived) -> dict[str, str]:

@@ -14,10 +14,11 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.data.order import batch_rows
 from hpcrl.data.preference import CHOSEN, REJECTED, PreferenceDataset
-from hpcrl.launch.exits import DONE
+from hpcrl.launch.exits import DONE, REQUEUE
 from hpcrl.launch.world import World
 from hpcrl.roles.team import build_rm_team, read_rm_inputs
-from hpcrl.trainer.run import Run, Start, find_start
+from hpcrl.trainer.run import Run, Start, find_start, start_slice
+from hpcrl.trainer.slice import Leave
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,16 @@ def run(world: World, config: Config, derived: DerivedRm) -> int:
     """`hpcrl rm` on every rank."""
     inputs = world.together(lambda: read_rm_inputs(config))
     start = find_start(world, config, trained="reward")
+    start_slice(world, config, start, config.rm.total_training_steps)
     team = build_rm_team(world, config, derived, inputs)
-    run_program(
+    code = run_program(
         world,
         team.workers,
         team.kinds,
         team.layouts,
-        lambda controller: RewardModelTrainer(controller, config, derived, inputs.pairs, start).fit(),
+        lambda controller: RewardModelTrainer(world, controller, config, derived, inputs.pairs, start).fit(),
     )
-    return DONE
+    return DONE if code is None else code  # rank 0 knows
 
 
 class RewardModelTrainer:
@@ -42,6 +44,7 @@ class RewardModelTrainer:
 
     def __init__(
         self,
+        world: World,
         controller: Controller,
         config: Config,
         derived: DerivedRm,
@@ -53,22 +56,36 @@ class RewardModelTrainer:
         self.pairs = pairs
         self.start = start
         self.dp = derived.roles["reward"].dp
-        self.run = Run(config, "rm", start.step + 1, config.rm.total_training_steps)
+        self.run = Run(world, config, "rm", start, config.rm.total_training_steps)
+        self.step = start.step
         self.metrics: dict[str, float] = {}
         for split, dataset in pairs.items():
             equal = f"; in {dataset.num_equal} of them both answers are the same" if dataset.num_equal else ""
             log.info("%s: %d pairs, %d too long%s", split, len(dataset), dataset.prompts.num_filtered, equal)
 
-    def fit(self) -> None:
-        rm, timers, save_freq = self.config.rm, self.run.timers, self.config.trainer.save_freq
-        total, final = rm.total_training_steps, {}
+    def fit(self) -> int:
+        """The job's exit code: done, or to be continued by another slice."""
         self._restore()
+        try:
+            self.run.close(self._train())
+        except Leave as why:
+            self.run.leave(why, self._save, self.step)
+            return REQUEUE
+        return DONE
+
+    def _train(self) -> dict[str, float]:
+        """All steps; gives the metrics of the last evaluation."""
+        rm, timers, save_freq = self.config.rm, self.run.timers, self.config.trainer.save_freq
+        total = rm.total_training_steps
+        final: dict[str, float] = {}
         for step in range(self.start.step + 1, total + 1):
+            self.run.slice.go_on("step")
             with timers("step"):
                 self._step(step)
                 if rm.eval_freq > 0 and (step % rm.eval_freq == 0 or step == total):
                     final = self._evaluate()
                     self.metrics |= final
+            self.step = step
             self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
             shown = {name: self.metrics[f"train/{name}"] for name in ("loss", "accuracy", "margin")}
             shown |= {"val_accuracy": final["val/accuracy"]} if final else {}
@@ -76,8 +93,13 @@ class RewardModelTrainer:
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             if step == total or (save_freq > 0 and step % save_freq == 0):
                 with timers("save_checkpoint"):
-                    self.run.save(self.controller, step, ("reward",), {"consumed_pairs": step * rm.batch_size})
-        self.run.close(final)
+                    self._save()
+        return final
+
+    def _save(self) -> None:
+        self.run.save(
+            self.controller, self.step, ("reward",), {"consumed_pairs": self.step * self.config.rm.batch_size}
+        )
 
     def _restore(self) -> None:
         """The weights that the start names; an actor's lack the head, which then starts anew."""

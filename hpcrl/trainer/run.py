@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from hpcrl.launch.world import World
 from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
+from hpcrl.trainer.slice import Leave, Slice, check_progress
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,12 @@ class Start:
     state: dict[str, Any]
     init_from: Path | None
     frozen: dict[str, Path] = field(default_factory=dict)  # role -> checkpoint of a model that is only asked
+
+    @property
+    def unlogged(self) -> dict[str, float] | None:
+        """Metrics of `step`, whose validation and whose line in metrics.jsonl are still to come; None: it has both."""
+        found = self.state.get("unlogged")
+        return None if found is None else with_nan(found)
 
 
 def find_start(
@@ -83,17 +91,19 @@ def find_start(
 class Run:
     """A run's files and clocks, on rank 0."""
 
-    def __init__(self, config: Config, label: str, first_step: int, total_steps: int) -> None:
+    def __init__(self, world: World, config: Config, label: str, start: Start, total_steps: int) -> None:
         self.config = config
         self.folder = run_directory(config)
-        if first_step > total_steps:
+        self.saved_step = None if start.folder is None else start.step
+        first_step = start.step + 1
+        if start.unlogged is None and first_step > total_steps:
             log.info(
                 "nothing to do: %d of %d steps are done; ask for more steps, or choose another run.name",
                 first_step - 1,
                 total_steps,
             )
         else:
-            if first_step == 1:
+            if start.folder is None:
                 generations = config.trainer.validation_data_dir
                 set_aside(
                     self.folder, ["metrics.jsonl", "tensorboard", "rollouts", *([generations] if generations else [])]
@@ -101,9 +111,17 @@ class Run:
             else:
                 warn_of_changes(self.folder, config)
             (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        self.writer = MetricsWriter(self.folder, first_step=first_step)
+        first_line = 0 if start.folder is None else first_step if start.unlogged is None else start.step
+        self.writer = MetricsWriter(self.folder, first_step=first_line)
         self.progress = Progress(total_steps, label, first_step)
         self.timers = PhaseTimers()
+        self.slice = Slice(
+            self.folder,
+            self.timers,
+            requested=world.stop.found if world.stop is not None else lambda: None,
+            ends_at=world.ends_at,
+            margin=config.trainer.walltime_margin,
+        )
         self.checkpoints = CheckpointStore(self.folder / "checkpoints", keep=config.trainer.max_ckpt_to_keep)
 
     def save(
@@ -121,12 +139,36 @@ class Run:
         more = files(pending) if files is not None else {}
         stamp = {"config_hash": config_hash(self.config), "versions": versions(), "roles": list(roles)}
         self.checkpoints.commit(step, {**stamp, **state, **more})
+        self.saved_step = step
         log.info("saved %s", self.checkpoints.folder(step))
 
+    def leave(self, why: Leave, save: Callable[[], None], step: int) -> None:
+        """The end of this slice, after `step`; `save` makes the checkpoint that the next one goes on from."""
+        log.warning("leaving: %s", why)
+        if self.saved_step != step:
+            with self.timers("save_checkpoint"):
+                save()
+        self.slice.remember_times()
+        self.writer.close()
+        self.progress.close()
+        log.info("left after step %d; the next slice goes on from there", step)
+
     def close(self, final: dict[str, float]) -> None:
+        self.slice.remember_times()
         self.writer.hparams(flatten(self.config.model_dump()), final)
         self.writer.close()
         self.progress.close()
+
+
+def start_slice(world: World, config: Config, start: Start, total_steps: int) -> None:
+    """On all ranks: InputError where this allocation cannot bring the run further."""
+    found_step = -1 if start.folder is None else start.step
+
+    def check() -> None:
+        if world.rank == 0 and (start.step < total_steps or start.unlogged is not None):
+            check_progress(run_directory(config), found_step, world.ends_at, config.trainer.walltime_margin)
+
+    world.together(check)
 
 
 def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to resume from") -> None:
@@ -152,6 +194,15 @@ def warn_of_changes(folder: Path, config: Config) -> None:
     for key in sorted(now):
         if before.get(key) != now[key]:
             log.warning("resuming with another %s: %s, was %s", key, now[key], before.get(key))
+
+
+def without_nan(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN."""
+    return {name: None if math.isnan(value) else value for name, value in metrics.items()}
+
+
+def with_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
 def config_hash(config: Config) -> str:

@@ -13,10 +13,11 @@ from hpcrl.config.derive import DerivedSft
 from hpcrl.config.schema import Config, ValKwargs
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.data.order import batch_rows
-from hpcrl.launch.exits import DONE
+from hpcrl.launch.exits import DONE, REQUEUE
 from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_sft_team, read_inputs
-from hpcrl.trainer.run import Run, Start, find_start
+from hpcrl.trainer.run import Run, Start, find_start, start_slice
+from hpcrl.trainer.slice import Leave
 from hpcrl.trainer.validation import Validator
 
 log = logging.getLogger(__name__)
@@ -26,22 +27,29 @@ def run(world: World, config: Config, derived: DerivedSft) -> int:
     """`hpcrl sft` on every rank."""
     inputs = world.together(lambda: read_inputs(config, sft=True))
     start = find_start(world, config)
+    start_slice(world, config, start, 0 if start.state.get("reached") else config.sft.total_training_steps)
     team = build_sft_team(world, config, derived, inputs)
-    run_program(
+    code = run_program(
         world,
         team.workers,
         team.kinds,
         team.layouts,
-        lambda controller: SFTTrainer(controller, config, derived, inputs, start).fit(),
+        lambda controller: SFTTrainer(world, controller, config, derived, inputs, start).fit(),
     )
-    return DONE
+    return DONE if code is None else code  # rank 0 knows
 
 
 class SFTTrainer:
     """The controller's program, on rank 0."""
 
     def __init__(
-        self, controller: Controller, config: Config, derived: DerivedSft, inputs: Inputs, start: Start
+        self,
+        world: World,
+        controller: Controller,
+        config: Config,
+        derived: DerivedSft,
+        inputs: Inputs,
+        start: Start,
     ) -> None:
         self.controller = controller
         self.config = config
@@ -49,7 +57,8 @@ class SFTTrainer:
         assert inputs.answers is not None
         self.answers = inputs.answers
         self.dp = derived.roles["actor"].dp
-        self.run = Run(config, "sft", start.step + 1, config.sft.total_training_steps)
+        self.run = Run(world, config, "sft", start, config.sft.total_training_steps)
+        self.step, self.reached = start.step, bool(start.state.get("reached"))
         self.metrics: dict[str, float] = {}
         self.validator = None
         if config.sft.eval_freq > 0:
@@ -62,37 +71,51 @@ class SFTTrainer:
                 num_prompts=config.sft.eval_samples,
             )
 
-    def fit(self) -> None:
-        sft, timers, save_freq = self.config.sft, self.run.timers, self.config.trainer.save_freq
-        total = sft.total_training_steps
+    def fit(self) -> int:
+        """The job's exit code: done, or to be continued by another slice."""
         if self.start.folder is not None:
             self.controller["actor"].load(str(self.start.folder)).get()
             log.info("resuming after step %d from %s", self.start.step, self.start.folder)
         elif self.start.init_from is not None:
             self.controller["actor"].load(str(self.start.init_from), weights_only=True).get()
-        step, reached, final = self.start.step, bool(self.start.state.get("reached")), {}
-        while step < total and not reached:
-            step += 1
+        code = DONE
+        try:
+            self.run.close(self._train())
+        except Leave as why:
+            self.run.leave(why, self._save, self.step)
+            code = REQUEUE
+        if self.validator is not None:
+            self.controller["scorer"].close().get()
+            self.controller["rollout"].close().get()
+        return code
+
+    def _train(self) -> dict[str, float]:
+        """All steps; gives the last accuracies."""
+        sft, timers, save_freq = self.config.sft, self.run.timers, self.config.trainer.save_freq
+        total = sft.total_training_steps
+        final: dict[str, float] = {}
+        while self.step < total and not self.reached:
+            self.run.slice.go_on("step")
+            step = self.step = self.step + 1
             with timers("step"):
                 self._step(step)
                 if self.validator is not None and (step % sft.eval_freq == 0 or step == total):
                     final = self._evaluate(step)
-                    reached = (
-                        sft.stop_at_score is not None and float(np.mean(list(final.values()))) >= sft.stop_at_score
-                    )
+                    score = float(np.mean(list(final.values())))
+                    self.reached = sft.stop_at_score is not None and score >= sft.stop_at_score
             self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
             shown = {"loss": self.metrics["train/loss"]} | {name.split("/")[-1]: value for name, value in final.items()}
             self.run.progress.update(step, shown)
-            if step == total or reached or (save_freq > 0 and step % save_freq == 0):
+            if step == total or self.reached or (save_freq > 0 and step % save_freq == 0):
                 with timers("save_checkpoint"):
-                    state = {"consumed_rows": step * sft.batch_size, "reached": reached}
-                    self.run.save(self.controller, step, ("actor",), state)
-        if reached:
-            log.info("stopped at step %d: accuracy reached sft.stop_at_score=%g", step, sft.stop_at_score)
-        self.run.close(final)
-        if self.validator is not None:
-            self.controller["scorer"].close().get()
-            self.controller["rollout"].close().get()
+                    self._save()
+        if self.reached:
+            log.info("stopped at step %d: accuracy reached sft.stop_at_score=%g", self.step, sft.stop_at_score)
+        return final
+
+    def _save(self) -> None:
+        state = {"consumed_rows": self.step * self.config.sft.batch_size, "reached": self.reached}
+        self.run.save(self.controller, self.step, ("actor",), state)
 
     def _step(self, step: int) -> None:
         config = self.config

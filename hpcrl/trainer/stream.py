@@ -15,7 +15,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.curriculum import step_report
 from hpcrl.roles.response_stream import Finished
-from hpcrl.trainer.experience import Collected, Experience, Gathering
+from hpcrl.trainer.experience import BetweenSteps, Collected, Experience, Gathering
 from hpcrl.trainer.prompt_groups import differing, num_prompts, numbered
 from hpcrl.trainer.scoring import scored
 
@@ -44,6 +44,8 @@ class Stream(Experience):
 
     Prompts stay on the replica that they were submitted to. They are numbered in the order of their submission.
     """
+
+    can_repeat = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -89,10 +91,10 @@ class Stream(Experience):
         yield
         self._flow()
 
-    def save(self, folder: Path, step: int) -> dict[str, Any]:
+    def save(self, folder: Path, step: int, kept: BetweenSteps) -> dict[str, Any]:
         """Finished prompts are kept; those under way are noted, to be drawn again."""
         self._take(step)
-        state = super().save(folder, step)
+        state = super().save(folder, step, self.between_steps())
         under_way = [self.prompts[number] for number in sorted(self.prompts)]
         rows = [(prompt.row, prompt.epoch) for prompt in under_way] + list(self.again)
         return state | {"under_way": rows, "seen": [self.seen.num_generated, self.seen.num_evicted]}

@@ -58,7 +58,7 @@ def test_not_a_number_is_null(tmp_path):
     assert lines(tmp_path) == [{"step": 1, "nan": None, "inf": None, "whole": 7, "flag": True}]
 
 
-@pytest.mark.parametrize("resumed_at", [1, 3, 4])
+@pytest.mark.parametrize("resumed_at", [0, 1, 3, 4])
 def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path, resumed_at):
     write(tmp_path / "whole", range(9), first_step=1)
     write(tmp_path / "joined", range(7), first_step=1)
@@ -69,7 +69,7 @@ def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path, resumed_at):
 
 def test_a_fresh_run_in_an_old_folder_starts_from_nothing(tmp_path):
     write(tmp_path, range(7), first_step=1)
-    write(tmp_path, range(2), first_step=1)
+    write(tmp_path, range(2), first_step=0)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1]
     assert [step for step, _ in scalars(tmp_path)["timing_s/gen"]] == [0, 1]
 

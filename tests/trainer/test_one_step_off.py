@@ -50,7 +50,7 @@ def test_a_run_ends_well_without_samples_for_a_step_after_the_last(
     assert [record.getMessage() for record in caplog.records] == [
         "no samples for a step after the last one: no prompt is left that differs"
     ]
-    assert "ahead" not in experience.save(tmp_path, LAST)
+    assert "ahead" not in experience.save(tmp_path, LAST, experience.between_steps())
 
 
 def test_a_step_of_the_run_needs_its_samples() -> None:
