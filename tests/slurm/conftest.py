@@ -1,0 +1,104 @@
+"""A Slurm of virtual nodes on this machine, for a whole session of tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpcrl.launch.children import cleaned
+from tests.launch.conftest import REPOSITORY
+
+LAB = REPOSITORY / "tools" / "slurm_lab.sh"
+PROGRAMS = ("slurmctld", "slurmd", "sinfo", "munged")
+PATIENCE = 300.0  # seconds for a job, unless a test says otherwise
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A running lab; `env` is the environment in which Slurm's commands find it."""
+
+    folder: Path
+    env: dict[str, str]
+
+    def run(self, *command: str, cwd: Path | None = None) -> str:
+        """A command of Slurm's; gives what it prints, without the last line break."""
+        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout.rstrip("\n")
+
+    def sbatch(self, arguments: Sequence[str | Path], cwd: Path) -> str:
+        """Submits; gives the job's id."""
+        return self.run("sbatch", "--parsable", *map(str, arguments), cwd=cwd)
+
+    def state(self, job: str) -> str:
+        """RUNNING, PENDING, COMPLETED, FAILED, ...; of a job that is over, its last attempt's."""
+        return _field(self.run("scontrol", "show", "job", job), "JobState")
+
+    def exit_code(self, job: str) -> int:
+        return int(_field(self.run("scontrol", "show", "job", job), "ExitCode").split(":")[0])
+
+    def wait(self, job: str, seconds: float = PATIENCE) -> str:
+        """Waits until the job is over; gives its state. A job that takes longer is cancelled and fails the test."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
+        self.until(lambda: self.state(job) in over, f"job {job} is {self.state(job)}", seconds, job)
+        return self.state(job)
+
+    def until(
+        self, condition: Callable[[], bool], what: str, seconds: float = PATIENCE, job: str | None = None
+    ) -> None:
+        """Waits for a condition; the test fails, and the job is cancelled, where it does not come about."""
+        give_up = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > give_up:
+                if job is not None:
+                    self.run("scancel", job)
+                pytest.fail(f"{what} after {seconds:.0f} s; logs in {self.folder / 'log'}")
+            time.sleep(0.05)
+
+
+def _field(text: str, name: str) -> str:
+    return next(word.partition("=")[2] for word in text.split() if word.startswith(f"{name}="))
+
+
+def missing() -> str | None:
+    """The first program that is not here."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    return next((program for program in PROGRAMS if shutil.which(program, path=path) is None), None)
+
+
+def start(nodes: int) -> Iterator[Lab]:
+    absent = missing()
+    if absent is not None:
+        why = f"no {absent} here: `tools/slurm_lab.sh install` as root"
+        if os.environ.get("HPCRL_REQUIRE_SLURM") == "1":
+            pytest.fail(f"the Slurm tests have to run, and there is {why}")
+        pytest.skip(f"left out, {why}")
+    folder = Path(tempfile.mkdtemp(prefix="slurm_lab_"))
+    # A shell variable of a job that runs these tests would describe another job.
+    env = cleaned(dict(os.environ)) | {"SLURM_CONF": str(folder / "etc" / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+    try:
+        subprocess.run([LAB, "up", folder, str(nodes)], check=True, env=env, stdout=subprocess.DEVNULL, timeout=60)
+        yield Lab(folder, env)
+    finally:
+        subprocess.run([LAB, "down", folder], env=env, timeout=120)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Lab]:
+    """Two nodes."""
+    yield from start(2)
+
+
+@pytest.fixture(scope="session")
+def large_lab() -> Iterator[Lab]:
+    """Eight nodes."""
+    yield from start(8)
