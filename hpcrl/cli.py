@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -73,6 +74,10 @@ def _run_job(
     if "=" in path and not Path(path).exists():
         _refuse(f"found the override {path!r} in place of a YAML file: {usage}")
 
+    from hpcrl.plan import dry_run
+
+    if dry_run.requested(os.environ):
+        dry_run.main(name, path, overrides)
     from hpcrl.launch.job import run_spmd
 
     run_spmd(partial(_load, path, overrides, inside=name if inside_run else None), job, heeds_signals=resumable)

@@ -6,7 +6,7 @@ Pure functions without torch or MPI, so a job template can be checked on a login
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
@@ -215,6 +215,15 @@ def check_evaluate(config: Config, world_size: int) -> DerivedGenerate:
     if not config.data.val_files:
         raise ConfigError("data.val_files is empty; name at least one Parquet or JSONL file of prompts to evaluate on")
     return _check_inference(config, world_size, sum(way.n for way in config.rollout.val_kwargs), scored=True)
+
+
+CHECKS: dict[str, Callable[[Config, int], Derived | DerivedGenerate | DerivedRm | DerivedSft]] = {  # by subcommand
+    "train": check,
+    "sft": check_sft,
+    "rm": check_rm,
+    "generate": check_generate,
+    "evaluate": check_evaluate,
+}
 
 
 def _check_inference(config: Config, world_size: int, samples: int, *, scored: bool) -> DerivedGenerate:

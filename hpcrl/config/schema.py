@@ -556,12 +556,29 @@ class GenerateConfig(Section):
     log_probs: bool = Field(True, description="write the tokens' log-probs too, about half of the file")
 
 
+SlurmValue = Annotated[str, Field(pattern=r"^[\w.,:@+=&|*!()\[\]/%-]+$")]  # no space, quote or line break
+
+
 class JobConfig(Section):
-    """The allocation that a template asks for. Nothing reads it yet: batch templates come later."""
+    """The allocation that `hpcrl submit` asks for; what is null here comes from the site file, or is left to Slurm."""
 
     nodes: PositiveInt = Field(1, description="nodes")
     ntasks_per_node: PositiveInt = Field(1, description="ranks per node")
     time: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$", description="wall time, [D-]HH:MM:SS")
+    partition: SlurmValue | None = Field(None, description="partition")
+    account: SlurmValue | None = Field(None, description="account that pays")
+    qos: SlurmValue | None = Field(None, description="quality of service")
+    constraint: SlurmValue | None = Field(None, description="features that nodes must have")
+    reservation: SlurmValue | None = Field(None, description="reservation")
+    exclude: SlurmValue | None = Field(None, description="nodes to stay away from")
+    gpus_per_node: NonNegativeInt = Field(0, description="GPUs per node")
+    cpus_per_task: PositiveInt | None = Field(None, description="cores per rank")
+    mem: SlurmValue | None = Field(None, description='memory per node, such as "480G"; "0": all of it')
+    exclusive: bool = Field(False, description="share nodes with nobody")
+    signal_seconds: PositiveInt = Field(300, le=65535, description="seconds before the end when ranks get SIGURG")
+    requeue: bool = Field(True, description="go on in another slice after a planned stop or the loss of a node")
+    max_restarts: NonNegativeInt = Field(100, description="slices after the first at most")
+    extra: list[str] = Field(default_factory=list, description="further options of sbatch, such as --mail-type=END")
 
 
 class Config(Section):

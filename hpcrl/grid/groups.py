@@ -12,29 +12,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from hpcrl.grid.layout import Coord, Layout
+from hpcrl.grid.layout import GROUP_DIMS, Coord, Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Megatron's name of a group -> the grid dimensions its members differ along.
-GROUP_DIMS: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "pp": ("pp",),
-    "mp": ("tp", "pp"),
-    "tp_cp": ("tp", "cp"),
-    "dp_cp": ("dp", "cp"),
-    "tp_dp_cp": ("tp", "dp", "cp"),
-    "ep": ("ep",),
-    "expt_tp": ("etp",),
-    "expt_dp": ("edp",),
-    "tp_ep": ("etp", "ep"),
-    "tp_ep_pp": ("etp", "ep", "pp"),
-    "replica": ("tp", "cp", "pp"),
-    "all": ("tp", "cp", "dp", "pp"),
-}
 # Megatron's further names for groups of the table; one optimizer instance spans all data-parallel ranks.
 ALIASES = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp", "intra_dist_opt": "all"}
 

@@ -11,6 +11,25 @@ from typing import NamedTuple
 AXES = ("tp", "cp", "dp", "pp")  # fastest first: Megatron's order of dense ranks
 EXPERT_AXES = ("etp", "ep", "edp", "pp")  # the same ranks, seen by the experts of a MoE layer
 
+# Megatron's name of a group -> the grid dimensions its members differ along.
+GROUP_DIMS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "dp_cp": ("dp", "cp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    "ep": ("ep",),
+    "expt_tp": ("etp",),
+    "expt_dp": ("edp",),
+    "tp_ep": ("etp", "ep"),
+    "tp_ep_pp": ("etp", "ep", "pp"),
+    "replica": ("tp", "cp", "pp"),
+    "all": ("tp", "cp", "dp", "pp"),
+}
+
 
 class Coord(NamedTuple):
     """Position of a rank in its role's grid."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcrl.launch import exits
@@ -22,30 +24,24 @@ def barrier(comm: MPI.Intracomm) -> None:
 
 def broadcast(comm: MPI.Intracomm, obj: Any, root: int = 0) -> Any:
     """`obj` of rank `root` on every rank, by pickle; waits with back-off."""
-    import numpy as np
-
-    blob = np.frombuffer(pickle.dumps(obj), np.uint8) if comm.rank == root else None
-    size = np.array([0 if blob is None else blob.size], np.int64)
+    blob = bytearray(pickle.dumps(obj)) if comm.rank == root else bytearray()
+    size = array("q", [len(blob)])
     wait(comm.Ibcast(size, root))
-    if blob is None:
-        blob = np.empty(size[0], np.uint8)
-    else:
-        blob = blob.copy()  # frombuffer's view of bytes is read-only, which MPI's binding refuses for an in-out buffer
+    if comm.rank != root:
+        blob = bytearray(size[0])
     wait(comm.Ibcast(blob, root))
-    return obj if comm.rank == root else pickle.loads(blob.tobytes())
+    return obj if comm.rank == root else pickle.loads(blob)
 
 
 def exchange(comm: MPI.Intracomm, obj: Any) -> list[Any]:
     """Every rank's `obj`, in rank order, on every rank, by pickle; waits with back-off."""
-    import numpy as np
-
-    blob = np.frombuffer(pickle.dumps(obj), np.uint8)
-    sizes = np.empty(comm.size, np.int64)
-    wait(comm.Iallgather(np.array([blob.size], np.int64), sizes))
-    blobs = np.empty(int(sizes.sum()), np.uint8)
-    wait(comm.Iallgatherv(blob, [blobs, sizes]))
-    ends = np.cumsum(sizes)
-    return [pickle.loads(blobs[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
+    blob = pickle.dumps(obj)
+    sizes = array("q", [0] * comm.size)
+    wait(comm.Iallgather(array("q", [len(blob)]), sizes))
+    ends = list(accumulate(sizes))
+    blobs = bytearray(ends[-1])
+    wait(comm.Iallgatherv(blob, [blobs, sizes.tolist()]))
+    return [pickle.loads(blobs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def together(comm: MPI.Intracomm, fn: Callable[[], T]) -> T:

@@ -1,0 +1,56 @@
+"""The files that a job reads, by the config key that names them: for checks before a job queues and for staging."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import reduce
+from typing import NamedTuple
+
+from hpcrl.config.schema import Config
+
+# those whose value may be null; the two of data and run.plugins are lists
+KEYS = (
+    "run.plugins",
+    "model.path",
+    "model.tokenizer",
+    "model.init_from",
+    "data.train_files",
+    "data.val_files",
+    "data.sampler.class_path",
+    "rollout.multi_turn.function_tool_path",
+    "rollout.multi_turn.interaction_path",
+    "rollout.trtllm.model_dir",
+    "teacher.init_from",
+    "teacher.model.path",
+    "teacher.model.tokenizer",
+    "reward.reward_model.init_from",
+    "reward.reward_model.model.path",
+    "reward.reward_model.model.tokenizer",
+    "reward.custom_reward_function.path",
+    "trainer.rollouts_from",
+)
+
+
+class Input(NamedTuple):
+    key: str
+    path: str  # of a file or a folder, as the config has it
+
+
+def inputs(config: Config) -> Iterator[Input]:
+    """Every file and folder that the config names, once per mention."""
+    for key in KEYS:
+        value: object = reduce(lambda section, name: getattr(section, name, None), key.split("."), config)
+        for path in [value] if isinstance(value, str) else value or ():
+            yield Input(key, file_of(key, path))
+
+
+def missing(config: Config) -> list[Input]:
+    """Those that are not there."""
+    return [given for given in inputs(config) if not os.path.exists(given.path)]
+
+
+def file_of(key: str, path: str) -> str:
+    """The file in a key's value: a reward function may follow its file, as in `my_reward.py:compute_score`."""
+    head, colon, _ = path.rpartition(":")
+    return head if key == "reward.custom_reward_function.path" and colon and head.endswith(".py") else path

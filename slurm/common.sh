@@ -1,0 +1,214 @@
+# What the job templates of this folder share. A template reads it in and calls hpcrl_start, hpcrl_srun and hpcrl_leave:
+# it stands here once how Python starts, which PMI and which network interface are taken, and what an exit code means.
+# It also runs scripts that `hpcrl submit` makes. Variables that a site or a person may set (all have defaults):
+#   HPCRL_MODULES       modules to load, separated by spaces
+#   HPCRL_VENV          virtual environment                                   (.venv)
+#   HPCRL_IMAGE         container image: a file, or what Pyxis or Apptainer takes
+#   HPCRL_CONTAINER     apptainer, singularity, pyxis or none                 (what is there, when HPCRL_IMAGE is set)
+#   HPCRL_MOUNTS        further folders for the container, comma-separated; the working directory always is there
+#   HPCRL_MPI           for srun --mpi=                                       (by the MPI library that Python loads)
+#   HPCRL_INTERFACE     network interface of NCCL, gloo and UCX               (ib*, hsn*, bond*, else the default route's)
+#   HPCRL_CPU_BIND      for srun --cpu-bind=                                  (cores)
+#   HPCRL_MAX_RESTARTS  requeues of one job at most                           (100)
+#   HPCRL_DRY_RUN=1     the ranks only show where they would be in each role
+# shellcheck shell=bash
+
+hpcrl_say() { printf 'hpcrl: %s\n' "$*" >&2; }
+
+hpcrl_refuse() { # what an input error is in the program: one line, exit code 2
+    printf 'hpcrl: error: %s\n' "$*" >&2
+    exit 2
+}
+
+# hpcrl_start: everything before the first srun
+hpcrl_start() {
+    # Slurm ends a slice with TERM; bash waits for srun with a handler, and without one leaves before it knows the code.
+    # Not '': what a shell ignores, its children ignore as well.
+    trap : TERM
+    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # compute nodes have no internet; a hub's time-outs cost minutes
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun takes it from here alone
+    hpcrl_choose_python
+    hpcrl_choose_mpi
+    hpcrl_choose_network
+    hpcrl_find_end
+    hpcrl_say "job ${SLURM_JOB_ID:-none}, restart ${SLURM_RESTART_COUNT:-0}: ${SLURM_NTASKS:-1} ranks on" \
+        "${SLURM_JOB_NUM_NODES:-1} node(s) ${SLURM_JOB_NODELIST:-}, mpi ${hpcrl_mpi:-default}," \
+        "interface ${NCCL_SOCKET_IFNAME:-default}, end ${HPCRL_END_TIME:-open}"
+}
+
+# hpcrl_srun RUN_DIR ARGUMENTS...: `python -m hpcrl ARGUMENTS...` on all ranks; returns what became of it.
+# Launchers turn codes into 137; the program's own word is <run>/exit.json. One of an earlier slice would be a lie.
+hpcrl_srun() {
+    local run=$1 code said
+    shift
+    [[ ${HPCRL_DRY_RUN:-} != 1 ]] || run=/dev/null
+    rm -f "$run/exit.json" 2>/dev/null
+    srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --kill-on-bad-exit=1 --wait=60 --cpu-bind="${HPCRL_CPU_BIND:-cores}" \
+        "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
+    code=$?
+    said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
+    return "${said:-$code}"
+}
+
+# hpcrl_leave CODE: the end of a template: 85 asks for another slice, all else is the job's own exit code
+hpcrl_leave() {
+    local code=$1 job=$SLURM_JOB_ID restarts=${SLURM_RESTART_COUNT:-0} state
+    if [[ $code != 85 ]]; then
+        exit "$code"
+    fi
+    if ((restarts >= ${HPCRL_MAX_RESTARTS:-100})); then
+        hpcrl_say "saved, and not requeued: $restarts restarts are HPCRL_MAX_RESTARTS; submit it again to go on"
+        exit 85
+    fi
+    state=$(scontrol show job --oneliner "$job" 2>/dev/null | grep -o 'JobState=[A-Z_]*')
+    if [[ $state == JobState=CANCELLED ]]; then # Slurm would requeue that one too
+        hpcrl_say "saved, and cancelled by a person: submit it again to go on"
+        exit 85
+    fi
+    hpcrl_say "saved; requeued as restart $((restarts + 1))"
+    # An array's last element has the array's own id, which would requeue all of them.
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    scontrol requeue "$job"
+    sleep 60 # Slurm ends this script by itself; leaving first would end the job
+    exit 85
+}
+
+# hpcrl_run_dir DIR/NAME ARGUMENTS...: the run's folder, after overrides such as run.name=x
+hpcrl_run_dir() {
+    local folder=${1%/*} name=${1##*/} argument
+    for argument in "${@:2}"; do
+        case $argument in
+        run.dir=*) folder=${argument#run.dir=} ;;
+        run.name=*) name=${argument#run.name=} ;;
+        esac
+    done
+    printf '%s\n' "$folder/$name"
+}
+
+# hpcrl_choose_python: hpcrl_python, the start of a command line, and hpcrl_srun_options where srun must know as well
+hpcrl_choose_python() {
+    hpcrl_python=(python3) hpcrl_srun_options=()
+    local container=${HPCRL_CONTAINER:-}
+    if [[ -n ${HPCRL_IMAGE:-} && -z $container ]]; then
+        container=$(hpcrl_container)
+        if [[ -z $container && ${HPCRL_DRY_RUN:-} == 1 ]]; then
+            hpcrl_say "no Pyxis and no Apptainer here: the dry run goes without $HPCRL_IMAGE"
+            container=none
+        fi
+    fi
+    [[ -z ${HPCRL_MODULES:-} ]] || module load $HPCRL_MODULES # shellcheck disable=SC2086 # one word each
+    case $container in
+    '' | none)
+        [[ -z ${HPCRL_IMAGE:-} || $container == none ]] ||
+            hpcrl_refuse "HPCRL_IMAGE=$HPCRL_IMAGE needs Pyxis or Apptainer, and neither is here; set HPCRL_CONTAINER"
+        if [[ -x ${HPCRL_VENV:=.venv}/bin/python3 ]]; then
+            hpcrl_python=("$HPCRL_VENV/bin/python3")
+        elif [[ -z ${HPCRL_MODULES:-} ]]; then
+            hpcrl_refuse "no Python environment at $PWD/$HPCRL_VENV; run tools/environment.sh, or set HPCRL_VENV, HPCRL_MODULES or HPCRL_IMAGE"
+        fi
+        ;;
+    apptainer | singularity)
+        hpcrl_python=("$container" exec --nv --pwd "$PWD" --bind "$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}" "${HPCRL_IMAGE:?}" python3)
+        ;;
+    pyxis)
+        hpcrl_srun_options=(--container-image="${HPCRL_IMAGE:?}" --container-workdir="$PWD"
+            --container-mounts="$PWD:$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}")
+        ;;
+    *) hpcrl_refuse "HPCRL_CONTAINER=$container; expected apptainer, singularity, pyxis or none" ;;
+    esac
+}
+
+# hpcrl_container: the container runtime that is here
+hpcrl_container() {
+    local runtime
+    if srun --help 2>/dev/null | grep -q -e --container-image; then
+        echo pyxis
+        return
+    fi
+    for runtime in apptainer singularity; do
+        if command -v "$runtime" >/dev/null; then
+            echo "$runtime"
+            return
+        fi
+    done
+}
+
+# hpcrl_choose_mpi: hpcrl_mpi, what srun gets as --mpi=. A wrong one makes every rank a world of its own.
+hpcrl_choose_mpi() {
+    hpcrl_mpi=${HPCRL_MPI:-}
+    [[ -z $hpcrl_mpi ]] || return 0
+    local library='Open MPI' # Pyxis starts containers by srun alone; the image of TensorRT-LLM has Open MPI
+    if ((${#hpcrl_srun_options[@]} == 0)); then
+        library=$("${hpcrl_python[@]}" -c '
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())') || hpcrl_refuse "'${hpcrl_python[*]}' cannot load mpi4py; see above"
+    fi
+    hpcrl_mpi=$(hpcrl_pmi_for "$library" "$(srun --mpi=list 2>&1)")
+}
+
+# hpcrl_pmi_for LIBRARY OFFERED: the PMI that this MPI library speaks, of those that `srun --mpi=list` offers; or nothing
+hpcrl_pmi_for() {
+    local candidate wanted=(pmi2)
+    case $1 in
+    *Open?MPI*) wanted=(pmix) ;;
+    *CRAY?MPICH*) wanted=(cray_shasta pmi2) ;;
+    esac
+    for candidate in "${wanted[@]}"; do
+        if grep -qw "$candidate" <<<"$2"; then
+            echo "$candidate"
+            return
+        fi
+    done
+}
+
+# hpcrl_choose_network: interfaces for NCCL, gloo and UCX; what the user has set stays
+hpcrl_choose_network() {
+    local interface=${HPCRL_INTERFACE:-} devices
+    [[ -n $interface ]] || interface=$(hpcrl_interface "$(ip -o -4 addr show up 2>/dev/null)" "$(ip -4 route show default 2>/dev/null)")
+    [[ -n $interface ]] || return 0
+    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+    # UCX takes every interface, link-local ones too, unless it is given a list; that list must hold the adapters as well.
+    devices=$(grep -l ACTIVE /sys/class/infiniband/*/ports/*/state 2>/dev/null |
+        sed 's|.*/infiniband/\([^/]*\)/ports/\([0-9]*\)/state|\1:\2|' | paste -sd, -)
+    export UCX_NET_DEVICES=${UCX_NET_DEVICES:-${devices:+$devices,}$interface}
+}
+
+# hpcrl_interface ADDRESSES ROUTES: the interface that leads to other nodes, from `ip -o -4 addr show up` and
+# `ip -4 route show default`: InfiniBand, Slingshot or a bond, else the default route's, else the first. Never loopback,
+# link-local (a board's service processor answers there) or a container bridge.
+hpcrl_interface() {
+    local number name family address rest usable=() kind
+    while read -r number name family address rest; do
+        case "$name $address" in
+        lo\ * | *\ 127.* | *\ 169.254.* | docker* | br-* | veth* | virbr* | cni* | flannel* | podman* | lxc* | ' ') ;;
+        *) usable+=("$name") ;;
+        esac
+    done <<<"$1"
+    ((${#usable[@]})) || return 0
+    for kind in ib hsn bond; do
+        for name in "${usable[@]}"; do
+            if [[ $name == "$kind"* ]]; then
+                echo "$name"
+                return
+            fi
+        done
+    done
+    for name in "${usable[@]}"; do
+        if grep -q -e " dev $name\( \|\$\)" <<<"$2"; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "${usable[0]}"
+}
+
+# hpcrl_find_end: HPCRL_END_TIME, the end of the allocation in seconds since 1970; unset where there is none
+hpcrl_find_end() {
+    local stamp=${SLURM_JOB_END_TIME:-}
+    if [[ -z $stamp && -n ${SLURM_JOB_ID:-} ]]; then
+        stamp=$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" 2>/dev/null)
+    fi
+    [[ ! $stamp =~ ^[0-9]+$ ]] || export HPCRL_END_TIME=$stamp
+}
