@@ -52,7 +52,7 @@ hpcrl_srun() {
 
 # hpcrl_leave CODE: the end of a template: 85 asks for another slice, all else is the job's own exit code
 hpcrl_leave() {
-    local code=$1 job=$SLURM_JOB_ID restarts=${SLURM_RESTART_COUNT:-0} state
+    local code=$1 restarts=${SLURM_RESTART_COUNT:-0} job
     if [[ $code != 85 ]]; then
         exit "$code"
     fi
@@ -60,17 +60,27 @@ hpcrl_leave() {
         hpcrl_say "saved, and not requeued: $restarts restarts are HPCRL_MAX_RESTARTS; submit it again to go on"
         exit 85
     fi
-    state=$(scontrol show job --oneliner "$job" 2>/dev/null | grep -o 'JobState=[A-Z_]*')
-    if [[ $state == JobState=CANCELLED ]]; then # Slurm would requeue that one too
-        hpcrl_say "saved, and cancelled by a person: submit it again to go on"
+    job=$(hpcrl_job)
+    case $(squeue -h -j "$job" -o '%T %r' 2>/dev/null) in
+    'COMPLETING TimeLimit') ;; # the limit came before the save had ended
+    COMPLETING* | CANCELLED*)  # Slurm would requeue what a person has cancelled, and it requeues the preempted itself
+        hpcrl_say "saved; cancelled or preempted: submit it again to go on if Slurm does not"
         exit 85
-    fi
-    hpcrl_say "saved; requeued as restart $((restarts + 1))"
-    # An array's last element has the array's own id, which would requeue all of them.
-    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-    scontrol requeue "$job"
-    sleep 60 # Slurm ends this script by itself; leaving first would end the job
+        ;;
+    esac
+    hpcrl_say "saved; asking for restart $((restarts + 1))"
+    scontrol requeue "$job" || exit 85
+    sleep 60 # Slurm ends this script by itself; one that has left would have ended the job
     exit 85
+}
+
+# hpcrl_job: the id of this job alone: an array's last element has the array's own, which means all of them
+hpcrl_job() {
+    if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+        echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    else
+        echo "${SLURM_JOB_ID:-}"
+    fi
 }
 
 # hpcrl_run_dir DIR/NAME ARGUMENTS...: the run's folder, after overrides such as run.name=x
@@ -208,7 +218,7 @@ hpcrl_interface() {
 hpcrl_find_end() {
     local stamp=${SLURM_JOB_END_TIME:-}
     if [[ -z $stamp && -n ${SLURM_JOB_ID:-} ]]; then
-        stamp=$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" 2>/dev/null)
+        stamp=$(date +%s -d "$(squeue -h -j "$(hpcrl_job)" -o %e)" 2>/dev/null)
     fi
     [[ ! $stamp =~ ^[0-9]+$ ]] || export HPCRL_END_TIME=$stamp
 }
