@@ -6,8 +6,10 @@ import difflib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -32,6 +34,8 @@ usage: hpcrl COMMAND ...
   plan --refit CONFIG [key=value ...]
                                     bytes and memory of a refit; needs no MPI
   check [--trtllm]                  what is installed here, and what is wrong with it
+  submit [COMMAND:]CONFIG ... [--dry-run]
+                                    a Slurm job, checked and with all it reads; submit --help
 
 CONFIG is a YAML file; key=value overrides one of its keys, as in actor.optim.lr=2e-6.
 Run it on several ranks with mpiexec -n N python -m hpcrl ..., or with srun."""
@@ -171,6 +175,26 @@ def _check(arguments: list[str]) -> NoReturn:
     check.main(arguments, findings)
 
 
+def _submit(arguments: list[str]) -> NoReturn:
+    from hpcrl.slurm import submit
+
+    submit.main(arguments, _check_plan)
+
+
+def _check_plan(command: str, config: Config, ranks: int) -> None:
+    """What the job itself checks first; without torch, as on a login node, what needs torch is left to the job."""
+    from hpcrl.config.derive import CHECKS
+
+    if command == "train" and find_spec("torch") and find_spec("megatron"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # megatron's, of what a login node lacks
+            from hpcrl.trainer import prepare
+
+            prepare.derive(prepare.with_presets(config), ranks)
+    else:
+        CHECKS[command](config, ranks)
+
+
 def _refuse(line: str) -> NoReturn:
     exits.refuse(InputError(line))
 
@@ -183,4 +207,5 @@ COMMANDS: dict[str, Callable[[list[str]], NoReturn]] = {
     "evaluate": partial(_run_job, "evaluate", _evaluate, inside_run=True),
     "plan": _plan,
     "check": _check,
+    "submit": _submit,
 }

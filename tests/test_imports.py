@@ -18,7 +18,7 @@ LAYERS = (
     ("controller",),
     ("model",),
     ("engine", "reshard", "algorithms", "rewards", "data", "checkpoint"),
-    ("rollout", "plan"),
+    ("rollout", "plan", "slurm"),
     ("roles",),
     ("trainer",),
     ("cli",),

@@ -556,7 +556,9 @@ class GenerateConfig(Section):
     log_probs: bool = Field(True, description="write the tokens' log-probs too, about half of the file")
 
 
-SlurmValue = Annotated[str, Field(pattern=r"^[\w.,:@+=&|*!()\[\]/%-]+$")]  # no space, quote or line break
+# Both end up in lines that sbatch reads: no space but the one, no quote, no line break.
+SlurmValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:@+=&|*()\[\]/%-]+$")]
+SbatchOption = Annotated[str, Field(pattern=r"^--?[A-Za-z][A-Za-z0-9-]*([= ][A-Za-z0-9_.,:@+=&|*()\[\]/%-]+)?$")]
 
 
 class JobConfig(Section):
@@ -578,7 +580,9 @@ class JobConfig(Section):
     signal_seconds: PositiveInt = Field(300, le=65535, description="seconds before the end when ranks get SIGURG")
     requeue: bool = Field(True, description="go on in another slice after a planned stop or the loss of a node")
     max_restarts: NonNegativeInt = Field(100, description="slices after the first at most")
-    extra: list[str] = Field(default_factory=list, description="further options of sbatch, such as --mail-type=END")
+    extra: list[SbatchOption] = Field(
+        default_factory=list, description="further options of sbatch, such as --mail-type=END"
+    )
 
 
 class Config(Section):

@@ -1,0 +1,80 @@
+"""The site file: what is the same for every job on one machine, so that job templates need not say it.
+
+account: abc123
+partition: gpu
+gpu_directive: gres
+container: {kind: apptainer, image: /project/abc123/tensorrt_llm.sif, mounts: [/project/abc123]}
+interface: hsn0
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, ValidationError
+
+from hpcrl.config import yaml_core
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.schema import SbatchOption, Section, SlurmValue
+
+VARIABLE = "HPCRL_SITE"
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+
+
+class ContainerConfig(Section):
+    kind: Literal["none", "apptainer", "singularity", "pyxis"] = Field("none", description="how containers are started")
+    image: str | None = Field(None, description="image file, or what Pyxis or Apptainer takes")
+    mounts: list[str] = Field(default_factory=list, description="folders that jobs need, each PATH or PATH:INSIDE")
+
+
+class SiteConfig(Section):
+    """Values of `job:` win over those here."""
+
+    account: SlurmValue | None = Field(None, description="account that pays")
+    partition: SlurmValue | None = Field(None, description="partition")
+    qos: SlurmValue | None = Field(None, description="quality of service")
+    constraint: SlurmValue | None = Field(None, description="features that nodes must have")
+    gpu_directive: Literal["gpus-per-node", "gres", "none"] = Field(
+        "gpus-per-node", description="how GPUs are asked for: --gpus-per-node=8, --gres=gpu:8, or not at all"
+    )
+    gpu_type: SlurmValue | None = Field(None, description="type of GPU in that directive, such as a100")
+    mpi: SlurmValue | None = Field(None, description="for srun --mpi=; null: by the MPI library that Python loads")
+    modules: list[SlurmValue] = Field(default_factory=list, description="modules to load")
+    venv: str | None = Field(None, description="virtual environment; null: .venv of the checkout")
+    environment: dict[VariableName, str] = Field(default_factory=dict, description="further variables of the job")
+    container: ContainerConfig = Field(default_factory=ContainerConfig, description="container")
+    scratch: str | None = Field(None, description="folder on every node for temporary files (TMPDIR); null: the node's")
+    interface: SlurmValue | None = Field(None, description="network interface; null: chosen on the node")
+    extra_sbatch: list[SbatchOption] = Field(default_factory=list, description="further options of sbatch")
+    charge_factor: NonNegativeFloat = Field(1.0, description="what one node-hour costs, in the site's own unit")
+
+
+def find_site(option: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The file that --site or $HPCRL_SITE names, else ~/.config/hpcrl/site.yaml where that exists."""
+    named = option or environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    default = Path(os.path.expanduser("~/.config/hpcrl/site.yaml"))
+    return default if default.exists() else None
+
+
+def load_site(path: Path | None) -> SiteConfig:
+    """The site file's content, or defaults; ConfigError with one line for a file that is wrong."""
+    if path is None:
+        return SiteConfig()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"site file {path} cannot be read: {error}; name another with --site or {VARIABLE}") from None
+    tree = yaml_core.parse(text, str(path))
+    try:
+        return SiteConfig.model_validate(tree.plain() or {})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        known = ", ".join(SiteConfig.model_fields)
+        why = f"unknown key; known are {known}" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"site file {path}: {key}: {why}") from None

@@ -1,0 +1,122 @@
+"""`hpcrl submit`: check a job as far as a login node can, stage what it reads, and hand it to Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hpcrl.config.inputs import inputs, missing
+from hpcrl.config.loader import load_config
+from hpcrl.config.schema import Config
+from hpcrl.launch import exits
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.job import run_directory
+from hpcrl.slurm import bundle, chain, sweep
+from hpcrl.slurm.allocation import check_slice, node_hours
+from hpcrl.slurm.request import USAGE, Request, Stage, parse
+from hpcrl.slurm.site import SiteConfig, find_site, load_site
+from hpcrl.slurm.template import Batch, render
+
+Check = Callable[[str, Config, int], object]  # (command, config, ranks); raises for a plan that cannot run
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A stage that has passed all checks."""
+
+    batch: Batch
+    configs: tuple[Config, ...]  # one per element
+    folder: Path  # the script's and Slurm's output's
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "job.sbatch"
+
+
+def main(arguments: list[str], check: Check) -> NoReturn:
+    if {"-h", "--help"}.intersection(arguments):
+        print(f"usage: {USAGE}\n\n{(__doc__ or '').split(': ', 1)[1]}")
+        sys.exit(exits.DONE)
+    try:
+        run(parse(arguments), check)
+    except Exception as error:
+        if exits.is_user_error(error):
+            exits.refuse(error)
+        raise
+    sys.exit(exits.DONE)
+
+
+def run(request: Request, check: Check) -> None:
+    root = bundle.checkout()
+    site = load_site(find_site(request.site, os.environ))
+    plans = [plan(stage, request.job_overrides, check) for stage in request.stages]
+    texts = [render(planned.batch, site, sys.prefix) for planned in plans]
+    made_later: list[list[Path]] = [[]]  # for each stage the runs of those before it
+    for planned in plans:
+        _say(cost(planned.batch, site))
+        for line in absent(planned, made_later[-1]):
+            if not request.dry_run:
+                raise InputError(line)
+            _say(f"warning: {line}")
+        made_later.append([*made_later[-1], *planned.batch.run_dirs])
+    if request.dry_run:
+        for planned, text in zip(plans, texts, strict=True):
+            _say(shlex.join(chain.command(planned.script, "JOB_BEFORE" if planned is not plans[0] else None)))
+            print(text, end="")
+        return
+    for planned, text, later in zip(plans, texts, made_later[:-1], strict=True):
+        for config in planned.configs:
+            _say(f"staged {bundle.stage(config, root, later, _say)}")
+        planned.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        planned.script.write_text(text, encoding="utf-8")
+    for planned, job in zip(plans, chain.submit([planned.script for planned in plans]), strict=True):
+        print(f"{planned.batch.name}: job {job}, {planned.script}")
+
+
+def absent(planned: Planned, made_later: Collection[Path]) -> list[str]:
+    """A line for each file that the job would read and that nobody has made."""
+    found = (given for config in planned.configs for given in missing(config))
+    return [
+        f"{key}={path} is not here; make it first, or name another"
+        for key, path in dict.fromkeys(found)
+        if not bundle.is_made_later(path, made_later)
+    ]
+
+
+def plan(stage: Stage, job_overrides: Sequence[str], check: Check) -> Planned:
+    """The stage's job, checked for the ranks that it asks for, and for the length of a slice."""
+    overrides = [*stage.overrides, *job_overrides]
+    base = load_config(stage.config, overrides)
+    variants = sweep.elements(stage.arrays, base.run.dir, base.run.name) if stage.arrays else [[]]
+    configs = [load_config(stage.config, [*overrides, *variant]) for variant in variants]
+    for config in configs:
+        check(stage.command, config, config.job.nodes * config.job.ntasks_per_node)
+        check_slice(config.job, run_directory(config))
+    run_dirs = tuple(run_directory(config) for config in configs)
+    batch = Batch(base.run.name, stage.command, base.job, run_dirs, _mounts(configs), bool(stage.arrays))
+    return Planned(batch, tuple(configs), run_directory(base))
+
+
+def cost(batch: Batch, site: SiteConfig) -> str:
+    """What a slice of the job takes from the account, at most."""
+    job, hours = batch.job, node_hours(batch.job) * len(batch.run_dirs)
+    elements = f"{len(batch.run_dirs)} x " if batch.is_array else ""
+    charged = f", {hours * site.charge_factor:.1f} charged" if site.charge_factor != 1.0 else ""
+    again = f"; up to {job.max_restarts} more slices of that" if job.requeue and job.max_restarts else ""
+    return f"{batch.name}: {elements}{job.nodes} nodes x {job.time} = {hours:.1f} node-hours{charged}{again}"
+
+
+def _mounts(configs: Sequence[Config]) -> tuple[Path, ...]:
+    """Folders outside the bundle's code that a container must see: the runs', and those of files that are linked to."""
+    found = [run_directory(config).parent for config in configs]
+    found += [Path(os.path.realpath(path)).parent for config in configs for _, path in inputs(config)]
+    return tuple(dict.fromkeys(found))
+
+
+def _say(line: str) -> None:
+    print(f"hpcrl: {line}", file=sys.stderr)

@@ -1,0 +1,33 @@
+"""`--array key=a,b,c`: one element of a Slurm array, and one run, for each value."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hpcrl.launch.exits import InputError
+
+
+def elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:
+    """The overrides of every element: all combinations of the values, as runs `<run_dir>/<run_name>/<key=value>`."""
+    axes = [_axis(array) for array in arrays]
+    found = []
+    for choice in itertools.product(*axes):
+        name = ",".join(choice).replace("/", "_")
+        found.append([*choice, f"run.dir={_text(f'{run_dir}/{run_name}')}", f"run.name={_text(name)}"])
+    return found
+
+
+def _axis(array: str) -> list[str]:
+    key, equals, values = array.partition("=")
+    chosen = values.split(",")
+    if not (key and equals and all(chosen)):
+        raise InputError(f"found --array {array!r}; expected key=a,b,c, such as actor.optim.lr=1e-6,2e-6")
+    if len(set(chosen)) < len(chosen):
+        raise InputError(f"--array {array} has a value twice; each is a run of its own, so name it once")
+    return [f"{key}={value}" for value in chosen]
+
+
+def _text(value: str) -> str:
+    """As YAML that reads as this text, whatever it looks like."""
+    return "'" + value.replace("'", "''") + "'"

@@ -1,0 +1,121 @@
+"""The batch script of a job, as text: pure, so that `hpcrl submit --dry-run` shows exactly what would be submitted.
+
+What a person wrote reaches the script in two ways: as a value of an #SBATCH line, whose characters the schema limits,
+or as one quoted word of the shell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+
+from hpcrl.config.schema import JobConfig
+from hpcrl.launch.exits import InputError
+from hpcrl.slurm.site import SiteConfig
+
+LONGEST_NAME = 64  # characters of a job's name; squeue shows eight
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One job, or the elements of one array, that `command` runs."""
+
+    name: str
+    command: str  # train, sft, ...
+    job: JobConfig
+    run_dirs: tuple[Path, ...]  # absolute; of an array one per element
+    mounts: tuple[Path, ...] = ()  # folders that a container needs besides the working directory
+    is_array: bool = False
+
+
+def render(batch: Batch, site: SiteConfig, venv: str) -> str:
+    """The script; `venv` is the environment that it starts Python from, unless the site has another or a container."""
+    words = [*map(str, batch.run_dirs), *map(str, batch.mounts), venv, *site.environment.values()]
+    words += [word for word in (site.venv, site.scratch, site.container.image, *site.container.mounts) if word]
+    for word in words:
+        if not word.isprintable():
+            raise InputError(f"{word!r} would go into a batch script, and has characters that cannot; use another name")
+    lines = [
+        "#!/bin/bash",
+        "# made by `hpcrl submit`; what it runs and reads is in the bundle, which bundle/manifest.json lists",
+        *(f"#SBATCH {option}" for option in _options(batch, site)),
+        "",
+        *(f"export {name}={quote(value)}" for name, value in _variables(batch, site, venv).items()),
+        *_choose_run(batch),
+        "",
+        'cd "$run/bundle/code" || exit',
+        "source slurm/common.sh || exit",
+        "hpcrl_start",
+        f'hpcrl_srun "$run" {batch.command} "$run/bundle/config.yaml"',
+        "hpcrl_leave $?",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def job_name(run_name: str) -> str:
+    """The run's name in characters that Slurm's file names and tables take."""
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", run_name)[:LONGEST_NAME]
+
+
+def _options(batch: Batch, site: SiteConfig) -> Iterator[str]:
+    job = batch.job
+    yield f"--job-name={job_name(batch.name)}"
+    yield f"--nodes={job.nodes}"
+    yield f"--ntasks-per-node={job.ntasks_per_node}"
+    if job.gpus_per_node and site.gpu_directive != "none":
+        gpus = f"{site.gpu_type}:{job.gpus_per_node}" if site.gpu_type else str(job.gpus_per_node)
+        yield f"--gres=gpu:{gpus}" if site.gpu_directive == "gres" else f"--gpus-per-node={gpus}"
+    values = {
+        "cpus-per-task": job.cpus_per_task,
+        "mem": job.mem,
+        "time": job.time,
+        "partition": job.partition or site.partition,
+        "account": job.account or site.account,
+        "qos": job.qos or site.qos,
+        "constraint": job.constraint or site.constraint,
+        "reservation": job.reservation,
+        "exclude": job.exclude,
+    }
+    yield from (f"--{name}={value}" for name, value in values.items() if value is not None)
+    if job.exclusive:
+        yield "--exclusive"
+    # URG: every process of a step gets the signal, and this one kills none that has not asked for it
+    yield f"--signal=URG@{job.signal_seconds}"
+    yield "--requeue" if job.requeue else "--no-requeue"
+    yield "--open-mode=append"
+    if batch.is_array:
+        yield f"--array=0-{len(batch.run_dirs) - 1}"
+    yield "--output=slurm-%A_%a.out" if batch.is_array else "--output=slurm-%j.out"
+    yield from (*site.extra_sbatch, *job.extra)
+
+
+def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
+    container = site.container
+    found: dict[str, str | None] = {
+        "HPCRL_MODULES": " ".join(site.modules),
+        "HPCRL_MPI": site.mpi,
+        "HPCRL_INTERFACE": site.interface,
+        "TMPDIR": site.scratch,
+        "HPCRL_MAX_RESTARTS": str(batch.job.max_restarts if batch.job.requeue else 0),
+    }
+    if container.kind == "none":
+        found |= {"HPCRL_CONTAINER": "none", "HPCRL_VENV": site.venv or venv}
+    else:
+        mounts = [f"{path}:{path}" for path in batch.mounts]
+        mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
+        found |= {
+            "HPCRL_CONTAINER": container.kind,
+            "HPCRL_IMAGE": container.image,
+            "HPCRL_MOUNTS": ",".join(dict.fromkeys(mounts)),
+        }
+    return {name: value for name, value in found.items() if value} | site.environment
+
+
+def _choose_run(batch: Batch) -> Sequence[str]:
+    runs = [quote(str(path)) for path in batch.run_dirs]
+    if not batch.is_array:
+        return [f"run={runs[0]}"]
+    return ["runs=(", *(f"    {run}" for run in runs), ")", "run=${runs[$SLURM_ARRAY_TASK_ID]}"]
