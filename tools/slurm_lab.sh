@@ -137,6 +137,7 @@ up() {
     [[ -z $absent ]] || die "no $absent here; tools/slurm_lab.sh install, as root"
     [[ ! -e $dir/run/slurmctld.pid ]] || die "a lab is up in $dir; tools/slurm_lab.sh down $dir, or another folder"
     mkdir -p "$dir"/{etc,run,log,state}
+    chmod a+x "$dir" "$dir/run" # munged wants everyone to reach its socket
     for ((i = 0; i < nodes; i++)); do
         mkdir -p "$dir/spool/n$i" "$dir/tmp/n$i"
         chmod 1777 "$dir/tmp/n$i"

@@ -9,8 +9,12 @@ import signal
 
 from hpcrl.launch import family
 
+SERVER = os.getpid()
+
 
 def _start_with_defaults() -> None:
+    if os.getppid() != SERVER:  # a child's own children are its own affair
+        return
     for signum in family.STEP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, family.STEP_SIGNALS)

@@ -54,6 +54,8 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
         block_signals()
     ends_at = end_of_allocation(os.environ) if exits.is_first_launched(os.environ) else None
     children.start()
+    if heeds_signals:
+        block_signals()  # again: multiprocessing has unblocked SIGTERM
     try:
         comm = start_mpi()
     except InputError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -110,7 +111,8 @@ class _Worker:
 
     def kill(self) -> None:
         """Ends the process and whatever it has started, and waits until it is gone."""
-        os.kill(self.pid, family.END)
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.kill(self.pid, family.END)
         self.process.join(END_SECONDS)
         if self.process.is_alive():
             try:

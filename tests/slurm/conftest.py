@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.launch.conftest import REPOSITORY
 
 LAB = REPOSITORY / "tools" / "slurm_lab.sh"
 PROGRAMS = ("slurmctld", "slurmd", "sinfo", "munged")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 PATIENCE = 300.0  # seconds for a job, unless a test says otherwise
 
 
@@ -45,23 +47,37 @@ class Lab:
     def exit_code(self, job: str) -> int:
         return int(_field(self.run("scontrol", "show", "job", job), "ExitCode").split(":")[0])
 
+    def restarts(self, job: str) -> int:
+        return int(_field(self.run("scontrol", "show", "job", job), "Restarts"))
+
+    def is_over(self, job: str) -> bool:
+        return self.state(job) in OVER
+
     def wait(self, job: str, seconds: float = PATIENCE) -> str:
         """Waits until the job is over; gives its state. A job that takes longer is cancelled and fails the test."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
-        self.until(lambda: self.state(job) in over, f"job {job} is {self.state(job)}", seconds, job)
+        give_up = time.monotonic() + seconds
+        while not self.is_over(job):
+            if time.monotonic() > give_up:
+                self._give_up(job, f"not over after {seconds:.0f} s")
+            time.sleep(0.05)
         return self.state(job)
 
-    def until(
-        self, condition: Callable[[], bool], what: str, seconds: float = PATIENCE, job: str | None = None
-    ) -> None:
-        """Waits for a condition; the test fails, and the job is cancelled, where it does not come about."""
+    def until(self, condition: Callable[[], bool], what: str, job: str, seconds: float = PATIENCE) -> None:
+        """Waits for something that a job does; the test fails where it ends, or takes too long, without."""
         give_up = time.monotonic() + seconds
         while not condition():
+            if self.is_over(job) and not condition():
+                self._give_up(job, f"{self.state(job)} before {what}")
             if time.monotonic() > give_up:
-                if job is not None:
-                    self.run("scancel", job)
-                pytest.fail(f"{what} after {seconds:.0f} s; logs in {self.folder / 'log'}")
+                self._give_up(job, f"not {what} after {seconds:.0f} s")
             time.sleep(0.05)
+
+    def _give_up(self, job: str, why: str) -> NoReturn:
+        description = self.run("scontrol", "show", "job", job)
+        self.run("scancel", job)
+        output = Path(_field(description, "StdOut"))
+        last = output.read_text(errors="replace")[-3000:] if output.is_file() else ""
+        pytest.fail(f"job {job}: {why}\n{last}")
 
 
 def _field(text: str, name: str) -> str:

@@ -1,0 +1,90 @@
+"""A PPO job of a few short steps that has every phase, and what is compared of two runs of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.launch.conftest import REPOSITORY
+from tests.slurm.conftest import Lab
+
+TIMES = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=small_ppo --nodes=2 --ntasks-per-node=2 --time=60 --requeue --open-mode=append --output=job.out
+source "$REPOSITORY/slurm/common.sh" || exit
+hpcrl_start
+hpcrl_srun "runs/$1" train job.yaml run.name="$@"
+hpcrl_leave $?
+"""
+
+
+def write_job(folder: Path, **sections: Mapping[str, Any]) -> Path:
+    """job.yaml and job.sbatch in `folder`; `sbatch job.sbatch NAME [key=value ...]` runs it."""
+    rows = [
+        {
+            "data_source": "countdown",
+            "prompt": [{"role": "user", "content": f"{i} 2 3 4 {i + 1}:"}],
+            "reward_model": {"style": "rule", "ground_truth": {"numbers": [i, 2, 3, 4], "target": i + 1}},
+        }
+        for i in range(1, 10)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config: dict[str, Any] = {
+        "run": {"dir": "runs", "plugins": [str(Path(__file__).with_name("held_job.py"))]},
+        "model": {
+            "tokenizer": str(REPOSITORY / "configs" / "tokenizer"),
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+        },
+        "placement": {"actor": {"tp": 2}, "ref": {"tp": 2}, "critic": {"pp": 2}, "rollout": {"tp": 1}},
+        "data": {
+            "train_files": ["rows.jsonl"],
+            "val_files": ["rows.jsonl"],
+            "train_batch_size": 8,
+            "max_prompt_length": 16,
+            "max_response_length": 8,
+        },
+        "rollout": {"n": 2},
+        "actor": {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 128, "optim": {"lr": 1e-3}},
+        "critic": {"optim": {"lr": 1e-3}},
+        "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}},
+        "trainer": {"total_training_steps": 12, "test_freq": 1, "save_freq": 1, "walltime_margin": 5.0},
+    }
+    for name, section in sections.items():
+        config[name] = {**config.get(name, {}), **section}
+    (folder / "job.yaml").write_text(yaml.safe_dump(config))
+    script = folder / "job.sbatch"
+    script.write_text(SCRIPT)
+    return script
+
+
+def environment(lab: Lab, folder: Path) -> Lab:
+    """The lab for jobs of `folder`: what their scripts expect of the environment that they are submitted from."""
+    hold = folder / "hold"
+    hold.mkdir(exist_ok=True)
+    more = {"REPOSITORY": REPOSITORY, "HPCRL_VENV": REPOSITORY / ".venv", "PYTHONPATH": REPOSITORY, "HOLD_FOLDER": hold}
+    return Lab(lab.folder, lab.env | {name: str(value) for name, value in more.items()})
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what may differ between equal runs."""
+    text = (run / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith(TIMES)} for line in text]
+
+
+def largest_difference(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> float:
+    """Over all metrics of all steps, which have to be the same ones; relative where a value is above 1."""
+    assert [sorted(line) for line in a] == [sorted(line) for line in b]
+    pairs = [(one[key], two[key]) for one, two in zip(a, b, strict=True) for key in one]
+    assert all((x is None) == (y is None) for x, y in pairs)
+    differences = [abs(x - y) / max(1.0, abs(x)) for x, y in pairs if x is not None]
+    return max(differences, default=math.inf)
