@@ -114,7 +114,7 @@ hpcrl_choose_python() {
         if [[ -x ${HPCRL_VENV:=.venv}/bin/python3 ]]; then
             hpcrl_python=("$HPCRL_VENV/bin/python3")
         elif [[ -z ${HPCRL_MODULES:-} ]]; then
-            hpcrl_refuse "no Python environment at $PWD/$HPCRL_VENV; run tools/environment.sh, or set HPCRL_VENV, HPCRL_MODULES or HPCRL_IMAGE"
+            hpcrl_refuse "no Python environment at $HPCRL_VENV (from $PWD); run tools/environment.sh, or set HPCRL_VENV, HPCRL_MODULES or HPCRL_IMAGE"
         fi
         ;;
     apptainer | singularity)
@@ -173,15 +173,20 @@ hpcrl_pmi_for() {
     done
 }
 
-# hpcrl_choose_network: interfaces for NCCL, gloo and UCX; what the user has set stays
+# hpcrl_choose_network: interfaces for NCCL, gloo and UCX; what the user has set stays. None of the three asks who calls,
+# so ranks of one node listen on loopback.
 hpcrl_choose_network() {
-    local interface=${HPCRL_INTERFACE:-} devices
-    [[ -n $interface ]] || interface=$(hpcrl_interface "$(ip -o -4 addr show up 2>/dev/null)" "$(ip -4 route show default 2>/dev/null)")
+    local interface=${HPCRL_INTERFACE:-} devices=
+    if ((${SLURM_JOB_NUM_NODES:-1} == 1)); then
+        interface=lo
+    else
+        [[ -n $interface ]] || interface=$(hpcrl_interface "$(ip -o -4 addr show up 2>/dev/null)" "$(ip -4 route show default 2>/dev/null)")
+        # UCX takes every interface, link-local ones too, unless it has a list; that must hold the adapters as well
+        devices=$(grep -l ACTIVE /sys/class/infiniband/*/ports/*/state 2>/dev/null |
+            sed 's|.*/infiniband/\([^/]*\)/ports/\([0-9]*\)/state|\1:\2|' | paste -sd, -)
+    fi
     [[ -n $interface ]] || return 0
     export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
-    # UCX takes every interface, link-local ones too, unless it is given a list; that list must hold the adapters as well.
-    devices=$(grep -l ACTIVE /sys/class/infiniband/*/ports/*/state 2>/dev/null |
-        sed 's|.*/infiniband/\([^/]*\)/ports/\([0-9]*\)/state|\1:\2|' | paste -sd, -)
     export UCX_NET_DEVICES=${UCX_NET_DEVICES:-${devices:+$devices,}$interface}
 }
 

@@ -34,9 +34,9 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "a command is missing; expected one of train, sft, rm, generate, evaluate, plan, check"),
+        ([], "a command is missing; expected one of train, sft, rm, generate, evaluate, plan, check, submit"),
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["fly"], "unknown command 'fly'; expected one of train, sft, rm, generate, evaluate, plan, check"),
+        (["fly"], "unknown command 'fly'; expected one of train, sft, rm, generate, evaluate, plan, check, submit"),
         (["train"], "train needs a YAML file: hpcrl train CONFIG [key=value ...]"),
         (["sft", "run.seed=1"], "found the override 'run.seed=1' in place of a YAML file: hpcrl sft CONFIG"),
         (["evalute"], "unknown command 'evalute'; did you mean evaluate?"),

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcrl.config.inputs import KEYS, inputs, missing
+from hpcrl.config.loader import load_config
+from hpcrl.config.schema import Config, Section
+
+# what a job makes, and keys that the teacher's and the reward model's own `init_from` stands in for
+OTHERS = {"generate.output_path", "teacher.model.init_from", "reward.reward_model.model.init_from"}
+
+
+def keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = [kind for kind in (field.annotation, *typing.get_args(field.annotation)) if isinstance(kind, type)]
+        sections = [kind for kind in inner if not isinstance(kind, types.GenericAlias) and issubclass(kind, Section)]
+        for kind in sections:
+            yield from keys(kind, f"{prefix}{name}.")
+        if not sections:
+            yield prefix + name
+
+
+def test_every_key_that_names_a_file_is_known() -> None:
+    files = ("path", "_files", "_from", "model_dir", "tokenizer", "plugins")
+    assert {key for key in keys(Config) if key.endswith(files)} - OTHERS == set(KEYS)
+
+
+def test_what_a_job_reads(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    template = Path(__file__).parents[2] / "configs" / "ppo_countdown_cpu.yaml"
+    reward = f"reward.custom_reward_function.path={tmp_path}/mine.py:score"
+    config = load_config(template, ["data.train_files=[a.parquet, b.parquet]", reward])
+    found = [(given.key, given.path) for given in inputs(config)]
+    assert [path for key, path in found if key == "data.train_files"] == ["a.parquet", "b.parquet"]
+    assert ("reward.custom_reward_function.path", f"{tmp_path}/mine.py") in found
+    assert "reward.custom_reward_function.path" not in [given.key for given in missing(config)]
+    assert "data.train_files" in [given.key for given in missing(config)]

@@ -1,0 +1,110 @@
+"""The bundle: it is what the job would have read, and whoever changes a byte of it is found out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpcrl.checkpoint.manifest import verify, write_manifest
+from hpcrl.config.inputs import inputs
+from hpcrl.config.loader import load_config
+from hpcrl.config.schema import Config
+from hpcrl.data.row_file import short_names
+from hpcrl.slurm import bundle
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A job with two data files of one name, a warm start and a reward function that imports its neighbour."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "train.parquet").write_bytes(name.encode() * 100)
+    (tmp_path / "data" / "val.parquet").write_bytes(b"v" * 1000)
+    for step in (10, 20):
+        saved = tmp_path / "runs" / "sft" / "checkpoints" / f"step_{step:08d}"
+        (saved / "actor").mkdir(parents=True)
+        (saved / "trainer.json").write_text(json.dumps({"step": step}))
+        (saved / "actor" / "weights").write_bytes(bytes(step))
+        write_manifest(saved)
+    (tmp_path / "mine.py").write_text("import helper\n")
+    (tmp_path / "helper.py").write_text("")
+    return load_config(
+        "configs/ppo_countdown_cpu.yaml",
+        [
+            "run.name=a b;$(x)",
+            "model.init_from=runs/sft",
+            "data.train_files=[data/a/train.parquet, data/b/train.parquet]",
+            "data.val_files=data/val.parquet",
+            "reward.custom_reward_function.path=mine.py:score",
+            "algorithm.rollout_correction.preset=bypass_ppo_clip",
+        ],
+    )
+
+
+def test_the_job_reads_the_same(job: Config, tmp_path: Path) -> None:
+    made = bundle.stage(job, ROOT, (), print)
+    staged = load_config(made / "config.yaml")
+    assert verify(made) == []
+    given, moved = list(inputs(job)), list(inputs(staged))
+    assert [key for key, _ in given] == [key for key, _ in moved]
+    assert all(Path(path).is_relative_to(made) and Path(path).exists() for _, path in moved)
+    # samples are named after files, and random numbers after samples
+    assert short_names(job.data.train_files) == short_names(staged.data.train_files)
+    assert staged.reward.custom_reward_function.path == str(made / "inputs" / "mine.py") + ":score"
+    assert (made / "inputs" / "helper.py").exists()
+    assert str(staged.model.init_from).endswith("runs/sft/checkpoints/step_00000020")
+
+    os.chdir("/")  # nothing depends on where the job starts
+    assert load_config(made / "config.yaml") == staged
+    same = staged.model_dump()
+    for section, name in (("run", "dir"), ("model", "init_from"), ("model", "tokenizer")):
+        same[section][name] = job.model_dump()[section][name]
+    same["data"] |= {name: job.model_dump()["data"][name] for name in ("train_files", "val_files")}
+    same["reward"]["custom_reward_function"] = job.model_dump()["reward"]["custom_reward_function"]
+    assert same == job.model_dump()
+    # a preset fills in what the template leaves out, so that has to stay out
+    correction = staged.algorithm.rollout_correction
+    assert correction.model_fields_set == job.algorithm.rollout_correction.model_fields_set == {"preset"}
+
+
+def test_the_code_is_whole(job: Config) -> None:
+    code = bundle.stage(job, ROOT, (), print) / "code"
+    assert (code / "slurm" / "common.sh").exists()
+    here = {path.relative_to(ROOT) for path in (ROOT / "hpcrl").rglob("*.py")}
+    assert {path.relative_to(code) for path in (code / "hpcrl").rglob("*.py")} == here
+
+
+def test_a_change_of_any_input_is_found(job: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "COPIED", 500)  # val.parquet is large now
+    made = bundle.stage(job, ROOT, (), print)
+    assert (made / "inputs" / "data" / "val.parquet").is_symlink()
+    assert not (made / "inputs" / "data" / "a" / "train.parquet").is_symlink()
+    assert verify(made) == []
+    (tmp_path / "data" / "val.parquet").write_bytes(b"w" * 1000)
+    assert [line.split()[0] for line in verify(made)] == ["inputs/data/val.parquet"]
+    (tmp_path / "data" / "val.parquet").unlink()
+    assert [line.split()[0] for line in verify(made)] == ["inputs/data/val.parquet"]
+
+
+def test_staging_again(job: Config) -> None:
+    made = bundle.stage(job, ROOT, (), print)
+    before = made.stat().st_ino
+    assert bundle.stage(job, ROOT, (), print).stat().st_ino == before
+    other = job.model_copy(update={"trainer": job.trainer.model_copy(update={"total_training_steps": 7})})
+    assert load_config(bundle.stage(other, ROOT, (), print) / "config.yaml").trainer.total_training_steps == 7
+    assert (made.parent / "bundle_1" / "manifest.json").exists()
+    assert not (made.parent / "bundle.tmp").exists()
+
+
+def test_what_an_earlier_job_makes_is_left_where_it_will_be(job: Config, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "runs" / "sft")
+    made = bundle.stage(job, ROOT, [tmp_path / "runs" / "sft"], print)
+    assert load_config(made / "config.yaml").model.init_from == str(tmp_path / "runs" / "sft")

@@ -1,0 +1,215 @@
+"""slurm/common.sh: which interface, PMI and Python are taken, and what becomes of an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMON = ROOT / "slurm" / "common.sh"
+TEMPLATES = sorted((ROOT / "slurm").iterdir())
+
+ETH = "2: eth0    inet 10.1.0.7/16 brd 10.1.255.255 scope global eth0\\       valid_lft forever preferred_lft forever"
+USB = "3: enp0s20u1    inet 169.254.3.1/24 brd 169.254.3.255 scope link enp0s20u1\\  valid_lft forever"
+DOCKER = "9: docker0    inet 172.17.0.1/16 brd 172.17.255.255 scope global docker0\\  valid_lft forever"
+LO = "1: lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever preferred_lft forever"
+IB = "5: ib0    inet 10.9.0.7/16 brd 10.9.255.255 scope global ib0\\       valid_lft forever preferred_lft forever"
+MANAGEMENT = "4: eno1    inet 192.168.1.7/24 brd 192.168.1.255 scope global eno1\\  valid_lft forever"
+OVER_ETH = "default via 10.1.0.1 dev eth0 proto dhcp"
+OVER_DOCKER = "default via 172.17.0.1 dev docker0"
+
+
+def bash(script: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs `script` after common.sh, without this job's own Slurm variables."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCRL_"))}
+    return subprocess.run(
+        ["bash", "-c", f"source {COMMON}; {script}", "bash", *arguments],
+        capture_output=True,
+        text=True,
+        env=clean | environ,
+    )
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_templates_are_valid_bash(path: Path) -> None:
+    checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+    assert checked.returncode == 0 and not checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("addresses", "routes", "chosen"),
+    [
+        ([LO, ETH], OVER_ETH, "eth0"),
+        ([LO, MANAGEMENT, ETH], OVER_ETH, "eth0"),
+        ([LO, MANAGEMENT, ETH, IB], OVER_ETH, "ib0"),
+        ([LO, ETH.replace("eth0", "hsn0"), MANAGEMENT], OVER_ETH, "hsn0"),
+        ([LO, USB, DOCKER, ETH], OVER_ETH, "eth0"),
+        ([LO, DOCKER, MANAGEMENT], OVER_DOCKER, "eno1"),
+        ([LO, IB.replace("10.9.0.7", "169.254.0.7"), ETH], OVER_ETH, "eth0"),
+        ([LO, USB, DOCKER], OVER_DOCKER, ""),
+        ([LO, ETH.replace("eth0", "eth01"), MANAGEMENT], "default via 192.168.1.1 dev eno1 metric 5", "eno1"),
+        ([], "", ""),
+    ],
+)
+def test_interface_leads_to_other_nodes(addresses: list[str], routes: str, chosen: str) -> None:
+    found = bash('hpcrl_interface "$1" "$2"', "\n".join(addresses), routes)
+    assert found.stdout.strip() == chosen and found.returncode == 0
+
+
+def test_users_own_interface_stays_and_one_node_stays_on_loopback() -> None:
+    show = 'hpcrl_choose_network; echo "$NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $UCX_NET_DEVICES"'
+    mine = bash(show, SLURM_JOB_NUM_NODES="2", HPCRL_INTERFACE="eth7", NCCL_SOCKET_IFNAME="mine")
+    assert mine.stdout.split()[:2] == ["mine", "eth7"] and mine.stdout.split()[2].endswith("eth7")
+    assert bash(show, SLURM_JOB_NUM_NODES="1").stdout.split() == ["lo", "lo", "lo"]
+
+
+@pytest.mark.parametrize(
+    ("library", "offered", "pmi"),
+    [
+        ("MPICH Version: 5.0.2", "pmix none pmi2", "pmi2"),
+        ("Open MPI v5.0.11, package: x", "pmix\n\tpmix_v4\n\tpmi2", "pmix"),
+        ("MPI VERSION    : CRAY MPICH version 8.1", "cray_shasta pmi2 none", "cray_shasta"),
+        ("MPI VERSION    : CRAY MPICH version 8.1", "pmi2 none", "pmi2"),
+        ("Open MPI v5.0.11", "pmi2 none", ""),
+    ],
+)
+def test_pmi_is_what_the_library_speaks_and_the_site_offers(library: str, offered: str, pmi: str) -> None:
+    assert bash('hpcrl_pmi_for "$1" "$2"', library, offered).stdout.strip() == pmi
+
+
+def test_run_folder_follows_overrides() -> None:
+    found = bash('hpcrl_run_dir "$@"', "runs/ppo", "actor.optim.lr=1", "run.name=a b", "run.dir=/x y")
+    assert found.stdout == "/x y/a b\n"
+
+
+class Site:
+    """Commands of Slurm that answer from files and write down how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        self.run.mkdir()
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.command("sleep", "")
+        self.command("scontrol", f'echo "$@" >>{folder}/requeued')
+        self.state("RUNNING None")
+        self.srun(0)
+
+    def command(self, name: str, body: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def state(self, text: str) -> None:
+        self.command("squeue", f"echo {text}")
+
+    def srun(self, code: int, said: int | None = None) -> None:
+        """srun ends with `code`; the program wrote `said` into exit.json."""
+        record = json.dumps({"code": said, "rank": None}, indent=1)
+        write = f"cat >{self.run}/exit.json <<'EOF'\n{record}\nEOF\n" if said is not None else ""
+        self.command("srun", f'{write}printf "%s\\n" "$@" >{self.folder}/srun\nexit {code}')
+
+    def slice(self, **environ: str) -> subprocess.CompletedProcess[str]:
+        """One slice of a job: code of the batch script."""
+        script = 'hpcrl_python=(python3) hpcrl_srun_options=(); hpcrl_srun "$1" train x.yaml "a b"; hpcrl_leave $?'
+        given = {"PATH": f"{self.bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"} | environ
+        return bash(script, str(self.run), **given)
+
+    @property
+    def requeued(self) -> list[str]:
+        path = self.folder / "requeued"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("srun", "said", "code"), [(0, 0, 0), (137, 1, 1), (137, 86, 86), (0, None, 0), (137, None, 137), (143, 0, 0)]
+)
+def test_exit_json_is_the_truth(site: Site, srun: int, said: int | None, code: int) -> None:
+    (site.run / "exit.json").write_text('{\n "code": 85\n}\n')  # of an earlier slice
+    site.srun(srun, said)
+    assert site.slice().returncode == code
+    assert site.requeued == []
+
+
+def test_a_planned_stop_is_requeued(site: Site) -> None:
+    site.srun(137, 85)
+    assert site.slice().returncode == 85
+    assert site.requeued == ["requeue 42"]
+    arguments = (site.folder / "srun").read_text().splitlines()
+    assert {"--kill-on-bad-exit=1", "--wait=60"} < set(arguments) and arguments[-1] == "a b"
+
+
+def test_an_array_element_requeues_itself_alone(site: Site) -> None:
+    site.srun(85, 85)
+    site.slice(SLURM_ARRAY_JOB_ID="42", SLURM_ARRAY_TASK_ID="7")
+    assert site.requeued == ["requeue 42_7"]
+
+
+@pytest.mark.parametrize(
+    ("state", "environ", "requeued"),
+    [
+        ("RUNNING None", {"SLURM_RESTART_COUNT": "100"}, False),
+        ("RUNNING None", {"SLURM_RESTART_COUNT": "3", "HPCRL_MAX_RESTARTS": "3"}, False),
+        ("RUNNING None", {"SLURM_RESTART_COUNT": "2", "HPCRL_MAX_RESTARTS": "3"}, True),
+        ("COMPLETING None", {}, False),  # scancel
+        ("COMPLETING TimeLimit", {}, True),
+        ("", {}, True),  # the controller does not answer
+    ],
+)
+def test_what_is_not_requeued(site: Site, state: str, environ: dict[str, str], requeued: bool) -> None:
+    site.srun(85, 85)
+    site.state(state)
+    assert site.slice(**environ).returncode == 85
+    assert bool(site.requeued) == requeued
+
+
+def test_a_dry_run_touches_no_run(site: Site) -> None:
+    (site.run / "exit.json").write_text('{\n "code": 1\n}\n')
+    assert site.slice(HPCRL_DRY_RUN="1").returncode == 0
+    assert (site.run / "exit.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "command"),
+    [
+        ({"HPCRL_VENV": "{venv}"}, "{venv}/bin/python3"),
+        (
+            {"HPCRL_IMAGE": "a.sif", "HPCRL_CONTAINER": "apptainer", "HPCRL_MOUNTS": "/d"},
+            "apptainer exec --nv --pwd {here} --bind {here},/d a.sif python3",
+        ),
+        (
+            {"HPCRL_IMAGE": "a", "HPCRL_CONTAINER": "pyxis"},
+            "python3 --container-image=a --container-workdir={here} --container-mounts={here}:{here}",
+        ),
+    ],
+)
+def test_how_python_starts(tmp_path: Path, environ: dict[str, str], command: str) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to("/usr/bin/env")
+    environ = {name: value.format(venv=tmp_path) for name, value in environ.items()}
+    found = bash('hpcrl_choose_python; echo "${hpcrl_python[@]}" "${hpcrl_srun_options[@]}"', **environ)
+    assert found.stdout.strip() == command.format(venv=tmp_path, here=os.getcwd())
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"HPCRL_IMAGE": "a", "HPCRL_CONTAINER": "docker"},
+        {"HPCRL_VENV": "/nowhere"},
+        {"HPCRL_IMAGE": "a", "PATH": "/bin"},
+    ],
+)
+def test_without_python_a_job_ends_at_once(environ: dict[str, str]) -> None:
+    found = bash("hpcrl_choose_python; echo went on", **environ)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.startswith("hpcrl: error: ") and found.stderr.count("\n") == 1

@@ -1,0 +1,127 @@
+"""`hpcrl submit` as a person runs it, with an sbatch that only writes down what it gets."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.loader import load_config
+from hpcrl.launch.exits import InputError
+from hpcrl.slurm.request import parse
+
+ROOT = Path(__file__).parents[2]
+SFT = f"sft:{ROOT}/configs/sft_countdown_cpu.yaml"
+RL = f"{ROOT}/configs/ppo_countdown_cpu.yaml"
+
+
+class Login:
+    """A login node with data and sbatch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        (folder / "data" / "countdown").mkdir(parents=True)
+        (folder / "configs").symlink_to(ROOT / "configs")
+        for name in ("train", "val", "sft"):
+            (folder / "data" / "countdown" / f"{name}.parquet").write_bytes(b"rows")
+        self.sbatch('printf "%s " "$@" >>{0}/called; echo >>{0}/called; echo $((40 + $(wc -l <{0}/called)))')
+
+    def sbatch(self, body: str) -> None:
+        path = self.folder / "bin" / "sbatch"
+        path.write_text("#!/bin/bash\n" + body.replace("{0}", shlex.quote(str(self.folder))) + "\n")
+        path.chmod(0o755)
+
+    def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environ = os.environ | {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": "/none",
+        }
+        return subprocess.run(
+            [sys.executable, "-m", "hpcrl", "submit", *arguments],
+            cwd=self.folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
+
+    @property
+    def called(self) -> list[str]:
+        path = self.folder / "called"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def login(tmp_path: Path) -> Login:
+    return Login(tmp_path)
+
+
+def test_a_chain_and_a_sweep(login: Login) -> None:
+    stages = (SFT, "--chain", RL, "run.name=a b", "--array", "actor.optim.lr=1e-4,2e-4")
+    ran = login.submit(*stages, "--nodes=2", "--ntasks-per-node", "2")
+    assert ran.returncode == 0, ran.stderr
+    runs = login.folder / "runs"
+    assert [line.split() for line in login.called] == [
+        ["--parsable", str(runs / "sft_countdown" / "job.sbatch")],
+        ["--parsable", "--dependency=afterok:41", "--kill-on-invalid-dep=yes", *f"{runs}/a b/job.sbatch".split()],
+    ]
+    assert "2 x 2 nodes x 00:30:00 = 2.0 node-hours" in ran.stderr
+    assert "#SBATCH --array=0-1\n" in (runs / "a b" / "job.sbatch").read_text()
+    for rate in ("1e-4", "2e-4"):
+        config = load_config(runs / "a b" / f"actor.optim.lr={rate}" / "bundle" / "config.yaml")
+        assert config.actor.optim.lr == float(rate)
+        assert config.model.init_from == str(runs / "sft_countdown")  # the first job makes it
+        assert Path(config.run.dir, config.run.name) == runs / "a b" / f"actor.optim.lr={rate}"
+
+
+def test_a_dry_run_prints_the_script_and_changes_nothing(login: Login) -> None:
+    before = sorted(login.folder.rglob("*"))
+    shown = login.submit(SFT, "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert sorted(login.folder.rglob("*")) == before and login.called == []
+    assert login.submit(SFT).returncode == 0
+    assert (login.folder / "runs" / "sft_countdown" / "job.sbatch").read_text() == shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((RL, "--nodes=3", "job.ntasks_per_node=1"), "placement.actor: tp*pp*cp=2*1*1=2 does not divide"),
+        ((RL,), "model.init_from=runs/sft_countdown is not here"),
+        ((SFT, "job.partition=a b"), "job.partition"),
+        ((SFT, "--site=no.yaml"), "site file no.yaml cannot be read"),
+        ((SFT, "--time=00:04:00"), "job.signal_seconds=300 ends a slice that long before its end"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_queues(login: Login, arguments: tuple[str, ...], line: str) -> None:
+    ran = login.submit(*arguments)
+    assert ran.returncode == 2
+    assert line in ran.stderr.splitlines()[-1]
+    assert login.called == []
+
+
+def test_what_sbatch_says_is_told(login: Login) -> None:
+    login.sbatch("echo 'sbatch: error: invalid account' >&2; exit 1")
+    ran = login.submit(SFT)
+    assert ran.returncode == 2 and "invalid account" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((), "submit needs a YAML file"),
+        (("a.yaml", "b.yaml"), "a further stage is --chain b.yaml"),
+        (("x=1", "a.yaml"), "found 'x=1' before a YAML file"),
+        (("fly:a.yaml",), "unknown command 'fly'"),
+        (("a.yaml", "--tasks=4"), "unknown option '--tasks=4'"),
+        (("a.yaml", "--time"), "--time has no value"),
+    ],
+)
+def test_wrong_command_lines(arguments: tuple[str, ...], line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        parse(arguments)
