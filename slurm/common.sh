@@ -106,7 +106,8 @@ hpcrl_choose_python() {
             container=none
         fi
     fi
-    [[ -z ${HPCRL_MODULES:-} ]] || module load $HPCRL_MODULES # shellcheck disable=SC2086 # one word each
+    # shellcheck disable=SC2086 # one word for each module
+    [[ -z ${HPCRL_MODULES:-} ]] || module load $HPCRL_MODULES
     case $container in
     '' | none)
         [[ -z ${HPCRL_IMAGE:-} || $container == none ]] ||

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcrl.config.schema import Config
 
@@ -40,7 +39,9 @@ class Input(NamedTuple):
 def inputs(config: Config) -> Iterator[Input]:
     """Every file and folder that the config names, once per mention."""
     for key in KEYS:
-        value: object = reduce(lambda section, name: getattr(section, name, None), key.split("."), config)
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name, None)
         for path in [value] if isinstance(value, str) else value or ():
             yield Input(key, file_of(key, path))
 

@@ -55,27 +55,37 @@ def run(request: Request, check: Check) -> None:
     root = bundle.checkout()
     site = load_site(find_site(request.site, os.environ))
     plans = [plan(stage, request.job_overrides, check) for stage in request.stages]
+    made_later = runs_before(plans)
     texts = [render(planned.batch, site, sys.prefix) for planned in plans]
-    made_later: list[list[Path]] = [[]]  # for each stage the runs of those before it
-    for planned in plans:
+    for planned, later in zip(plans, made_later, strict=True):
         _say(cost(planned.batch, site))
-        for line in absent(planned, made_later[-1]):
+        for line in absent(planned, later):
             if not request.dry_run:
                 raise InputError(line)
             _say(f"warning: {line}")
-        made_later.append([*made_later[-1], *planned.batch.run_dirs])
     if request.dry_run:
-        for planned, text in zip(plans, texts, strict=True):
-            _say(shlex.join(chain.command(planned.script, "JOB_BEFORE" if planned is not plans[0] else None)))
+        for number, (planned, text) in enumerate(zip(plans, texts, strict=True)):
+            _say(shlex.join(chain.command(planned.script, "JOB_BEFORE" if number else None)))
             print(text, end="")
         return
-    for planned, text, later in zip(plans, texts, made_later[:-1], strict=True):
+    for planned, text, later in zip(plans, texts, made_later, strict=True):
         for config in planned.configs:
             _say(f"staged {bundle.stage(config, root, later, _say)}")
         planned.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         planned.script.write_text(text, encoding="utf-8")
     for planned, job in zip(plans, chain.submit([planned.script for planned in plans]), strict=True):
         print(f"{planned.batch.name}: job {job}, {planned.script}")
+
+
+def runs_before(plans: Sequence[Planned]) -> list[list[Path]]:
+    """For each stage the runs of those before it; InputError when two stages would write to one run."""
+    before: list[list[Path]] = [[]]
+    for planned in plans:
+        twice = set(planned.batch.run_dirs).intersection(before[-1])
+        if twice:
+            raise InputError(f"two jobs of this chain are the run {twice.pop()}; give one of them another run.name")
+        before.append([*before[-1], *planned.batch.run_dirs])
+    return before[:-1]
 
 
 def absent(planned: Planned, made_later: Collection[Path]) -> list[str]:

@@ -88,7 +88,7 @@ def test_a_login_node_needs_neither_torch_nor_mpi() -> None:
         (["--refit", TEMPLATE, "placement.actor.tp=3"], "placement.actor.tp=3 does not divide"),
         (["--refit", TEMPLATE, "placement.actor.ep=2"], "placement.actor.ep=2 is not supported"),
         (["--refit", TEMPLATE, "job.nodes=1"], "does not divide the 8 ranks"),
-        (["--refit", TEMPLATE, "model.vocab_size=null"], "model.vocab_size"),
+        (["--refit", TEMPLATE, "model.vocab_size=null", "model.tokenizer=null"], "model.vocab_size"),
         (["--refit", TEMPLATE, "model.path=/models/llama"], "model.path=/models/llama"),
         (["--refit", TEMPLATE, "model.num_layer=2"], "num_layers"),
         (["--refit", "nowhere.yaml"], "no such config file"),

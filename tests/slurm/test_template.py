@@ -11,10 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from hpcrl.config.loader import load_config
 from hpcrl.config.schema import JobConfig
 from hpcrl.launch.exits import InputError
 from hpcrl.slurm.site import SiteConfig
 from hpcrl.slurm.template import Batch, render
+from hpcrl.trainer import prepare
+
+ROOT = Path(__file__).parents[2]
 
 
 def script(job: dict[str, Any] | None = None, site: dict[str, Any] | None = None, **batch: Any) -> str:
@@ -63,6 +67,17 @@ def test_what_a_job_asks_for() -> None:
         "--output=slurm-%j.out",
         "--mail-type=END",
     ]
+
+
+@pytest.mark.parametrize("name", ["ppo_70b", "grpo_8b"])
+def test_templates_ask_for_what_their_configurations_do(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    derived = prepare.derive(prepare.with_presets(config), config.job.nodes * config.job.ntasks_per_node)
+    assert derived.roles["rollout"].tp > 1
+    made = Batch(name, "train", config.job, (Path("/runs") / name,))
+    written = options((ROOT / "slurm" / f"{name}.sbatch").read_text())
+    differ = set(written) ^ set(options(render(made, SiteConfig(), "/code/.venv")))
+    assert differ == {"--output=slurm-%x-%j.out", "--output=slurm-%j.out"}
 
 
 def test_the_job_wins_over_the_site() -> None:
