@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -17,18 +18,32 @@ R = TypeVar("R")
 _CHUNK = 4 << 20  # bytes read at once
 
 
-def write_manifest(folder: str | os.PathLike[str]) -> Path:
-    """List every file below `folder` as {path, bytes, xxh3_128}. The list carries a hash of its own."""
+@dataclass(frozen=True)
+class FileEntry:
+    """A file as the manifest lists it. path: below the checkpoint's folder, with '/'."""
+
+    path: str
+    bytes: int
+    xxh3_128: str
+
+
+def write_manifest(folder: str | os.PathLike[str], written: Sequence[FileEntry] = ()) -> Path:
+    """List every file below `folder` as {path, bytes, xxh3_128}. The list carries a hash of its own.
+
+    `written`: what the ranks wrote, as they hashed it then; only other files are read here.
+    """
     root = Path(folder)
-    paths = sorted(path for path in root.rglob("*") if path.is_file() and path != root / MANIFEST)
-    names = [path.relative_to(root).as_posix() for path in paths]
-    files = [
-        {"path": name, "bytes": size, "xxh3_128": digest}
-        for name, (size, digest) in zip(names, _in_parallel(_size_and_hash, paths), strict=True)
-    ]
+    known = {entry.path: entry for entry in written}
+    others = [name for name in files_below(root) if name not in known and name != MANIFEST]
+    known |= {entry.path: entry for entry in _in_parallel(lambda name: hash_file(root / name, name), others)}
+    files = [asdict(known[name]) for name in sorted(known)]
     manifest = root / MANIFEST
     manifest.write_text(json.dumps({"files": files, "xxh3_128": _hash_of_list(files)}, indent=1), encoding="utf-8")
     return manifest
+
+
+def files_below(root: Path) -> list[str]:
+    return [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
 
 
 def verify(folder: str | os.PathLike[str]) -> list[str]:
@@ -70,7 +85,7 @@ def _wrong_size(root: Path, name: str, size: int) -> str | None:
 def _wrong_content(root: Path, entry: tuple[str, int, str]) -> str | None:
     name, _, expected = entry
     try:
-        _, found = _size_and_hash(root / name)
+        found = hash_file(root / name, name).xxh3_128
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None if found == expected else f"{name} has other content than was saved (xxh3_128 {found}, not {expected})"
@@ -82,13 +97,13 @@ def _in_parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return list(pool.map(function, items))
 
 
-def _size_and_hash(path: Path) -> tuple[int, str]:
+def hash_file(path: Path, name: str) -> FileEntry:
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             size += len(chunk)
-    return size, digest.hexdigest()
+    return FileEntry(name, size, digest.hexdigest())
 
 
 def _hash_of_list(files: list[dict[str, object]]) -> str:

@@ -5,35 +5,37 @@
     checkpoints/step_00000020/manifest.json     every file with its size and hash
     checkpoints/latest                          name of the newest; for people, resume scans instead
 
-Rank 0 calls everything here except `pending`, `fsync_tree` and `read_trainer_state`.
+Rank 0 calls everything here except `fsync` and `read_trainer_state`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcrl.checkpoint.manifest import verify, write_manifest
+from hpcrl.checkpoint.manifest import FileEntry, verify, write_manifest
+from hpcrl.checkpoint.retention import Retention
 from hpcrl.launch.exits import InputError
 
+log = logging.getLogger(__name__)
 TRAINER_FILE = "trainer.json"
 LATEST = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})(\.replaced)?")
 
 
 class CheckpointStore:
-    """`root` is the `checkpoints` folder of a run; `keep` is how many checkpoints stay, None for all."""
+    """`root` is the `checkpoints` folder of a run."""
 
-    def __init__(self, root: str | os.PathLike[str], *, keep: int | None) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep}; at least 1, or None to keep all")
+    def __init__(self, root: str | os.PathLike[str], retention: Retention | None = None) -> None:
         self.root = Path(root)
-        self._keep = keep
+        self._retention = retention or Retention()
 
     def folder(self, step: int) -> Path:
         return self.root / f"step_{step:08d}"
@@ -43,32 +45,52 @@ class CheckpointStore:
         return self.root / f"step_{step:08d}.tmp"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write into. The other ranks may use `pending(step)` once rank 0 is back from here."""
+        """An empty folder to write into."""
         pending = self.pending(step)
         if pending.exists():
             shutil.rmtree(pending)
         pending.mkdir(parents=True)
         return pending
 
-    def commit(self, step: int, trainer_state: dict[str, Any]) -> Path:
+    def commit(
+        self,
+        step: int,
+        trainer_state: dict[str, Any],
+        written: Sequence[FileEntry] = (),
+        metric: float | None = None,
+    ) -> Path:
         """Make the checkpoint of `step` count, after all ranks have written and fsynced their files.
 
-        A kill between any two operations leaves this checkpoint whole or the one before it whole.
+        written: those files, which are not read again. metric: value of the retention's metric at this step.
+        A kill between any two operations leaves this checkpoint whole or the one before it whole. Raises OSError where
+        it could not be made, and `discard` then takes away what there is of it.
         """
         pending, final, aside = self.pending(step), self.folder(step), self.root / f"step_{step:08d}.replaced"
-        state = json.dumps({**trainer_state, "step": step}, indent=1, allow_nan=False)
+        best = {"best_metric": {"name": self._retention.metric, "value": metric}} if self._retention.metric else {}
+        state = json.dumps({**trainer_state, **best, "step": step}, indent=1, allow_nan=False)
         (pending / TRAINER_FILE).write_text(state, encoding="utf-8")
-        write_manifest(pending)
-        fsync_tree(pending)
+        write_manifest(pending, written)
+        _fsync_tree(pending, without={entry.path for entry in written})
         if final.exists():
             # No rename replaces a folder that has files; until the new one is in place this name still counts.
             _remove(aside)
             os.replace(final, aside)
         os.replace(pending, final)
-        _fsync(self.root)
-        self._write_latest(final.name)
-        self._drop_old(step)
+        try:
+            fsync(self.root)
+            self._write_latest(final.name)
+            self._drop_old(step)
+        except OSError as error:
+            log.warning("%s is saved, but what is around it is not in order: %s", final, error)
         return final
+
+    def discard(self, step: int) -> None:
+        """Take away what a save that failed has written; what cannot go now, the next commit sweeps."""
+        shutil.rmtree(self.pending(step), ignore_errors=True)
+
+    def newest(self) -> str | None:
+        """Name of the newest checkpoint, without a look at its files."""
+        return next((folder.name for _, folder in _candidates(self.root)), None)
 
     def newest_valid(self, report: Callable[[str], None]) -> tuple[int, Path, dict[str, Any]] | None:
         """(step, folder, trainer state) of the newest checkpoint that is whole, by looking at all of them.
@@ -95,7 +117,7 @@ class CheckpointStore:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.root / LATEST)
-        _fsync(self.root)
+        fsync(self.root)
 
     def _drop_old(self, newest: int) -> None:
         """Keep the newest `keep` up to the one just written. Later ones, of an abandoned future, are left alone."""
@@ -104,10 +126,19 @@ class CheckpointStore:
                 _remove(aside)
         for leftover in self.root.glob("step_*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if self._keep is None:
-            return
-        for _, folder in [(step, folder) for step, folder in _candidates(self.root) if step <= newest][self._keep :]:
+        kept = [(step, folder) for step, folder in _candidates(self.root) if step <= newest]
+        dropped = self._retention.dropped({step: self._metric_of(folder) for step, folder in kept})
+        for folder in (folder for step, folder in kept if step in dropped):
             _remove(folder)
+
+    def _metric_of(self, folder: Path) -> float | None:
+        """What trainer.json holds of the retention's metric; None where it holds none, or is damaged."""
+        if self._retention.metric is None:
+            return None
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            best = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))["best_metric"]
+            return float(best["value"]) if best["name"] == self._retention.metric else None
+        return None
 
 
 def read_trainer_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -137,7 +168,7 @@ def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Pa
         read_trainer_state(start)
         return start
     root = start / "checkpoints" if (start / "checkpoints").is_dir() else start
-    found = CheckpointStore(root, keep=None).newest_valid(report)
+    found = CheckpointStore(root).newest_valid(report)
     if found is None:
         raise InputError(
             f"no whole checkpoint at {path}; expected a run directory, its checkpoints folder or one step folder"
@@ -145,12 +176,22 @@ def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Pa
     return found[1]
 
 
-def fsync_tree(folder: str | os.PathLike[str]) -> None:
-    """Put every file and folder below `folder` on disk. Each node must do it for the files that it wrote."""
+def fsync(path: Path) -> None:
+    """Put a file or the names in a folder on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_tree(folder: Path, without: Collection[str]) -> None:
+    """Put every folder and file below `folder` on disk, without those files that other ranks have."""
     for parent, _, names in os.walk(folder):
-        for name in names:
-            _fsync(Path(parent) / name)
-        _fsync(Path(parent))
+        for path in (Path(parent) / name for name in names):
+            if path.relative_to(folder).as_posix() not in without:
+                fsync(path)
+        fsync(Path(parent))
 
 
 def _candidates(root: Path) -> list[tuple[int, Path]]:
@@ -173,11 +214,3 @@ def _remove(folder: Path) -> None:
     os.replace(folder, doomed)
     # A file that someone has open on NFS cannot go now; the next commit sweeps what is left.
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

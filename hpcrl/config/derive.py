@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
+from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.rollout_rules import check_rollout
@@ -102,6 +103,7 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
     longest = _check_lengths(config)
     check_algorithm(config, inputs)
     check_rollout(config, roles)
+    check_checkpoints(config.trainer)
     if "reward_baselines" in inputs and config.async_training.mode == "bounded_staleness":
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response of the same weights, "
@@ -167,6 +169,7 @@ def check_sft(config: Config, world_size: int) -> DerivedSft:
     """Derived values of `hpcrl sft`, which trains on the actor's ranks and samples on the rollout's."""
     sft = config.sft
     _check_steps(config, "sft")
+    check_checkpoints(config.trainer)
     samples = sft.eval_freq > 0
     roles = place(config, ["actor", "rollout"] if samples else ["actor"], world_size)
     if not config.data.train_files:
@@ -189,6 +192,7 @@ def check_rm(config: Config, world_size: int) -> DerivedRm:
     """Derived values of `hpcrl rm`, which trains on the reward model's ranks."""
     rm = config.rm
     _check_steps(config, "rm")
+    check_checkpoints(config.trainer)
     roles = place(config, ["reward"], world_size)
     if not config.data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of chosen and rejected")

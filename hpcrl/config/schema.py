@@ -478,6 +478,25 @@ class AlgorithmConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """How checkpoints are written, and which ones stay beside the newest trainer.max_ckpt_to_keep."""
+
+    async_save: bool = Field(
+        True, description="training goes on while a checkpoint is written, from a copy in host memory; false: it waits"
+    )
+    scratch_dir: str | None = Field(
+        None,
+        description="folder on each node that a checkpoint is written to before it goes to the run directory; "
+        "$NAME is a variable of the environment; null: straight to the run directory",
+    )
+    keep_every: PositiveInt | None = Field(None, description="checkpoints of every N-th step stay; null: none")
+    keep_best: PositiveInt | None = Field(None, description="the N checkpoints best by best_metric stay; null: none")
+    best_metric: str | None = Field(
+        None, description="metric of the saved step, as metrics.jsonl names it: val-core/countdown/acc/mean@1"
+    )
+    best_mode: Literal["max", "min"] = Field("max", description="max: a larger best_metric is better; min: a smaller")
+
+
 class TrainerConfig(Section):
     total_epochs: PositiveInt = Field(30, description="passes over the training prompts")
     total_training_steps: PositiveInt | None = Field(None, description="steps; null: by total_epochs")
@@ -489,7 +508,8 @@ class TrainerConfig(Section):
         None, description="rollout archive folder that feeds the steps, in place of rollout"
     )
     save_rollouts: bool = Field(True, description="write rollouts/step_*.h5")
-    max_ckpt_to_keep: PositiveInt | None = Field(None, description="checkpoints kept; null: all")
+    max_ckpt_to_keep: PositiveInt | None = Field(None, description="newest checkpoints that stay; null: all")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="how checkpoints are written")
     resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: go on from the newest valid checkpoint")
     log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
     validation_data_dir: FolderName | None = Field(

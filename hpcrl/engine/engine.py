@@ -16,6 +16,7 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count
 from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_optimizer
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, scores, values
+from hpcrl.engine.saved_parts import share_writing
 from hpcrl.launch import platform
 from hpcrl.model.build import build_model, local_shards
 from hpcrl.model.params import OUTPUT_LAYER, SCALAR_HEADS, Head
@@ -187,6 +188,7 @@ class TrainEngine:
 
         The optimizer's state is in the `fully_reshardable` form: one tensor per parameter and kind, in the parameter's
         shape, so that it can be loaded under any layout. The other entries ('steps') are the same on all ranks.
+        For saving, tensors alias what is trained on; `replica_id` says who writes a weight.
         """
         metadata = {
             "dp_cp_group": self.groups.pgc.dp_cp,
@@ -202,6 +204,8 @@ class TrainEngine:
                 entry.allow_shape_mismatch = False
             if self.head in SCALAR_HEADS and OUTPUT_LAYER in model:
                 model[OUTPUT_LAYER].key = SCALAR_HEADS[self.head]
+            if not is_loading:
+                share_writing(model, self.groups.pgc.dp_cp.rank(), self.groups.pgc.dp_cp.size())
             state: dict[str, Any] = {"model": model, "steps": self.steps}
             if optimizer and self.optimizer is not None:
                 # Megatron collects garbage here, 0.3 s of walking over modules that live on anyway.

@@ -6,9 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import Adam, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
+
+from hpcrl.engine.saved_parts import own_parts
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -105,7 +108,32 @@ class ShardedAdam(DistributedOptimizer):
 
     Megatron 0.16 expects a tensor named "step" in a reshardable checkpoint, which it does not write there, and loads
     one tensor into all parameters, with which torch would count each step once per parameter.
+
+    Megatron's reshardable form, when it is saved, is gathered whole on every replica, for one of them to write. Here
+    each replica gives its own part, under the same names.
     """
+
+    def sharded_param_state_fully_reshardable(
+        self,
+        model_sharded_state_dict: dict[str, Any],
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[Any, Any]:
+        if is_loading:
+            return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
+        entries = {entry.data: entry for entry in model_sharded_state_dict.values()}
+        state: dict[int, ShardedTensor] = {}
+        for buckets_of_dtype in self.gbuf_ranges:
+            for bucket in (bucket for buckets in buckets_of_dtype.values() for bucket in buckets):
+                for parameter, ranges in bucket["param_map"].items():
+                    own, entry = ranges["param"], entries[parameter]
+                    tensors = self._get_main_param_and_optimizer_states(parameter)
+                    for kind in ("param", "exp_avg", "exp_avg_sq"):
+                        key, flat = f"optimizer.state.{kind}.{entry.key}", tensors[kind].detach().view(-1)
+                        assert flat.numel() == own.end - own.start
+                        for part in own_parts(entry, key, flat, own.start):
+                            state[len(state)] = part
+        return state
 
     def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]

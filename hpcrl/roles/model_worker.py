@@ -15,7 +15,8 @@ from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.mini_batches import mini_batch_of
-from hpcrl.checkpoint.sharded import load_sharded, save_sharded
+from hpcrl.checkpoint.sharded_load import load_sharded
+from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave
 from hpcrl.config.schema import OptimConfig
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
@@ -64,6 +65,8 @@ def padded_if_there(batch: DataProto, name: str) -> torch.Tensor | None:
 class ModelWorker(Worker):
     """A megatron model and, where it is trained, its optimizer."""
 
+    _saving: ShardedSave | None = None
+
     def __init__(
         self,
         groups: RoleGroups,
@@ -90,13 +93,28 @@ class ModelWorker(Worker):
         )
 
     @register(Dispatch.ONE_TO_ALL)
-    def save(self, folder: str) -> None:
-        """Write the role's weights and optimizer state into <folder>/<role>; `folder` exists."""
-        save_sharded(self.engine, Path(folder) / self.groups.role, self.groups)
+    def begin_save(self, folder: str, scratch: str | None = None) -> None:
+        """Start writing the role's weights and optimizer state as they are now into <folder>/<role>; `folder` exists.
+
+        What comes next may change them. scratch: see `checkpoint.scratch`.
+        """
+        self._saving = ShardedSave(self.engine, Path(folder) / self.groups.role, self.groups, scratch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_is_written(self) -> bool:
+        """Whether `finish_save` would wait for no disk."""
+        return self._saving is None or self._saving.is_written
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> SavedPart:
+        """Wait until what `begin_save` started is written."""
+        assert self._saving is not None
+        saving, self._saving = self._saving, None
+        return saving.finish()
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:
-        """Read what `save` wrote, under any layout. With `weights_only`, the weights of another role's model may be
+        """Read what was saved, under any layout. With `weights_only`, the weights of another role's model may be
         taken; a head that the other model lacks keeps its initial weights."""
         source = Path(folder) / (role or self.groups.role)
         load_sharded(self.engine, source, self.groups, optimizer=not weights_only, strict=not weights_only)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.checkpoint.sharded import load_sharded
+from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register

@@ -30,8 +30,12 @@ class PhaseTimers:
             yield
         finally:
             seconds = self._clock() - start
-            self.longest[name] = max(seconds, self.longest.get(name, 0.0))
+            self.took(name, seconds)
             self.add_seconds(name, seconds)
+
+    def took(self, name: str, seconds: float) -> None:
+        """For `longest` alone: of a phase that went on beside others, which the loop did not wait for."""
+        self.longest[name] = max(seconds, self.longest.get(name, 0.0))
 
     def before(self, *names: str) -> None:
         """These phases come next, all of them, and nothing of them has begun: the last moment to stop before them."""

@@ -19,7 +19,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, Future, run_program
 from hpcrl.data.order import steps_for_epochs
 from hpcrl.data.sampler import Sampler, make_sampler
-from hpcrl.launch.exits import DONE, REQUEUE, InputError
+from hpcrl.launch.exits import DONE, InputError
 from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_team, read_inputs
@@ -141,12 +141,10 @@ class PPOTrainer:
     def fit(self) -> int:
         """The job's exit code: done, or to be continued by another slice."""
         self._restore()
-        code = DONE
         try:
-            self.run.close(self._train())
+            code = self.run.close(self._train())
         except Leave as why:
-            self.run.leave(why, self._save, self.trained)
-            code = REQUEUE
+            code = self.run.leave(why, self._save, self.trained)
         self.controller["scorer"].close().get()
         self.controller["rollout"].close().get()
         return code
@@ -161,6 +159,7 @@ class PPOTrainer:
             self.metrics = {"training/global_step": float(step)}
             with self.timers("step"):
                 self._step(step)
+            self.metrics |= self.run.progress_of_save()
             self.trained, self.state, self.unlogged = step, self._state(), self._line()
             final = self._close_step(step) or final
             # After the log: a kill in between repeats the step, where the other order would lose its line.
@@ -255,6 +254,7 @@ class PPOTrainer:
         self.run.writer.log(step, self.unlogged | found | self.timers.collect())
         self.controller.traffic.collect()  # of validation: a step's traffic is that of training
         self.unlogged = None
+        self.metrics |= found
         if step > 0:
             glance = {name: self.metrics[key] for name, key in GLANCE.items() if key in self.metrics}
             self.run.progress.update(step, glance)
@@ -301,6 +301,7 @@ class PPOTrainer:
             step,
             roles,
             state.loop | (line or {}),
+            self.metrics,
             files=lambda folder: self.experience.save(folder, step, state.experience),
         )
 

@@ -14,7 +14,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.data.order import batch_rows
 from hpcrl.data.preference import CHOSEN, REJECTED, PreferenceDataset
-from hpcrl.launch.exits import DONE, REQUEUE
+from hpcrl.launch.exits import DONE
 from hpcrl.launch.world import World
 from hpcrl.roles.team import build_rm_team, read_rm_inputs
 from hpcrl.trainer.run import Run, Start, find_start, start_slice
@@ -67,11 +67,9 @@ class RewardModelTrainer:
         """The job's exit code: done, or to be continued by another slice."""
         self._restore()
         try:
-            self.run.close(self._train())
+            return self.run.close(self._train())
         except Leave as why:
-            self.run.leave(why, self._save, self.step)
-            return REQUEUE
-        return DONE
+            return self.run.leave(why, self._save, self.step)
 
     def _train(self) -> dict[str, float]:
         """All steps; gives the metrics of the last evaluation."""
@@ -86,6 +84,7 @@ class RewardModelTrainer:
                     final = self._evaluate()
                     self.metrics |= final
             self.step = step
+            self.metrics |= self.run.progress_of_save()
             self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
             shown = {name: self.metrics[f"train/{name}"] for name in ("loss", "accuracy", "margin")}
             shown |= {"val_accuracy": final["val/accuracy"]} if final else {}
@@ -97,9 +96,8 @@ class RewardModelTrainer:
         return final
 
     def _save(self) -> None:
-        self.run.save(
-            self.controller, self.step, ("reward",), {"consumed_pairs": self.step * self.config.rm.batch_size}
-        )
+        state = {"consumed_pairs": self.step * self.config.rm.batch_size}
+        self.run.save(self.controller, self.step, ("reward",), state, self.metrics)
 
     def _restore(self) -> None:
         """The weights that the start names; an actor's lack the head, which then starts anew."""

@@ -17,12 +17,13 @@ from hpcrl.checkpoint.store import CheckpointStore, load_path
 from hpcrl.config.loader import dump_config, load_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
-from hpcrl.launch.exits import InputError
+from hpcrl.launch.exits import DONE, OTHER, REQUEUE, InputError, write_exit
 from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
 from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
+from hpcrl.trainer.saving import Saver
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def find_start(
         if world.rank != 0:
             return None
         folder = run_directory(config) / "checkpoints"
-        found = CheckpointStore(folder, keep=None).newest_valid(log.warning)
+        found = CheckpointStore(folder).newest_valid(log.warning)
         if found and config.trainer.resume_mode == "disable":
             raise InputError(
                 f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start anew beside it; "
@@ -94,7 +95,6 @@ class Run:
     def __init__(self, world: World, config: Config, label: str, start: Start, total_steps: int) -> None:
         self.config = config
         self.folder = run_directory(config)
-        self.saved_step = None if start.folder is None else start.step
         first_step = start.step + 1
         if start.unlogged is None and first_step > total_steps:
             log.info(
@@ -122,7 +122,10 @@ class Run:
             ends_at=world.ends_at,
             margin=config.trainer.walltime_margin,
         )
-        self.checkpoints = CheckpointStore(self.folder / "checkpoints", keep=config.trainer.max_ckpt_to_keep)
+        saved_step = None if start.folder is None else start.step
+        self.saver = Saver(config.trainer, self.folder / "checkpoints", self.timers, saved_step)
+        # One that is under way has to end before the one with which the slice is left.
+        self.slice.num_saves = lambda: 2 if self.saver.is_under_way else 1
 
     def save(
         self,
@@ -130,34 +133,60 @@ class Run:
         step: int,
         roles: tuple[str, ...],
         state: dict[str, Any],
+        metrics: Mapping[str, float],
         files: Callable[[Path], dict[str, Any]] | None = None,
     ) -> None:
-        """A checkpoint of these roles after `step`. `files(folder)` writes more into it, and gives more state."""
-        pending = self.checkpoints.begin(step)
-        for role in roles:
-            controller[role].save(str(pending)).get()
-        more = files(pending) if files is not None else {}
+        """Begin a checkpoint of these roles after `step`. `files(folder)` writes more into it, and gives more state.
+
+        metrics: of the step, for trainer.checkpoint.best_metric.
+        """
         stamp = {"config_hash": config_hash(self.config), "versions": versions(), "roles": list(roles)}
-        self.checkpoints.commit(step, {**stamp, **state, **more})
-        self.saved_step = step
-        log.info("saved %s", self.checkpoints.folder(step))
 
-    def leave(self, why: Leave, save: Callable[[], None], step: int) -> None:
-        """The end of this slice, after `step`; `save` makes the checkpoint that the next one goes on from."""
-        log.warning("leaving: %s", why)
-        if self.saved_step != step:
+        def write(folder: Path) -> dict[str, Any]:
+            return {**stamp, **state, **(files(folder) if files is not None else {})}
+
+        self.saver.begin(controller, step, roles, metrics, write)
+
+    def progress_of_save(self) -> dict[str, float]:
+        """Bring a save that is under way forward, without waiting; gives metrics of those that have ended."""
+        if self.saver.is_under_way:
             with self.timers("save_checkpoint"):
-                save()
-        self.slice.remember_times()
-        self.writer.close()
-        self.progress.close()
-        log.info("left after step %d; the next slice goes on from there", step)
+                self.saver.poll()
+        return self.saver.metrics()
 
-    def close(self, final: dict[str, float]) -> None:
-        self.slice.remember_times()
+    def leave(self, why: Leave, save: Callable[[], None], step: int) -> int:
+        """The end of this slice, after `step`; `save` begins the checkpoint that the next one goes on from.
+
+        Gives the job's exit code.
+        """
+        log.warning("leaving: %s", why)
+        with self.timers("save_checkpoint"):
+            self.saver.wait()
+            if self.saver.saved_step != step:
+                save()
+        code = self._end(REQUEUE)
+        if code == REQUEUE:
+            log.info("left after step %d; the next slice goes on from there", step)
+        return code
+
+    def close(self, final: dict[str, float]) -> int:
+        """The end of the run; gives the job's exit code."""
         self.writer.hparams(flatten(self.config.model_dump()), final)
+        return self._end(DONE)
+
+    def _end(self, code: int) -> int:
+        """Gives another code where the last checkpoint, which the run was for, could not be written."""
+        with self.timers("save_checkpoint"):
+            is_saved = self.saver.wait()
+        self.slice.remember_times()
         self.writer.close()
         self.progress.close()
+        if is_saved:
+            return code
+        line = "the last checkpoint could not be written, so what came after the one before is lost; see the log"
+        log.error("%s", line)
+        write_exit(self.folder, OTHER, rank=0, phase="save_checkpoint", error=line)
+        return OTHER
 
 
 def start_slice(world: World, config: Config, start: Start, total_steps: int) -> None:

@@ -13,7 +13,7 @@ from hpcrl.config.derive import DerivedSft
 from hpcrl.config.schema import Config, ValKwargs
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.data.order import batch_rows
-from hpcrl.launch.exits import DONE, REQUEUE
+from hpcrl.launch.exits import DONE
 from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_sft_team, read_inputs
 from hpcrl.trainer.run import Run, Start, find_start, start_slice
@@ -78,12 +78,10 @@ class SFTTrainer:
             log.info("resuming after step %d from %s", self.start.step, self.start.folder)
         elif self.start.init_from is not None:
             self.controller["actor"].load(str(self.start.init_from), weights_only=True).get()
-        code = DONE
         try:
-            self.run.close(self._train())
+            code = self.run.close(self._train())
         except Leave as why:
-            self.run.leave(why, self._save, self.step)
-            code = REQUEUE
+            code = self.run.leave(why, self._save, self.step)
         if self.validator is not None:
             self.controller["scorer"].close().get()
             self.controller["rollout"].close().get()
@@ -103,6 +101,7 @@ class SFTTrainer:
                     final = self._evaluate(step)
                     score = float(np.mean(list(final.values())))
                     self.reached = sft.stop_at_score is not None and score >= sft.stop_at_score
+            self.metrics |= self.run.progress_of_save()
             self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
             shown = {"loss": self.metrics["train/loss"]} | {name.split("/")[-1]: value for name, value in final.items()}
             self.run.progress.update(step, shown)
@@ -115,7 +114,7 @@ class SFTTrainer:
 
     def _save(self) -> None:
         state = {"consumed_rows": self.step * self.config.sft.batch_size, "reached": self.reached}
-        self.run.save(self.controller, self.step, ("actor",), state)
+        self.run.save(self.controller, self.step, ("actor",), state, self.metrics)
 
     def _step(self, step: int) -> None:
         config = self.config

@@ -51,6 +51,7 @@ class Slice:
         self.folder = folder
         self.timers = timers
         self.is_open = False  # whether the loop can be left where it is
+        self.num_saves: Callable[[], int] = lambda: 1  # that leaving has to wait for
         self._requested = requested
         self._ends_at = ends_at
         self._margin = margin
@@ -91,7 +92,8 @@ class Slice:
         if self._ends_at is None:
             return
         longest = self.timers.longest
-        needed = sum(longest.get(phase, 0.0) for phase in phases) + longest.get("save_checkpoint", 0.0)
+        needed = sum(longest.get(phase, 0.0) for phase in phases)
+        needed += self.num_saves() * longest.get("save_checkpoint", 0.0)
         left = self._ends_at - self._clock()
         if needed + self._margin > left:
             raise Leave(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.checkpoint.manifest import write_manifest
+from hpcrl.checkpoint.retention import Retention
 from hpcrl.checkpoint.store import CheckpointStore, load_path, read_trainer_state
 from hpcrl.launch.exits import InputError
 
@@ -29,7 +30,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_committed_checkpoint_comes_back(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", keep=None)
+    store = CheckpointStore(tmp_path / "checkpoints")
     assert store.newest_valid(quiet) is None
     save(store, 10)
     save(store, 20)
@@ -42,18 +43,18 @@ def test_a_committed_checkpoint_comes_back(tmp_path):
 
 
 def test_keep_counts_the_one_just_written(tmp_path):
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path, Retention(last=2))
     for step in (5, 10, 15, 20):
         save(store, step)
     assert names(tmp_path) == ["latest", "step_00000015", "step_00000020"]
-    one = CheckpointStore(tmp_path, keep=1)
+    one = CheckpointStore(tmp_path, Retention(last=1))
     save(one, 25)
     assert names(tmp_path) == ["latest", "step_00000025"]
 
 
 def test_later_checkpoints_of_an_abandoned_future_do_not_push_out_the_new_one(tmp_path):
-    store = CheckpointStore(tmp_path, keep=1)
-    save(CheckpointStore(tmp_path, keep=None), 40)
+    store = CheckpointStore(tmp_path, Retention(last=1))
+    save(CheckpointStore(tmp_path), 40)
     save(store, 10)
     save(store, 20)
     assert names(tmp_path) == ["latest", "step_00000020", "step_00000040"]
@@ -72,7 +73,7 @@ def flipped(path: Path) -> None:
 @pytest.mark.parametrize("damage", [truncated, flipped, Path.unlink])
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json", "actor/__0_0.distcp", "critic/__0_0.distcp"])
 def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, name, damage):
-    store = CheckpointStore(tmp_path, keep=None)
+    store = CheckpointStore(tmp_path)
     save(store, 10)
     save(store, 20)
     damage(store.folder(20) / name)
@@ -84,7 +85,7 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path, name, dama
 
 
 def test_when_none_is_whole_it_says_so(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
+    store = CheckpointStore(tmp_path)
     for step in (10, 20):
         save(store, step)
         truncated(store.folder(step) / "actor" / "__0_0.distcp")
@@ -94,7 +95,7 @@ def test_when_none_is_whole_it_says_so(tmp_path):
 
 
 def test_latest_is_not_trusted(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
+    store = CheckpointStore(tmp_path)
     save(store, 10)
     save(store, 20)
     for content in ("step_00000010", "step_00000099", "\x00garbage"):
@@ -105,7 +106,7 @@ def test_latest_is_not_trusted(tmp_path):
 
 
 def test_leftovers_are_ignored_and_swept(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
+    store = CheckpointStore(tmp_path)
     save(store, 10)
     (store.begin(30) / "half").write_text("x")
     (tmp_path / "step_notes").mkdir()
@@ -117,7 +118,7 @@ def test_leftovers_are_ignored_and_swept(tmp_path):
 
 
 def test_a_step_can_be_saved_again(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
+    store = CheckpointStore(tmp_path)
     save(store, 10, "first")
     truncated(store.folder(10) / "actor" / "__0_0.distcp")
     save(store, 10, "second")
@@ -153,7 +154,7 @@ class Kill:
 def test_a_kill_between_any_two_operations_loses_nothing(tmp_path, monkeypatch, new_step, keep):
     for at in range(1, 200):
         root = tmp_path / str(at)
-        store = CheckpointStore(root, keep=keep)
+        store = CheckpointStore(root, Retention(last=keep))
         save(store, 5, "older")
         save(store, 10, "old")
         pending = store.begin(new_step)
@@ -180,7 +181,7 @@ def test_a_kill_between_any_two_operations_loses_nothing(tmp_path, monkeypatch, 
 
 
 def test_load_path_takes_a_run_a_checkpoints_folder_or_a_step(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", keep=None)
+    store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 10)
     save(store, 20)
     assert load_path(tmp_path, quiet) == store.folder(20)
@@ -191,7 +192,7 @@ def test_load_path_takes_a_run_a_checkpoints_folder_or_a_step(tmp_path):
 
 
 def test_load_path_without_a_checkpoint_is_one_line(tmp_path):
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=None)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
     save(store, 10)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
@@ -217,7 +218,7 @@ def test_a_trainer_file_that_is_not_an_object_is_damage(tmp_path, content):
 
 
 def test_state_that_json_cannot_hold_is_refused_before_anything_counts(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
+    store = CheckpointStore(tmp_path)
     save(store, 10)
     for state in ({"kl": float("nan")}, {"object": object()}):
         store.begin(20)

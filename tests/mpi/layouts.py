@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.checkpoint.sharded_save import ShardedSave
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
@@ -63,6 +65,11 @@ def make_batch(num_samples: int = 13, seed: int = 0) -> DataProto:
     }
     tokens = {name: Ragged.from_lengths(values, responses) for name, values in columns.items()}
     return DataProto({"input_ids": Ragged.from_lengths(ids, lengths), **tokens})
+
+
+def save_sharded(engine: TrainEngine, folder: Path, groups: RoleGroups) -> None:
+    """A save that is waited for; the folder is a checkpoint once all ranks are back."""
+    assert ShardedSave(engine, folder, groups).finish().problem is None
 
 
 def part_of(batch: DataProto, groups: RoleGroups) -> DataProto:

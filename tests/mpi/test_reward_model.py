@@ -15,7 +15,6 @@ import torch
 from hpcrl.algorithms.bradley_terry import bradley_terry_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.checkpoint.sharded import save_sharded
 from hpcrl.checkpoint.store import load_path
 from hpcrl.config.derive import check_rm
 from hpcrl.config.schema import Config, OptimConfig
@@ -30,7 +29,7 @@ from hpcrl.roles.preference import PreferenceDataWorker
 from hpcrl.roles.reward import RewardModelWorker
 from hpcrl.roles.team import read_rm_inputs
 from hpcrl.trainer import rm
-from tests.mpi.layouts import LAYOUTS, SGD, SHAPE, assert_slices, gradients, make_batch, role_groups
+from tests.mpi.layouts import LAYOUTS, SGD, SHAPE, assert_slices, gradients, make_batch, role_groups, save_sharded
 
 ROOT = Path(__file__).parents[2]
 NUM_PAIRS = 7

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from hpcrl.checkpoint.sharded import load_sharded, save_sharded
+from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
@@ -26,6 +26,7 @@ from tests.mpi.layouts import (
     part_of,
     policy_loss,
     role_groups,
+    save_sharded,
     value_engine,
 )
 

@@ -18,10 +18,10 @@ ALONE = SimpleNamespace(rank=0, together=lambda look: look(), broadcast=lambda f
 @pytest.mark.parametrize("needs_ref", [False, True])
 def test_a_resumed_run_keeps_the_start_weights_that_its_checkpoint_names(tmp_path: Path, needs_ref: bool) -> None:
     """Also while no reference needs them: it may be asked for after a later resume."""
-    first = CheckpointStore(tmp_path / "sft" / "checkpoints", keep=None)
+    first = CheckpointStore(tmp_path / "sft" / "checkpoints")
     first.begin(1)
     start_weights = first.commit(1, {})
-    store = CheckpointStore(tmp_path / "ppo" / "checkpoints", keep=None)
+    store = CheckpointStore(tmp_path / "ppo" / "checkpoints")
     store.begin(5)
     store.commit(5, {"init_from": str(start_weights)})
     first.begin(2)
@@ -34,7 +34,7 @@ def test_a_resumed_run_keeps_the_start_weights_that_its_checkpoint_names(tmp_pat
 
 
 def test_a_run_of_another_kind_of_job_is_left_alone(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "rm" / "checkpoints", keep=None)
+    store = CheckpointStore(tmp_path / "rm" / "checkpoints")
     store.begin(5)
     store.commit(5, {"roles": ["reward"]})
     config = Config.model_validate({"run": {"name": "rm", "dir": str(tmp_path)}})
@@ -44,10 +44,10 @@ def test_a_run_of_another_kind_of_job_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_frozen_models_stay_those_that_the_checkpoint_names(tmp_path: Path) -> None:
-    teacher = CheckpointStore(tmp_path / "teacher" / "checkpoints", keep=None)
+    teacher = CheckpointStore(tmp_path / "teacher" / "checkpoints")
     teacher.begin(1)
     first = teacher.commit(1, {})
-    store = CheckpointStore(tmp_path / "opd" / "checkpoints", keep=None)
+    store = CheckpointStore(tmp_path / "opd" / "checkpoints")
     store.begin(5)
     store.commit(5, {"frozen": {"teacher": str(first)}})
     teacher.begin(2)

@@ -1,7 +1,6 @@
-"""A model and its optimizer on disk in megatron's distributed format, loadable under any layout.
+"""A model and its optimizer from disk, from megatron's distributed format, under any layout.
 
-The format is megatron `dist_checkpointing`'s ("torch_dist"); the collectives are the role's own, where megatron's entry
-point takes the whole world; each rank writes one file itself, where megatron's writer starts processes.
+Without collectives, where megatron's entry point takes the whole world. `sharded_save` writes it.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hpcrl.checkpoint.store import fsync_tree
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
 
@@ -33,40 +29,18 @@ if TYPE_CHECKING:
 HEADS = ("output_layer.weight", "value_head.weight", "reward_head.weight")
 
 
-class Sharded(Protocol):
-    """What can be saved and loaded: `hpcrl.engine.engine.TrainEngine`."""
+class Loadable(Protocol):
+    """What can be loaded: `hpcrl.engine.engine.TrainEngine`."""
 
     def sharded_state_dict(self, *, optimizer: bool = True, is_loading: bool = False) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def save_sharded(engine: Sharded, path: str | Path, groups: RoleGroups) -> None:
-    """Write weights, optimizer state and step count into the folder `path`. Collective over the role's ranks.
-
-    The folder is complete when the call has returned on every rank. Files are fsynced.
-    """
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    with platform.cpu_bridge(), torch.no_grad():
-        sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
-        if groups.rank == groups.layout.ranks[0]:
-            torch.save(common, path / COMMON_STATE_FNAME)
-            save_config(CheckpointingConfig("torch_dist", 1), str(path))
-            fsync_tree(path)
-        entries, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-        dcp.save(
-            torch_dist.mcore_to_pyt_state_dict(entries),
-            storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True, thread_count=1),
-            planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=groups.pgc.intra_dist_opt,
-        )
-
-
 def load_sharded(
-    engine: Sharded, path: str | Path, groups: RoleGroups, *, optimizer: bool = True, strict: bool = True
+    engine: Loadable, path: str | Path, groups: RoleGroups, *, optimizer: bool = True, strict: bool = True
 ) -> None:
-    """Load what `save_sharded` wrote, under whatever layout. Each rank reads what it needs; no collective.
+    """Load what a `ShardedSave` wrote, under whatever layout. Each rank reads what it needs; no collective.
 
     `optimizer` False takes the weights alone. `strict` False keeps a head that the checkpoint lacks as it is: so an
     actor's weights start a critic. Raises InputError when the folder is no checkpoint or does not fit the model.
