@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.checkpoint.manifest import write_manifest
+from hpcrl.checkpoint.manifest import FileEntry, hash_file, write_manifest
 from hpcrl.checkpoint.retention import Retention
 from hpcrl.checkpoint.store import CheckpointStore, load_path, read_trainer_state
 from hpcrl.launch.exits import InputError
@@ -130,12 +131,13 @@ class Killed(BaseException):
     pass
 
 
-class Kill:
-    """Counts the operations on the file system that matter for order, and ends the process at the n-th."""
+class Stop:
+    """Counts the operations on the file system that matter for order, and ends the n-th with an error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
         self.count = 0
         self.at = at
+        self.error = error
         for owner, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "write_text")):
             monkeypatch.setattr(owner, name, self.around(getattr(owner, name)))
 
@@ -143,10 +145,16 @@ class Kill:
         def counted(*arguments, **options):
             self.count += 1
             if self.count == self.at:
-                raise Killed
+                raise self.error
             return operation(*arguments, **options)
 
         return counted
+
+
+def written_by_a_rank(pending: Path, content: str) -> list[FileEntry]:
+    (pending / "actor").mkdir()
+    (pending / "actor" / "__0_0.distcp").write_text(content)
+    return [hash_file(pending / "actor" / "__0_0.distcp", "actor/__0_0.distcp")]
 
 
 @pytest.mark.parametrize("new_step", [20, 10], ids=["a new step", "the same step again"])
@@ -157,13 +165,11 @@ def test_a_kill_between_any_two_operations_loses_nothing(tmp_path, monkeypatch, 
         store = CheckpointStore(root, Retention(last=keep))
         save(store, 5, "older")
         save(store, 10, "old")
-        pending = store.begin(new_step)
-        (pending / "actor").mkdir()
-        (pending / "actor" / "__0_0.distcp").write_text("new")
+        written = written_by_a_rank(store.begin(new_step), "new")
         with monkeypatch.context() as patch:
-            kill = Kill(patch, at)
+            kill = Stop(patch, at, Killed())
             try:
-                store.commit(new_step, {"content": "new"})
+                store.commit(new_step, {"content": "new"}, written)
             except Killed:
                 pass
         step, folder, state = store.newest_valid(quiet)
@@ -178,6 +184,46 @@ def test_a_kill_between_any_two_operations_loses_nothing(tmp_path, monkeypatch, 
             assert at > 10
             return
     pytest.fail("commit never ended")
+
+
+@pytest.mark.parametrize("new_step", [20, 10], ids=["a new step", "the same step again"])
+def test_a_full_disk_at_any_operation_leaves_the_one_before_or_a_whole_one(tmp_path, monkeypatch, caplog, new_step):
+    for at in range(1, 200):
+        store = CheckpointStore(tmp_path / str(at), Retention(last=1))
+        save(store, 10, "old")
+        written = written_by_a_rank(store.begin(new_step), "new")
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            full = Stop(patch, at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.root)))
+            try:
+                store.commit(new_step, {"content": "new"}, written)
+                expected = (new_step, "new")
+                assert full.count < at or "is saved, but" in caplog.text
+            except OSError:
+                expected = (10, "old")
+                store.discard(new_step)
+        step, _, state = store.newest_valid(quiet)
+        assert (step, state["content"]) == expected
+        assert store.newest() in (store.folder(step).name, store.folder(step).name + ".replaced")
+        save(store, 30, "next")
+        assert names(store.root) == ["latest", "step_00000030"]
+        if full.count < at:
+            return
+    pytest.fail("commit never ended")
+
+
+def test_the_best_by_a_metric_stay(tmp_path):
+    """The values come from the files, so that a resumed run knows them."""
+    rules = Retention(last=1, best=1, metric="val/score")
+    for step, value in ((10, 0.5), (20, 0.9), (30, None), (40, 0.7)):
+        store = CheckpointStore(tmp_path, rules)
+        store.begin(step)
+        store.commit(step, {}, metric=value)
+    assert names(tmp_path) == ["latest", "step_00000020", "step_00000040"]
+    other = CheckpointStore(tmp_path, Retention(last=1, best=1, metric="val/loss", larger_is_better=False))
+    other.begin(50)
+    other.commit(50, {}, metric=3.0)
+    assert names(tmp_path) == ["latest", "step_00000050"]  # a value of another metric says nothing
 
 
 def test_load_path_takes_a_run_a_checkpoints_folder_or_a_step(tmp_path):
