@@ -20,13 +20,13 @@ class HashedFile:
     after it is dropped, and the end of the `with` raises it, an OSError that names the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        """`mode`: who may read and write it, before the umask."""
         self.path = path
         self.size = 0
         self._digest = xxhash.xxh3_128()
         self._error: OSError | None = None
-        # For its owner's eyes alone, as the folder of node-local scratch may be everybody's.
-        self._file = open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
+        self._file = open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode))
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")

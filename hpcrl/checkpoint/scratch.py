@@ -50,7 +50,7 @@ def _draft(path: Path, write: Callable[[HashedFile], None]) -> HashedFile | None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        with HashedFile(path) as draft:
+        with HashedFile(path, mode=0o600) as draft:  # the folder may be everybody's
             write(draft)
         return draft
     except OSError as error:
