@@ -66,8 +66,16 @@ class ShardedSave:
     The state is copied to host memory at once and without communication; the copy goes when it is written.
     """
 
-    def __init__(self, engine: Savable, path: Path, groups: RoleGroups, scratch: str | None = None) -> None:
-        """`scratch`: folder on this node to which the file is written first."""
+    def __init__(
+        self,
+        engine: Savable,
+        path: Path,
+        groups: RoleGroups,
+        scratch: str | None = None,
+        memory: list[torch.Tensor] | None = None,
+    ) -> None:
+        """scratch: folder on this node to which the file is written first. memory: what the copy is made into; a caller
+        who keeps it for the next save saves the pages of new memory, which cost more than the copying."""
         self._path, self._groups, self._scratch = path, groups, scratch
         self._is_first = groups.rank == groups.layout.ranks[0]
         with platform.cpu_bridge(), torch.no_grad():
@@ -76,10 +84,14 @@ class ShardedSave:
             planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
             planner.set_up_planner(torch_dist.mcore_to_pyt_state_dict(mine), is_coordinator=self._is_first)
             self._plan = planner.create_local_plan()
-            staged: Staged = [(item, _copied(planner.resolve_data(item))) for item in self._plan.items]
+            copies = _copied(
+                [planner.resolve_data(item) for item in self._plan.items], memory if memory is not None else []
+            )
         small = _same_on_all_ranks(common) if self._is_first else {}
         pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._written: Future[tuple[list[FileEntry], list[WriteResult]]] = pool.submit(self._write, staged, small)
+        self._written: Future[tuple[list[FileEntry], list[WriteResult]]] = pool.submit(
+            self._write, list(zip(self._plan.items, copies, strict=True)), small
+        )
         pool.shutdown(wait=False)
 
     @property
@@ -150,9 +162,15 @@ class ShardedSave:
         return f"rank {self._groups.rank} on {socket.gethostname()}: {error.filename}: {error.strerror}"
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """In host memory of its own, without what else its storage holds."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+def _copied(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    """In host memory, each in a storage of its own, for torch writes whole storages."""
+    if [(old.shape, old.dtype) for old in memory] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
+        memory[:] = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda) for tensor in tensors
+        ]
+    for copy, tensor in zip(memory, tensors, strict=True):
+        copy.copy_(tensor)
+    return memory
 
 
 def _same_on_all_ranks(common: dict[str, Any]) -> dict[str, bytes]:

@@ -81,6 +81,7 @@ class ModelWorker(Worker):
     ) -> None:
         super().__init__(groups.layout, groups.rank)
         self.groups = groups
+        self._save_memory: list[torch.Tensor] = []
         self.engine = TrainEngine(
             shape,
             groups,
@@ -93,12 +94,14 @@ class ModelWorker(Worker):
         )
 
     @register(Dispatch.ONE_TO_ALL)
-    def begin_save(self, folder: str, scratch: str | None = None) -> None:
+    def begin_save(self, folder: str, scratch: str | None = None, keep_memory: bool = False) -> None:
         """Start writing the role's weights and optimizer state as they are now into <folder>/<role>; `folder` exists.
 
-        What comes next may change them. scratch: see `checkpoint.scratch`.
+        What comes next may change them. scratch: see `checkpoint.scratch`. keep_memory: of the copy, for the next save.
         """
-        self._saving = ShardedSave(self.engine, Path(folder) / self.groups.role, self.groups, scratch)
+        path = Path(folder) / self.groups.role
+        memory = self._save_memory if keep_memory else []
+        self._saving = ShardedSave(self.engine, path, self.groups, scratch, memory)
 
     @register(Dispatch.ONE_TO_ALL)
     def save_is_written(self) -> bool:

@@ -77,7 +77,10 @@ class Saver:
         except OSError as error:
             self._fail(step, [f"rank 0: {error.filename}: {error.strerror}"])
             return
-        for call in [controller[role].begin_save(str(pending), self._options.scratch_dir) for role in roles]:
+        scratch = self._options.scratch_dir
+        # While training goes on, the copy has to have room beside it in any case; scratch is there to make it short.
+        keep_memory = self._options.async_save and scratch is None
+        for call in [controller[role].begin_save(str(pending), scratch, keep_memory) for role in roles]:
             call.get()
         self._under_way = Save(controller, step, roles, state, self._metric(step, metrics), began)
         if not self._options.async_save:

@@ -22,11 +22,11 @@ from hpcrl.roles.model_worker import ModelWorker
 begin_save = ModelWorker.begin_save
 
 @functools.wraps(begin_save)
-def with_limit(self, folder, scratch=None):
+def with_limit(self, folder, *options):
     if self.rank == 1:
         full = folder.endswith(("step_00000002.tmp", "step_00000004.tmp"))
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if full else -1, -1))
-    begin_save(self, folder, scratch)
+    begin_save(self, folder, *options)
 
 ModelWorker.begin_save = with_limit
 """

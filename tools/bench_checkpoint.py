@@ -1,0 +1,157 @@
+"""What a checkpoint costs the training loop, synchronous and asynchronous, side by side in one run.
+
+    OMP_NUM_THREADS=1 mpiexec -n 2 python tools/bench_checkpoint.py --folder DIR [--layers 8] [--repetitions 5] [--json]
+
+A Llama-like model with Adam is saved under DIR, on the file system that is to be measured, from data-parallel ranks.
+"blocked" is what the loop waits for; "until saved" lasts from the beginning of the save until the checkpoint counts;
+between the two the ranks multiply matrices, and "phase" is how much longer one such multiplication takes meanwhile.
+The floor of the asynchronous save is a copy of its bytes into new memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcrl.config.schema import OptimConfig, TrainerConfig
+from hpcrl.controller.controller import Controller, run_program
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.grid.groups import make_groups
+from hpcrl.grid.layout import Layout
+from hpcrl.launch import children
+from hpcrl.launch.world import finish, start_mpi, start_torch
+from hpcrl.model.shape import ModelShape
+from hpcrl.roles.model_worker import ModelWorker
+from hpcrl.trainer.saving import Saver
+
+BYTES_PER_WEIGHT = 16  # fp32: the weight, and the optimizer's copy and two moments
+
+
+class Seconds(NamedTuple):
+    """Medians."""
+
+    sync_blocked: float
+    async_blocked: float
+    async_saved: float
+    memcpy: float
+    phase: float
+    phase_while_saving: float
+
+
+class BenchWorker(ModelWorker):
+    @register(Dispatch.ONE_TO_ALL)
+    def num_weights(self) -> int:
+        return sum(tensor.numel() for tensor in self.engine.named_shards().values())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def phase(self) -> float:
+        """Seconds of some work on the model's weights."""
+        matrix = next(tensor for name, tensor in self.engine.named_shards().items() if "linear_fc1" in name)
+        start = time.perf_counter()
+        for _ in range(4):
+            matrix @ matrix.T
+        return time.perf_counter() - start
+
+    @register(Dispatch.ONE_TO_ALL)
+    def memcpy(self, count: int) -> float:
+        """Seconds of a copy of `count` bytes into new memory, in pieces as large as the weights."""
+        sources = [tensor.clone() for tensor in self.engine.named_shards().values()]
+        copies = []
+        start, copied = time.perf_counter(), 0
+        while copied < count:
+            source = sources[len(copies) % len(sources)]
+            copies.append(source.clone())
+            copied += source.nbytes
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="an empty folder is made in it, and removed")
+    parser.add_argument("--layers", type=int, default=8, help="of 2.8 M weights, 45 MB of a checkpoint")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one line for programs in place of the table")
+    options = parser.parse_args()
+    children.start()
+    world = start_torch(start_mpi())
+    layouts = {"actor": Layout(tuple(range(world.size)))}
+    shape = ModelShape(
+        num_layers=options.layers,
+        hidden_size=512,
+        ffn_hidden_size=1408,
+        num_attention_heads=8,
+        num_query_groups=4,
+        head_dim=64,
+        vocab_size=1024,
+    )
+    groups = make_groups(layouts, world.rank)["actor"]
+    worker = BenchWorker(groups, shape, head="lm", dtype="float32", seed=1, optim=OptimConfig(), total_updates=1)
+    program = lambda controller: measure(controller, world.size, options)  # noqa: E731
+    run_program(world, {"actor": worker}, {"actor": BenchWorker}, layouts, program)
+    finish(0)
+
+
+def measure(controller: Controller, num_ranks: int, options: argparse.Namespace) -> None:
+    folder = options.folder / "bench_checkpoint"
+    actor = controller["actor"]
+    total = BYTES_PER_WEIGHT * actor.num_weights().get()[0]
+    found: list[Seconds] = []
+    for _ in range(1 + options.repetitions):
+        shutil.rmtree(folder, ignore_errors=True)
+        (sync_blocked, _, _), (async_blocked, saved, phases) = (
+            save(controller, folder / name, asynchronous=name == "async") for name in ("sync", "async")
+        )
+        phase = statistics.median(max(actor.phase().get()) for _ in range(10))
+        memcpy = max(actor.memcpy(total // num_ranks).get())
+        found.append(Seconds(sync_blocked, async_blocked, saved, memcpy, phase, statistics.median(phases or [phase])))
+    shutil.rmtree(folder)
+    medians = Seconds(*(statistics.median(column) for column in zip(*found[1:], strict=True)))
+    (show_json if options.json else show)(medians, total, num_ranks)
+
+
+def save(controller: Controller, root: Path, *, asynchronous: bool) -> tuple[float, float, list[float]]:
+    """Seconds that the loop was blocked, seconds until the checkpoint counts, and those of the phases meanwhile."""
+    options = TrainerConfig.model_validate({"checkpoint": {"async_save": asynchronous}})
+    saver, phases = Saver(options, root), []
+    start = time.perf_counter()
+    blocked = timed(lambda: saver.begin(controller, 1, ("actor",), {}, lambda folder: {}))
+    while saver.is_under_way:
+        phases.append(max(controller["actor"].phase().get()))
+        blocked += timed(saver.poll)
+    if not saver.wait():
+        raise SystemExit(f"{root} cannot be written, see above")
+    return blocked, time.perf_counter() - start, phases
+
+
+def timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def show(found: Seconds, total: int, num_ranks: int) -> None:
+    print(f"{total / 1e6:.0f} MB from {num_ranks} ranks, medians")
+    print(f"  sync   blocked      {found.sync_blocked:8.3f} s   {total / 1e9 / found.sync_blocked:.2f} GB/s")
+    share = found.async_blocked / found.sync_blocked
+    print(f"  async  blocked      {found.async_blocked:8.3f} s   {share:.1%} of sync")
+    print(f"         until saved  {found.async_saved:8.3f} s")
+    slower = found.phase_while_saving / found.phase - 1
+    print(
+        f"         phase        {found.phase_while_saving:8.3f} s   {found.phase:.3f} s without a save: {slower:+.0%}"
+    )
+    floor = found.async_blocked / found.memcpy
+    print(f"  floor  memcpy       {found.memcpy:8.3f} s   async blocks {floor:.2f} times as long")
+
+
+def show_json(found: Seconds, total: int, num_ranks: int) -> None:
+    print(json.dumps({"bytes": total, "ranks": num_ranks, **found._asdict()}))
+
+
+if __name__ == "__main__":
+    main()
