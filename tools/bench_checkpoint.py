@@ -28,6 +28,7 @@ from hpcrl.launch import children
 from hpcrl.launch.world import finish, start_mpi, start_torch
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import ModelWorker
+from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.saving import Saver
 
 BYTES_PER_WEIGHT = 16  # fp32: the weight, and the optimizer's copy and two moments
@@ -118,7 +119,7 @@ def measure(controller: Controller, num_ranks: int, options: argparse.Namespace)
 def save(controller: Controller, root: Path, *, asynchronous: bool) -> tuple[float, float, list[float]]:
     """Seconds that the loop was blocked, seconds until the checkpoint counts, and those of the phases meanwhile."""
     options = TrainerConfig.model_validate({"checkpoint": {"async_save": asynchronous}})
-    saver, phases = Saver(options, root), []
+    saver, phases = Saver(options, root, PhaseTimers()), []
     start = time.perf_counter()
     blocked = timed(lambda: saver.begin(controller, 1, ("actor",), {}, lambda folder: {}))
     while saver.is_under_way:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,10 +46,11 @@ class Savable(Protocol):
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What a rank tells of its part. problem: one line, where it could not be written."""
+    """What a rank tells of its part. problem: one line, where it could not be written. seconds: until it was."""
 
     files: list[FileEntry]
     problem: str | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class ShardedSave:
         """scratch: folder on this node to which the file is written first. memory: what the copy is made into; a caller
         who keeps it for the next save saves the pages of new memory, which cost more than the copying."""
         self._path, self._groups, self._scratch = path, groups, scratch
+        self._start, self._seconds = time.perf_counter(), 0.0
         self._is_first = groups.rank == groups.layout.ranks[0]
         with platform.cpu_bridge(), torch.no_grad():
             sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
@@ -118,7 +121,7 @@ class ShardedSave:
                 files.append(self._describe(everyone))
             except OSError as error:
                 problem = self._told(error)
-        return SavedPart(files, problem)
+        return SavedPart(files, problem, self._seconds)
 
     def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[WriteResult]]:
         """On the thread."""
@@ -138,6 +141,7 @@ class ShardedSave:
                 file.write(content)
             files.append(file.entry(small_name))
         fsync(self._path)
+        self._seconds = time.perf_counter() - self._start
         return [self._placed(entry) for entry in files], results
 
     def _describe(self, everyone: list[_Written]) -> FileEntry:

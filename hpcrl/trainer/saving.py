@@ -15,21 +15,22 @@ from hpcrl.checkpoint.sharded_save import SavedPart
 from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import TrainerConfig
 from hpcrl.controller.controller import Controller
+from hpcrl.telemetry.timers import PhaseTimers
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Save:
-    """One that is under way. committed: once all ranks have written, the thread that makes it count."""
+    """One that is under way. committed: once all ranks have written, the thread that makes it count; its seconds."""
 
     controller: Controller
     step: int
     roles: tuple[str, ...]
     state: dict[str, Any]
     metric: float | None
-    began: float
-    committed: Future[Path] | None = None
+    seconds: float  # that it took so far, without those in which it waited for the loop
+    committed: Future[float] | None = None
 
     def is_written(self) -> bool:
         calls = [self.controller[role].save_is_written() for role in self.roles]
@@ -44,8 +45,11 @@ class Save:
 class Saver:
     """Lives on rank 0. At most one save is under way; whatever calls MPI is done by the loop's own thread."""
 
-    def __init__(self, trainer: TrainerConfig, root: Path) -> None:
+    def __init__(self, trainer: TrainerConfig, root: Path, timers: PhaseTimers, saved_step: int | None = None) -> None:
+        """`saved_step`: the newest one with a checkpoint."""
+        self.saved_step = saved_step
         self._options = trainer.checkpoint
+        self._timers = timers
         self._store = CheckpointStore(root, retention(trainer))
         self._under_way: Save | None = None
         self._last_failed = False
@@ -70,7 +74,7 @@ class Saver:
         `files(folder)` writes more into the checkpoint, and gives what trainer.json holds.
         """
         self.wait()
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             pending = self._store.begin(step)
             state = files(pending)
@@ -80,9 +84,10 @@ class Saver:
         scratch = self._options.scratch_dir
         # While training goes on, the copy has to have room beside it in any case; scratch is there to make it short.
         keep_memory = self._options.async_save and scratch is None
+        seconds = time.perf_counter() - start
         for call in [controller[role].begin_save(str(pending), scratch, keep_memory) for role in roles]:
             call.get()
-        self._under_way = Save(controller, step, roles, state, self._metric(step, metrics), began)
+        self._under_way = Save(controller, step, roles, state, self._metric(step, metrics), seconds)
         if not self._options.async_save:
             self.wait()
 
@@ -104,7 +109,7 @@ class Saver:
         return not self._last_failed
 
     def metrics(self) -> dict[str, float]:
-        """Of the saves that have ended: seconds from the beginning to the end of the last one, and how many failed."""
+        """Of the saves that have ended: seconds that the last one took, beside the loop or not, and how many failed."""
         found = {"perf/save_seconds": self._seconds} if self._seconds is not None else {}
         self._seconds = None
         return found | ({"perf/failed_saves": float(self._num_failed)} if self._num_failed else {})
@@ -116,19 +121,26 @@ class Saver:
             self._fail(save.step, problems)
             return
         files = [entry for part in parts for entry in part.files]
+        save.seconds += max(part.seconds for part in parts)
+
+        def commit() -> float:
+            start = time.perf_counter()
+            self._store.commit(save.step, save.state, files, save.metric)
+            return time.perf_counter() - start
+
         pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        save.committed = pool.submit(self._store.commit, save.step, save.state, files, save.metric)
+        save.committed = pool.submit(commit)
         pool.shutdown(wait=False)
 
-    def _end(self, save: Save, committed: Future[Path]) -> None:
+    def _end(self, save: Save, committed: Future[float]) -> None:
         try:
-            folder = committed.result()
+            self._seconds = save.seconds + committed.result()
         except OSError as error:
             self._fail(save.step, [f"rank 0: {error.filename}: {error.strerror}"])
             return
-        self._under_way, self._last_failed = None, False
-        self._seconds = time.perf_counter() - save.began
-        log.info("saved %s", folder)
+        self.saved_step, self._under_way, self._last_failed = save.step, None, False
+        self._timers.took("save_checkpoint", self._seconds)  # what a save takes for which the loop has to wait
+        log.info("saved %s", self._store.folder(save.step))
 
     def _fail(self, step: int, problems: list[str]) -> None:
         self._store.discard(step)

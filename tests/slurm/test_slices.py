@@ -13,10 +13,10 @@ from tests.slurm.small_ppo import environment, lines, write_job
 # A place in the job for each step from the second on: what stops it there, and on which rank it is held.
 PHASES = (
     *("generate", "score", "compute_log_prob", "compute_values", "compute_advantage", "update_critic", "update_actor"),
-    *("update_weights", "write", "generate.val", "save"),
+    *("update_weights", "write", "generate.val", "begin_save"),
 )
 SIGNALS = ("URG", "USR1", "TERM")
-OTHER_STEP = {"update_weights": "any", "save": "any", "generate.val": "0"}  # what the command says of its step
+OTHER_STEP = {"update_weights": "any", "begin_save": "any", "generate.val": "0"}  # what the command says of its step
 
 
 @pytest.fixture(scope="module")
