@@ -66,6 +66,20 @@ def _one_or_several(value: object) -> object:
 Files = Annotated[list[str], BeforeValidator(_one_or_several)]
 
 
+class WatchdogConfig(Section):
+    """The job ends, with a verdict on who is to blame, when no rank has got on for as long as any of them may."""
+
+    enable: bool = Field(True, description="watch for hangs")
+    publish_seconds: PositiveFloat = Field(5.0, description="each rank says where it is every so many seconds")
+    min_seconds: PositiveFloat = Field(600.0, description="silence of all ranks before it is a hang, at least, seconds")
+    factor: PositiveFloat = Field(
+        10.0, description="silence before it is a hang, as a multiple of the longest seen in the same phase"
+    )
+    first_seconds: PositiveFloat = Field(
+        3600.0, description="the same in phases that have not come to an end once: loading, compiling, seconds"
+    )
+
+
 class RunConfig(Section):
     name: FolderName = Field("run", description="name of the run; its files go to <dir>/<name>/")
     dir: str = Field("runs", description="folder that holds runs")
@@ -76,6 +90,7 @@ class RunConfig(Section):
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
     )
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig, description="hangs")
 
 
 class ModelConfig(Section):

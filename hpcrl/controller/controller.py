@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -167,6 +168,10 @@ class Controller:
         if plan is not None:
             self._issue_to_owners(call.id, plan, set(shares))
         return Future(lambda: collect(self._wait_for(call)), lambda: self._has_come(call))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Inside it, rank 0 is said to be in that phase of its program."""
+        return self._executor.world.whereabouts.within("controller", name)
 
     def listen(self) -> None:
         """Waits until a result or a note has come."""
@@ -384,12 +389,13 @@ def run_program(
         layouts: layout of every role.
     """
     executor = Executor(world, workers, layouts)
-    if world.rank != 0:
-        executor.serve()
-        executor.close()
-        return None
-    controller = Controller(executor, kinds)
-    result = program(controller)
-    controller.stop()
+    result = None
+    with world.whereabouts.within("controller", "program" if world.rank == 0 else "next command"):
+        if world.rank == 0:
+            controller = Controller(executor, kinds)
+            result = program(controller)
+            controller.stop()
+        else:
+            executor.serve()
     executor.close()
     return result

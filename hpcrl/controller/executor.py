@@ -115,7 +115,7 @@ class Executor:
         self._come: deque[Command] = deque()  # received, and not yet run
         self._replicas = _replica_communicators(self.wire.comm, layouts)
         for worker in workers.values():
-            worker.desk = self
+            worker.desk, worker.whereabouts = self, world.whereabouts
 
     def serve(self) -> None:
         """Run commands of rank 0 until it says stop."""
@@ -124,15 +124,16 @@ class Executor:
         self.wire.send(encode(Farewell(self.wire.rank)), to=0, tag=RESULTS)
 
     def run(self, command: Command) -> Result | None:
-        here = self.world.whereabouts
-        outer, row_bytes = (here.role, here.phase), self._row_bytes
-        here.role, here.phase, self._row_bytes = command.role or "owner", command.method, 0
-        for block in command.forget:
-            self.store.forget(block)
-        self._send_owed_rows(command)
-        value = self._execute(command) if command.role else None
+        here, outer_row_bytes = self.world.whereabouts, self._row_bytes
+        self._row_bytes = 0
+        with here.within(command.role or "owner", command.method, command.id):
+            here.step = command.meta.get("step", here.step)
+            for block in command.forget:
+                self.store.forget(block)
+            self._send_owed_rows(command)
+            value = self._execute(command) if command.role else None
         result = Result(command.id, self.wire.rank, value, self._row_bytes) if command.reports else None
-        (here.role, here.phase), self._row_bytes = outer, row_bytes
+        self._row_bytes = outer_row_bytes
         return result
 
     def attend(self) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.launch.waiting import duplicate, wait, wait_all, wait_until
+from hpcrl.launch.waiting import duplicate, wait, wait_all, wait_for_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,7 +44,7 @@ class Wire:
                 found.append(message)
             return message is not None
 
-        wait_until(arrived)
+        wait_for_ranks(arrived)
         return self._take(found[0], status, tag)
 
     def receive_if_there(self, source: int, tag: int) -> np.ndarray | None:

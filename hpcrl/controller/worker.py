@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hpcrl.grid.layout import Layout
+from hpcrl.launch.whereabouts import Whereabouts
 
 
 class Desk(Protocol):
@@ -36,6 +37,11 @@ class Worker:
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
         self.rank = rank
+        self.whereabouts = Whereabouts()  # the executor replaces it by this rank's own
+
+    def tick(self) -> None:
+        """To be called about every second by a method that takes long: it gets on."""
+        self.whereabouts.tick()
 
     @property
     def is_home(self) -> bool:

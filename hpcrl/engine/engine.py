@@ -64,12 +64,14 @@ class TrainEngine:
         optim: OptimConfig | None = None,
         total_steps: int = 0,
         exact: bool = False,
+        on_micro_batch: Callable[[], None] | None = None,
     ) -> None:
         """`optim` None makes a frozen model; `total_steps` counts the optimizer steps of the whole run; `exact` gives
-        log-probs the bits of the native engine's exact mode."""
+        log-probs the bits of the native engine's exact mode. `on_micro_batch()` is called as each begins."""
         self.shape, self.groups, self.head, self.dtype = shape, groups, head, dtype
         self.optim, self.total_steps = optim, total_steps
         self.steps = 0  # optimizer steps done
+        self._on_micro_batch = on_micro_batch or (lambda: None)
         self.module = build_model(shape, groups, head=head, dtype=dtype, seed=seed, exact=exact)
         self.config = self.module.config
         self.model: torch.nn.Module = self.module
@@ -284,6 +286,7 @@ class TrainEngine:
         )
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            self._on_micro_batch()
             micro = next(iterator)
             packed = micro.packed
             output = model(packed.input_ids, packed.position_ids, None, packed_seq_params=packed)

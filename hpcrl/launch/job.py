@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
-from hpcrl.launch import children, exits, logs
+from hpcrl.launch import children, exits, logs, watchdog
 from hpcrl.launch.collectives import broadcast
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.stop import StopRequests, block_signals
 from hpcrl.launch.walltime import end_of_allocation
-from hpcrl.launch.world import Whereabouts, World, abort, finish, start_mpi, start_torch
+from hpcrl.launch.whereabouts import Whereabouts
+from hpcrl.launch.world import World, abort, finish, start_mpi, start_torch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,6 +27,8 @@ class RunSection(Protocol):
     def dir(self) -> str: ...
     @property
     def c10d_backend(self) -> str: ...
+    @property
+    def watchdog(self) -> watchdog.Patience: ...
 
 
 class JobConfig(Protocol):
@@ -66,16 +69,18 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
         config = load_once(comm, load)
         run_dir = run_directory(config)
         logs.start(run_dir, comm.rank)
+        watchdog.start(run_dir, comm.rank, comm.size, whereabouts, config.run.watchdog)
         world = start_torch(
             comm,
             config.run.c10d_backend,
             with_tensorrt_llm=asks_for_tensorrt_llm(config),
             stop=StopRequests(comm.rank) if heeds_signals else None,
             ends_at=broadcast(comm, ends_at),
+            whereabouts=whereabouts,
         )
         logs.take_terminal_from_torch()
-        whereabouts = world.whereabouts
         code = max(world.exchange(main(world, config)))
+        whereabouts.role, whereabouts.phase = None, "end"
     except BaseException as error:
         if getattr(error, "everywhere", False):
             if comm.rank == 0:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from hpcrl.launch.waiting import wait_until
+from hpcrl.launch.waiting import wait_for_ranks
 
 
 class MpiWork(Work):
@@ -55,7 +55,7 @@ class MpiWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True when the operation ended well. `timeout` is ignored: hangs are the watchdog's business."""
         if self._request is not None:
-            wait_until(self.is_completed)
+            wait_for_ranks(self.is_completed)
         if self._error is not None:
             raise self._error
         return True
@@ -108,5 +108,5 @@ class _MpiFuture(torch.futures.Future):
         return self._work.is_completed()
 
     def wait(self) -> Any:
-        wait_until(self._work.is_completed)
+        wait_for_ranks(self._work.is_completed)
         return super().wait()

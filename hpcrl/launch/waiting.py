@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -17,6 +18,22 @@ C = TypeVar("C", bound="MPI.Comm")
 _EAGER_TESTS = 1000
 _FIRST_PAUSE = 20e-6  # seconds
 _LAST_PAUSE = 1e-3  # seconds
+
+
+@dataclass
+class Waited:
+    """How long the main thread has waited for other ranks. What a GPU waits for inside NCCL's kernels is not seen.
+
+    seconds: of the waits that have ended. since: when the wait under way began, on `time.perf_counter`, None outside
+    waits.
+    """
+
+    seconds: float = 0.0
+    since: float | None = None
+
+
+# Of this process. Waits happen below torch.distributed and MPI, where nothing of the program's own can be passed.
+waited = Waited()
 
 
 def wait_until(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> None:
@@ -34,9 +51,23 @@ def wait_until(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> No
         pause = min(2 * pause, _LAST_PAUSE)
 
 
+def wait_for_ranks(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> None:
+    """As `wait_until`, for what other ranks do: it counts in `waited`, once where `ready` itself waits for others."""
+    if ready():
+        return
+    if waited.since is not None:
+        return wait_until(ready, eager_tests)
+    waited.since = began = time.perf_counter()
+    try:
+        wait_until(ready, eager_tests)
+    finally:
+        waited.since = None
+        waited.seconds += time.perf_counter() - began
+
+
 def wait(request: MPI.Request, status: MPI.Status | None = None) -> None:
     """Complete `request`. `status`, when given, is filled. Raises MPI.Exception when the operation failed."""
-    wait_until(lambda: request.Test(status))
+    wait_for_ranks(lambda: request.Test(status))
 
 
 def wait_all(requests: Iterable[MPI.Request]) -> None:

@@ -21,6 +21,7 @@ from hpcrl.launch.collectives import barrier, broadcast, exchange, together
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.mpi_library import split_world
 from hpcrl.launch.stop import StopRequests
+from hpcrl.launch.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +34,6 @@ PROBES = ("192.0.2.1", "10.0.0.1", "172.16.0.1", "192.168.0.1")
 _to_close: list[Callable[[], None]] = []
 STORE_PATIENCE = timedelta(minutes=10)
 SECONDS_TO_REPORT = 1.0  # launchers drop what is still in their pipes when MPI_Abort arrives
-
-
-@dataclass
-class Whereabouts:
-    """What this rank is doing, for the report when it fails. The one mutable thing in World."""
-
-    role: str | None = None
-    phase: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +116,7 @@ def start_torch(
     with_tensorrt_llm: bool = False,
     stop: StopRequests | None = None,
     ends_at: float | None = None,
+    whereabouts: Whereabouts | None = None,
 ) -> World:
     """Start torch and torch.distributed on the ranks of `comm`. Collective.
 
@@ -172,7 +166,8 @@ def start_torch(
         rank=comm.rank,
         world_size=comm.size,
     )
-    return World(comm.rank, comm.size, comm, local_rank, local_size, threads, device, stop, ends_at)
+    here = whereabouts or Whereabouts()
+    return World(comm.rank, comm.size, comm, local_rank, local_size, threads, device, stop, ends_at, here)
 
 
 def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from hpcrl.launch.waiting import wait_until
+from hpcrl.launch.waiting import wait_for_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,7 +36,7 @@ class Events:
             if busy:
                 busy = next(meanwhile, self) is not self
             else:
-                wait_until(self._react, EAGER_TESTS)
+                wait_for_ranks(self._react, EAGER_TESTS)
         for _ in meanwhile:
             pass
 

@@ -91,6 +91,7 @@ class ModelWorker(Worker):
             total_steps=total_updates,
             seed=seed,
             exact=exact,
+            on_micro_batch=self.tick,
         )
 
     @register(Dispatch.ONE_TO_ALL)

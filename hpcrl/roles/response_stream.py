@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcrl.controller.worker import Worker
-from hpcrl.launch.waiting import wait_until
+from hpcrl.launch.waiting import wait_for_ranks
 from hpcrl.roles.scorer import ResponseScorer
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams, Trajectory
 
@@ -100,7 +100,7 @@ class ResponseStream:
             step=version + 1,
             source=self,
             on_finished=self._finish,
-            on_step=self._pump,
+            on_step=self._step,
             should_abort=lambda: self._is_stopped and self.interrupts,
         )
         self._count_busy()
@@ -126,7 +126,7 @@ class ResponseStream:
         """Whether to stop, and what to draw from now on; None: go on."""
         stop = self._attend()
         if idle and not stop and not self._waiting:
-            wait_until(lambda: self._attend() or bool(self._waiting))
+            wait_for_ranks(lambda: self._attend() or bool(self._waiting))
             stop, self._since = self._attend(), time.perf_counter()
         if stop:
             return True, []
@@ -151,6 +151,10 @@ class ResponseStream:
         if not self._open[response.group]:
             del self._open[response.group]
             self._untold.append(response.group)
+
+    def _step(self) -> None:
+        self.worker.tick()
+        self._pump()
 
     def _pump(self) -> None:
         """Lets scores go on, and tells rank 0 of prompts that have all of them."""

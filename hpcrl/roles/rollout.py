@@ -182,6 +182,7 @@ class RolloutWorker(Worker):
 
     def _meanwhile(self) -> None:
         """Between two tokens: scoring goes on, and others get the rows that this rank owes them."""
+        self.tick()
         if self.scorer is not None:
             self.scorer.pump()
         if self.is_home:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+
+def _in_silence(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class PhaseTimers:
@@ -14,12 +18,18 @@ class PhaseTimers:
     times, may differ between two runs that are otherwise equal.
 
     `longest`: seconds of the longest one of each phase so far. `gate` is asked by `before`, and may raise.
+    `announce(name)` surrounds each phase.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        announce: Callable[[str], AbstractContextManager[None]] = _in_silence,
+    ) -> None:
         self.longest: dict[str, float] = {}
         self.gate: Callable[[tuple[str, ...]], None] | None = None
         self._clock = clock
+        self._announce = announce
         self._seconds: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
 
@@ -27,7 +37,8 @@ class PhaseTimers:
     def __call__(self, name: str) -> Iterator[None]:
         start = self._clock()
         try:
-            yield
+            with self._announce(name):
+                yield
         finally:
             seconds = self._clock() - start
             self.took(name, seconds)

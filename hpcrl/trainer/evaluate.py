@@ -46,7 +46,7 @@ def evaluate(
     controller: Controller, config: Config, derived: DerivedGenerate, inputs: Inputs, start: Start
 ) -> dict[str, float]:
     """The validation's metrics, which also go into files and onto the terminal. Runs on rank 0."""
-    folder, step, timers = run_directory(config), step_of(start), PhaseTimers()
+    folder, step, timers = run_directory(config), step_of(start), PhaseTimers(announce=controller.phase)
     write_config(config)
     generations = config.trainer.validation_data_dir
     _keep_earlier(folder, step, [generations] if generations else [])

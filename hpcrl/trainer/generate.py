@@ -132,7 +132,7 @@ class Generation:
 
     def run(self) -> None:
         write_config(self.config)
-        load_engine(self.controller, self.start, step_of(self.start), PhaseTimers())
+        load_engine(self.controller, self.start, step_of(self.start), PhaseTimers(announce=self.controller.phase))
         self._draw(self.file.totals.num_samples)
         self.file.close()
         close(self.controller)

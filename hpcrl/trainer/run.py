@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class Run:
         first_line = 0 if start.folder is None else first_step if start.unlogged is None else start.step
         self.writer = MetricsWriter(self.folder, first_step=first_line)
         self.progress = Progress(total_steps, label, first_step)
-        self.timers = PhaseTimers()
+        self.timers = PhaseTimers(announce=partial(world.whereabouts.within, "controller"))
         self.slice = Slice(
             self.folder,
             self.timers,

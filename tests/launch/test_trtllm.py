@@ -18,7 +18,7 @@ OPEN_MPI = "Open MPI v5.0.6, package: Open MPI root@host Distribution, ident: 5.
 JOB = """
 from types import SimpleNamespace
 from hpcrl.launch.job import run_spmd
-run = SimpleNamespace(dir="runs", name="small", c10d_backend="gloo")
+run = SimpleNamespace(dir="runs", name="small", c10d_backend="gloo", watchdog=SimpleNamespace(enable=False))
 run_spmd(lambda: SimpleNamespace(run=run, rollout=SimpleNamespace(engine="tensorrt_llm")), lambda world, config: 0)
 """
 
@@ -91,7 +91,7 @@ def main(world, config):
     for name in ("first", "last"):
         before_leaving_mpi(lambda name=name: print(name, world.rank, MPI.Is_finalized(), flush=True))
     return 0
-run_spmd(lambda: SimpleNamespace(run=SimpleNamespace(dir="runs", name="small", c10d_backend="gloo")), main)
+run_spmd(lambda: SimpleNamespace(run=SimpleNamespace(dir="runs", name="small", c10d_backend="gloo", watchdog=SimpleNamespace(enable=False))), main)
 """
 
 
