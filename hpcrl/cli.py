@@ -34,6 +34,8 @@ usage: hpcrl COMMAND ...
   plan --refit CONFIG [key=value ...]
                                     bytes and memory of a refit; needs no MPI
   check [--trtllm]                  what is installed here, and what is wrong with it
+  check --job [CONFIG [key=value ...]]
+                                    the nodes of an allocation; on all ranks of the job
   submit [COMMAND:]CONFIG ... [--dry-run]
                                     a Slurm job, checked and with all it reads; submit --help
 
@@ -169,10 +171,27 @@ def _plan(arguments: list[str]) -> NoReturn:
 
 
 def _check(arguments: list[str]) -> NoReturn:
+    if arguments[:1] == ["--job"]:
+        _check_job(arguments[1:])
     from hpcrl.launch import check
     from hpcrl.rollout.tensorrt_llm.check import findings
 
     check.main(arguments, findings)
+
+
+def _check_job(arguments: list[str]) -> NoReturn:
+    from hpcrl.checkpoint.manifest import verify
+    from hpcrl.launch import check_job
+
+    def folder() -> str:
+        if not arguments:
+            return ""
+        from hpcrl.config.loader import load_config
+
+        run = load_config(arguments[0], arguments[1:]).run
+        return str(Path(run.dir, run.name))
+
+    check_job.main(folder, verify)
 
 
 def _submit(arguments: list[str]) -> NoReturn:

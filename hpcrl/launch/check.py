@@ -51,7 +51,7 @@ def main(arguments: list[str], engine: Callable[[MPI.Intracomm], list[Finding]])
     `engine(comm)`, collective, is what there is to say of the engine that --trtllm asks about.
     """
     if arguments not in ([], ["--trtllm"]):
-        exits.refuse(InputError(f"found {arguments[0]!r}; hpcrl check takes --trtllm or nothing"))
+        exits.refuse(InputError(f"found {arguments[0]!r}; hpcrl check takes --trtllm, --job or nothing"))
     isolation_here()  # starts processes, which is for before MPI; the answer is kept
     try:
         comm = start_mpi()

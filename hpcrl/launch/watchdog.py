@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import NoReturn, Protocol, TextIO
 
 from hpcrl.launch import children, exits, heartbeat
 from hpcrl.launch.heartbeat import Heartbeat, Peers, Sighting
+from hpcrl.launch.node import node_name
 from hpcrl.launch.verdict import Verdict, is_due, judge, report
 from hpcrl.launch.waiting import waited
 from hpcrl.launch.whereabouts import Whereabouts
@@ -145,7 +145,7 @@ class Watchdog:
         waiting = time.perf_counter() - since if since is not None else 0.0
         record = Heartbeat(
             rank=self._rank,
-            host=platform.node(),
+            host=node_name(),
             pid=os.getpid(),
             role=here.role,
             phase=here.phase,

@@ -25,7 +25,8 @@ def load() -> SimpleNamespace:
     if MODE == "load_breaks":
         raise ValueError("the loader is broken")
     folder = "small_job.file" if MODE == "no_run_directory" else "runs"
-    return SimpleNamespace(run=SimpleNamespace(dir=folder, name="small", c10d_backend="gloo", watchdog=SimpleNamespace(enable=False)))
+    watchdog = SimpleNamespace(enable=False)
+    return SimpleNamespace(run=SimpleNamespace(dir=folder, name="small", c10d_backend="gloo", watchdog=watchdog))
 
 
 def main(world: World, config: SimpleNamespace) -> int:

@@ -91,7 +91,8 @@ def main(world, config):
     for name in ("first", "last"):
         before_leaving_mpi(lambda name=name: print(name, world.rank, MPI.Is_finalized(), flush=True))
     return 0
-run_spmd(lambda: SimpleNamespace(run=SimpleNamespace(dir="runs", name="small", c10d_backend="gloo", watchdog=SimpleNamespace(enable=False))), main)
+run = SimpleNamespace(dir="runs", name="small", c10d_backend="gloo", watchdog=SimpleNamespace(enable=False))
+run_spmd(lambda: SimpleNamespace(run=run), main)
 """
 
 
