@@ -25,8 +25,21 @@ import numpy as np
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.controller.busy import BusyReport
 from hpcrl.controller.columns import Block, Location, PlacedColumn, Read
-from hpcrl.controller.executor import COMMANDS, FETCH, RESULTS, STOP, Command, Executor, Farewell, Kept, Note, Result
+from hpcrl.controller.executor import (
+    BUSY,
+    COMMANDS,
+    FETCH,
+    RESULTS,
+    STOP,
+    Command,
+    Executor,
+    Farewell,
+    Kept,
+    Note,
+    Result,
+)
 from hpcrl.controller.register import Registration, registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
@@ -189,6 +202,14 @@ class Controller:
         self._issue_to_owners(call.id, plan, {0})
         (columns,) = self._wait_for(call)
         return columns[read.column]
+
+    def ask_busy(self) -> Future[list[BusyReport]]:
+        """What every rank was busy with. It reports between two commands, or inside one that attends to its desk."""
+        everyone = tuple(range(self._wire.size))
+        call = _Call(self._number(), BUSY, everyone, runs_here=True)
+        for rank in everyone:
+            self._issue(rank, Command(call.id, BUSY, BUSY, reports=True))
+        return Future(lambda: self._wait_for(call), lambda: self._has_come(call))
 
     def stop(self) -> None:
         """Let rank 0's own commands end, and the other ranks leave their serve loops."""

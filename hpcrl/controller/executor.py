@@ -15,6 +15,7 @@ import numpy as np
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.controller.busy import BusyClock, BusyReport
 from hpcrl.controller.columns import (
     ColumnStore,
     Read,
@@ -28,7 +29,8 @@ from hpcrl.controller.columns import (
 from hpcrl.controller.register import registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
-from hpcrl.launch.waiting import create_group, wait
+from hpcrl.launch.node import node_name
+from hpcrl.launch.waiting import create_group, wait, waited
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 COMMANDS, RESULTS, ROWS = 1, 2, 3  # message tags
 FETCH = "fetch"
+BUSY = "busy"
 STOP = "stop"
 
 
@@ -111,6 +114,7 @@ class Executor:
         self.layouts = layouts
         self.wire = Wire(world.comm)
         self.store = ColumnStore()
+        self._busy = BusyClock(waited)
         self._row_bytes = 0
         self._come: deque[Command] = deque()  # received, and not yet run
         self._replicas = _replica_communicators(self.wire.comm, layouts)
@@ -178,6 +182,8 @@ class Executor:
         """Whether it waits for no other rank: an owner only sends, and a home alone may need no rows of others."""
         if command.role is None:
             return command.method != STOP
+        if command.role == BUSY:
+            return True
         method = registration_of(type(self.workers[command.role]), command.method) if command.role != FETCH else None
         if method is None or not method.meanwhile or command.destination is None:
             return False
@@ -186,6 +192,12 @@ class Executor:
     def _execute(self, command: Command) -> Any:
         if command.role == FETCH:
             return self._gather_rows(command)
+        if command.role == BUSY:
+            return BusyReport(self.wire.rank, node_name(), self._busy.collect())
+        with self._busy.phase(f"{command.role}.{command.method}"):
+            return self._run_method(command)
+
+    def _run_method(self, command: Command) -> Any:
         worker = self.workers[command.role]  # type: ignore[index]
         method = getattr(worker, command.method)
         if command.destination is None:

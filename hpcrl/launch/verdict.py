@@ -78,8 +78,14 @@ def judge(sightings: Sequence[Sighting]) -> Verdict:
     return _verdict(everyone, first or list(everyone), "each waiting for another one")
 
 
-def report(verdict: Verdict, stacks: Mapping[int, str], environ: Mapping[str, str], when: str) -> str:
-    """`verdict.md`. stacks: of the ranks that wrote theirs, as faulthandler gives them. when: it is written."""
+def report(
+    verdict: Verdict, stacks: Mapping[int, str], environ: Mapping[str, str], when: str, slow: Sequence[str] = ()
+) -> str:
+    """`verdict.md`.
+
+    stacks: of the ranks that wrote theirs, as faulthandler gives them. when: it is written. slow: what is known of
+    ranks that were slow before.
+    """
     first = verdict.first
     step = f"Step {first.step}. " if first else ""
     lines = [f"# Hang: {verdict.sentence}.", "", f"{step}The job was ended with exit code 86, {when}.", ""]
@@ -93,7 +99,9 @@ def report(verdict: Verdict, stacks: Mapping[int, str], environ: Mapping[str, st
         found = stacks.get(rank)
         lines += [f"rank {rank}:" if found else f"rank {rank} gave none: no Python runs there.", ""]
         lines += ["```", found[:LONGEST_STACKS].rstrip(), "```", ""] if found else []
-    lines += ["Those of all ranks that gave theirs: `heartbeat/stacks_*.txt`.", "", "## What to do", ""]
+    lines += ["Those of all ranks that gave theirs: `heartbeat/stacks_*.txt`.", ""]
+    lines += ["## Slow before", "", "```", *slow, "```", ""] if slow else []
+    lines += ["## What to do", ""]
     lines += [_advice(verdict, environ), ""]
     return "\n".join(lines)
 

@@ -24,6 +24,7 @@ from hpcrl.launch.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
 
+STRAGGLERS_FILE = "stragglers.jsonl"  # in the run's folder: a line for each rank that stood out as slow
 STALE_BEATS = 4  # a record that has not been renewed for so many intervals is of a process that does not run
 NEIGHBOURS = 16  # ranks that are looked at together, once rank 0's watchdog is known not to run
 WARY = 4  # a rank looks at others from a fourth of min_seconds on: how long one has stopped shows by looking
@@ -235,7 +236,8 @@ class Watchdog:
         role, phase = (first.role, first.phase) if first else (None, None)
         target = self._run_dir / "verdict.md"
         try:
-            target.write_text(report(verdict, stacks, os.environ, time.ctime()), encoding="utf-8")
+            text = report(verdict, stacks, os.environ, time.ctime(), self._slow_before())
+            target.write_text(text, encoding="utf-8")
         except OSError as error:
             log.error("cannot write %s: %s", target, error.strerror)
         exits.write_exit(self._run_dir, exits.HANG, verdict.culprits[0], role, phase, verdict.sentence)
@@ -244,6 +246,12 @@ class Watchdog:
         self._judging = TOLD
         self.publish()
         _leave(SECONDS_TO_REPORT)
+
+    def _slow_before(self) -> list[str]:
+        try:
+            return (self._run_dir / STRAGGLERS_FILE).read_text(encoding="utf-8").splitlines()[-5:]
+        except OSError:
+            return []
 
     def _stacks_of(self, rank: int) -> str:
         try:

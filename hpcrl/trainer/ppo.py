@@ -31,6 +31,7 @@ from hpcrl.trainer.off_policy import idle_metrics
 from hpcrl.trainer.one_step_off import OneStepOff
 from hpcrl.trainer.run import Run, Start, find_start, start_slice, without_nan
 from hpcrl.trainer.slice import Leave
+from hpcrl.trainer.stragglers import Stragglers
 from hpcrl.trainer.stream import Stream
 from hpcrl.trainer.validation import Validator
 
@@ -120,6 +121,7 @@ class PPOTrainer:
         self.kl_controller = make_kl_controller(
             ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
         )
+        self.stragglers = Stragglers(controller, self.run.folder, waits=mode == "sync")
         self.metrics: dict[str, float] = {}
         self.trained = start.step  # steps that the weights have been trained for
         self.state: State  # of the loop after that step
@@ -321,7 +323,7 @@ class PPOTrainer:
 
     def _line(self) -> dict[str, float]:
         """The step's metrics, times and sizes."""
-        self.metrics |= self.controller.traffic.collect()
+        self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(self.trained)
         found = self.timers.collect()
         seconds = found["timing_s/step"]
         for phase in ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor"):

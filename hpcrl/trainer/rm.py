@@ -19,6 +19,7 @@ from hpcrl.launch.world import World
 from hpcrl.roles.team import build_rm_team, read_rm_inputs
 from hpcrl.trainer.run import Run, Start, find_start, start_slice
 from hpcrl.trainer.slice import Leave
+from hpcrl.trainer.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class RewardModelTrainer:
         self.start = start
         self.dp = derived.roles["reward"].dp
         self.run = Run(world, config, "rm", start, config.rm.total_training_steps)
+        self.stragglers = Stragglers(controller, self.run.folder, waits=True)
         self.step = start.step
         self.metrics: dict[str, float] = {}
         for split, dataset in pairs.items():
@@ -85,7 +87,8 @@ class RewardModelTrainer:
                     self.metrics |= final
             self.step = step
             self.metrics |= self.run.progress_of_save()
-            self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
+            self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(step)
+            self.run.writer.log(step, self.metrics | timers.collect())
             shown = {name: self.metrics[f"train/{name}"] for name in ("loss", "accuracy", "margin")}
             shown |= {"val_accuracy": final["val/accuracy"]} if final else {}
             self.run.progress.update(step, shown)

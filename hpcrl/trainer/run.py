@@ -20,6 +20,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.launch.exits import DONE, OTHER, REQUEUE, InputError, write_exit
 from hpcrl.launch.job import run_directory
+from hpcrl.launch.watchdog import STRAGGLERS_FILE
 from hpcrl.launch.world import World
 from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
@@ -28,6 +29,8 @@ from hpcrl.trainer.saving import Saver
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 
 log = logging.getLogger(__name__)
+
+WRITTEN = ("metrics.jsonl", "tensorboard", "rollouts", STRAGGLERS_FILE)  # by a run as it goes on
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,7 @@ class Run:
         else:
             if start.folder is None:
                 generations = config.trainer.validation_data_dir
-                set_aside(
-                    self.folder, ["metrics.jsonl", "tensorboard", "rollouts", *([generations] if generations else [])]
-                )
+                set_aside(self.folder, [*WRITTEN, *([generations] if generations else [])])
             else:
                 warn_of_changes(self.folder, config)
             (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")

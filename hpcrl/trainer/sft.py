@@ -18,6 +18,7 @@ from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_sft_team, read_inputs
 from hpcrl.trainer.run import Run, Start, find_start, start_slice
 from hpcrl.trainer.slice import Leave
+from hpcrl.trainer.stragglers import Stragglers
 from hpcrl.trainer.validation import Validator
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class SFTTrainer:
         self.answers = inputs.answers
         self.dp = derived.roles["actor"].dp
         self.run = Run(world, config, "sft", start, config.sft.total_training_steps)
+        self.stragglers = Stragglers(controller, self.run.folder, waits=True)
         self.step, self.reached = start.step, bool(start.state.get("reached"))
         self.metrics: dict[str, float] = {}
         self.validator = None
@@ -102,7 +104,8 @@ class SFTTrainer:
                     score = float(np.mean(list(final.values())))
                     self.reached = sft.stop_at_score is not None and score >= sft.stop_at_score
             self.metrics |= self.run.progress_of_save()
-            self.run.writer.log(step, self.metrics | timers.collect() | self.controller.traffic.collect())
+            self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(step)
+            self.run.writer.log(step, self.metrics | timers.collect())
             shown = {"loss": self.metrics["train/loss"]} | {name.split("/")[-1]: value for name, value in final.items()}
             self.run.progress.update(step, shown)
             if step == total or self.reached or (save_freq > 0 and step % save_freq == 0):

@@ -354,3 +354,45 @@ def test_rank_0_moves_no_tokens(world) -> None:
             assert abs(seen[1][key] - seen[0][key]) <= 128
 
     play(world, layouts, program)
+
+
+def test_busy_seconds_are_without_what_others_took(world) -> None:
+    """Rank 0 works in `uneven`, and the others wait for it there."""
+    layouts = {"a": Layout(tuple(range(world.size)))}
+
+    def program(controller: Controller) -> None:
+        controller.ask_busy().get()
+        controller["a"].uneven(world.comm.size).get()
+        reports = controller.ask_busy().get()
+        assert [report.rank for report in reports] == list(range(world.size))
+        first, *others = [report.seconds["a.uneven"] for report in reports]
+        assert first >= 0.3 and all(seconds < first / 2 for seconds in others)
+        assert all(report.seconds == {} for report in controller.ask_busy().get())
+
+    workers = {"a": Uneven(layouts["a"], world)}
+    run_program(world, workers, {"a": Uneven}, layouts, program)
+
+
+@pytest.mark.world(2, 4)
+def test_busy_seconds_are_reported_from_inside_a_long_method(world) -> None:
+    layouts = {"b": Layout(tuple(range(1, world.size)))}
+
+    def program(controller: Controller) -> None:
+        controller["b"].until_called(limit=10**6)
+        assert len(controller.ask_busy().get()) == world.size
+        controller["b"].whoami("x").get()
+        assert all("b.until_called" in report.seconds for report in controller.ask_busy().get()[1:])
+
+    play(world, layouts, program)
+
+
+class Uneven(Worker):
+    def __init__(self, layout: Layout, world) -> None:
+        super().__init__(layout, world.rank)
+        self.world = world
+
+    @register(Dispatch.ONE_TO_ALL)
+    def uneven(self, size: int) -> None:
+        if self.rank == 0:
+            time.sleep(0.3)
+        self.world.barrier()

@@ -1,0 +1,49 @@
+"""What a rank's time goes to: how long it worked in each phase, without what it waited for other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hpcrl.launch.waiting import Waited
+
+
+@dataclass(frozen=True)
+class BusyReport:
+    """seconds: by "role.method", since the report before."""
+
+    rank: int
+    node: str
+    seconds: dict[str, float]
+
+
+class BusyClock:
+    """The host's time only: where a GPU waits for others inside NCCL's kernels, and the host for the GPU, that counts
+    as work. There the ranks that are *less* busy in a phase of collectives are the slow ones, or none stands out.
+    """
+
+    def __init__(self, waited: Waited, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._waited = waited
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._booked = 0.0  # seconds in all
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Phases may nest: an outer one is without its inner ones."""
+        began, booked = self._worked(), self._booked
+        yield
+        own = (self._worked() - began) - (self._booked - booked)
+        self._seconds[name] = self._seconds.get(name, 0.0) + own
+        self._booked += own
+
+    def collect(self) -> dict[str, float]:
+        """Since the last call, of phases that have ended."""
+        found, self._seconds = self._seconds, {}
+        return found
+
+    def _worked(self) -> float:
+        now, since = self._clock(), self._waited.since
+        return now - self._waited.seconds - (now - since if since is not None else 0.0)
