@@ -74,6 +74,10 @@ def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> 
     find_folder: the folder of the run, on rank 0; it may be relative, and need not be there yet. verify: what is wrong
     with the files of a bundle.
     """
+    here = Whereabouts(phase="starting MPI")
+    timer = threading.Timer(DEADLINE, _give_up, (here,))
+    timer.daemon = True
+    timer.start()
     try:
         comm = start_mpi()
     except InputError as error:
@@ -81,10 +85,6 @@ def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> 
             report([Finding("MPI", "unusable", str(error))])
         os._exit(exits.OTHER)
     folder = _agreed_folder(comm, find_folder)
-    here = Whereabouts()
-    timer = threading.Timer(DEADLINE, _give_up, (comm.rank, here))
-    timer.daemon = True
-    timer.start()
 
     def stage(name: str) -> AbstractContextManager[None]:
         return here.within("check", name)
@@ -254,8 +254,9 @@ def _pair(nodes: Sequence[Node], pair: Pair) -> str:
     return f"{nodes[pair[0]].host} and {nodes[pair[1]].host}"
 
 
-def _give_up(rank: int, here: Whereabouts) -> NoReturn:
+def _give_up(here: Whereabouts) -> NoReturn:
     """A link that is dead makes MPI wait for ever: every rank says where it is, and the job ends."""
+    rank = exits.launched_rank(os.environ) or "?"
     os.write(2, f"hpcrl check: rank {rank} on {node_name()} is still {here.phase} after {DEADLINE:.0f} s\n".encode())
     time.sleep(1.0)  # launchers drop what is still in their pipes when the first rank leaves
     os._exit(exits.OTHER)

@@ -99,10 +99,15 @@ def clear_exit(run_dir: str | os.PathLike[str]) -> None:
 
 def is_first_launched(environ: Mapping[str, str]) -> bool:
     """Whether this process is the first of those started together, where MPI cannot tell: it alone prints."""
+    return launched_rank(environ) in (None, "0")
+
+
+def launched_rank(environ: Mapping[str, str]) -> str | None:
+    """Its rank, as the launcher has it; None without a launcher."""
     for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         if name in environ:
-            return environ[name] == "0"
-    return True
+            return environ[name]
+    return None
 
 
 def refuse(error: BaseException) -> NoReturn:

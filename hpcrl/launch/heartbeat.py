@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+FOLDER = "heartbeat"  # in the run's
 BLOCK = 640  # bytes; a record is written over the one before in one call
 LONGEST_NAME = 64  # characters
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
-from hpcrl.launch import children, exits, logs, watchdog
+from hpcrl.launch import children, exits, heartbeat, logs, watchdog
 from hpcrl.launch.collectives import broadcast
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.stop import StopRequests, block_signals
@@ -125,6 +126,7 @@ def make_run_directory(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         exits.clear_exit(path)
+        shutil.rmtree(path / heartbeat.FOLDER, ignore_errors=True)  # of an earlier attempt
     except OSError as error:
         why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"
         raise InputError(why) from error

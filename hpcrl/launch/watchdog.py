@@ -53,7 +53,7 @@ def start(run_dir: Path, rank: int, size: int, whereabouts: Whereabouts, patienc
     """Start this rank's watchdog, which lasts as long as the process."""
     if not patience.enable:
         return
-    folder = run_dir / "heartbeat"
+    folder = run_dir / heartbeat.FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     watchdog = Watchdog(run_dir, rank, size, whereabouts, patience)
     watchdog.publish()
@@ -117,7 +117,7 @@ class Silence:
 class Watchdog:
     def __init__(self, run_dir: Path, rank: int, size: int, whereabouts: Whereabouts, patience: Patience) -> None:
         self._run_dir = run_dir
-        self._folder = run_dir / "heartbeat"
+        self._folder = run_dir / heartbeat.FOLDER
         self._rank = rank
         self._size = size
         self._here = whereabouts

@@ -386,6 +386,26 @@ def test_busy_seconds_are_reported_from_inside_a_long_method(world) -> None:
     play(world, layouts, program)
 
 
+def test_where_a_rank_is_can_be_seen_by_others(world) -> None:
+    layouts = {"a": Layout(tuple(range(world.size)))}
+    here = world.whereabouts
+    before, switches = here.name, here.switches
+
+    def program(controller: Controller) -> None:
+        assert here.name == "controller.program"
+        with controller.phase("adv"):
+            assert (here.name, here.command) == ("controller.adv", None)
+            first = controller["a"].where().get()
+            second = controller["a"].where().get()
+            assert here.name == "controller.adv"
+        assert all((name, ticks) == ("a.where", 1) for name, _, ticks in first + second)
+        assert {command for _, command, _ in first} < {command for _, command, _ in first + second}
+
+    workers = {"a": Uneven(layouts["a"], world)}
+    run_program(world, workers, {"a": Uneven}, layouts, program)
+    assert here.name == before and here.switches > switches and "a.where" in here.ended
+
+
 class Uneven(Worker):
     def __init__(self, layout: Layout, world) -> None:
         super().__init__(layout, world.rank)
@@ -396,3 +416,8 @@ class Uneven(Worker):
         if self.rank == 0:
             time.sleep(0.3)
         self.world.barrier()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self) -> tuple[str, int | None, int]:
+        self.tick()
+        return self.whereabouts.name, self.whereabouts.command, self.whereabouts.ticks

@@ -35,9 +35,9 @@ def wait_for_hang(process: psutil.Popen, run: Path, rank: int, step: int) -> Non
         time.sleep(0.05)
 
 
-def assert_verdict(run: Path, rank: int, step: int, why: str = "") -> str:
-    """exit.json and verdict.md of a run blame that rank; gives the verdict."""
-    sentence = f"rank {rank} on {os.uname().nodename} is in update_actor (actor), silent for "
+def assert_verdict(run: Path, rank: int, step: int, why: str = "", node: str | None = None) -> str:
+    """exit.json and verdict.md of a run blame that rank, on this node or on `node`; gives the verdict."""
+    sentence = f"rank {rank} on {node or os.uname().nodename} is in update_actor (actor), silent for "
     told = json.loads((run / "exit.json").read_text())
     assert {name: told[name] for name in ("code", "rank", "role", "phase")} == {
         "code": 86,
@@ -79,5 +79,8 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(
     assert process.returncode != 0  # launchers make of 86 what they like; exit.json has it
     assert left_of(family, 10) == []
     verdict = assert_verdict(run, rank, 2, why)
+    records = [read(run / "heartbeat", other) for other in range(4)]
+    assert [record.ticks for record in records if record][rank] == 0
+    assert max(record.ticks for record in records if record) == 1, "half of the others are in their first micro-batch"
     assert stderr.count("hpcrl: hang: ") == 1
     assert ("stuck_here" in verdict) == (how != "stop"), "the stacks of the rank, where it can give them"
