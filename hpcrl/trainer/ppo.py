@@ -162,7 +162,7 @@ class PPOTrainer:
             with self.timers("step"):
                 self._step(step)
             self.metrics |= self.run.progress_of_save()
-            self.trained, self.state, self.unlogged = step, self._state(), self._line()
+            self.trained, self.state, self.unlogged = step, self._state(), self._line(step)
             final = self._close_step(step) or final
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             if _due(step, trainer.save_freq, self.total_steps):
@@ -321,9 +321,9 @@ class PPOTrainer:
         self.num_tokens = int(samples["prompt_length"].sum()) + self.num_response_tokens
         self.metrics["perf/total_num_tokens"] = float(self.num_tokens)
 
-    def _line(self) -> dict[str, float]:
+    def _line(self, step: int) -> dict[str, float]:
         """The step's metrics, times and sizes."""
-        self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(self.trained)
+        self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(step)
         found = self.timers.collect()
         seconds = found["timing_s/step"]
         for phase in ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor"):
