@@ -523,6 +523,11 @@ class TrainerConfig(Section):
         None, description="rollout archive folder that feeds the steps, in place of rollout"
     )
     save_rollouts: bool = Field(True, description="write rollouts/step_*.h5")
+    reuse_rollouts: bool = Field(
+        True,
+        description="write finished responses through to rollouts/*.gen.log; a step that was cut short is resumed with "
+        "them. false: it is generated again, bit for bit",
+    )
     max_ckpt_to_keep: PositiveInt | None = Field(None, description="newest checkpoints that stay; null: all")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="how checkpoints are written")
     resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: go on from the newest valid checkpoint")

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcrl.controller.worker import Worker
 from hpcrl.launch.waiting import wait_for_ranks
+from hpcrl.roles.response_journal import ResponseJournal
 from hpcrl.roles.scorer import ResponseScorer
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams, Trajectory
 
@@ -27,6 +28,7 @@ class Response:
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     finish_reason: FinishReason = "abort"
     versions: tuple[int, int] | None = None
+    is_recalled: bool = False  # an earlier attempt has drawn it
 
     def extend(self, more: Completion, version: int) -> None:
         self.finish_reason = more.finish_reason
@@ -56,16 +58,27 @@ class ResponseStream:
     `run` returns when a command waits that cannot run meanwhile. Responses that are then under way are cut off, and go
     on at the next `run` under the weights of that time; without `interrupts` they are waited for. `capacity` is the
     number of responses that the engine is given at once, so that few are waited for.
+
+    The journal gets the responses that weights of one version have drawn from the first to the last token. Others would
+    be of no use to it: after a restart their first token would be older than rank 0 believes.
     """
 
     def __init__(
-        self, worker: Worker, scorer: ResponseScorer | None, split: str, *, capacity: int, interrupts: bool
+        self,
+        worker: Worker,
+        scorer: ResponseScorer | None,
+        split: str,
+        *,
+        capacity: int,
+        interrupts: bool,
+        journal: ResponseJournal | None = None,
     ) -> None:
         self.worker = worker
         self.scorer = scorer
         self.split = split
         self.capacity = capacity
         self.interrupts = interrupts
+        self.journal = journal
         self._busy_seconds = 0.0  # that nobody was told of
         self._waiting: deque[Response] = deque()  # at home: for the engine
         self._interrupted: list[Response] = []
@@ -130,8 +143,22 @@ class ResponseStream:
             stop, self._since = self._attend(), time.perf_counter()
         if stop:
             return True, []
-        free = min(len(self._waiting), self.capacity - self._num_running)
-        return (False, [self._waiting.popleft() for _ in range(free)]) if free > 0 else None
+        news: list[Response] = []
+        while self._waiting and self._num_running + len(news) < self.capacity:
+            response = self._waiting.popleft()
+            if not self._is_known(response):
+                news.append(response)
+        return (False, news) if news else None
+
+    def _is_known(self, response: Response) -> bool:
+        """Whether an earlier attempt has drawn it: then it is finished."""
+        done = self.journal.recall(response.request) if self.journal is not None else None
+        if done is None:
+            return False
+        response.extend(Completion(done.token_ids, done.log_probs, done.finish_reason), self._version)
+        response.is_recalled = True
+        self._close(response)
+        return True
 
     def _attend(self) -> bool:
         self._pump()
@@ -144,6 +171,12 @@ class ResponseStream:
         self._num_running -= 1
         if not self.worker.is_home:
             return
+        if self.journal is not None and response.versions == (self._version, self._version):
+            self.journal.write(response.request, response.trajectory())
+        self._close(response)
+
+    def _close(self, response: Response) -> None:
+        """At home: it is finished, and can be scored."""
         if self.scorer is not None:
             self.scorer.begin(self.split, response.row, response.token_ids, response.finish_reason)
         self._done.setdefault(response.group, []).append(response)

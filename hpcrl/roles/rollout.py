@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from hpcrl.algorithms.metrics import Metric, Sum
+from hpcrl.algorithms.metrics import Metric, Sum, merge
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import Config
@@ -19,11 +20,13 @@ from hpcrl.controller.worker import Worker
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
+from hpcrl.launch.job import run_directory
+from hpcrl.roles.response_journal import ResponseJournal
 from hpcrl.roles.response_stream import Response, ResponseStream
 from hpcrl.roles.responses import response_columns
 from hpcrl.roles.scorer import ResponseScorer
 from hpcrl.rollout.agent.loop import AgentLoop
-from hpcrl.rollout.agent.statistics import turn_columns, turns_for_scorer
+from hpcrl.rollout.agent.statistics import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.telemetry.archive import read_step, step_path
 
@@ -51,12 +54,16 @@ class RolloutWorker(Worker):
         self.seed = config.run.seed
         self.free_cache = config.rollout.free_cache_engine
         self.on_response: Callable[[], None] | None = None  # told of each response of `generate`, as it ends
+        self.journal = None
+        if self.is_home and config.trainer.reuse_rollouts:
+            self.journal = ResponseJournal(run_directory(config) / "rollouts", rank, config)
         self.stream = ResponseStream(
             self,
             scorer,
             "train",
             capacity=config.rollout.max_num_seqs,
             interrupts=config.async_training.partial_rollout,
+            journal=self.journal,
         )
 
     @register(Dispatch.ONE_TO_ALL)
@@ -67,43 +74,85 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "epoch", "sample_index"), writes=WRITTEN)
     def generate(self, batch: DataProto, sampling: SamplingParams) -> DataProto:
-        """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers."""
-        split, rows, requests = batch.meta_info["split"], batch.samples["row"].tolist(), self._requests(batch)
+        """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers.
 
-        def begin_score(index: int, done: Completion | Trajectory) -> None:
-            if self.on_response is not None:
-                self.on_response()
+        With `weight_version` in it, responses are written through to the run's generation logs, and with `recall` those
+        are taken that an earlier attempt at the step has left there.
+        """
+        start = time.perf_counter()
+        split, rows, requests = batch.meta_info["split"], batch.samples["row"].tolist(), self._requests(batch)
+        journal = self.journal if "weight_version" in batch.meta_info else None
+        known, left = self._recalled(requests, sampling, batch.meta_info)
+        metrics: dict[str, Metric] = {}
+        if known:
+            metrics["perf/rollouts_reused"] = Sum(float(len(known)))
+        if journal is not None and journal.num_stale:
+            metrics["perf/rollouts_stale"] = Sum(float(journal.num_stale))
+
+        def begin_score(index: int, done: Trajectory) -> None:
             if self.scorer is not None:
-                turns = turns_for_scorer(done) if isinstance(done, Trajectory) else {}
+                turns = turns_for_scorer(done) if self.agent is not None else {}
                 self.scorer.begin(split, rows[index], done.token_ids, done.finish_reason, turns)
 
-        start = time.perf_counter()
+        def finished(place: int, done: Completion | Trajectory) -> None:
+            if self.on_response is not None:
+                self.on_response()
+            trajectory = done if isinstance(done, Trajectory) else Trajectory.of_one_turn(done)
+            if journal is not None:
+                journal.write(requests[left[place]], trajectory)
+            begin_score(left[place], trajectory)
+
+        for index, done in known.items():
+            begin_score(index, done)
+        drawn, found = self._draw(
+            [requests[index] for index in left], [rows[index] for index in left], batch.meta_info, sampling, finished
+        )
+        if not self.is_home:
+            return DataProto({}, {}, {})
+        known |= dict(zip(left, drawn, strict=True))
+        trajectories = [known[index] for index in range(len(requests))]
+        columns = response_columns(requests, trajectories)
+        if self.agent is not None:
+            columns.samples |= turn_columns(trajectories)
+            found = merge([found, turn_metrics(trajectories)])
+        columns.meta_info["metrics"] = {**metrics, **found, "perf/rollout_busy_s": Sum(time.perf_counter() - start)}
+        return columns
+
+    def _recalled(
+        self, requests: list[Request], sampling: SamplingParams, meta: dict[str, Any]
+    ) -> tuple[dict[int, Trajectory], list[int]]:
+        """At home, what an earlier attempt has drawn, by index of the request; and, on every rank of the replica, the
+        indices of the others."""
+        known: dict[int, Trajectory] = {}
+        recall = meta.get("recall", False)
+        if self.journal is not None and "weight_version" in meta:
+            self.journal.begin(sampling, step=meta["step"], version=meta["weight_version"], recall=recall)
+            found = [self.journal.recall(request) for request in requests]
+            known = {index: done for index, done in enumerate(found) if done is not None}
+        skipped = set(self.desk.share(self.layout, list(known) if self.is_home else None)) if recall else set()
+        return known, [index for index in range(len(requests)) if index not in skipped]
+
+    def _draw(
+        self,
+        requests: list[Request],
+        rows: list[int],
+        meta: dict[str, Any],
+        sampling: SamplingParams,
+        on_finished: Callable[[int, Any], None],
+    ) -> tuple[list[Trajectory], dict[str, Metric]]:
+        """New responses, in the order of the requests; metrics of tools."""
         self.engine.wake()
-        options = {"seed": self.seed, "step": batch.meta_info["step"]}
+        options = {"seed": self.seed, "step": meta["step"], "on_finished": on_finished, "on_step": self._meanwhile}
         metrics: dict[str, Metric] = {}
         if self.agent is not None:
-            records = [self.prompts[split].record(row) for row in rows] if self.is_home else None
-            trajectories, metrics = self.agent.run(
-                self.engine,
-                requests,
-                records,
-                sampling,
-                on_finished=begin_score,
-                on_step=self._meanwhile,
-                **options,
-            )
+            records = [self.prompts[meta["split"]].record(row) for row in rows] if self.is_home else None
+            trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, **options)
         else:
-            completions = self.engine.generate(
-                requests, sampling, on_finished=begin_score, on_step=self._meanwhile, **options
-            )
+            completions = self.engine.generate(requests, sampling, **options)
             trajectories = [Trajectory.of_one_turn(completion) for completion in completions]
         if self.free_cache:
             self.engine.sleep()
-        found = response_columns(requests, trajectories)
-        if self.agent is not None:
-            found.samples |= turn_columns(trajectories)
-        found.meta_info["metrics"] = {**metrics, "perf/rollout_busy_s": Sum(time.perf_counter() - start)}
-        return found
+        return trajectories, metrics
 
     @register(Dispatch.DP_ORDER, reads=("row", "epoch", "sample_index", "prompt"), homes_only=True, meanwhile=True)
     def submit(self, batch: DataProto) -> None:
@@ -117,12 +166,15 @@ class RolloutWorker(Worker):
         )
 
     @register(Dispatch.ORDER_ALL)
-    def go_on(self, sampling: SamplingParams, version: int) -> None:
+    def go_on(self, sampling: SamplingParams, version: int, recall: bool = False) -> None:
         """Generates what was submitted, with weights of `version`, until a command comes that cannot run meanwhile.
 
-        Rank 0 hears a `Finished` for each prompt whose samples and scores are there.
+        Rank 0 hears a `Finished` for each prompt whose samples and scores are there. With `recall`, responses that an
+        earlier attempt has drawn with these weights are there at once.
         """
         self.engine.wake()
+        if self.journal is not None:
+            self.journal.begin(sampling, step=version + 1, version=version, recall=recall)
         self.stream.run(self.engine, sampling, seed=self.seed, version=version)
 
     @register(
@@ -138,6 +190,9 @@ class RolloutWorker(Worker):
         )
         versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
         found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
+        num_recalled = sum(response.is_recalled for response in responses)
+        if num_recalled:
+            found.meta_info["metrics"] = {"perf/rollouts_reused": Sum(float(num_recalled))}
         return found
 
     @register(

@@ -3,9 +3,12 @@
 While a step runs, each rank appends records to a log of its own, which survives a `kill -9`; at the end of the step
 rank 0 merges them into one HDF5 file:
 
-    step_00000020.rank_00003.log   records: uint32 length, uint32 crc32 of the payload, msgpack payload (little endian)
-    step_00000020.h5               tokens/<column>/{values,offsets}, samples/<name>, attributes seed, step,
-                                   weight_version, schema = 1
+    step_00000020.rank_00003.log       records (telemetry/record_log.py)
+    step_00000020.h5                   tokens/<column>/{values,offsets}, samples/<name>, attributes seed, step,
+                                       weight_version, schema = 1
+
+Beside them are the logs of what is drawn and not yet trained, step_00000021.rank_00003.gen.log: see
+telemetry/generation_log.py.
 """
 
 from __future__ import annotations
@@ -13,22 +16,19 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import struct
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import h5py
-import msgpack
 import numpy as np
 
+from hpcrl.telemetry.record_log import Record, RecordLog, read_records
+
 SCHEMA = 1
-_HEADER = struct.Struct("<II")
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(h5|h5\.tmp|rank_\d+\.log)")
 
 Scalar = int | float | bool | str
-Record = dict[str, Any]  # {"tokens": {column: [dtype, bytes]}, "samples": {name: scalar}}
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # column -> (values (total,), offsets int64 (samples + 1,))
 
 
@@ -47,12 +47,10 @@ def step_path(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 class RolloutLog:
-    """One rank's records of one step. What `append` has taken survives the end of this process."""
+    """One rank's records of one step: {"tokens": {column: [dtype, bytes]}, "samples": {name: scalar}}."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # A log that is already there is of an attempt at the same step that did not end.
-        self._file = open(path, "wb")
+        self._log = RecordLog(path)  # one that is there is of an attempt at the same step that did not end
 
     def append(self, tokens: Mapping[str, np.ndarray], samples: Mapping[str, Any]) -> None:
         """Add one sample.
@@ -63,18 +61,11 @@ class RolloutLog:
         """
         if "position" not in samples:
             raise ValueError("a sample needs an integer `position`, its place in the step's file")
-        record = {
-            "tokens": {
-                name: [array.dtype.str, np.ascontiguousarray(array).tobytes()] for name, array in tokens.items()
-            },
-            "samples": {name: _plain(value) for name, value in samples.items()},
-        }
-        payload = msgpack.packb(record)
-        self._file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
-        self._file.flush()
+        packed = {name: [array.dtype.str, np.ascontiguousarray(array).tobytes()] for name, array in tokens.items()}
+        self._log.append({"tokens": packed, "samples": {name: _plain(value) for name, value in samples.items()}})
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
 
 
 def _plain(value: Any) -> Scalar:
@@ -85,35 +76,6 @@ def _plain(value: Any) -> Scalar:
     if isinstance(value, (bool, int, float)):
         return value
     raise ValueError(f"a sample holds numbers and strings, not {type(value).__name__}")
-
-
-def read_log(path: str | os.PathLike[str], report: Callable[[str], None]) -> list[Record]:
-    """The whole records of a log. From the first torn or damaged one on, everything is dropped and reported."""
-    records: list[Record] = []
-    good_end = 0
-    data = Path(path).read_bytes()
-    for record, end in _records(data):
-        records.append(record)
-        good_end = end
-    if good_end < len(data):
-        report(
-            f"{path}: record {len(records)} at byte {good_end} is torn or damaged; dropped the last "
-            f"{len(data) - good_end} bytes, kept {len(records)} samples"
-        )
-    return records
-
-
-def _records(data: bytes) -> Iterator[tuple[Record, int]]:
-    """Yield (record, byte after it) until the first one that is not whole."""
-    start = 0
-    while start + _HEADER.size <= len(data):
-        length, crc = _HEADER.unpack_from(data, start)
-        payload = data[start + _HEADER.size : start + _HEADER.size + length]
-        # An empty payload is no record: a block of zeros, which a power loss leaves, would pass the crc.
-        if length == 0 or len(payload) < length or zlib.crc32(payload) != crc:
-            return
-        start += _HEADER.size + length
-        yield msgpack.unpackb(payload), start
 
 
 def finish_step(
@@ -128,8 +90,8 @@ def finish_step(
 
     Rank 0 calls it after all ranks have closed their logs. A kill at any point leaves the logs or the whole file.
     """
-    logs = sorted(Path(folder).glob(f"step_{step:08d}.rank_*.log"))
-    records = [record for log in logs for record in read_log(log, report)]
+    logs = sorted(Path(folder).glob(f"step_{step:08d}.rank_*[0-9].log"))
+    records = [record for log in logs for record in read_records(log, report)]
     records.sort(key=lambda record: record["samples"]["position"])
     _check_alike(records, folder, step)
     path = step_path(folder, step)
@@ -148,7 +110,7 @@ def finish_step(
 
 
 def discard_from(folder: str | os.PathLike[str], step: int) -> None:
-    """Remove files of `step` and later: a resumed run makes them anew, maybe with fewer ranks."""
+    """Remove the archive's files of `step` and later: a resumed run makes them anew, maybe with fewer ranks."""
     for path in Path(folder).glob("step_*"):
         name = _FILE_NAME.fullmatch(path.name)
         if name and int(name[1]) >= step:

@@ -97,6 +97,7 @@ class Experience:
         self.surplus: DataProto | None = None
         self.counts = Counts()
         self.first_samples = FirstSamples(config)
+        self.recalled_version: int | None = None  # of the weights with which an earlier attempt has left responses
         self._sampler_state()
         rollout = config.rollout
         self.sampling = SamplingParams(
@@ -212,7 +213,7 @@ class Experience:
                 "weight_version_min": np.full(size, version, np.int64),
                 "weight_version_max": np.full(size, version, np.int64),
             },
-            {"split": "train", "step": step},
+            {"split": "train", "step": step, "weight_version": version, "recall": version == self.recalled_version},
         )
         found.num_batches += 1
         found.num_generated += size * n
@@ -246,6 +247,14 @@ class Experience:
 
     def metrics_of(self, step: int, batch: DataProto, found: Gathering) -> dict[str, float]:
         metrics = finish(merge(found.metrics))
+        if "perf/rollouts_reused" in metrics or "perf/rollouts_stale" in metrics:
+            log.info(
+                "step %d: %d responses are those of an interrupted attempt, %d of its responses are of no use to other "
+                "weights, data or settings; generated for the step: %d",
+                step,
+                *(int(metrics.get(f"perf/rollouts_{what}", 0)) for what in ("reused", "stale")),
+                found.num_generated,
+            )
         if self.config.algorithm.filter_groups.enable:
             metrics |= {
                 "train/num_gen_batches": float(found.num_batches),

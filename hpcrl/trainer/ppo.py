@@ -25,6 +25,7 @@ from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_team, read_inputs
 from hpcrl.telemetry.archive import discard_from, finish_step
 from hpcrl.trainer.assignment import assign_to_replicas
+from hpcrl.trainer.durable_rollouts import DurableRollouts
 from hpcrl.trainer.engine_weights import EngineWeights
 from hpcrl.trainer.experience import BetweenSteps, Experience
 from hpcrl.trainer.off_policy import idle_metrics
@@ -117,6 +118,12 @@ class PPOTrainer:
         )
         if mode != "sync":
             log.info("async_training.mode=%s with %s", mode, config.algorithm.rollout_correction)
+        self.durable = DurableRollouts(
+            self.run.folder / "rollouts",
+            resumed_at=start.step,
+            num_ahead=1 if mode == "one_step_off" else 0,
+            enabled=config.trainer.reuse_rollouts,
+        )
         ctrl = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
@@ -145,6 +152,7 @@ class PPOTrainer:
         self._restore()
         try:
             code = self.run.close(self._train())
+            self.durable.run_ended()
         except Leave as why:
             code = self.run.leave(why, self._save, self.trained)
         self.controller["scorer"].close().get()
@@ -168,6 +176,7 @@ class PPOTrainer:
             if _due(step, trainer.save_freq, self.total_steps):
                 with self.timers("save_checkpoint"):
                     self._save()
+            self.durable.step_ended(step)
         return final
 
     def _step(self, step: int) -> None:
@@ -279,6 +288,7 @@ class PPOTrainer:
             self.experience.load(start.state, start.folder, start.step)
             log.info("resuming after step %d from %s", start.step, start.folder)
         discard_from(self.run.folder / "rollouts", start.step + 1)
+        self.experience.recalled_version = self.durable.resume()
         self.weights.bring(start.step)
         self.state = self._state()
         self.timers.collect()  # of the start, which is no step's
@@ -306,6 +316,7 @@ class PPOTrainer:
             self.metrics,
             files=lambda folder: self.experience.save(folder, step, state.experience),
         )
+        self.durable.checkpointed(step)
 
     def _join(self, batch: DataProto, part: DataProto) -> DataProto:
         """Add a call's columns to the batch, and its metrics to the step's."""

@@ -126,7 +126,8 @@ class Stream(Experience):
     def _flow(self) -> None:
         """Generation goes on, with the weights that the engine has."""
         assert self.weights.version is not None
-        self.controller["rollout"].go_on(self.sampling, self.weights.version)
+        version = self.weights.version
+        self.controller["rollout"].go_on(self.sampling, version, recall=version == self.recalled_version)
         self.is_flowing = True
         self._submit()
 

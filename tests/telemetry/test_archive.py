@@ -16,10 +16,10 @@ from hpcrl.telemetry.archive import (
     discard_from,
     finish_step,
     log_path,
-    read_log,
     read_step,
     step_path,
 )
+from hpcrl.telemetry.record_log import read_records
 
 
 def sample(position: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
@@ -88,7 +88,7 @@ def test_numpy_scalars_are_numbers(tmp_path):
 def test_what_was_appended_is_there_without_close(tmp_path):
     log = RolloutLog(tmp_path / "x.log")
     log.append(*sample(3))
-    assert len(read_log(tmp_path / "x.log", pytest.fail)) == 1
+    assert len(list(read_records(tmp_path / "x.log", pytest.fail))) == 1
     log.close()
 
 
@@ -112,7 +112,7 @@ def read_bytes(data: bytes) -> tuple[list[int], list[str]]:
         path = Path(folder) / "x.log"
         path.write_bytes(data)
         reports: list[str] = []
-        return [record["samples"]["position"] for record in read_log(path, reports.append)], reports
+        return [record["samples"]["position"] for record in read_records(path, reports.append)], reports
 
 
 def test_a_log_cut_at_any_byte_keeps_the_whole_records():

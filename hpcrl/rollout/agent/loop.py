@@ -12,7 +12,7 @@ from hpcrl.algorithms.metrics import Metric
 from hpcrl.rewards.pool import ScorePool
 from hpcrl.rollout.agent.moderator import Moderator
 from hpcrl.rollout.agent.parsers import tool_parser
-from hpcrl.rollout.agent.statistics import turn_metrics
+from hpcrl.rollout.agent.statistics import tool_metrics
 from hpcrl.rollout.agent.tool_worker import AgentSource
 from hpcrl.rollout.agent.tools import tool_schemas
 from hpcrl.rollout.agent.turn_source import TurnSource
@@ -69,7 +69,7 @@ class AgentLoop:
         on_finished: Callable[[int, Trajectory], None] | None = None,
         on_step: Callable[[], None] | None = None,
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
-        """One trajectory per request, in their order, on every rank of the replica; and metrics, on the home rank.
+        """One trajectory per request, in their order, on every rank of the replica; on the home rank metrics of tools.
 
         `records`, for the home rank, are what tools and users may know of each request's row
         (`PromptDataset.record`). A trajectory has at most sampling.max_new_tokens, answers included, and ends with a
@@ -91,7 +91,7 @@ class AgentLoop:
             requests, sampling, seed=seed, step=step, source=source, on_finished=source.turn_ended, on_step=on_step
         )
         trajectories = [source.trajectories[number] for number in range(len(requests))]
-        return trajectories, turn_metrics(trajectories, moderator) if moderator is not None else {}
+        return trajectories, tool_metrics(moderator) if moderator is not None else {}
 
     def close(self) -> None:
         """Ends the tool processes. Harmless when called twice."""

@@ -14,12 +14,17 @@ from hpcrl.rollout.protocol import Trajectory
 COUNTS = ("calls", "timeouts", "crashes", "errors", "rejected", "user_failures")
 
 
-def turn_metrics(trajectories: Sequence[Trajectory], moderator: Moderator) -> dict[str, Metric]:
-    """Verl's `training/num_turns` (here: turns of the model) and `tool_call_counts`, how calls went, and what tools
-    measured."""
+def tool_metrics(moderator: Moderator) -> dict[str, Metric]:
+    """How calls went, and what tools measured."""
     found: dict[str, Metric] = {f"tools/{name}": Sum(float(moderator.counts[name])) for name in COUNTS}
     for name, values in moderator.tool_metrics.items():
         found[f"tools/{name}/mean"] = Mean(sum(values), float(len(values)))
+    return found
+
+
+def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
+    """Verl's `training/num_turns` (here: turns of the model) and `tool_call_counts`."""
+    found: dict[str, Metric] = {}
     names = {"num_turns": "training/num_turns", "tool_call_counts": "tool_call_counts"}
     for name, column in turn_columns(trajectories).items():
         if len(column):

@@ -19,6 +19,7 @@ from hpcrl.algorithms.metrics import finish
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
 from hpcrl.launch.exits import InputError
 from hpcrl.rollout.agent.loop import AgentLoop
+from hpcrl.rollout.agent.statistics import turn_metrics
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from tests.rollout.agent.scripted import ScriptedEngine
 
@@ -193,8 +194,10 @@ def test_a_call_is_answered_and_the_model_goes_on(run: Run, tokenizer: Any) -> N
     )
     assert (found.finish_reason, found.num_turns, found.num_tool_calls) == ("stop", 2, 1)
     assert (plain.finish_reason, plain.num_turns, plain.num_tool_calls) == ("stop", 1, 0)
-    assert metrics["training/num_turns/mean"] == 1.5 and metrics["training/num_turns/max"] == 2
-    assert metrics["tool_call_counts/mean"] == 0.5 and metrics["tools/calls"] == 1 and metrics["tools/sum/mean"] == 5
+    assert metrics["tools/calls"] == 1 and metrics["tools/sum/mean"] == 5
+    turns = finish(turn_metrics([found, plain]))
+    assert turns["training/num_turns/mean"] == 1.5 and turns["training/num_turns/max"] == 2
+    assert turns["tool_call_counts/mean"] == 0.5
 
 
 def test_a_call_whose_answer_has_no_room_is_cut_off_by_length(run: Run, tokenizer: Any) -> None:
@@ -320,7 +323,8 @@ def test_a_user_goes_on_until_satisfied(run: Run, files: Path, tokenizer: Any) -
 def test_nobody_is_asked_for_nothing(make: Callable[..., AgentLoop]) -> None:
     engine = ScriptedEngine(lambda request: np.zeros(1, np.int32))
     trajectories, metrics = make().run(engine, [], None, SamplingParams(5), seed=0, step=0)
-    assert trajectories == [] and "training/num_turns/mean" not in metrics
+    assert trajectories == [] and finish(metrics)["tools/calls"] == 0
+    assert turn_metrics(trajectories) == {}
 
 
 def test_files_of_no_use_end_the_job_before_it_starts(make: Callable[..., AgentLoop], tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""Finished responses, written through to files, so that a step that is cut short does not pay for them twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config.schema import Config
+from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.telemetry.generation_log import generation_log, generation_logs
+from hpcrl.telemetry.record_log import Record, RecordLog, read_records
+
+log = logging.getLogger(__name__)
+
+ARRAYS = {"token_ids": "<i4", "log_probs": "<f4", "mask": "<i4"}
+FINISH_REASONS = ("stop", "length")
+
+
+class ResponseJournal:
+    """A home rank's. Each record has a hash of all that decides a response: the weights' version, seed and step, the
+    settings of drawing, and the prompt's tokens; one with another hash is of no use.
+
+    Scores are not kept: they are made again.
+    """
+
+    def __init__(self, folder: Path, rank: int, config: Config) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._settings = {
+            "seed": config.run.seed,
+            "model": config.model.model_dump(mode="json"),
+            "multi_turn": config.rollout.multi_turn.model_dump(mode="json"),
+        }
+        self._step: int | None = None
+        self._version = 0
+        self._drawing = b""  # hash of what all responses of this call share
+        self._log: RecordLog | None = None
+        self._has_failed = False
+        self._found: dict[tuple[str, str], dict[str, Trajectory]] | None = None  # (uid, sample) -> by hash
+        self.num_stale = 0  # responses asked for since `begin` that a log has, of other weights or settings
+
+    def begin(self, sampling: SamplingParams, *, step: int, version: int, recall: bool) -> None:
+        """The responses that follow are of this step and drawn so; with `recall`, logs of an earlier attempt count."""
+        if step != self._step:
+            self._close()
+            self._step, self._has_failed, self._found = step, False, None
+        self._version, self.num_stale = version, 0
+        drawing = {**self._settings, "sampling": asdict(sampling), "step": step, "version": version}
+        self._drawing = json.dumps(drawing, sort_keys=True).encode()
+        if not recall:
+            self._found = None
+        elif self._found is None:
+            self._found = self._read(step)
+
+    def recall(self, request: Request) -> Trajectory | None:
+        """What an earlier attempt has drawn for this request."""
+        if self._found is None:
+            return None
+        known = self._found.get((request.uid, str(request.sample_index)), {})
+        found = known.get(self._hash(request))
+        self.num_stale += bool(known) and found is None
+        return found
+
+    def write(self, request: Request, done: Trajectory) -> None:
+        """Failing costs durability, not the run."""
+        if self._has_failed or self._step is None:
+            return
+        path = generation_log(self._folder, self._step, self._rank)
+        try:
+            if self._log is None:
+                self._log = RecordLog(path, keep=True)
+            self._log.append(self._record(request, done))
+        except OSError as error:
+            self._has_failed = True
+            self._close()
+            log.warning(
+                "%s: %s; the other responses of step %d are not kept, and a restart in the middle of it draws them "
+                "again: free some space",
+                *(path, error.strerror or error, self._step),
+            )
+
+    def _close(self) -> None:
+        try:
+            if self._log is not None:
+                self._log.close()
+        except OSError:
+            pass  # `write` has told
+        self._log = None
+
+    def _hash(self, request: Request) -> str:
+        digest = blake2b(self._drawing, digest_size=16)
+        digest.update(f"{request.uid}\0{request.sample_index}\0".encode())
+        digest.update(np.asarray(request.prompt_ids, np.int32).tobytes())
+        return digest.hexdigest()
+
+    def _record(self, request: Request, done: Trajectory) -> Record:
+        return {
+            "uid": request.uid,
+            "sample_index": request.sample_index,
+            "weight_version": self._version,
+            "drawn_by": self._hash(request),
+            **{name: getattr(done, name).astype(dtype).tobytes() for name, dtype in ARRAYS.items()},
+            "finish_reason": done.finish_reason,
+            "num_turns": done.num_turns,
+            "num_tool_calls": done.num_tool_calls,
+            "turn_scores": list(done.turn_scores),
+        }
+
+    def _read(self, step: int) -> dict[tuple[str, str], dict[str, Trajectory]]:
+        """All ranks' records: this attempt may have another layout."""
+        found: dict[tuple[str, str], dict[str, Trajectory]] = {}
+        paths = [path for its_step, path in generation_logs(self._folder) if its_step == step]
+        for path in paths:
+            for record in read_records(path, log.info):  # the log of a rank that was killed may well be torn
+                done = trajectory_of(record)
+                if done is not None:
+                    key = str(record.get("uid")), str(record.get("sample_index"))
+                    found.setdefault(key, {})[str(record.get("drawn_by"))] = done
+        return found
+
+
+def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
+    """None where the record is not one of ours: a log may come from anywhere."""
+    try:
+        arrays = {name: np.frombuffer(record[name], dtype).copy() for name, dtype in ARRAYS.items()}
+        done = Trajectory(
+            **arrays,
+            finish_reason=record["finish_reason"],
+            num_turns=int(record["num_turns"]),
+            num_tool_calls=int(record["num_tool_calls"]),
+            turn_scores=tuple(float(score) for score in record["turn_scores"]),
+        )
+        is_whole = len({len(array) for array in arrays.values()}) == 1 and done.finish_reason in FINISH_REASONS
+    except (KeyError, TypeError, ValueError):
+        return None
+    return done if is_whole else None

@@ -1,0 +1,58 @@
+"""How long finished responses are kept for a restart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from hpcrl.telemetry.generation_log import generation_logs
+
+log = logging.getLogger(__name__)
+
+
+class DurableRollouts:
+    """Lives on rank 0; the generation logs of all ranks in `folder` (hpcrl/telemetry/generation_log.py).
+
+    A restart goes on from checkpoint c and can use what the weights of c have drawn: responses of step c + 1, and of
+    the next `num_ahead` steps where generation is so far ahead of training. The logs of a step under way stay, too: a
+    planned stop in the middle of it saves the checkpoint before it.
+    """
+
+    def __init__(self, folder: Path, *, resumed_at: int, num_ahead: int = 0, enabled: bool = True) -> None:
+        """`resumed_at`: steps done at the start, 0 without a checkpoint."""
+        self._folder = folder
+        self._num_ahead = num_ahead
+        self._enabled = enabled
+        self._newest = resumed_at  # checkpoint
+
+    def resume(self) -> int | None:
+        """Removes what this attempt cannot use. Gives the version of the weights whose responses it can, None where
+        there are none."""
+        self._keep(lambda step: self._enabled and self._is_after(step, self._newest))
+        return self._newest if any(generation_logs(self._folder)) else None
+
+    def checkpointed(self, step: int) -> None:
+        """The checkpoint of `step` is whole: no restart goes further back, unless it is damaged later."""
+        self._newest = max(self._newest, step)
+        self._keep(lambda other: other > step)
+
+    def step_ended(self, step: int, saving: int | None = None) -> None:
+        """`saving`: step of a checkpoint that is still being written."""
+        bases = [self._newest, *([saving] if saving is not None else [])]
+        self._keep(lambda other: other > step or any(self._is_after(other, base) for base in bases))
+
+    def run_ended(self) -> None:
+        """All steps are done."""
+        self._keep(lambda step: False)
+
+    def _is_after(self, step: int, checkpoint: int) -> bool:
+        return checkpoint < step <= checkpoint + 1 + self._num_ahead
+
+    def _keep(self, is_needed: Callable[[int], bool]) -> None:
+        for step, path in generation_logs(self._folder):
+            if not is_needed(step):
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    log.warning("cannot remove %s: %s", path, error.strerror)
