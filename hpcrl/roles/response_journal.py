@@ -30,7 +30,8 @@ class ResponseJournal:
     Scores are not kept: they are made again.
     """
 
-    def __init__(self, folder: Path, rank: int, config: Config) -> None:
+    def __init__(self, folder: Path, rank: int, config: Config, origin: str = "") -> None:
+        """`origin` tells the weights of version 0 from others; later ones are told by the checkpoints between."""
         self._folder = folder
         self._rank = rank
         self._settings = {
@@ -38,6 +39,7 @@ class ResponseJournal:
             "model": config.model.model_dump(mode="json"),
             "multi_turn": config.rollout.multi_turn.model_dump(mode="json"),
         }
+        self._origin = origin
         self._step: int | None = None
         self._version = 0
         self._drawing = b""  # hash of what all responses of this call share
@@ -52,7 +54,8 @@ class ResponseJournal:
             self._close()
             self._step, self._has_failed, self._found = step, False, None
         self._version, self.num_stale = version, 0
-        drawing = {**self._settings, "sampling": asdict(sampling), "step": step, "version": version}
+        weights = [version, self._origin if version == 0 else ""]
+        drawing = {**self._settings, "sampling": asdict(sampling), "step": step, "weights": weights}
         self._drawing = json.dumps(drawing, sort_keys=True).encode()
         if not recall:
             self._found = None

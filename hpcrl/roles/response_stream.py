@@ -64,21 +64,14 @@ class ResponseStream:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        scorer: ResponseScorer | None,
-        split: str,
-        *,
-        capacity: int,
-        interrupts: bool,
-        journal: ResponseJournal | None = None,
+        self, worker: Worker, scorer: ResponseScorer | None, split: str, *, capacity: int, interrupts: bool
     ) -> None:
         self.worker = worker
         self.scorer = scorer
         self.split = split
         self.capacity = capacity
         self.interrupts = interrupts
-        self.journal = journal
+        self.journal: ResponseJournal | None = None  # at home, where responses are kept for a restart
         self._busy_seconds = 0.0  # that nobody was told of
         self._waiting: deque[Response] = deque()  # at home: for the engine
         self._interrupted: list[Response] = []

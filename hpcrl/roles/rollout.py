@@ -54,17 +54,28 @@ class RolloutWorker(Worker):
         self.seed = config.run.seed
         self.free_cache = config.rollout.free_cache_engine
         self.on_response: Callable[[], None] | None = None  # told of each response of `generate`, as it ends
-        self.journal = None
-        if self.is_home and config.trainer.reuse_rollouts:
-            self.journal = ResponseJournal(run_directory(config) / "rollouts", rank, config)
+        self.config = config
+        self.recalled_version: int | None = None  # of the weights that have drawn the responses in the journal
         self.stream = ResponseStream(
             self,
             scorer,
             "train",
             capacity=config.rollout.max_num_seqs,
             interrupts=config.async_training.partial_rollout,
-            journal=self.journal,
         )
+
+    @property
+    def journal(self) -> ResponseJournal | None:
+        return self.stream.journal
+
+    @register(Dispatch.ONE_TO_ALL)
+    def keep_responses(self, origin: str, recalled_version: int | None) -> None:
+        """From now on responses for training are written through to the run's generation logs. Those are taken from
+        there that an earlier attempt has drawn with weights of `recalled_version`. `origin` names the start weights."""
+        self.recalled_version = recalled_version
+        if self.is_home:
+            folder = run_directory(self.config) / "rollouts"
+            self.stream.journal = ResponseJournal(folder, self.rank, self.config, origin)
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -74,11 +85,8 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "epoch", "sample_index"), writes=WRITTEN)
     def generate(self, batch: DataProto, sampling: SamplingParams) -> DataProto:
-        """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers.
-
-        With `weight_version` in it, responses are written through to the run's generation logs, and with `recall` those
-        are taken that an earlier attempt at the step has left there.
-        """
+        """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers, and where
+        `weight_version` tells that of the engine's weights, responses are kept (`keep_responses`)."""
         start = time.perf_counter()
         split, rows, requests = batch.meta_info["split"], batch.samples["row"].tolist(), self._requests(batch)
         journal = self.journal if "weight_version" in batch.meta_info else None
@@ -124,9 +132,10 @@ class RolloutWorker(Worker):
         """At home, what an earlier attempt has drawn, by index of the request; and, on every rank of the replica, the
         indices of the others."""
         known: dict[int, Trajectory] = {}
-        recall = meta.get("recall", False)
-        if self.journal is not None and "weight_version" in meta:
-            self.journal.begin(sampling, step=meta["step"], version=meta["weight_version"], recall=recall)
+        version = meta.get("weight_version")
+        recall = version is not None and version == self.recalled_version
+        if self.journal is not None and version is not None:
+            self.journal.begin(sampling, step=meta["step"], version=version, recall=recall)
             found = [self.journal.recall(request) for request in requests]
             known = {index: done for index, done in enumerate(found) if done is not None}
         skipped = set(self.desk.share(self.layout, list(known) if self.is_home else None)) if recall else set()
@@ -166,14 +175,15 @@ class RolloutWorker(Worker):
         )
 
     @register(Dispatch.ORDER_ALL)
-    def go_on(self, sampling: SamplingParams, version: int, recall: bool = False) -> None:
+    def go_on(self, sampling: SamplingParams, version: int) -> None:
         """Generates what was submitted, with weights of `version`, until a command comes that cannot run meanwhile.
 
-        Rank 0 hears a `Finished` for each prompt whose samples and scores are there. With `recall`, responses that an
-        earlier attempt has drawn with these weights are there at once.
+        Rank 0 hears a `Finished` for each prompt whose samples and scores are there; responses that an earlier attempt
+        has drawn with these weights are there at once.
         """
         self.engine.wake()
         if self.journal is not None:
+            recall = version == self.recalled_version
             self.journal.begin(sampling, step=version + 1, version=version, recall=recall)
         self.stream.run(self.engine, sampling, seed=self.seed, version=version)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 
+from hpcrl.checkpoint.manifest import MANIFEST
 from hpcrl.telemetry.generation_log import generation_logs
 
 log = logging.getLogger(__name__)
@@ -56,3 +58,18 @@ class DurableRollouts:
                     path.unlink(missing_ok=True)
                 except OSError as error:
                     log.warning("cannot remove %s: %s", path, error.strerror)
+
+
+def bring_back(aside: Path, folder: Path) -> None:
+    """Generation logs from a folder that was set aside: a run that starts anew has the same start weights."""
+    for _, path in generation_logs(aside):
+        folder.mkdir(exist_ok=True)
+        path.rename(folder / path.name)
+
+
+def origin_of(start_weights: Path | None) -> str:
+    """Names the weights in a checkpoint by their hash: another job may have written that folder since."""
+    manifest = start_weights / MANIFEST if start_weights is not None else None
+    if manifest is None or not manifest.is_file():
+        return str(start_weights)
+    return blake2b(manifest.read_bytes(), digest_size=16).hexdigest()

@@ -48,6 +48,7 @@ class Gathering:
     reports: list[StepReport] = field(default_factory=list)
     num_batches: int = 0
     num_generated: int = 0  # samples
+    num_greedy: int = 0  # besides, responses that give a baseline
     num_evicted: int = 0  # samples
 
     @property
@@ -97,7 +98,6 @@ class Experience:
         self.surplus: DataProto | None = None
         self.counts = Counts()
         self.first_samples = FirstSamples(config)
-        self.recalled_version: int | None = None  # of the weights with which an earlier attempt has left responses
         self._sampler_state()
         rollout = config.rollout
         self.sampling = SamplingParams(
@@ -213,7 +213,7 @@ class Experience:
                 "weight_version_min": np.full(size, version, np.int64),
                 "weight_version_max": np.full(size, version, np.int64),
             },
-            {"split": "train", "step": step, "weight_version": version, "recall": version == self.recalled_version},
+            {"split": "train", "step": step, "weight_version": version},
         )
         found.num_batches += 1
         found.num_generated += size * n
@@ -222,6 +222,7 @@ class Experience:
         batch = yield from self._respond(batch, self.sampling, "gen", found)
         found.reports.append(step_report(step, batch.samples))
         if self.derived.needs_reward_baseline:
+            found.num_greedy += size
             prompts.samples["sample_index"] = np.full(size, n, np.int64)
             greedy = yield from self._respond(prompts, replace(self.sampling, temperature=0.0), "gen_max", found)
             batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
@@ -247,13 +248,12 @@ class Experience:
 
     def metrics_of(self, step: int, batch: DataProto, found: Gathering) -> dict[str, float]:
         metrics = finish(merge(found.metrics))
-        if "perf/rollouts_reused" in metrics or "perf/rollouts_stale" in metrics:
+        reused, stale = (int(metrics.get(f"perf/rollouts_{what}", 0)) for what in ("reused", "stale"))
+        if reused or stale:
             log.info(
-                "step %d: %d responses are those of an interrupted attempt, %d of its responses are of no use to other "
-                "weights, data or settings; generated for the step: %d",
-                step,
-                *(int(metrics.get(f"perf/rollouts_{what}", 0)) for what in ("reused", "stale")),
-                found.num_generated,
+                "step %d: %d of %d responses are reused from an interrupted attempt; %d of its responses, of other "
+                "weights, data or settings, are not",
+                *(step, reused, found.num_generated + found.num_greedy, stale),
             )
         if self.config.algorithm.filter_groups.enable:
             metrics |= {

@@ -25,7 +25,7 @@ from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_team, read_inputs
 from hpcrl.telemetry.archive import discard_from, finish_step
 from hpcrl.trainer.assignment import assign_to_replicas
-from hpcrl.trainer.durable_rollouts import DurableRollouts
+from hpcrl.trainer.durable_rollouts import DurableRollouts, origin_of
 from hpcrl.trainer.engine_weights import EngineWeights
 from hpcrl.trainer.experience import BetweenSteps, Experience
 from hpcrl.trainer.off_policy import idle_metrics
@@ -288,7 +288,9 @@ class PPOTrainer:
             self.experience.load(start.state, start.folder, start.step)
             log.info("resuming after step %d from %s", start.step, start.folder)
         discard_from(self.run.folder / "rollouts", start.step + 1)
-        self.experience.recalled_version = self.durable.resume()
+        recalled = self.durable.resume()
+        if self.config.trainer.reuse_rollouts:
+            workers["rollout"].keep_responses(origin_of(start.init_from), recalled).get()
         self.weights.bring(start.step)
         self.state = self._state()
         self.timers.collect()  # of the start, which is no step's

@@ -25,7 +25,8 @@ from hpcrl.launch.world import World
 from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
-from hpcrl.trainer.saving import Saver
+                if aside := set_aside(self.folder, [*WRITTEN, *([generations] if generations else [])]):
+                    bring_back(aside / "rollouts", self.folder / "rollouts")
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,8 @@ class Run:
         else:
             if start.folder is None:
                 generations = config.trainer.validation_data_dir
-                set_aside(self.folder, [*WRITTEN, *([generations] if generations else [])])
+                if aside := set_aside(self.folder, [*WRITTEN, *([generations] if generations else [])]):
+                    bring_back(aside / "rollouts", self.folder / "rollouts")
             else:
                 warn_of_changes(self.folder, config)
             (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -202,17 +204,18 @@ def start_slice(world: World, config: Config, start: Start, total_steps: int) ->
     world.together(check)
 
 
-def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to resume from") -> None:
-    """Keep what an earlier attempt without a checkpoint wrote: a run that starts anew must not lose it."""
+def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to resume from") -> Path | None:
+    """Keep what an earlier attempt without a checkpoint wrote: a run that starts anew must not lose it. Where it is."""
     written = [folder / name for name in names if (folder / name).exists()]
     if not written:
-        return
+        return None
     number = next(n for n in itertools.count(1) if not (folder / f"attempt_{n}").exists())
     aside = folder / f"attempt_{number}"
     aside.mkdir()
     for path in written:
         path.rename(aside / path.name)
     log.warning("%s; what an earlier attempt wrote is in %s", why, aside)
+    return aside
 
 
 def warn_of_changes(folder: Path, config: Config) -> None:

@@ -126,8 +126,7 @@ class Stream(Experience):
     def _flow(self) -> None:
         """Generation goes on, with the weights that the engine has."""
         assert self.weights.version is not None
-        version = self.weights.version
-        self.controller["rollout"].go_on(self.sampling, version, recall=version == self.recalled_version)
+        self.controller["rollout"].go_on(self.sampling, self.weights.version)
         self.is_flowing = True
         self._submit()
 

@@ -95,6 +95,16 @@ def test_what_other_weights_or_settings_have_drawn_is_left_and_counted(tmp_path:
     assert log.num_stale == len(REQUESTS)
 
 
+def test_start_weights_are_told_apart_by_their_origin(tmp_path: Path) -> None:
+    """Weights of version 1 are those of a checkpoint of this run."""
+    steps = ((1, 0), (2, 1))
+    one, other = (ResponseJournal(tmp_path, 0, Config.model_validate({}), origin) for origin in ("one", "other"))
+    for step, version in steps:
+        one.begin(SAMPLING, step=step, version=version, recall=False)
+        one.write(REQUESTS[0], response(0))
+    assert [recalled(other, step=step, version=version) for step, version in steps] == [[], [0]]
+
+
 def test_a_row_whose_text_has_changed_is_drawn_again(tmp_path: Path) -> None:
     write(tmp_path)
     log = journal(tmp_path)

@@ -18,7 +18,8 @@ from hpcrl.roles.response_journal import ARRAYS
 from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.telemetry.generation_log import generation_log, generation_logs
 from hpcrl.telemetry.record_log import read_records
-from hpcrl.trainer.durable_rollouts import DurableRollouts
+from hpcrl.trainer.durable_rollouts import DurableRollouts, bring_back
+from hpcrl.trainer.run import set_aside
 from tests.launch.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 from tests.trainer.test_ends import ranks_of, write_config
 
@@ -55,6 +56,17 @@ def test_a_restart_keeps_what_its_weights_have_drawn(tmp_path: Path) -> None:
     assert DurableRollouts(tmp_path, resumed_at=20, enabled=False).resume() is None
     assert steps_kept(tmp_path) == []
     assert DurableRollouts(tmp_path, resumed_at=20).resume() is None
+
+
+def test_a_run_that_starts_anew_keeps_what_the_start_weights_have_drawn(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    make_logs(tmp_path / "rollouts", 1, 2)
+    step_path(tmp_path / "rollouts", 1).touch()
+    aside = set_aside(tmp_path, ["rollouts"])
+    assert aside is not None
+    bring_back(aside / "rollouts", tmp_path / "rollouts")
+    assert DurableRollouts(tmp_path / "rollouts", resumed_at=0).resume() == 0
+    assert steps_kept(tmp_path / "rollouts") == [1] and step_path(aside / "rollouts", 1).exists()
 
 
 def test_logs_stay_while_a_restart_could_need_them(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Replicas:
     def __getitem__(self, role: str) -> Replicas:
         return self
 
-    def go_on(self, sampling: object, version: int, recall: bool) -> None:
+    def go_on(self, sampling: object, version: int) -> None:
         assert version >= self.version
         self.version = version
 
