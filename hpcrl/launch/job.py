@@ -57,6 +57,7 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
     if heeds_signals:
         block_signals()
     ends_at = end_of_allocation(os.environ) if exits.is_first_launched(os.environ) else None
+    os.umask(0o077)  # a run directory holds data and weights; children inherit it
     children.start()
     if heeds_signals:
         block_signals()  # again: multiprocessing has unblocked SIGTERM

@@ -95,7 +95,9 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if on_one_node(environ):
-        environ.setdefault("UCX_NET_DEVICES", "lo")  # else MPICH listens on the outside address
+        # else MPICH and NCCL listen on the outside address
+        environ.setdefault("UCX_NET_DEVICES", "lo")
+        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def on_one_node(environ: Mapping[str, str]) -> bool:

@@ -63,10 +63,10 @@ def test_threads_of_a_rank_that_srun_has_bound_to_its_own_cores() -> None:
 def test_loopback_is_the_default_on_one_node_only() -> None:
     one: dict[str, str] = {}
     prepare_environment(one)
-    assert one["UCX_NET_DEVICES"] == "lo" and one["HF_HUB_OFFLINE"] == "1"
+    assert one["UCX_NET_DEVICES"] == one["NCCL_SOCKET_IFNAME"] == "lo" and one["HF_HUB_OFFLINE"] == "1"
     several = {"SLURM_JOB_NUM_NODES": "2", "HF_HUB_OFFLINE": "0"}
     prepare_environment(several)
-    assert "UCX_NET_DEVICES" not in several and several["HF_HUB_OFFLINE"] == "0"
+    assert not several.keys() & {"UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME"} and several["HF_HUB_OFFLINE"] == "0"
 
 
 @pytest.mark.parametrize(
