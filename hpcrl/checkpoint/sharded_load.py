@@ -9,7 +9,7 @@ import io
 import pickle
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hpcrl.checkpoint.untrusted import check_archive, check_metadata, size_of_plain_file
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
 
@@ -106,18 +107,29 @@ class _SafeCommonStrategy(TorchCommonLoadStrategy):
     """Whatever the version of torch, no pickle is executed."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return torch.load(Path(checkpoint_dir) / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
+        size = size_of_plain_file(Path(checkpoint_dir), COMMON_STATE_FNAME)
+        with open(Path(checkpoint_dir) / COMMON_STATE_FNAME, "rb") as file:
+            check_archive(file, 0, size, COMMON_STATE_FNAME)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
 
 
 class _MetadataReader(dcp.FileSystemReader):
     """Reads `.metadata`, which torch writes as a pickle, without executing what it may hold."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        metadata = _MetadataUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        folder = Path(self.path)
+        size_of_plain_file(folder, ".metadata")
+        metadata = _MetadataUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        check_metadata(metadata, folder)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        check_archive(file, sinfo.offset, sinfo.length, f"{sinfo.relative_path} from byte {sinfo.offset} on")
+        return super()._slice_file(file, sinfo)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.schema import OptimConfig
@@ -154,6 +158,99 @@ def test_what_is_no_checkpoint_is_refused(groups, world_tmp_path, world):
 
     (folder / ".metadata").write_bytes(pickle.dumps(Attack(folder / "touched")))
     with pytest.raises(InputError, match="no checkpoint of hpcrl"):
+        load_sharded(engine, folder, groups["alone"])
+    assert not (folder / "touched").exists()
+
+
+def elsewhere(folder: Path, metadata: Metadata) -> None:
+    """A part in a file that was there before, such as somebody's key."""
+    (folder.parent / "key").write_bytes((folder / "__0_0.distcp").read_bytes())
+    for part in metadata.storage_data.values():
+        part.relative_path = "../key"
+
+
+def absolute(folder: Path, metadata: Metadata) -> None:
+    elsewhere(folder, metadata)
+    for part in metadata.storage_data.values():
+        part.relative_path = str(folder.parent / "key")
+
+
+def linked(folder: Path, metadata: Metadata) -> None:
+    (folder / "__0_0.distcp").rename(folder.parent / "key")
+    (folder / "__0_0.distcp").symlink_to(folder.parent / "key")
+
+
+def piped(folder: Path, metadata: Metadata) -> None:
+    (folder / "__0_0.distcp").unlink()
+    os.mkfifo(folder / "__0_0.distcp")
+
+
+def common_linked(folder: Path, metadata: Metadata) -> None:
+    (folder / "common.pt").rename(folder.parent / "key")
+    (folder / "common.pt").symlink_to(folder.parent / "key")
+
+
+def object_in_place_of_a_tensor(folder: Path, metadata: Metadata) -> None:
+    """Torch unpickles those, whatever they are."""
+    torch.save(Attack(folder / "touched"), folder / "__9_0.distcp")
+    part = _StorageInfo("__9_0.distcp", 0, (folder / "__9_0.distcp").stat().st_size)
+    for name, entry in metadata.state_dict_metadata.items():
+        found = BytesStorageMetadata()
+        found.size = entry.size  # which megatron compares first
+        metadata.state_dict_metadata[name] = found
+        metadata.storage_data[MetadataIndex(name)] = part
+
+
+def bomb(folder: Path, metadata: Metadata) -> None:
+    """A record that unpacks to a thousand times its size."""
+    for index in metadata.storage_data:
+        name = f"__9_{len(list(folder.iterdir()))}.distcp"
+        with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", b"0" * 10**6)
+        metadata.storage_data[index] = _StorageInfo(name, 0, (folder / name).stat().st_size)
+
+
+def common_bomb(folder: Path, metadata: Metadata) -> None:
+    with zipfile.ZipFile(folder / "common.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"0" * 10**6)
+
+
+def behind_the_end(folder: Path, metadata: Metadata) -> None:
+    for part in metadata.storage_data.values():
+        part.length += 10**9
+
+
+def packed(folder: Path, metadata: Metadata) -> None:
+    for part in metadata.storage_data.values():
+        part.transform_descriptors = ("zstd",)
+
+
+ATTACKS = {
+    elsewhere: "expected one in",
+    absolute: "expected one in",
+    linked: "no links",
+    piped: "no links",
+    common_linked: "no links",
+    object_in_place_of_a_tensor: "expected a tensor",
+    bomb: "expected none compressed",
+    common_bomb: "expected none compressed",
+    behind_the_end: "behind them",
+    packed: "packed with",
+}
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_a_checkpoint_from_a_stranger_is_only_read(groups, tmp_path, attack):
+    engine = TrainEngine(SHAPE, groups["alone"], seed=3)
+    folder = tmp_path / "actor"
+    save_sharded(engine, folder, groups["alone"])
+    with open(folder / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    attack(folder, metadata)
+    with open(folder / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    with pytest.raises(InputError, match=ATTACKS[attack]):
         load_sharded(engine, folder, groups["alone"])
     assert not (folder / "touched").exists()
 
