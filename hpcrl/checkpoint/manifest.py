@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -53,7 +54,7 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
         entries = _read(root / MANIFEST)
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} is damaged ({error})"]
     # Sizes first: they are free, and hashing reads every byte of what may be terabytes.
     problems = [problem for entry in entries if (problem := _wrong_size(root, *entry[:2]))]
@@ -63,7 +64,7 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _read(manifest: Path) -> list[tuple[str, int, str]]:
-    content = json.loads(manifest.read_text(encoding="utf-8"))
+    content = json.loads(read_plain(manifest))
     files = content["files"]
     if _hash_of_list(files) != content["xxh3_128"]:
         raise ValueError("its list of files does not have the hash that it states")
@@ -74,10 +75,21 @@ def _read(manifest: Path) -> list[tuple[str, int, str]]:
     return entries
 
 
+def read_plain(path: Path) -> str:
+    """The text of a file that is no link, pipe or device: a stranger's folder may hold such, and reading one would not
+    end, or show another file's content."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError(f"{path.name} is no plain file")
+    return path.read_text(encoding="utf-8")
+
+
 def _wrong_size(root: Path, name: str, size: int) -> str | None:
     path = root / name
     if not path.is_file():
         return f"{name} is missing"
+    # The root itself may be a link: that is the user's own arrangement.
+    if any(place.is_symlink() for place in (path, *path.parents) if place != root and place.is_relative_to(root)):
+        return f"{name} is or lies behind a link; a checkpoint holds none"
     found = path.stat().st_size
     return None if found == size else f"{name} has {found} bytes, expected {size}"
 

@@ -20,13 +20,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcrl.checkpoint.manifest import FileEntry, verify, write_manifest
+from hpcrl.checkpoint.manifest import FileEntry, read_plain, verify, write_manifest
 from hpcrl.checkpoint.retention import Retention
 from hpcrl.launch.exits import InputError
 
 log = logging.getLogger(__name__)
 TRAINER_FILE = "trainer.json"
 LATEST = "latest"
+# What the loops find in trainer.json. A checkpoint may come from anywhere.
+STATE_TYPES: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "epoch": (int, float),
+    "init_from": (str, type(None)),
+    "surplus": bool,
+    **dict.fromkeys(("roles", "under_way", "seen"), list),
+    **dict.fromkeys(("frozen", "kl_ctrl", "sampler", "counts", "ahead", "unlogged"), dict),
+}
 _STEP_FOLDER = re.compile(r"step_(\d{8,})(\.replaced)?")
 
 
@@ -148,11 +157,15 @@ def read_trainer_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         raise InputError(f"damaged checkpoint {folder}: {problems[0]}{more}")
     try:
-        state = json.loads((Path(folder) / TRAINER_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        state = json.loads(read_plain(Path(folder) / TRAINER_FILE))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE}: {error}") from None
     if not isinstance(state, dict):
         raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE} is not a JSON object")
+    for name in STATE_TYPES.keys() & state.keys():
+        if not isinstance(state[name], STATE_TYPES[name]):
+            found = type(state[name]).__name__
+            raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE}: {name} is a {found}, which it never is")
     return state
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import h5py
 import numpy as np
 
 from hpcrl.telemetry.record_log import Record, RecordLog, read_records
+from hpcrl.telemetry.untrusted_hdf5 import column, member
 
 SCHEMA = 1
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(h5|h5\.tmp|rank_\d+\.log)")
@@ -180,6 +182,8 @@ def read_step(
     `names`: which token columns; None: all. Raises ArchiveError for a missing, foreign or damaged file.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ArchiveError(f"{path}: not a file")
         with h5py.File(path, "r") as file:
             if file.attrs.get("schema") != SCHEMA:
                 raise ArchiveError(
@@ -187,10 +191,11 @@ def read_step(
                     "of this version"
                 )
             attributes = {name: int(file.attrs[name]) for name in ("seed", "step", "weight_version", "schema")}
-            wanted = file["tokens"].keys() if names is None else names
-            columns = {name: file["tokens"][name] for name in wanted}
-            tokens = {name: (column["values"][:], column["offsets"][:]) for name, column in columns.items()}
-            samples = {name: _read_samples(dataset) for name, dataset in file["samples"].items()}
+            recorded = member(file, "tokens")
+            columns = {name: member(recorded, name) for name in (recorded if names is None else names)}
+            tokens = {name: (column(group, "values"), column(group, "offsets")) for name, group in columns.items()}
+            found = member(file, "samples")
+            samples = {name: column(found, name) for name in found}
     except ArchiveError:
         raise
     except FileNotFoundError:
@@ -199,10 +204,6 @@ def read_step(
         raise ArchiveError(f"{path}: not a whole rollout archive ({error})") from error
     _check_lengths(path, tokens, samples)
     return tokens, samples, attributes
-
-
-def _read_samples(dataset: h5py.Dataset) -> np.ndarray:
-    return dataset.asstr()[:] if h5py.check_string_dtype(dataset.dtype) else dataset[:]
 
 
 def _check_lengths(path: str | os.PathLike[str], tokens: Columns, samples: dict[str, np.ndarray]) -> None:

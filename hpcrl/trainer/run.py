@@ -25,8 +25,7 @@ from hpcrl.launch.world import World
 from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
-                if aside := set_aside(self.folder, [*WRITTEN, *([generations] if generations else [])]):
-                    bring_back(aside / "rollouts", self.folder / "rollouts")
+from hpcrl.trainer.durable_rollouts import bring_back
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 
 log = logging.getLogger(__name__)

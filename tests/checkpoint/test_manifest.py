@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,41 @@ def test_a_manifest_cannot_point_outside(folder):
     assert verify(inner)[0].startswith(MANIFEST)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "3", '{"files": 3, "xxh3_128": ""}', '{"files": [{}]}', "\x00"])
+GARBAGE = ["[]", "{}", "3", '{"files": 3, "xxh3_128": ""}', '{"files": [{}]}', "\x00", "[" * 10**5]
+
+
+@pytest.mark.parametrize("content", GARBAGE)
 def test_garbage_is_a_damaged_manifest(folder, content):
     (folder / MANIFEST).write_text(content)
     assert verify(folder)[0].startswith(f"{MANIFEST} is damaged")
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("aside"))
+    path.symlink_to(path.with_name("aside"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("replace", [link, pipe])
+@pytest.mark.parametrize("name", [MANIFEST, "trainer.json", "critic/x"])
+def test_a_link_or_a_pipe_is_no_file_of_a_checkpoint(folder, name, replace):
+    """With the content that the manifest asks for, too: it could be a file that only this user may read."""
+    replace(folder / name)
+    assert verify(folder)[0].startswith(f"{name} is ")
+
+
+def test_a_folder_of_a_checkpoint_is_no_link(folder, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    (folder / "critic").rename(outside / "critic")
+    (folder / "critic").symlink_to(outside / "critic")
+    assert verify(folder) == ["critic/x is or lies behind a link; a checkpoint holds none"]
+
+
+def test_a_checkpoint_may_lie_behind_a_link(folder, tmp_path_factory):
+    link = tmp_path_factory.mktemp("links") / "run"
+    link.symlink_to(folder)
+    assert verify(link) == []

@@ -255,7 +255,10 @@ def test_load_path_without_a_checkpoint_is_one_line(tmp_path):
     assert len(reports) == 1
 
 
-@pytest.mark.parametrize("content", ["[]", "", "3", "{", '{"step": '])
+TYPES = ['{"roles": 3}', '{"init_from": []}', '{"kl_ctrl": null}', '{"under_way": {}}', '{"step": "1"}']
+
+
+@pytest.mark.parametrize("content", ["[]", "", "3", "{", '{"step": ', "[" * 10**5, *TYPES])
 def test_a_trainer_file_that_is_not_an_object_is_damage(tmp_path, content):
     (tmp_path / "trainer.json").write_text(content)
     write_manifest(tmp_path)

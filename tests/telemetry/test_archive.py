@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -218,3 +221,93 @@ def test_foreign_and_damaged_files_have_one_clear_error(tmp_path):
     garbage.write_bytes(flipped)
     with pytest.raises(ArchiveError, match="not a whole"):
         read_step(garbage)
+
+
+def external_link(file: h5py.File, secret: Path) -> None:
+    del file["tokens/input_ids"]
+    file["tokens/input_ids"] = h5py.ExternalLink(str(secret), "tokens/input_ids")
+
+
+def external_samples(file: h5py.File, secret: Path) -> None:
+    del file["samples"]
+    file["samples"] = h5py.ExternalLink(str(secret), "samples")
+
+
+def soft_link(file: h5py.File, secret: Path) -> None:
+    del file["samples/score"]
+    file["samples/score"] = h5py.SoftLink("/samples/position")
+
+
+def replace_scores(file: h5py.File, **options: Any) -> None:
+    del file["samples/score"]
+    file.create_dataset("samples/score", dtype="f8", **options)
+
+
+def external_storage(file: h5py.File, secret: Path) -> None:
+    replace_scores(file, shape=(4,), external=[(str(secret), 0, 32)])
+
+
+def virtual(file: h5py.File, secret: Path) -> None:
+    layout = h5py.VirtualLayout((4,), "f8")
+    layout[:] = h5py.VirtualSource(str(secret), "samples/score", (4,))
+    del file["samples/score"]
+    file.create_virtual_dataset("samples/score", layout)
+
+
+def compressed(file: h5py.File, secret: Path) -> None:
+    replace_scores(file, data=np.zeros(4), compression="gzip")
+
+
+def never_written(file: h5py.File, secret: Path) -> None:
+    replace_scores(file, shape=(2**50,), chunks=(2**20,))
+
+
+def table(file: h5py.File, secret: Path) -> None:
+    replace_scores(file, data=np.zeros((4, 1000)))
+
+
+def one_string_many_times(file: h5py.File, secret: Path) -> None:
+    """`count` entries are made to point at the same string."""
+    count, text = 1000, "x" * 50_000
+    del file["samples/uid"]
+    dataset = file.create_dataset("samples/uid", (count,), h5py.string_dtype("utf-8"))
+    dataset[0] = text
+    file.flush()
+    name, offset = file.filename, dataset.id.get_offset()
+    file.close()
+    data = bytearray(Path(name).read_bytes())
+    data[offset : offset + 16 * count] = data[offset : offset + 16] * count
+    Path(name).write_bytes(data)
+
+
+ATTACKS = {
+    external_link: "ExternalLink",
+    external_samples: "ExternalLink",
+    soft_link: "SoftLink",
+    external_storage: "other files",
+    virtual: "other files",
+    compressed: "compressed",
+    never_written: "holds fewer",
+    table: "one dimension",
+    one_string_many_times: "longer strings",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_an_archive_from_a_stranger_shows_no_other_file_and_fills_no_memory(
+    tmp_path: Path, attack: Callable[[h5py.File, Path], None]
+) -> None:
+    for step in (20, 21):
+        write_log(log_path(tmp_path, step, 0), [0, 1, 2, 3])
+    path, secret = finish(tmp_path, 20), finish(tmp_path, 21)
+    file = h5py.File(path, "r+")
+    attack(file, secret)
+    file.close()
+    with pytest.raises(ArchiveError, match=ATTACKS[attack]):
+        read_step(path)
+
+
+def test_a_pipe_is_no_archive(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step_00000001.h5")
+    with pytest.raises(ArchiveError, match="not a file"):
+        read_step(tmp_path / "step_00000001.h5")
