@@ -169,15 +169,21 @@ class PPOTrainer:
             self.metrics = {"training/global_step": float(step)}
             with self.timers("step"):
                 self._step(step)
-            self.metrics |= self.run.progress_of_save()
+            self.metrics |= self._progress_of_save()
             self.trained, self.state, self.unlogged = step, self._state(), self._line(step)
             final = self._close_step(step) or final
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             if _due(step, trainer.save_freq, self.total_steps):
                 with self.timers("save_checkpoint"):
                     self._save()
-            self.durable.step_ended(step)
+            self.durable.step_ended(step, self.run.saver.step_under_way)
         return final
+
+    def _progress_of_save(self) -> dict[str, float]:
+        metrics = self.run.progress_of_save()
+        if self.run.saver.saved_step is not None:
+            self.durable.checkpointed(self.run.saver.saved_step)
+        return metrics
 
     def _step(self, step: int) -> None:
         """One step of PPO, as in the paper's algorithm 1."""
@@ -318,7 +324,6 @@ class PPOTrainer:
             self.metrics,
             files=lambda folder: self.experience.save(folder, step, state.experience),
         )
-        self.durable.checkpointed(step)
 
     def _join(self, batch: DataProto, part: DataProto) -> DataProto:
         """Add a call's columns to the batch, and its metrics to the step's."""

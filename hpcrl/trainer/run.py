@@ -26,6 +26,7 @@ from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
 from hpcrl.trainer.durable_rollouts import bring_back
+from hpcrl.trainer.saving import Saver
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Run:
         saved_step = None if start.folder is None else start.step
         self.saver = Saver(config.trainer, self.folder / "checkpoints", self.timers, saved_step)
         # One that is under way has to end before the one with which the slice is left.
-        self.slice.num_saves = lambda: 2 if self.saver.is_under_way else 1
+        self.slice.num_saves = lambda: 1 if self.saver.step_under_way is None else 2
 
     def save(
         self,
@@ -152,7 +153,7 @@ class Run:
 
     def progress_of_save(self) -> dict[str, float]:
         """Bring a save that is under way forward, without waiting; gives metrics of those that have ended."""
-        if self.saver.is_under_way:
+        if self.saver.step_under_way is not None:
             with self.timers("save_checkpoint"):
                 self.saver.poll()
         return self.saver.metrics()

@@ -58,8 +58,9 @@ class Saver:
         self._knows_metric = True
 
     @property
-    def is_under_way(self) -> bool:
-        return self._under_way is not None
+    def step_under_way(self) -> int | None:
+        """The step of the save that is under way."""
+        return self._under_way.step if self._under_way is not None else None
 
     def begin(
         self,
