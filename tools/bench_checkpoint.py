@@ -25,6 +25,7 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.launch import children
+from hpcrl.launch.board import Board
 from hpcrl.launch.world import finish, start_mpi, start_torch
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import ModelWorker
@@ -93,12 +94,12 @@ def main() -> None:
     )
     groups = make_groups(layouts, world.rank)["actor"]
     worker = BenchWorker(groups, shape, head="lm", dtype="float32", seed=1, optim=OptimConfig(), total_updates=1)
-    program = lambda controller: measure(controller, world.size, options)  # noqa: E731
+    program = lambda controller: measure(world.board, controller, world.size, options)  # noqa: E731
     run_program(world, {"actor": worker}, {"actor": BenchWorker}, layouts, program)
     finish(0)
 
 
-def measure(controller: Controller, num_ranks: int, options: argparse.Namespace) -> None:
+def measure(board: Board, controller: Controller, num_ranks: int, options: argparse.Namespace) -> None:
     folder = options.folder / "bench_checkpoint"
     actor = controller["actor"]
     total = BYTES_PER_WEIGHT * actor.num_weights().get()[0]
@@ -106,7 +107,7 @@ def measure(controller: Controller, num_ranks: int, options: argparse.Namespace)
     for _ in range(1 + options.repetitions):
         shutil.rmtree(folder, ignore_errors=True)
         (sync_blocked, _, _), (async_blocked, saved, phases) = (
-            save(controller, folder / name, asynchronous=name == "async") for name in ("sync", "async")
+            save(board, controller, folder / name, asynchronous=name == "async") for name in ("sync", "async")
         )
         phase = statistics.median(max(actor.phase().get()) for _ in range(10))
         memcpy = max(actor.memcpy(total // num_ranks).get())
@@ -116,13 +117,13 @@ def measure(controller: Controller, num_ranks: int, options: argparse.Namespace)
     (show_json if options.json else show)(medians, total, num_ranks)
 
 
-def save(controller: Controller, root: Path, *, asynchronous: bool) -> tuple[float, float, list[float]]:
+def save(board: Board, controller: Controller, root: Path, *, asynchronous: bool) -> tuple[float, float, list[float]]:
     """Seconds that the loop was blocked, seconds until the checkpoint counts, and those of the phases meanwhile."""
     options = TrainerConfig.model_validate({"checkpoint": {"async_save": asynchronous}})
-    saver, phases = Saver(options, root, PhaseTimers()), []
+    saver, phases = Saver(board, options, root, PhaseTimers()), []
     start = time.perf_counter()
     blocked = timed(lambda: saver.begin(controller, 1, ("actor",), {}, lambda folder: {}))
-    while saver.is_under_way:
+    while saver.step_under_way is not None:
         phases.append(max(controller["actor"].phase().get()))
         blocked += timed(saver.poll)
     if not saver.wait():

@@ -1,7 +1,8 @@
 """A model and its optimizer on their way to disk: copied on the spot, written by a thread while training goes on.
 
 The format is megatron `dist_checkpointing`'s ("torch_dist"). Each rank writes one file, from a thread that knows
-nothing of MPI; megatron's asynchronous writer forks a process, which MPI does not survive.
+nothing of MPI, and tells rank 0 of it, which describes them all; so a checkpoint is whole as soon as it is written,
+whatever the ranks are doing. Megatron's asynchronous writer forks a process, which MPI does not survive.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import io
 import json
 import socket
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -46,20 +47,26 @@ class Savable(Protocol):
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What a rank tells of its part. problem: one line, where it could not be written. seconds: until it was."""
+    """What a rank tells of its part.
 
+    pieces: start and length in its file of each item of its plan, in bytes. problem: one line, where the part could not
+    be written. seconds: until it was.
+    """
+
+    rank: int
     files: list[FileEntry]
+    pieces: list[tuple[int, int]]
     problem: str | None = None
     seconds: float = 0.0
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
-@dataclass(frozen=True)
-class _Written:
-    """Of one rank, for the one that makes `.metadata`."""
-
-    plan: SavePlan
-    results: list[WriteResult]
-    problem: str | None = None
+    @classmethod
+    def from_json(cls, text: str) -> SavedPart:
+        found = json.loads(text)
+        files = [FileEntry(**entry) for entry in found.pop("files")]
+        return cls(files=files, pieces=[(start, length) for start, length in found.pop("pieces")], **found)
 
 
 class ShardedSave:
@@ -73,64 +80,56 @@ class ShardedSave:
         engine: Savable,
         path: Path,
         groups: RoleGroups,
+        tell: Callable[[SavedPart], None],
         scratch: str | None = None,
         memory: list[torch.Tensor] | None = None,
     ) -> None:
-        """scratch: folder on this node to which the file is written first. memory: what the copy is made into; a caller
-        who keeps it for the next save saves the pages of new memory, which cost more than the copying."""
-        self._path, self._groups, self._scratch = path, groups, scratch
-        self._start, self._seconds = time.perf_counter(), 0.0
-        self._is_first = groups.rank == groups.layout.ranks[0]
+        """tell: is called by the thread once the part is written, or has a problem. scratch: folder on this node to
+        which the file is written first. memory: what the copy is made into; a caller who keeps it for the next save
+        saves the pages of new memory, which cost more than the copying.
+        """
+        self._path, self._groups, self._scratch, self._tell = path, groups, scratch, tell
+        self._start = time.perf_counter()
+        is_first = groups.rank == groups.layout.ranks[0]
         with platform.cpu_bridge(), torch.no_grad():
             sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
             mine, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
             planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-            planner.set_up_planner(torch_dist.mcore_to_pyt_state_dict(mine), is_coordinator=self._is_first)
-            self._plan = planner.create_local_plan()
+            planner.set_up_planner(torch_dist.mcore_to_pyt_state_dict(mine), is_coordinator=is_first)
+            self.plan = planner.create_local_plan()
             copies = _copied(
-                [planner.resolve_data(item) for item in self._plan.items], memory if memory is not None else []
+                [planner.resolve_data(item) for item in self.plan.items], memory if memory is not None else []
             )
-        small = _same_on_all_ranks(common) if self._is_first else {}
-        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._written: Future[tuple[list[FileEntry], list[WriteResult]]] = pool.submit(
-            self._write, list(zip(self._plan.items, copies, strict=True)), small
-        )
-        pool.shutdown(wait=False)
+        small = _same_on_all_ranks(common) if is_first else {}
+        staged = list(zip(self.plan.items, copies, strict=True))
+        self._thread = Thread(target=self._work, args=(staged, small), name="checkpoint", daemon=True)
+        self._thread.start()
 
-    @property
-    def is_written(self) -> bool:
-        """Whether `finish` would wait for no disk."""
-        return self._written.done()
+    def join(self) -> None:
+        """Until the part is told of."""
+        self._thread.join()
 
-    def finish(self) -> SavedPart:
-        """Wait for this rank's file; then, collective over the role's ranks, the first of them describes them all.
-
-        Where any rank has a problem there is no description, and the folder is no checkpoint.
-        """
+    def _work(self, staged: Staged, small: dict[str, bytes]) -> None:
         files: list[FileEntry] = []
-        written = _Written(self._plan, [])
+        pieces: list[tuple[int, int]] = []
+        problem = None
         try:
-            files, results = self._written.result()
-            written = _Written(self._plan, results)
+            files, pieces = self._write(staged, small)
         except OSError as error:
-            written = _Written(self._plan, [], self._told(error))
-        everyone = self._gathered(written)
-        problem = written.problem
-        if self._is_first and all(part.problem is None for part in everyone):
-            try:
-                files.append(self._describe(everyone))
-            except OSError as error:
-                problem = self._told(error)
-        return SavedPart(files, problem, self._seconds)
+            problem = f"{error.filename}: {error.strerror}"
+        except Exception as error:  # a save that fails costs that checkpoint alone
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            problem = f"rank {self._groups.rank} on {socket.gethostname()}: {problem}"
+        self._tell(SavedPart(self._groups.rank, files, pieces, problem, time.perf_counter() - self._start))
 
-    def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[WriteResult]]:
-        """On the thread."""
+    def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[tuple[int, int]]]:
         self._path.mkdir(parents=True, exist_ok=True)
-        name = f"__{self._groups.layout.ranks.index(self._groups.rank)}_0.distcp"
-        results: list[WriteResult] = []
+        name = _file_name(self._groups.layout.ranks.index(self._groups.rank))
+        pieces: list[tuple[int, int]] = []
 
         def write(file: HashedFile) -> None:
-            results[:] = [_write_tensor(file, item, tensor) for item, tensor in staged]
+            pieces[:] = [_write_tensor(file, tensor) for _, tensor in staged]
 
         try:
             files = [write_file(self._path / name, write, self._scratch, then=staged.clear)]
@@ -141,29 +140,36 @@ class ShardedSave:
                 file.write(content)
             files.append(file.entry(small_name))
         fsync(self._path)
-        self._seconds = time.perf_counter() - self._start
-        return [self._placed(entry) for entry in files], results
+        return [placed(self._path, entry) for entry in files], pieces
 
-    def _describe(self, everyone: list[_Written]) -> FileEntry:
-        """`.metadata`: where each piece of each tensor is. Torch checks that the pieces are the whole."""
-        planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        planner.set_up_planner({}, is_coordinator=True)
-        _, metadata = planner.create_global_plan([part.plan for part in everyone])
-        dcp.FileSystemWriter(self._path).finish(metadata, [part.results for part in everyone])
-        return self._placed(hash_file(self._path / ".metadata", ".metadata"))
 
-    def _gathered(self, written: _Written) -> list[_Written]:
-        """Of every rank, on the first one."""
-        group, ranks = self._groups.pgc.intra_dist_opt, self._groups.layout.ranks
-        everyone: list[Any] | None = [None] * len(ranks) if self._is_first else None
-        dist.gather_object(written, everyone, dst=ranks[0], group=group)
-        return everyone or []
+def describe(path: Path, plans: Sequence[SavePlan], parts: Sequence[SavedPart]) -> FileEntry:
+    """Write `.metadata` of a role's folder: where each piece of each tensor is. On one rank, once all have written.
 
-    def _placed(self, entry: FileEntry) -> FileEntry:
-        return FileEntry(f"{self._path.name}/{entry.path}", entry.bytes, entry.xxh3_128)
+    `plans` and `parts` of the role's ranks, in its layout's order. Torch checks that the pieces are the whole.
+    """
+    planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planner.set_up_planner({}, is_coordinator=True)
+    _, metadata = planner.create_global_plan(list(plans))
+    results = [
+        [
+            WriteResult(item.index, length, _StorageInfo(_file_name(index), start, length))
+            for item, (start, length) in zip(plan.items, part.pieces, strict=True)
+        ]
+        for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
+    ]
+    dcp.FileSystemWriter(path).finish(metadata, results)
+    return placed(path, hash_file(path / ".metadata", ".metadata"))
 
-    def _told(self, error: OSError) -> str:
-        return f"rank {self._groups.rank} on {socket.gethostname()}: {error.filename}: {error.strerror}"
+
+def placed(path: Path, entry: FileEntry) -> FileEntry:
+    """The entry of a file in a role's folder, as the checkpoint's manifest has it."""
+    return FileEntry(f"{path.name}/{entry.path}", entry.bytes, entry.xxh3_128)
+
+
+def _file_name(index: int) -> str:
+    """Of the rank with this place in the layout."""
+    return f"__{index}_0.distcp"
 
 
 def _copied(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -185,8 +191,8 @@ def _same_on_all_ranks(common: dict[str, Any]) -> dict[str, bytes]:
     return {COMMON_STATE_FNAME: buffer.getvalue(), CONFIG_FNAME: config.encode()}
 
 
-def _write_tensor(file: HashedFile, item: WriteItem, tensor: torch.Tensor) -> WriteResult:
+def _write_tensor(file: HashedFile, tensor: torch.Tensor) -> tuple[int, int]:
+    """Its start and length."""
     start = file.size
     torch.save(tensor, file)  # type: ignore[arg-type]
-    length = file.size - start
-    return WriteResult(item.index, length, _StorageInfo(file.path.name, start, length))
+    return start, file.size - start

@@ -156,6 +156,9 @@ class Executor:
     def tell(self, note: Any) -> None:
         self.wire.send(encode(Note(self.wire.rank, note)), to=0, tag=RESULTS)
 
+    def post(self, key: str, text: str) -> None:
+        self.world.board.post(key, text)
+
     def share(self, layout: Layout, value: Any) -> Any:
         dp = layout.coord(self.wire.rank).dp
         replica, home = layout.replica(dp), layout.home(dp)

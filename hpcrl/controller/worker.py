@@ -20,6 +20,10 @@ class Desk(Protocol):
         """Sends rank 0's listener (`Controller.listener`) something small. Does not wait."""
         ...
 
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text for rank 0 on the job's board. From any thread, and for that alone: it is no message of MPI."""
+        ...
+
     def share(self, layout: Layout, value: Any) -> Any:
         """The home's `value` on every rank of its replica, each of which calls this; None costs least."""
         ...

@@ -1,4 +1,4 @@
-"""Requests to stop: a signal on any rank, noticed by a thread at once and told to rank 0 through a store, not by MPI.
+"""Requests to stop: a signal on any rank, noticed by a thread at once and told to rank 0 on a board, not by MPI.
 
 A handler of Python's runs only when the main thread comes back from MPI, which may be never, and an operation of MPI
 inside one is not allowed. So signals are blocked, a thread waits for them, and rank 0 asks between two phases.
@@ -9,12 +9,9 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING
 
 from hpcrl.launch import family
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from hpcrl.launch.board import Board
 
 KEY = "stop"
 
@@ -30,22 +27,20 @@ class StopRequests:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
-        self._store: Store | None = None
+        self._board: Board | None = None
         self._here: str | None = None  # what this rank was sent
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
-    def connect(self, store: Store) -> None:
-        """From now on rank 0 hears of it. The store is for this object alone: its thread may use it at any time."""
+    def connect(self, board: Board) -> None:
+        """From now on rank 0 hears of it."""
         with self._lock:
-            self._store = store
+            self._board = board
             self._tell()
 
     def found(self) -> str | None:
         """On rank 0: "SIGTERM on rank 3 (n1)" once any rank was sent one. Does not wait."""
         with self._lock:
-            if self._here is not None or self._store is None:
-                return self._here
-            return self._store.get(KEY).decode() if self._store.check([KEY]) else None
+            return self._here if self._here is not None or self._board is None else self._board.look(KEY)
 
     def _listen(self) -> None:
         while True:
@@ -55,9 +50,9 @@ class StopRequests:
                 self._tell()
 
     def _tell(self) -> None:
-        if self._store is None or self._here is None:
+        if self._board is None or self._here is None:
             return
         try:
-            self._store.set(KEY, self._here)
+            self._board.post(KEY, self._here)
         except RuntimeError:
             pass  # rank 0 has gone, and with it the job

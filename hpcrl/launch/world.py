@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hpcrl.launch import children, exits, trtllm
+from hpcrl.launch.board import Board
 from hpcrl.launch.collectives import barrier, broadcast, exchange, together
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.mpi_library import split_world
@@ -45,6 +46,7 @@ class World:
     local_size: int
     threads: int
     device: torch.device
+    board: Board
     stop: StopRequests | None = None  # where the job heeds signals
     ends_at: float | None = None  # end of the allocation, in seconds since the epoch
     whereabouts: Whereabouts = field(default_factory=Whereabouts)
@@ -127,7 +129,7 @@ def start_torch(
             and gloo for host tensors (torch takes a Python process group only as the whole of a group); that
             combination has not been tried on a machine with GPUs yet.
         with_tensorrt_llm: import that package here, on all ranks; `comm` must then have all of MPI's world.
-        stop: is told the store by which rank 0 hears of signals.
+        stop: is given the board by which rank 0 hears of signals.
         ends_at: for `World`.
     """
     from mpi4py import MPI
@@ -160,8 +162,9 @@ def start_torch(
 
         mpi_backend.register(comm)
     store, address = open_store(comm, one_node)
+    board = Board(connect_store(address, comm.size))
     if stop is not None:
-        stop.connect(connect_store(address, comm.size))
+        stop.connect(board)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("hpcrl", store),
@@ -169,7 +172,7 @@ def start_torch(
         world_size=comm.size,
     )
     here = whereabouts or Whereabouts()
-    return World(comm.rank, comm.size, comm, local_rank, local_size, threads, device, stop, ends_at, here)
+    return World(comm.rank, comm.size, comm, local_rank, local_size, threads, device, board, stop, ends_at, here)
 
 
 def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
 
 from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, to_floats
@@ -65,8 +66,6 @@ def padded_if_there(batch: DataProto, name: str) -> torch.Tensor | None:
 class ModelWorker(Worker):
     """A megatron model and, where it is trained, its optimizer."""
 
-    _saving: ShardedSave | None = None
-
     def __init__(
         self,
         groups: RoleGroups,
@@ -95,26 +94,18 @@ class ModelWorker(Worker):
         )
 
     @register(Dispatch.ONE_TO_ALL)
-    def begin_save(self, folder: str, scratch: str | None = None, keep_memory: bool = False) -> None:
+    def begin_save(self, folder: str, key: str, scratch: str | None = None, keep_memory: bool = False) -> SavePlan:
         """Start writing the role's weights and optimizer state as they are now into <folder>/<role>; `folder` exists.
 
-        What comes next may change them. scratch: see `checkpoint.scratch`. keep_memory: of the copy, for the next save.
+        What comes next may change them. A SavedPart comes on the board under <key>/<role>/<rank> when this rank's part
+        is written. scratch: see `checkpoint.scratch`. keep_memory: of the copy, for the next save.
         """
-        path = Path(folder) / self.groups.role
-        memory = self._save_memory if keep_memory else []
-        self._saving = ShardedSave(self.engine, path, self.groups, scratch, memory)
+        role, memory = self.groups.role, self._save_memory if keep_memory else []
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_is_written(self) -> bool:
-        """Whether `finish_save` would wait for no disk."""
-        return self._saving is None or self._saving.is_written
+        def tell(part: SavedPart) -> None:
+            self.desk.post(f"{key}/{role}/{self.rank}", part.to_json())
 
-    @register(Dispatch.ONE_TO_ALL)
-    def finish_save(self) -> SavedPart:
-        """Wait until what `begin_save` started is written."""
-        assert self._saving is not None
-        saving, self._saving = self._saving, None
-        return saving.finish()
+        return ShardedSave(self.engine, Path(folder) / role, self.groups, tell, scratch, memory).plan
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:

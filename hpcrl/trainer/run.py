@@ -127,7 +127,7 @@ class Run:
             margin=config.trainer.walltime_margin,
         )
         saved_step = None if start.folder is None else start.step
-        self.saver = Saver(config.trainer, self.folder / "checkpoints", self.timers, saved_step)
+        self.saver = Saver(world.board, config.trainer, self.folder / "checkpoints", self.timers, saved_step)
         # One that is under way has to end before the one with which the slice is left.
         self.slice.num_saves = lambda: 1 if self.saver.step_under_way is None else 2
 

@@ -10,48 +10,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.planner import SavePlan
+
 from hpcrl.checkpoint.retention import Retention
-from hpcrl.checkpoint.sharded_save import SavedPart
+from hpcrl.checkpoint.sharded_save import SavedPart, describe
 from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import TrainerConfig
 from hpcrl.controller.controller import Controller
+from hpcrl.launch.board import Board
 from hpcrl.telemetry.timers import PhaseTimers
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 0.02  # between two looks for a part
 
-@dataclass
+
+class SaveError(Exception):
+    """A save has failed; one line for each rank that has a problem."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
 class Save:
-    """One that is under way. committed: once all ranks have written, the thread that makes it count; its seconds."""
+    """One that is under way. plans: role -> world rank -> what that rank writes. start: of time.perf_counter."""
 
-    controller: Controller
     step: int
-    roles: tuple[str, ...]
+    key: str
+    folder: Path
+    plans: dict[str, dict[int, SavePlan]]
     state: dict[str, Any]
     metric: float | None
-    seconds: float  # that it took so far, without those in which it waited for the loop
-    committed: Future[float] | None = None
-
-    def is_written(self) -> bool:
-        calls = [self.controller[role].save_is_written() for role in self.roles]
-        answers = [call.get() for call in calls]  # of all of them: an answer that nobody takes stays in memory
-        return all(map(all, answers))
-
-    def finish(self) -> list[SavedPart]:
-        calls = [self.controller[role].finish_save() for role in self.roles]
-        return [part for call in calls for part in call.get()]
+    start: float
 
 
 class Saver:
-    """Lives on rank 0. At most one save is under way; whatever calls MPI is done by the loop's own thread."""
+    """Lives on rank 0. At most one save is under way. Its thread waits for the parts of all ranks on the board and
+    makes the checkpoint count, whatever the loop is doing meanwhile."""
 
-    def __init__(self, trainer: TrainerConfig, root: Path, timers: PhaseTimers, saved_step: int | None = None) -> None:
+    def __init__(
+        self,
+        board: Board,
+        trainer: TrainerConfig,
+        root: Path,
+        timers: PhaseTimers,
+        saved_step: int | None = None,
+    ) -> None:
         """`saved_step`: the newest one with a checkpoint."""
+        self._board = board
         self.saved_step = saved_step
         self._options = trainer.checkpoint
         self._timers = timers
         self._store = CheckpointStore(root, retention(trainer))
-        self._under_way: Save | None = None
+        self._under_way: tuple[Save, Future[float]] | None = None
+        self._num_begun = 0
         self._last_failed = False
         self._num_failed = 0
         self._seconds: float | None = None  # of the save that was committed last, until they are told
@@ -60,7 +74,7 @@ class Saver:
     @property
     def step_under_way(self) -> int | None:
         """The step of the save that is under way."""
-        return self._under_way.step if self._under_way is not None else None
+        return self._under_way[0].step if self._under_way is not None else None
 
     def begin(
         self,
@@ -82,31 +96,30 @@ class Saver:
         except OSError as error:
             self._fail(step, [f"rank 0: {error.filename}: {error.strerror}"])
             return
-        scratch = self._options.scratch_dir
+        self._num_begun += 1
+        key, scratch = f"save/{self._num_begun}", self._options.scratch_dir
         # While training goes on, the copy has to have room beside it in any case; scratch is there to make it short.
         keep_memory = self._options.async_save and scratch is None
-        seconds = time.perf_counter() - start
-        for call in [controller[role].begin_save(str(pending), scratch, keep_memory) for role in roles]:
-            call.get()
-        self._under_way = Save(controller, step, roles, state, self._metric(step, metrics), seconds)
+        calls = {role: controller[role].begin_save(str(pending), key, scratch, keep_memory) for role in roles}
+        plans = {
+            role: dict(zip(controller[role].layout.ranks, call.get(), strict=True)) for role, call in calls.items()
+        }
+        save = Save(step, key, pending, plans, state, self._metric(step, metrics), start)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._under_way = save, pool.submit(self._commit, save)
+        pool.shutdown(wait=False)
         if not self._options.async_save:
             self.wait()
 
     def poll(self) -> None:
-        """Bring a save that is under way forward, without waiting for a disk."""
-        save = self._under_way
-        if save is not None and save.committed is None and save.is_written():
-            self._finish(save)
-        if save is not None and save.committed is not None and save.committed.done():
-            self._end(save, save.committed)
+        """Take note of a save that has ended."""
+        if self._under_way is not None and self._under_way[1].done():
+            self._end(*self._under_way)
 
     def wait(self) -> bool:
         """Until no save is under way. Gives whether the last one that was begun is a checkpoint now."""
-        save = self._under_way
-        if save is not None and save.committed is None:
-            self._finish(save)
-        if save is not None and save.committed is not None:
-            self._end(save, save.committed)
+        if self._under_way is not None:
+            self._end(*self._under_way)
         return not self._last_failed
 
     def metrics(self) -> dict[str, float]:
@@ -115,27 +128,33 @@ class Saver:
         self._seconds = None
         return found | ({"perf/failed_saves": float(self._num_failed)} if self._num_failed else {})
 
-    def _finish(self, save: Save) -> None:
-        parts = save.finish()
-        problems = [part.problem for part in parts if part.problem is not None]
+    def _commit(self, save: Save) -> float:
+        """On the thread: gives the seconds that the save took."""
+        parts = {role: [self._part(save, role, rank) for rank in plans] for role, plans in save.plans.items()}
+        everyone = [part for found in parts.values() for part in found]
+        problems = [part.problem for part in everyone if part.problem is not None]
         if problems:
-            self._fail(save.step, problems)
-            return
-        files = [entry for part in parts for entry in part.files]
-        save.seconds += max(part.seconds for part in parts)
+            raise SaveError(problems)
+        files = [entry for part in everyone for entry in part.files]
+        for role, plans in save.plans.items():
+            files.append(describe(save.folder / role, list(plans.values()), parts[role]))
+        self._store.commit(save.step, save.state, files, save.metric)
+        return time.perf_counter() - save.start
 
-        def commit() -> float:
-            start = time.perf_counter()
-            self._store.commit(save.step, save.state, files, save.metric)
-            return time.perf_counter() - start
-
-        pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        save.committed = pool.submit(commit)
-        pool.shutdown(wait=False)
+    def _part(self, save: Save, role: str, rank: int) -> SavedPart:
+        """Waits for it."""
+        key = f"{save.key}/{role}/{rank}"
+        while (text := self._board.look(key)) is None:
+            time.sleep(LOOK_SECONDS)
+        self._board.remove(key)
+        return SavedPart.from_json(text)
 
     def _end(self, save: Save, committed: Future[float]) -> None:
         try:
-            self._seconds = save.seconds + committed.result()
+            self._seconds = committed.result()
+        except SaveError as error:
+            self._fail(save.step, error.problems)
+            return
         except OSError as error:
             self._fail(save.step, [f"rank 0: {error.filename}: {error.strerror}"])
             return

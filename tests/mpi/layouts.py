@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.checkpoint.sharded_save import ShardedSave
+from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
@@ -69,7 +70,26 @@ def make_batch(num_samples: int = 13, seed: int = 0) -> DataProto:
 
 def save_sharded(engine: TrainEngine, folder: Path, groups: RoleGroups) -> None:
     """A save that is waited for; the folder is a checkpoint once all ranks are back."""
-    assert ShardedSave(engine, folder, groups).finish().problem is None
+    finish_save(begin_save(engine, folder, groups), folder, groups)
+
+
+def begin_save(
+    engine: TrainEngine, folder: Path, groups: RoleGroups, memory: list[torch.Tensor] | None = None
+) -> tuple[ShardedSave, list[SavedPart]]:
+    told: list[SavedPart] = []
+    return ShardedSave(engine, folder, groups, told.append, memory=memory), told
+
+
+def finish_save(save: tuple[ShardedSave, list[SavedPart]], folder: Path, groups: RoleGroups) -> None:
+    """What rank 0 of a job does when all ranks have told of their parts."""
+    sharded, told = save
+    sharded.join()
+    assert told[0].problem is None
+    ranks = groups.layout.ranks
+    everyone = [None] * len(ranks) if groups.rank == ranks[0] else None
+    dist.gather_object((sharded.plan, told[0]), everyone, dst=ranks[0], group=groups.pgc.intra_dist_opt)
+    if everyone is not None:
+        describe(folder, *zip(*everyone, strict=True))
 
 
 def part_of(batch: DataProto, groups: RoleGroups) -> DataProto:

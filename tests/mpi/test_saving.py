@@ -16,7 +16,7 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.launch.world import World
 from tests.mpi.lab import Lab, own_layout
-from tests.mpi.layouts import LAYOUTS, SHAPE, make_batch, part_of, policy_loss, role_groups
+from tests.mpi.layouts import LAYOUTS, SHAPE, begin_save, finish_save, make_batch, part_of, policy_loss, role_groups
 
 ADAM = OptimConfig(lr=1e-2, weight_decay=0.1)
 
@@ -34,9 +34,10 @@ def test_training_goes_on_beside_a_save(groups, world_tmp_path, world, layout) -
     memory: list[torch.Tensor] = []
     expected = []
     for turn in range(3):
-        save = ShardedSave(engine, world_tmp_path / f"{turn}", groups[layout], memory=memory)
+        folder = world_tmp_path / f"{turn}"
+        save = begin_save(engine, folder, groups[layout], memory)
         expected.append(step(engine))  # which changes every weight while the thread may still write
-        assert save.finish().problem is None
+        finish_save(save, folder, groups[layout])
     expected.append(step(engine))
     world.barrier()
     for turn in range(3):
@@ -61,21 +62,20 @@ class Watch:
 
 def test_no_process_is_started_by_a_save_and_all_ranks_write_as_much(lab: Lab, world, monkeypatch) -> None:
     watch, children = Watch(), []
-    begin, finish = ShardedSave.__init__, ShardedSave.finish
+    begin, work = ShardedSave.__init__, ShardedSave._work
 
     def begin_watched(save, *arguments, **options):
         watch.seen = watch.seen or []
         children.append({child.pid for child in psutil.Process().children(recursive=True)})
         begin(save, *arguments, **options)
 
-    def finish_watched(save):
-        part = finish(save)
+    def work_watched(save, *arguments):
+        work(save, *arguments)
         children.append({child.pid for child in psutil.Process().children(recursive=True)})
-        return part
 
     with monkeypatch.context() as patch:
         patch.setattr(ShardedSave, "__init__", begin_watched)
-        patch.setattr(ShardedSave, "finish", finish_watched)
+        patch.setattr(ShardedSave, "_work", work_watched)
         run = lab.run("watched", own_layout(world.size), trainer={"save_freq": 1})
     seen, watch.seen = watch.seen, None
     assert len(children) == 2 * 2 * 2  # begin and finish, of two roles, in two steps

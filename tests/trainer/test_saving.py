@@ -26,7 +26,7 @@ def with_limit(self, folder, *options):
     if self.rank == 1:
         full = folder.endswith(("step_00000002.tmp", "step_00000004.tmp"))
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if full else -1, -1))
-    begin_save(self, folder, *options)
+    return begin_save(self, folder, *options)
 
 ModelWorker.begin_save = with_limit
 """
