@@ -26,22 +26,18 @@ class DurableRollouts:
         self._folder = folder
         self._num_ahead = num_ahead
         self._enabled = enabled
-        self._newest = resumed_at  # checkpoint
+        self._resumed_at = resumed_at
 
     def resume(self) -> int | None:
         """Removes what this attempt cannot use. Gives the version of the weights whose responses it can, None where
         there are none."""
-        self._keep(lambda step: self._enabled and self._is_after(step, self._newest))
-        return self._newest if any(generation_logs(self._folder)) else None
+        self._keep(lambda step: self._enabled and self._is_after(step, self._resumed_at))
+        return self._resumed_at if any(generation_logs(self._folder)) else None
 
-    def checkpointed(self, step: int) -> None:
-        """The checkpoint of `step` is whole: no restart goes further back, unless it is damaged later."""
-        self._newest = max(self._newest, step)
-        self._keep(lambda other: other > step)
-
-    def step_ended(self, step: int, saving: int | None = None) -> None:
-        """`saving`: step of a checkpoint that is still being written."""
-        bases = [self._newest, *([saving] if saving is not None else [])]
+    def step_ended(self, step: int, *, saved: int, saving: int | None = None) -> None:
+        """`saved`: step of the newest checkpoint that is whole, 0 without one. `saving`: of one that is being written,
+        which may yet fail."""
+        bases = [saved, *([saving] if saving is not None else [])]
         self._keep(lambda other: other > step or any(self._is_after(other, base) for base in bases))
 
     def run_ended(self) -> None:

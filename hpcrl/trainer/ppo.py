@@ -152,7 +152,8 @@ class PPOTrainer:
         self._restore()
         try:
             code = self.run.close(self._train())
-            self.durable.run_ended()
+            if code == DONE:
+                self.durable.run_ended()
         except Leave as why:
             code = self.run.leave(why, self._save, self.trained)
         self.controller["scorer"].close().get()
@@ -169,21 +170,16 @@ class PPOTrainer:
             self.metrics = {"training/global_step": float(step)}
             with self.timers("step"):
                 self._step(step)
-            self.metrics |= self._progress_of_save()
+            self.metrics |= self.run.progress_of_save()
             self.trained, self.state, self.unlogged = step, self._state(), self._line(step)
             final = self._close_step(step) or final
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             if _due(step, trainer.save_freq, self.total_steps):
                 with self.timers("save_checkpoint"):
                     self._save()
-            self.durable.step_ended(step, self.run.saver.step_under_way)
+            saver = self.run.saver
+            self.durable.step_ended(step, saved=saver.saved_step or 0, saving=saver.step_under_way)
         return final
-
-    def _progress_of_save(self) -> dict[str, float]:
-        metrics = self.run.progress_of_save()
-        if self.run.saver.saved_step is not None:
-            self.durable.checkpointed(self.run.saver.saved_step)
-        return metrics
 
     def _step(self, step: int) -> None:
         """One step of PPO, as in the paper's algorithm 1."""

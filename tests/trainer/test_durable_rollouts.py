@@ -29,7 +29,8 @@ SLOW = {
     "data": {"train_batch_size": 16, "max_prompt_length": 16, "max_response_length": 48},
     "rollout": {"n": 2, "max_num_seqs": 2},
     "actor": {"ppo_mini_batch_size": 16, "ppo_max_token_len_per_gpu": 512, "optim": {"lr": 1e-3}},
-    "trainer": {"total_training_steps": 2, "save_freq": 1},
+    # The step before the one that is killed has its checkpoint by then.
+    "trainer": {"total_training_steps": 2, "save_freq": 1, "checkpoint": {"async_save": False}},
     "reward": {"custom_reward_function": {"path": "score.py"}},
 }
 SCORE = """
@@ -72,17 +73,17 @@ def test_a_run_that_starts_anew_keeps_what_the_start_weights_have_drawn(tmp_path
 def test_logs_stay_while_a_restart_could_need_them(tmp_path: Path) -> None:
     durable = DurableRollouts(tmp_path, resumed_at=20)
     make_logs(tmp_path, 21)
-    durable.step_ended(21)
+    durable.step_ended(21, saved=20)
     make_logs(tmp_path, 22)
-    assert steps_kept(tmp_path) == [21, 22]  # a kill goes back to 21; a planned stop in 22 saves 21 and goes on in 22
-    durable.step_ended(22)
-    assert steps_kept(tmp_path) == [21]
+    assert steps_kept(tmp_path) == [21, 22]  # a kill goes back to 20; a planned stop in 22 saves 21 and goes on in 22
+    durable.step_ended(22, saved=20, saving=21)
+    assert steps_kept(tmp_path) == [21, 22]  # a save that fails leaves 20 the newest
     make_logs(tmp_path, 23)
-    durable.checkpointed(22)
-    assert steps_kept(tmp_path) == [23]
+    durable.step_ended(22, saved=21)
+    assert steps_kept(tmp_path) == [22, 23]
+    durable.step_ended(23, saved=23)
+    assert steps_kept(tmp_path) == []
     make_logs(tmp_path, 24)
-    durable.step_ended(24, saving=23)
-    assert steps_kept(tmp_path) == [23, 24]
     durable.run_ended()
     assert steps_kept(tmp_path) == []
 
