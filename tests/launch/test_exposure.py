@@ -43,7 +43,7 @@ def test_a_job_on_one_node_listens_on_loopback_and_writes_for_its_user_alone(sta
     function = {"path": str(tmp_path / "score.py"), "reward_kwargs": {"folder": str(tmp_path)}}
     config = write_config(
         tmp_path,
-        trainer={"total_training_steps": 2, "save_freq": 1},
+        trainer={"total_training_steps": 2, "save_freq": 1, "checkpoint": {"async_save": False}},
         reward={"custom_reward_function": function, "num_workers": 1, "timeout": 600},
     )
     before = os.umask(0o022)  # of a user who has not thought about it
