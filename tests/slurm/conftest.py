@@ -115,6 +115,18 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
+def unbroken(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small job without an interruption: the folder of its run."""
+    from tests.slurm.small_ppo import environment, write_job
+
+    folder = tmp_path_factory.mktemp("unbroken")
+    lab = environment(lab, folder)
+    job = lab.sbatch([write_job(folder), "whole"], cwd=folder)
+    assert lab.wait(job) == "COMPLETED", (folder / "job.out").read_text()
+    return folder / "runs" / "whole"
+
+
+@pytest.fixture(scope="session")
 def large_lab() -> Iterator[Lab]:
     """Eight nodes."""
     yield from start(8)

@@ -15,16 +15,16 @@ from typing import Any
 from hpcrl.controller.executor import Command, Executor
 
 FOLDER = Path(os.environ["HOLD_FOLDER"])
-_run = Executor.run
+_execute = Executor._execute
 
 
-def run(self: Executor, command: Command) -> Any:
+def execute(self: Executor, command: Command) -> Any:
     step = command.meta.get("step", "any")
     for name in (f"{step}.{command.method}", f"{step}.{command.method}.{command.meta.get('split')}"):
         place = FOLDER / name
         if place.is_file() and place.read_text() == str(self.world.rank):
             hold(self, place)
-    return _run(self, command)
+    return _execute(self, command)
 
 
 def hold(executor: Executor, place: Path) -> None:
@@ -37,4 +37,4 @@ def hold(executor: Executor, place: Path) -> None:
         time.sleep(0.01)
 
 
-Executor.run = run  # type: ignore[method-assign]
+Executor._execute = execute  # type: ignore[method-assign]

@@ -16,7 +16,8 @@ from tests.slurm.conftest import Lab
 TIMES = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
 SCRIPT = """\
 #!/bin/bash
-#SBATCH --job-name=small_ppo --nodes=2 --ntasks-per-node=2 --time=60 --requeue --open-mode=append --output=job.out
+#SBATCH --job-name=small_ppo --nodes=2 --ntasks-per-node=2 --time=60
+#SBATCH --signal=URG@30 --requeue --open-mode=append --output=job.out
 source "$REPOSITORY/slurm/common.sh" || exit
 hpcrl_start
 hpcrl_srun "runs/$1" train job.yaml run.name="$@"
@@ -73,6 +74,33 @@ def environment(lab: Lab, folder: Path) -> Lab:
     hold.mkdir(exist_ok=True)
     more = {"REPOSITORY": REPOSITORY, "HPCRL_VENV": REPOSITORY / ".venv", "PYTHONPATH": REPOSITORY, "HOLD_FOLDER": hold}
     return Lab(lab.folder, lab.env | {name: str(value) for name, value in more.items()})
+
+
+# Every phase of a step by its method, and what the step of such a command is, where that is not the trainer's.
+PHASES = (
+    *("generate", "score", "compute_log_prob", "compute_values", "compute_advantage", "update_critic", "update_actor"),
+    *("update_weights", "write", "generate.val", "begin_save"),
+)
+SOME_RANKS = {"compute_advantage": (0, 2), "write": (0, 2)}  # that run it; all others run on all four
+OTHER_STEP = {"update_weights": "any", "begin_save": "any", "generate.val": "0"}
+
+
+def places(folder: Path) -> list[Path]:
+    """One file to hold a rank by for each phase; those of the n-th one in step n, so that each step has one."""
+    return [folder / "hold" / f"{OTHER_STEP.get(phase, index + 1)}.{phase}" for index, phase in enumerate(PHASES)]
+
+
+def rank_for(place: Path, number: int) -> int:
+    """One of the ranks that come to the place."""
+    ranks = SOME_RANKS.get(place.name.split(".")[1], range(4))
+    return ranks[number % len(ranks)]
+
+
+def hold(lab: Lab, job: str, place: Path, rank: int) -> int:
+    """Waits until that rank is held at that place; gives its process id."""
+    place.write_text(str(rank))
+    lab.until(lambda: place.read_text().startswith("held"), f"at {place.name}", job)
+    return int(place.read_text().split(".")[1])
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

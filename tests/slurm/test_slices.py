@@ -2,51 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.conftest import Lab
-from tests.slurm.small_ppo import environment, lines, write_job
+from tests.slurm.small_ppo import PHASES, environment, hold, lines, places, write_job
 
-# A place in the job for each step from the second on: what stops it there, and on which rank it is held.
-PHASES = (
-    *("generate", "score", "compute_log_prob", "compute_values", "compute_advantage", "update_critic", "update_actor"),
-    *("update_weights", "write", "generate.val", "begin_save"),
-)
 SIGNALS = ("URG", "USR1", "TERM")
-OTHER_STEP = {"update_weights": "any", "begin_save": "any", "generate.val": "0"}  # what the command says of its step
-
-
-@pytest.fixture(scope="module")
-def unbroken(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The job without an interruption; the folder of its run."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    lab = environment(lab, folder)
-    job = lab.sbatch([write_job(folder), "whole"], cwd=folder)
-    assert lab.wait(job) == "COMPLETED", (folder / "job.out").read_text()
-    return folder / "runs" / "whole"
 
 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.exhaustive) for turn in (1, 2))])
 def test_a_run_stopped_in_each_phase_equals_an_unbroken_one(
     lab: Lab, unbroken: Path, tmp_path: Path, turn: int
 ) -> None:
-    """Each phase of a step with one of the signals; --exhaustive adds the other pairs."""
+    """In each phase by one of the signals, which some rank or other gets in the middle of it, and at last by the time
+    limit. --exhaustive adds the other pairs of phase and signal."""
     lab = environment(lab, tmp_path)
-    places = {}
-    for index, phase in enumerate(PHASES):
-        step = OTHER_STEP.get(phase, str(index + 1))
-        places[tmp_path / "hold" / f"{step}.{phase}"] = (index % 4, SIGNALS[(index + turn) % len(SIGNALS)])
     job = lab.sbatch([write_job(tmp_path), "stopped"], cwd=tmp_path)
-    for restart, (place, (rank, signal)) in enumerate(places.items()):
-        place.write_text(str(rank))
-        lab.until(lambda place=place: place.read_text().startswith("held"), f"at {place.name}", job)
-        lab.run("scancel", f"--signal={signal}", job)
+    for restart, place in enumerate(places(tmp_path)):
+        hold(lab, job, place, restart % 4)
+        lab.run("scancel", f"--signal={SIGNALS[(restart + turn) % 3]}", job)
         lab.until(lambda restart=restart: lab.restarts(job) > restart, f"requeued after {place.name}", job)
+    hold(lab, job, tmp_path / "hold" / "12.generate", 1)
+    lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")  # less than the signal's lead: it comes
+    lab.until(lambda: lab.restarts(job) > len(PHASES), "requeued at its time limit", job)
+    lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     assert lab.wait(job) == "COMPLETED", (tmp_path / "job.out").read_text()
     run = tmp_path / "runs" / "stopped"
     assert lines(run) == lines(unbroken)
-    slices = [one["step"] for one in json.loads((run / "slices.json").read_text())]
-    assert len(slices) == len(PHASES) + 1 and slices == sorted(slices)
+    found = [one["step"] for one in json.loads((run / "slices.json").read_text())]
+    assert len(found) == len(PHASES) + 2 and found == sorted(found)
+
+
+def test_slices_end_before_their_allocation_does(lab: Lab, tmp_path: Path) -> None:
+    """Of a minute, of which most is to stay free: a slice leaves in time, and the next one finds what it has saved."""
+    lab = environment(lab, tmp_path)
+    script = write_job(tmp_path, trainer={"total_training_steps": 100_000, "walltime_margin": 35.0, "test_freq": -1})
+    job = lab.sbatch(["--time=1", "--signal=URG@0", script, "timed"], cwd=tmp_path)
+    lab.until(lambda: lab.restarts(job) == 1, "requeued", job)
+    slices = tmp_path / "runs" / "timed" / "slices.json"
+    lab.until(lambda: len(json.loads(slices.read_text())) == 2, "in its second slice", job)
+    lab.run("scancel", job)
+    said = (tmp_path / "job.out").read_text()
+    assert "leaving: the allocation ends in " in said and "STEP" not in said.partition("asking for restart")[0]
+    assert json.loads((tmp_path / "runs" / "timed" / "times.json").read_text()).keys() >= {
+        "setup_s",
+        "step_s",
+        "save_s",
+    }
+    assert all(a["step"] < b["step"] for a, b in itertools.pairwise(json.loads(slices.read_text())))

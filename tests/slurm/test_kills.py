@@ -1,0 +1,51 @@
+"""Ranks that die or hang in the middle of a run, on Slurm."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import Lab
+from tests.slurm.small_ppo import PHASES, environment, hold, largest_difference, lines, places, rank_for, write_job
+from tests.trainer.test_hangs import STOPPED, WITHIN, assert_verdict
+
+PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_seconds": 240.0}
+
+
+@pytest.mark.parametrize("reuse", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_kill_costs_what_came_after_the_last_checkpoint(
+    lab: Lab, unbroken: Path, tmp_path: Path, reuse: bool
+) -> None:
+    """`kill -9` of some rank in each phase; what is drawn again is bit for bit the same, and the metrics with it."""
+    lab = environment(lab, tmp_path)
+    script = write_job(tmp_path, trainer={"reuse_rollouts": reuse})
+    ranks = random.Random(2026)
+    for place in places(tmp_path):
+        job = lab.sbatch([script, "killed"], cwd=tmp_path)
+        os.kill(hold(lab, job, place, rank_for(place, ranks.randrange(4))), signal.SIGKILL)
+        assert lab.wait(job) == "FAILED", place.name
+    job = lab.sbatch([script, "killed"], cwd=tmp_path)
+    assert lab.wait(job) == "COMPLETED", (tmp_path / "job.out").read_text()
+    assert (tmp_path / "job.out").read_text().count("resuming after step") == len(PHASES)
+    killed, whole = lines(tmp_path / "runs" / "killed"), lines(unbroken)
+    if reuse:
+        assert largest_difference(killed, whole) < 1e-4
+    else:
+        assert killed == whole
+
+
+def test_a_rank_that_is_stopped_is_named_and_the_job_ends(lab: Lab, tmp_path: Path) -> None:
+    lab = environment(lab, tmp_path)
+    job = lab.sbatch([write_job(tmp_path, run={"watchdog": PATIENCE}), "stopped"], cwd=tmp_path)
+    os.kill(hold(lab, job, tmp_path / "hold" / "2.update_actor", 3), signal.SIGSTOP)
+    begin = time.monotonic()
+    assert lab.wait(job) == "FAILED"
+    assert time.monotonic() - begin < WITHIN
+    assert lab.exit_code(job) == 86
+    verdict = assert_verdict(tmp_path / "runs" / "stopped", 3, "update_actor", STOPPED, node="n1")
+    assert "--exclude=n1" in verdict
