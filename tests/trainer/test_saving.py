@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpcrl.checkpoint.store import CheckpointStore
+from tests.launch.conftest import MPIEXEC, REPOSITORY, environment
 from tests.trainer.small_run import checkpoints, compared, lines, log_of, run_folder, train
 
 # Rank 1 may write no file of more than 100,000 bytes during the saves of steps 2 and 4.
@@ -158,3 +160,14 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     assert compared(tmp_path) == compared(unbroken)
     assert checkpoints(tmp_path) == ["latest", *(f"step_{step:08d}" for step in (1, 2, 3, 4))]
     assert list((tmp_path / "node").iterdir()) == []
+
+
+def test_an_asynchronous_save_blocks_the_loop_for_less_than_a_quarter_of_a_synchronous_one(tmp_path: Path) -> None:
+    """Both in one run, of a model of 160 MB; the disk is as fast as memory allows, so this is the hard case."""
+    bench = [sys.executable, str(REPOSITORY / "tools" / "bench_checkpoint.py"), "--json", "--layers", "3"]
+    command = [str(MPIEXEC), "-n", "2", *bench, "--folder", str(tmp_path)]
+    ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    found = json.loads(ended.stdout.splitlines()[-1])
+    print(found)
+    assert found["bytes"] > 100e6
+    assert found["async_blocked"] < 0.25 * found["sync_blocked"]
