@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Run the tests: those without MPI, then one SPMD pytest session under mpiexec for each of 1, 2 and 4 ranks,
-# and one of 3 ranks for the torch.distributed backend.
+# Run the tests: those without MPI, then one SPMD pytest session under mpiexec for each of 1, 2 and 4 ranks, and one of 3
+# ranks for the torch.distributed backend; at last those on a private Slurm, which is installed where apt and root are
+# there. Without one they are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 makes that a failure.
 #   tools/test.sh [--all | --exhaustive] [-k EXPR]
 # --all adds the tests marked slow, --exhaustive also those marked exhaustive.
 set -euo pipefail
@@ -70,11 +71,13 @@ world() {
     return "$code"
 }
 
-part "without MPI" .venv/bin/python -m pytest tests --ignore=tests/mpi --timeout "$seconds" "${options[@]}"
+part "without MPI" .venv/bin/python -m pytest tests --ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds" "${options[@]}"
 for size in 1 2 4; do
     part "$size rank(s)" world "$size" tests/mpi
 done
 part "3 ranks" world 3 tests/mpi/test_mpi_backend.py
+why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
+part "Slurm" .venv/bin/python -m pytest tests/slurm --timeout "$((3 * seconds))" -rs "${options[@]}"
 
 printf '\n== summary\n'
 printf '%s\n' "${summary[@]}"

@@ -14,6 +14,7 @@ from tests.slurm.small_ppo import PHASES, environment, hold, lines, places, rank
 SIGNALS = ("URG", "USR1", "TERM")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.exhaustive) for turn in (1, 2))])
 def test_a_run_stopped_in_each_phase_equals_an_unbroken_one(
     lab: Lab, unbroken: Path, tmp_path: Path, turn: int
@@ -37,6 +38,7 @@ def test_a_run_stopped_in_each_phase_equals_an_unbroken_one(
     assert len(found) == len(PHASES) + 2 and found == sorted(found)
 
 
+@pytest.mark.slow
 def test_slices_end_before_their_allocation_does(lab: Lab, tmp_path: Path) -> None:
     """Of a minute, of which most is to stay free: a slice leaves in time, and the next one finds what it has saved."""
     lab = environment(lab, tmp_path)
