@@ -1,6 +1,6 @@
 """The folder of checkpoints: what is written appears whole or not at all, and a damaged one is passed over.
 
-    checkpoints/step_00000020/{actor,critic}/   sharded state, written by all ranks (checkpoint/sharded.py)
+    checkpoints/step_00000020/{actor,critic}/   sharded state, written by all ranks (checkpoint/sharded_save.py)
     checkpoints/step_00000020/trainer.json      the loop's own state
     checkpoints/step_00000020/manifest.json     every file with its size and hash
     checkpoints/latest                          name of the newest; for people, resume scans instead

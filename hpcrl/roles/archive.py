@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from pathlib import Path
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.controller.register import Dispatch, register
@@ -55,10 +57,22 @@ class ArchiveWorker(Worker):
         self.sources = self.prompts.source_of_rows()
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), homes_only=True)
-    def write(self, batch: DataProto, folder: str | None = None) -> int:
-        """Append every sample to this rank's log of meta_info["step"], in the run's archive or in `folder`; gives how
-        many."""
-        log = RolloutLog(log_path(folder or self.folder, batch.meta_info["step"], self.rank))
+    def write(self, batch: DataProto, folder: str | None = None) -> tuple[int | None, str, str] | None:
+        """Write every sample to this rank's log of meta_info["step"], in the run's archive or in `folder`.
+
+        `folder` is a checkpoint's, which may fail where the run must not: then an OSError's arguments are given.
+        """
+        path = log_path(folder or self.folder, batch.meta_info["step"], self.rank)
+        try:
+            self._write(batch, path)
+        except OSError as error:
+            if folder is None:
+                raise
+            return error.errno, f"{error.strerror} (rank {self.rank} on {socket.gethostname()})", str(path)
+        return None
+
+    def _write(self, batch: DataProto, path: Path) -> None:
+        log = RolloutLog(path)
         columns = {name: batch.fetch(name) for name in batch.tokens}
         for index in range(len(batch)):
             samples = {name: column[index] for name, column in batch.samples.items()}
@@ -70,4 +84,3 @@ class ArchiveWorker(Worker):
             }
             log.append({name: column.row(index).numpy() for name, column in columns.items()}, samples)
         log.close()
-        return len(batch)

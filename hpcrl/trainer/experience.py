@@ -291,8 +291,10 @@ class Experience:
         return batch
 
     def write(self, batch: DataProto, folder: Path, step: int) -> None:
-        """Scored samples into a file of this folder, in the archive's format; `step` names it."""
-        self.controller["archive"].write(numbered(batch, step), str(folder)).get()
+        """Scored samples into a file of this folder, in the archive's format; `step` names it. Raises OSError."""
+        for problem in self.controller["archive"].write(numbered(batch, step), str(folder)).get():
+            if problem is not None:
+                raise OSError(*problem)
         finish_step(folder, step, seed=self.config.run.seed, weight_version=step - 1, report=log.warning)
 
     def read(self, folder: Path, step: int) -> DataProto:

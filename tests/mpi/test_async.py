@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.roles.actor import ActorWorker
 from hpcrl.roles.response_stream import ResponseStream
 from hpcrl.roles.rollout import RolloutWorker
-from hpcrl.telemetry.archive import read_samples, read_step, step_path
+from hpcrl.telemetry.archive import RolloutLog, read_samples, read_step, step_path
 from tests.mpi.lab import Lab, metrics
 
 pytestmark = pytest.mark.world(4)
@@ -65,6 +67,28 @@ def test_one_step_off_resumed_equals_uninterrupted_bitwise(world, lab: Lab, filt
         assert line["rollout_corr/rollout_is_mean"] > 0  # corrected, though nobody asked
     for step, columns in samples(halted, 4).items():
         assert columns["weight_version_max"].max() == max(step - 2, 0)
+
+
+def test_samples_that_a_full_disk_does_not_take_cost_the_checkpoint_and_not_the_run(
+    world, lab: Lab, monkeypatch
+) -> None:
+    """The samples of the next step, which home ranks write into a checkpoint."""
+
+    class FullDisk(RolloutLog):
+        def __init__(self, path) -> None:
+            super().__init__(path)
+            self.is_full = "step_00000002.tmp" in str(path)
+
+        def append(self, tokens, samples) -> None:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().append(tokens, samples)
+
+    monkeypatch.setattr("hpcrl.roles.archive.RolloutLog", FullDisk)
+    folder = run(lab, "full_disk", "one_step_off", steps=3, trainer={"save_freq": 1})
+    assert [line.get("perf/failed_saves") for line in lines(folder)] == [None, None, 1.0]
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["latest", "step_00000001", "step_00000003"]
 
 
 def test_generation_goes_on_while_the_actor_trains(world, lab: Lab, monkeypatch) -> None:
