@@ -110,7 +110,7 @@ def check_progress(
     That is where the time left is too short for a step and a save, as they were measured before, or where the slices of
     this job before it left nothing newer than they found. `found_step`: the newest checkpoint, -1 for none.
     """
-    job = environ.get("HPCRL_CHAIN") or environ.get("SLURM_JOB_ID")
+    job = environ.get("SLURM_JOB_ID")
     if job is not None:
         slices, this = read_json(folder / SLICES_FILE, []), {"job": job, "step": found_step}
         if slices[-FRUITLESS_SLICES:] == [this] * FRUITLESS_SLICES:

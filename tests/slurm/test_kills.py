@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.launch.heartbeat import read
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import PHASES, environment, hold, largest_difference, lines, places, rank_for, write_job
 from tests.trainer.test_hangs import STOPPED, WITHIN, assert_verdict
@@ -45,10 +46,18 @@ def test_a_kill_costs_what_came_after_the_last_checkpoint(
 def test_a_rank_that_is_stopped_is_named_and_the_job_ends(lab: Lab, tmp_path: Path) -> None:
     lab = environment(lab, tmp_path)
     job = lab.sbatch([write_job(tmp_path, run={"watchdog": PATIENCE}), "stopped"], cwd=tmp_path)
-    os.kill(hold(lab, job, tmp_path / "hold" / "2.update_actor", 3), signal.SIGSTOP)
+    rank, run = 3, tmp_path / "runs" / "stopped"
+    pid = hold(lab, job, tmp_path / "hold" / "2.update_actor", rank)
+
+    def is_told() -> bool:
+        record = read(run / "heartbeat", rank)
+        return record is not None and record.phase == "update_actor"
+
+    lab.until(is_told, "known to be in its phase", job)
+    os.kill(pid, signal.SIGSTOP)
     begin = time.monotonic()
     assert lab.wait(job) == "FAILED"
     assert time.monotonic() - begin < WITHIN
     assert lab.exit_code(job) == 86
-    verdict = assert_verdict(tmp_path / "runs" / "stopped", 3, "update_actor", STOPPED, node="n1")
+    verdict = assert_verdict(run, rank, "update_actor", STOPPED, node="n1")
     assert "--exclude=n1" in verdict
