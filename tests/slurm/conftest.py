@@ -100,6 +100,7 @@ def start(nodes: int) -> Iterator[Lab]:
     folder = Path(tempfile.mkdtemp(prefix="slurm_lab_"))
     # A shell variable of a job that runs these tests would describe another job.
     env = cleaned(dict(os.environ)) | {"SLURM_CONF": str(folder / "etc" / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+    env["SLURM_LAB_KILL_WAIT"] = "5"  # seconds that the other ranks live on after a kill
     try:
         subprocess.run([LAB, "up", folder, str(nodes)], check=True, env=env, stdout=subprocess.DEVNULL, timeout=60)
         yield Lab(folder, env)
