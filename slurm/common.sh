@@ -27,6 +27,9 @@ hpcrl_start() {
     trap : TERM
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # compute nodes have no internet; a hub's time-outs cost minutes
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun takes it from here alone
+    unset SLURM_EXPORT_ENV # of `sbatch --export=NONE`: srun would keep what is exported here from the ranks
+    command -v scontrol >/dev/null ||
+        hpcrl_say "no scontrol on this node: a slice that has saved cannot be requeued, and is to be submitted again"
     hpcrl_choose_python
     hpcrl_choose_mpi
     hpcrl_choose_network
@@ -99,12 +102,11 @@ hpcrl_run_dir() {
 hpcrl_choose_python() {
     hpcrl_python=(python3) hpcrl_srun_options=()
     local container=${HPCRL_CONTAINER:-}
-    if [[ -n ${HPCRL_IMAGE:-} && -z $container ]]; then
+    if [[ -n ${HPCRL_IMAGE:-} && ${HPCRL_DRY_RUN:-} == 1 && -x ${HPCRL_VENV:=.venv}/bin/python3 ]]; then
+        hpcrl_say "the dry run takes $HPCRL_VENV and not $HPCRL_IMAGE"
+        container=none
+    elif [[ -n ${HPCRL_IMAGE:-} && -z $container ]]; then
         container=$(hpcrl_container)
-        if [[ -z $container && ${HPCRL_DRY_RUN:-} == 1 ]]; then
-            hpcrl_say "no Pyxis and no Apptainer here: the dry run goes without $HPCRL_IMAGE"
-            container=none
-        fi
     fi
     # shellcheck disable=SC2086 # one word for each module
     [[ -z ${HPCRL_MODULES:-} ]] || module load $HPCRL_MODULES
@@ -222,9 +224,12 @@ hpcrl_interface() {
 
 # hpcrl_find_end: HPCRL_END_TIME, the end of the allocation in seconds since 1970; unset where there is none
 hpcrl_find_end() {
-    local stamp=${SLURM_JOB_END_TIME:-}
+    local stamp=${SLURM_JOB_END_TIME:-} said
+    unset HPCRL_END_TIME # of another job, when this one was submitted from inside it
     if [[ -z $stamp && -n ${SLURM_JOB_ID:-} ]]; then
-        stamp=$(date +%s -d "$(squeue -h -j "$(hpcrl_job)" -o %e)" 2>/dev/null)
+        said=$(squeue -h -j "$(hpcrl_job)" -o %e 2>/dev/null)
+        # `date -d ""` is last midnight; without an answer the program asks for itself
+        [[ $said != 20??-* ]] || stamp=$(date +%s -d "$said" 2>/dev/null)
     fi
     [[ ! $stamp =~ ^[0-9]+$ ]] || export HPCRL_END_TIME=$stamp
 }

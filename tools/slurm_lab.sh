@@ -143,9 +143,11 @@ up() {
         chmod 1777 "$dir/tmp/n$i"
     done
     write_configuration
+    trap down EXIT # whatever fails from here on leaves no daemon behind
     start_daemons
     for ((i = 0; i < 300; i++)); do
         if [[ $(sinfo -h -p gpu -o '%D %T' 2>/dev/null) == "$nodes idle" ]]; then
+            trap - EXIT
             echo "export SLURM_CONF=$SLURM_CONF"
             return
         fi
@@ -153,7 +155,6 @@ up() {
     done
     sinfo -N -l >&2 || true
     tail -n 20 "$dir"/log/*.log >&2
-    down
     die "the lab did not come up within 30 s; see above"
 }
 

@@ -84,6 +84,13 @@ def read_plain(path: Path) -> str:
 
 
 def _wrong_size(root: Path, name: str, size: int) -> str | None:
+    try:
+        return _other_size(root, name, size)
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+
+
+def _other_size(root: Path, name: str, size: int) -> str | None:
     path = root / name
     if not path.is_file():
         return f"{name} is missing"

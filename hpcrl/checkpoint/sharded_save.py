@@ -115,10 +115,8 @@ class ShardedSave:
         problem = None
         try:
             files, pieces = self._write(staged, small)
-        except OSError as error:
-            problem = f"{error.filename}: {error.strerror}"
         except Exception as error:  # a save that fails costs that checkpoint alone
-            problem = f"{type(error).__name__}: {error}"
+            problem = told(error)
         if problem is not None:
             problem = f"rank {self._groups.rank} on {socket.gethostname()}: {problem}"
         self._tell(SavedPart(self._groups.rank, files, pieces, problem, time.perf_counter() - self._start))
@@ -160,6 +158,13 @@ def describe(path: Path, plans: Sequence[SavePlan], parts: Sequence[SavedPart]) 
     ]
     dcp.FileSystemWriter(path).finish(metadata, results)
     return placed(path, hash_file(path / ".metadata", ".metadata"))
+
+
+def told(error: Exception) -> str:
+    """One line."""
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
 
 
 def placed(path: Path, entry: FileEntry) -> FileEntry:

@@ -129,7 +129,7 @@ class CheckpointStore:
         fsync(self.root)
 
     def _drop_old(self, newest: int) -> None:
-        """Keep the newest `keep` up to the one just written. Later ones, of an abandoned future, are left alone."""
+        """What retention drops up to the one just written. Later ones, of an abandoned future, are left alone."""
         for aside in self.root.glob("step_*.replaced"):
             if aside.with_suffix("").exists():
                 _remove(aside)

@@ -6,6 +6,7 @@ import ctypes
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -198,6 +199,8 @@ def open_store(comm: MPI.Intracomm, one_node: bool) -> tuple[torch.distributed.S
     if comm.rank == 0:
         if not one_node:
             host = own_address(socket.gethostname())
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two connections of every rank end here
         listener = socket.socket()
         listener.bind((host, 0))
         listener.listen(1024)

@@ -60,14 +60,12 @@ class ArchiveWorker(Worker):
     def write(self, batch: DataProto, folder: str | None = None) -> tuple[int | None, str, str] | None:
         """Write every sample to this rank's log of meta_info["step"], in the run's archive or in `folder`.
 
-        `folder` is a checkpoint's, which may fail where the run must not: then an OSError's arguments are given.
+        Gives the arguments of an OSError: a full disk must not end the run.
         """
         path = log_path(folder or self.folder, batch.meta_info["step"], self.rank)
         try:
             self._write(batch, path)
         except OSError as error:
-            if folder is None:
-                raise
             return error.errno, f"{error.strerror} (rank {self.rank} on {socket.gethostname()})", str(path)
         return None
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -49,42 +52,75 @@ class MetricsWriter:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._last_step = _drop_steps_from(folder / METRICS_FILE, first_step)
-        self._lines: TextIO = open(folder / METRICS_FILE, "a", encoding="utf-8")
+        self._lines = open(folder / METRICS_FILE, "ab", buffering=0)
+        self._waiting = b""  # lines that a full disk has not taken
+        self._is_told = False
         self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step)
         self._board.add_custom_scalars(CHARTS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write all metrics of `step`; a step is written once, steps rise. On return they survive a kill."""
+        """Write all metrics of `step`; a step is written once, steps rise. On return they survive a kill.
+
+        A full disk does not end a run: lines that it does not take are written with a later one.
+        """
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; a step is one line")
         line: dict[str, float | int | None] = {"step": step}
         for tag, value in metrics.items():
             number = value if isinstance(value, int) else float(value)
             line[tag] = number if math.isfinite(number) else None
-            self._board.add_scalar(tag, number, step)
-        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-        self._lines.flush()
-        os.fsync(self._lines.fileno())
-        self._board.flush()
         self._last_step = step
+        self._waiting += (json.dumps(line, allow_nan=False) + "\n").encode()
+        self._write_lines()
+        with self._without_disk():
+            for tag, value in metrics.items():
+                self._board.add_scalar(tag, float(value), step)
+            self._board.flush()
+
+    def _write_lines(self) -> None:
+        end = os.fstat(self._lines.fileno()).st_size
+        with self._without_disk():
+            try:
+                left = memoryview(self._waiting)
+                while left:
+                    left = left[self._lines.write(left) :]
+                os.fsync(self._lines.fileno())
+            except OSError:
+                os.ftruncate(self._lines.fileno(), end)  # half a line would spoil the next one
+                raise
+            self._waiting = b""
+
+    @contextmanager
+    def _without_disk(self) -> Iterator[None]:
+        """A warning, once, in place of an OSError."""
+        try:
+            yield
+        except OSError as error:
+            if not self._is_told:
+                log.warning("metrics cannot be written: %s; the run goes on, and tries again", error)
+            self._is_told = True
 
     def text(self, tag: str, step: int, markdown: str) -> None:
-        self._board.add_text(tag, markdown, step)
+        with self._without_disk():
+            self._board.add_text(tag, markdown, step)
 
     def hparams(self, config: Mapping[str, object], metrics: Mapping[str, float]) -> None:
         """Flat configuration and final metrics for TensorBoard's HParams tab; metrics appear as `hparam/<key>`."""
         values = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in config.items()}
         finals = {f"hparam/{key}": float(value) for key, value in metrics.items()}
-        # SummaryWriter.add_hparams would open a second run in a folder named by the time of day.
-        for summary in hparams_summaries(values, finals):
-            self._board._get_file_writer().add_summary(summary)
-        for key, value in finals.items():
-            self._board.add_scalar(key, value, max(self._last_step, 0))
-        self._board.flush()
+        with self._without_disk():
+            # SummaryWriter.add_hparams would open a second run in a folder named by the time of day.
+            for summary in hparams_summaries(values, finals):
+                self._board._get_file_writer().add_summary(summary)
+            for key, value in finals.items():
+                self._board.add_scalar(key, value, max(self._last_step, 0))
+            self._board.flush()
 
     def close(self) -> None:
+        self._write_lines()
         self._lines.close()
-        self._board.close()
+        with self._without_disk():
+            self._board.close()
 
 
 def _drop_steps_from(path: Path, step: int) -> int:

@@ -53,10 +53,11 @@ PF_PPO_STREAM = 0x7066  # keeps these numbers apart from others keyed by the sam
 
 
 class State(NamedTuple):
-    """The loop between two steps."""
+    """The loop between two steps. metrics: of the step that has ended."""
 
     loop: dict[str, Any]
     experience: BetweenSteps
+    metrics: dict[str, float]
 
 
 def run(world: World, config: Config, derived: Derived) -> int:
@@ -64,7 +65,7 @@ def run(world: World, config: Config, derived: Derived) -> int:
     inputs = world.together(lambda: read_inputs(config))
     world.together(lambda: check_recording(config))
     sampler = world.together(lambda: make_sampler(inputs.prompts["train"], config.data, config.run.seed))
-    start = find_start(world, config, needs_ref=derived.needs_ref, frozen=frozen_weights(config, derived))
+    start = find_start(world, config, needs_ref=derived.needs_ref, frozen=frozen_weights(config, derived), job="train")
     prompts, batch_size = len(inputs.prompts["train"]), config.data.train_batch_size
     total_steps = config.trainer.total_training_steps or steps_for_epochs(
         prompts, batch_size, config.trainer.total_epochs
@@ -102,7 +103,7 @@ class PPOTrainer:
         self.start = start
         self.total_steps = total_steps
         label = "ppo" if derived.needs_critic else config.algorithm.adv_estimator
-        self.run = Run(world, config, label, start, total_steps)
+        self.run = Run(world, config, "train", label, start, total_steps)
         log.info(
             "%d steps over %d prompts; %d filtered out as too long",
             total_steps,
@@ -156,6 +157,9 @@ class PPOTrainer:
                 self.durable.run_ended()
         except Leave as why:
             code = self.run.leave(why, self._save, self.trained)
+        except Exception:
+            self.run.saver.wait()  # the job is lost, the checkpoint under way need not be
+            raise
         self.controller["scorer"].close().get()
         self.controller["rollout"].close().get()
         return code
@@ -166,7 +170,7 @@ class PPOTrainer:
         if self.unlogged is not None:
             final = self._close_step(self.start.step)
         for step in range(self.start.step + 1, self.total_steps + 1):
-            self.run.slice.go_on("gen")
+            self.run.slice.go_on("gen" if self.experience.can_repeat else "step")
             self.metrics = {"training/global_step": float(step)}
             with self.timers("step"):
                 self._step(step)
@@ -196,7 +200,7 @@ class PPOTrainer:
                 batch = self._join(batch, workers["actor"].correct_rollout(batch).get())
             batch = self._join(batch, workers["actor"].compute_advantage(batch).get())
         trained = self._resampled(batch) if self.config.algorithm.use_pf_ppo else batch
-        timers.before("update_critic", "update_actor")
+        timers.before("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
         self.run.slice.is_open = False  # the models change, so the step has to end
         updates = {}
         if self.derived.needs_critic:
@@ -248,9 +252,14 @@ class PPOTrainer:
         return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo.reweight_method, pf_ppo.weight_pow)]
 
     def _archive(self, batch: DataProto, step: int) -> None:
-        self.controller["archive"].write(batch).get()
         folder, version = self.run.folder / "rollouts", int(batch.samples["weight_version_max"].max())
-        finish_step(folder, step, seed=self.config.run.seed, weight_version=version, report=log.warning)
+        try:
+            for problem in self.controller["archive"].write(batch).get():
+                if problem is not None:
+                    raise OSError(*problem)
+            finish_step(folder, step, seed=self.config.run.seed, weight_version=version, report=log.warning)
+        except OSError as error:
+            log.warning("the rollouts of step %d are not archived: %s", step, error)
 
     def _close_step(self, step: int) -> dict[str, float]:
         """Validation where it is due, and the step's line; gives what validation found."""
@@ -305,7 +314,7 @@ class PPOTrainer:
             "init_from": str(self.start.init_from) if self.start.init_from else None,
             "frozen": {role: str(folder) for role, folder in self.start.frozen.items()},
         }
-        return State(loop, self.experience.between_steps())
+        return State(loop, self.experience.between_steps(), self.metrics)
 
     def _save(self) -> None:
         """A checkpoint of the last step trained, whether it is logged or not."""
@@ -317,7 +326,7 @@ class PPOTrainer:
             step,
             roles,
             state.loop | (line or {}),
-            self.metrics,
+            state.metrics,
             files=lambda folder: self.experience.save(folder, step, state.experience),
         )
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def run(world: World, config: Config, derived: DerivedRm) -> int:
     """`hpcrl rm` on every rank."""
     inputs = world.together(lambda: read_rm_inputs(config))
-    start = find_start(world, config, trained="reward")
+    start = find_start(world, config, trained="reward", job="rm")
     start_slice(world, config, start, config.rm.total_training_steps)
     team = build_rm_team(world, config, derived, inputs)
     code = run_program(
@@ -57,7 +57,7 @@ class RewardModelTrainer:
         self.pairs = pairs
         self.start = start
         self.dp = derived.roles["reward"].dp
-        self.run = Run(world, config, "rm", start, config.rm.total_training_steps)
+        self.run = Run(world, config, "rm", "rm", start, config.rm.total_training_steps)
         self.stragglers = Stragglers(controller, self.run.folder, waits=True)
         self.step = start.step
         self.metrics: dict[str, float] = {}
@@ -72,6 +72,9 @@ class RewardModelTrainer:
             return self.run.close(self._train())
         except Leave as why:
             return self.run.leave(why, self._save, self.step)
+        except Exception:
+            self.run.saver.wait()  # the job is lost, the checkpoint under way need not be
+            raise
 
     def _train(self) -> dict[str, float]:
         """All steps; gives the metrics of the last evaluation."""

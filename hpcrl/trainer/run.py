@@ -57,6 +57,7 @@ def find_start(
     needs_ref: bool = False,
     frozen: Mapping[str, str] | None = None,
     trained: str = "actor",
+    job: str | None = None,
 ) -> Start:
     """Rank 0 looks; all ranks get what it found.
 
@@ -79,6 +80,9 @@ def find_start(
             raise InputError(
                 f"{folder} holds checkpoints of {', '.join(roles)}, of another kind of job; choose another run.name"
             )
+        before = found[2].get("job", job) if found else job
+        if job is not None and before != job:
+            raise InputError(f"{folder} holds checkpoints of `hpcrl {before}`; choose another run.name")
         named = found[2].get("init_from") if found else config.model.init_from
         init_from = Path(named) if named else None
         if init_from is not None and (needs_ref or not found):
@@ -97,8 +101,9 @@ def find_start(
 class Run:
     """A run's files and clocks, on rank 0."""
 
-    def __init__(self, world: World, config: Config, label: str, start: Start, total_steps: int) -> None:
-        self.config = config
+    def __init__(self, world: World, config: Config, job: str, label: str, start: Start, total_steps: int) -> None:
+        """`job`: the subcommand."""
+        self.config, self.job = config, job
         self.folder = run_directory(config)
         first_step = start.step + 1
         if start.unlogged is None and first_step > total_steps:
@@ -144,7 +149,7 @@ class Run:
 
         metrics: of the step, for trainer.checkpoint.best_metric.
         """
-        stamp = {"config_hash": config_hash(self.config), "versions": versions(), "roles": list(roles)}
+        stamp = {"job": self.job, "config_hash": config_hash(self.config), "versions": versions(), "roles": list(roles)}
 
         def write(folder: Path) -> dict[str, Any]:
             return {**stamp, **state, **(files(folder) if files is not None else {})}
@@ -156,7 +161,10 @@ class Run:
         if self.saver.step_under_way is not None:
             with self.timers("save_checkpoint"):
                 self.saver.poll()
-        return self.saver.metrics()
+        found = self.saver.metrics()
+        if "perf/save_seconds" in found:
+            self.slice.remember_times()  # a slice that is killed leaves them, too
+        return found
 
     def leave(self, why: Leave, save: Callable[[], None], step: int) -> int:
         """The end of this slice, after `step`; `save` begins the checkpoint that the next one goes on from.
@@ -231,8 +239,8 @@ def warn_of_changes(folder: Path, config: Config) -> None:
 
 
 def without_nan(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN."""
-    return {name: None if math.isnan(value) else value for name, value in metrics.items()}
+    """JSON has neither NaN nor infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def with_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +14,12 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan
 
 from hpcrl.checkpoint.retention import Retention
-from hpcrl.checkpoint.sharded_save import SavedPart, describe
+from hpcrl.checkpoint.sharded_save import SavedPart, describe, told
 from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import TrainerConfig
 from hpcrl.controller.controller import Controller
 from hpcrl.launch.board import Board
+from hpcrl.launch.exits import InputError
 from hpcrl.telemetry.timers import PhaseTimers
 
 log = logging.getLogger(__name__)
@@ -93,8 +95,10 @@ class Saver:
         try:
             pending = self._store.begin(step)
             state = files(pending)
-        except OSError as error:
-            self._fail(step, [f"rank 0: {error.filename}: {error.strerror}"])
+        except (InputError, AssertionError):
+            raise
+        except Exception as error:
+            self._fail(step, [f"rank 0: {told(error)}"])
             return
         self._num_begun += 1
         key, scratch = f"save/{self._num_begun}", self._options.scratch_dir
@@ -155,8 +159,8 @@ class Saver:
         except SaveError as error:
             self._fail(save.step, error.problems)
             return
-        except OSError as error:
-            self._fail(save.step, [f"rank 0: {error.filename}: {error.strerror}"])
+        except Exception as error:
+            self._fail(save.step, [f"rank 0: {told(error)}"])
             return
         self.saved_step, self._under_way, self._last_failed = save.step, None, False
         self._timers.took("save_checkpoint", self._seconds)  # what a save takes for which the loop has to wait
@@ -175,8 +179,10 @@ class Saver:
 
     def _metric(self, step: int, metrics: Mapping[str, float]) -> float | None:
         name = self._options.best_metric
-        if name is None or name in metrics:
-            return metrics[name] if name is not None else None
+        if name is None:
+            return None
+        if name in metrics:
+            return metrics[name] if math.isfinite(metrics[name]) else None
         if self._knows_metric:
             validated = ", ".join(key for key in metrics if key.startswith(("val-core/", "val/"))) or "none"
             log.warning(

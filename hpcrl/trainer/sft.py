@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def run(world: World, config: Config, derived: DerivedSft) -> int:
     """`hpcrl sft` on every rank."""
     inputs = world.together(lambda: read_inputs(config, sft=True))
-    start = find_start(world, config)
+    start = find_start(world, config, job="sft")
     start_slice(world, config, start, 0 if start.state.get("reached") else config.sft.total_training_steps)
     team = build_sft_team(world, config, derived, inputs)
     code = run_program(
@@ -58,7 +58,7 @@ class SFTTrainer:
         assert inputs.answers is not None
         self.answers = inputs.answers
         self.dp = derived.roles["actor"].dp
-        self.run = Run(world, config, "sft", start, config.sft.total_training_steps)
+        self.run = Run(world, config, "sft", "sft", start, config.sft.total_training_steps)
         self.stragglers = Stragglers(controller, self.run.folder, waits=True)
         self.step, self.reached = start.step, bool(start.state.get("reached"))
         self.metrics: dict[str, float] = {}
@@ -84,6 +84,9 @@ class SFTTrainer:
             code = self.run.close(self._train())
         except Leave as why:
             code = self.run.leave(why, self._save, self.step)
+        except Exception:
+            self.run.saver.wait()  # the job is lost, the checkpoint under way need not be
+            raise
         if self.validator is not None:
             self.controller["scorer"].close().get()
             self.controller["rollout"].close().get()

@@ -1,7 +1,7 @@
 """A run's share of one allocation: when it has to end, what it measured, and whether the chain of slices gets anywhere.
 
 <run>/times.json    what later slices and `hpcrl submit` plan with, in seconds: setup_s, step_s, save_s, and phases
-<run>/slices.json   the last slices: {"job": ..., "step": newest checkpoint that it found, -1 for none}
+<run>/slices.json   the last slices: Slurm's job and restart; step of the newest checkpoint found, -1 for none
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hpcrl.telemetry.timers import PhaseTimers
 log = logging.getLogger(__name__)
 
 TIMES_FILE, SLICES_FILE = "times.json", "slices.json"
+PLANNED = {"step_s": "step", "save_s": "save_checkpoint"}
 FRUITLESS_SLICES = 2  # in a row, after which a chain of them ends
 SLICES_KEPT = 100
 
@@ -58,8 +59,7 @@ class Slice:
         self._clock = clock
         self._times = read_json(folder / TIMES_FILE, {})
         self._has_begun = False
-        for phase, seconds in self._times.get("phases", {}).items():
-            timers.longest.setdefault(phase, seconds)
+        self._before: dict[str, float] = self._times.get("phases", {})  # what the last slice measured
         timers.gate = self._pass_or_leave
 
     def go_on(self, *phases: str) -> None:
@@ -70,36 +70,41 @@ class Slice:
             self._times["setup_s"] = max(setup, self._times.get("setup_s", 0.0))
             self._has_begun = True
         self.is_open = True
-        self.timers.before(*phases)
-        self.is_open = False
+        try:
+            self.timers.before(*phases)
+        finally:
+            self.is_open = False
 
     def remember_times(self) -> None:
         """What was measured, for later slices."""
-        longest = self.timers.longest
-        self._times |= {
-            "step_s": max(longest.get("step", 0.0), self._times.get("step_s", 0.0)),
-            "save_s": max(longest.get("save_checkpoint", 0.0), self._times.get("save_s", 0.0)),
-            "phases": longest,
-        }
+        longest = self._before | self.timers.longest
+        self._times |= {name: longest[phase] for name, phase in PLANNED.items() if phase in longest}
+        self._times["phases"] = longest
         write_json(self.folder / TIMES_FILE, self._times)
 
     def _pass_or_leave(self, phases: tuple[str, ...]) -> None:
         if not self.is_open:
             return
+        why = self._why_not(phases)
+        if why is not None:
+            self.is_open = False  # what leaving has to do is not to be left
+            raise Leave(why)
+
+    def _why_not(self, phases: tuple[str, ...]) -> str | None:
         request = self._requested()
         if request is not None:
-            raise Leave(f"{request}, before {phases[0]}")
+            return f"{request}, before {phases[0]}"
         if self._ends_at is None:
-            return
-        longest = self.timers.longest
+            return None
+        longest = self._before | self.timers.longest
         needed = sum(longest.get(phase, 0.0) for phase in phases)
         needed += self.num_saves() * longest.get("save_checkpoint", 0.0)
         left = self._ends_at - self._clock()
-        if needed + self._margin > left:
-            raise Leave(
-                f"the allocation ends in {duration(max(left, 0.0))}; {', '.join(phases)} and a save take "
-                f"{duration(needed)}"
-            )
+        if needed + self._margin <= left:
+            return None
+        return (
+            f"the allocation ends in {duration(max(left, 0.0))}; {', '.join(phases)} and a save take {duration(needed)}"
+        )
 
 
 def check_progress(
@@ -112,8 +117,12 @@ def check_progress(
     """
     job = environ.get("SLURM_JOB_ID")
     if job is not None:
-        slices, this = read_json(folder / SLICES_FILE, []), {"job": job, "step": found_step}
-        if slices[-FRUITLESS_SLICES:] == [this] * FRUITLESS_SLICES:
+        restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        this = {"job": job, "restart": restart, "step": found_step}
+        # Of several tries in one allocation, which a person makes, the last one counts.
+        slices = [one for one in read_json(folder / SLICES_FILE, []) if (one["job"], one["restart"]) != (job, restart)]
+        before = [(one["job"], one["step"]) for one in slices[-FRUITLESS_SLICES:]]
+        if before == [(job, found_step)] * FRUITLESS_SLICES:
             found = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
             raise InputError(
                 f"the last {FRUITLESS_SLICES} slices of job {job} began with {found}, and so does this one; expected "
@@ -129,7 +138,8 @@ def check_progress(
     if needed > 0 and left < needed + margin:
         raise InputError(
             f"the allocation ends in {duration(left)}; a step and a save of this run took {duration(needed)}, and "
-            f"{margin:.0f} s are kept free (trainer.walltime_margin): ask for more time"
+            f"{margin:.0f} s are kept free (trainer.walltime_margin): ask for more time, or, if that was an exception, "
+            f"remove {folder / TIMES_FILE}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import Counter, defaultdict, deque
@@ -104,7 +105,7 @@ class Stragglers:
                 "on, leave the node out: sbatch --exclude=%s",
                 *(slow.rank, slow.node, ratio, slow.phase, count, len(self._history), slow.node),
             )
-            with open(self._path, "a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **slow._asdict(), "ratio": round(ratio, 2)}) + "\n")
         self._told = {slow for slow, _, _ in found}
 

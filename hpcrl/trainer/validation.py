@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.telemetry.generations import generations_table, write_generations
 from hpcrl.trainer.scoring import scored
 from hpcrl.trainer.validation_metrics import SEED, Variables, metric_tags, validation_metrics
+
+log = logging.getLogger(__name__)
 
 
 class Validator:
@@ -81,7 +84,10 @@ class Validator:
             if self.folder is not None:
                 written += self._generations(batch, range(len(batch)), way, step)
         if self.folder is not None:
-            write_generations(self.folder / f"{step}.jsonl", written)
+            try:
+                write_generations(self.folder / f"{step}.jsonl", written)
+            except OSError as error:
+                log.warning("the generations of step %d are not written: %s", step, error)
         return metrics | failures, "\n\n".join(tables)
 
     def _sample(self, way: ValKwargs, shown: Sequence[int]) -> DataProto:

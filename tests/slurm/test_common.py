@@ -82,6 +82,18 @@ def test_pmi_is_what_the_library_speaks_and_the_site_offers(library: str, offere
     assert bash('hpcrl_pmi_for "$1" "$2"', library, offered).stdout.strip() == pmi
 
 
+@pytest.mark.parametrize(
+    ("said", "end"),
+    [("2026-11-21T22:00:00", "1795298400"), ("", "none"), ("N/A", "none"), ("Unknown", "none")],
+)
+def test_the_end_is_known_or_left_open(said: str, end: str) -> None:
+    """An empty date would be last midnight, and the allocation over before it began."""
+    script = f'squeue() {{ echo "{said}"; }}; hpcrl_find_end; echo "${{HPCRL_END_TIME:-none}}"'
+    assert bash(script, SLURM_JOB_ID="7", HPCRL_END_TIME="1", TZ="UTC").stdout.strip() == end
+    failing = bash("squeue() { return 1; }; hpcrl_find_end; echo ${HPCRL_END_TIME:-none}", SLURM_JOB_ID="7")
+    assert failing.stdout.strip() == "none"
+
+
 def test_run_folder_follows_overrides() -> None:
     found = bash('hpcrl_run_dir "$@"', "runs/ppo", "actor.optim.lr=1", "run.name=a b", "run.dir=/x y")
     assert found.stdout == "/x y/a b\n"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from contextlib import closing
 from pathlib import Path
 
@@ -87,6 +88,25 @@ def test_a_step_cannot_be_written_twice(tmp_path):
         writer.log(2, {"a": 1.0})
         with pytest.raises(ValueError, match="step 2"):
             writer.log(2, {"a": 1.0})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_a_full_disk_costs_no_line(tmp_path, caplog):
+    """What the disk did not take, half lines too, comes with a later step."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(MetricsWriter(tmp_path, first_step=0)) as writer:
+        writer.log(1, {"a": 1.0})
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limit[1]))
+        try:
+            writer.log(2, {"a": 2.0})
+            writer.log(3, {"a": 3.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert lines(tmp_path) == [{"step": 1, "a": 1.0}]
+        writer.log(4, {"a": 4.0})
+    assert lines(tmp_path) == [{"step": step, "a": float(step)} for step in range(1, 5)]
+    assert caplog.text.count("metrics cannot be written") == 1
 
 
 def test_text_hparams_and_layout_reach_tensorboard(tmp_path):
