@@ -70,10 +70,8 @@ class Slice:
             self._times["setup_s"] = max(setup, self._times.get("setup_s", 0.0))
             self._has_begun = True
         self.is_open = True
-        try:
-            self.timers.before(*phases)
-        finally:
-            self.is_open = False
+        self.timers.before(*phases)
+        self.is_open = False
 
     def remember_times(self) -> None:
         """What was measured, for later slices."""
