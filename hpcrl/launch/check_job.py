@@ -28,7 +28,7 @@ from hpcrl.launch.node import node_name
 from hpcrl.launch.outliers import Pair, best_of_nodes, deviants, late_links, slow_nodes, slow_pairs
 from hpcrl.launch.verdict import ranks_in_words
 from hpcrl.launch.whereabouts import Whereabouts
-from hpcrl.launch.world import finish, start_mpi
+from hpcrl.launch.world import abort, finish, start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,12 +84,26 @@ def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> 
         if exits.is_first_launched(os.environ):
             report([Finding("MPI", "unusable", str(error))])
         os._exit(exits.OTHER)
-    folder = _agreed_folder(comm, find_folder)
+    try:
+        finish(_run(comm, here, timer, find_folder, verify))
+    except BaseException as error:  # the others would wait for this rank
+        abort(error, rank=comm.rank, phase=here.phase)
+
+
+def _run(
+    comm: MPI.Intracomm,
+    here: Whereabouts,
+    timer: threading.Timer,
+    find_folder: Callable[[], str],
+    verify: Callable[[str], list[str]],
+) -> int:
+    """The exit code, on every rank. `timer` is stopped when all that may hang has been done."""
+    from mpi4py import MPI
 
     def stage(name: str) -> AbstractContextManager[None]:
         return here.within("check", name)
 
-    from mpi4py import MPI
+    folder = _agreed_folder(comm, find_folder)
 
     with stage("looking at versions and folders"):
         found = exchange(comm, facts(MPI.Get_library_version()))
@@ -115,7 +129,7 @@ def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> 
             *bundle_findings(shared.path, verify),
         ]
         code = report(table, "a job on these nodes")
-    finish(broadcast(comm, code))
+    return int(broadcast(comm, code))
 
 
 def nodes_of(hosts: Sequence[str]) -> list[Node]:
@@ -242,7 +256,8 @@ def _try_folder(comm: MPI.Intracomm, folder: str) -> Folder:
     seen = exchange(comm, wrong is not None or see_canary(path, token))
     if comm.rank == 0:
         canary_path(path, token).unlink(missing_ok=True)
-    return Folder(path, shutil.disk_usage(path).free, wrong, [rank for rank, saw in enumerate(seen) if not saw])
+    free = shutil.disk_usage(path).free if comm.rank == 0 else 0  # other nodes may not have that folder
+    return Folder(path, free, wrong, [rank for rank, saw in enumerate(seen) if not saw])
 
 
 def _some_of(nodes: Sequence[Node], ranks: Sequence[int]) -> list[Node]:

@@ -27,6 +27,8 @@ if WRONG == "version" and RANK == 3:
 if WRONG == "folder" and RANK >= 2:
     os.makedirs("elsewhere", exist_ok=True)
     os.chdir("elsewhere")
+if WRONG == "broken" and RANK == 3:
+    check_job.see_canary = lambda path, token: 1 / 0
 if WRONG == "dead":
     check_job.DEADLINE = 3.0
     if RANK == 1:
@@ -34,6 +36,6 @@ if WRONG == "dead":
 
 if __name__ == "__main__":
     try:
-        cli.main(["check", "--job"])
+        cli.main(["check", "--job", *sys.argv[2:]])
     finally:
         assert "torch" not in sys.modules

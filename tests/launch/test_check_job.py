@@ -20,8 +20,8 @@ CHECKING_JOB = Path(__file__).with_name("checking_job.py")
 
 
 @pytest.fixture
-def check(run: Callable[..., Ended]) -> Callable[[str], Ended]:
-    return lambda wrong: run(MPIEXEC, "-n", "4", sys.executable, CHECKING_JOB, wrong)
+def check(run: Callable[..., Ended]) -> Callable[..., Ended]:
+    return lambda *wrong: run(MPIEXEC, "-n", "4", sys.executable, CHECKING_JOB, *wrong)
 
 
 def told(ended: Ended) -> list[str]:
@@ -50,6 +50,22 @@ def test_a_folder_that_one_node_does_not_share_is_named(check: Callable[[str], E
     assert ended.code == 1, ended.stdout + ended.stderr
     (line,) = told(ended)
     assert line.startswith("wrong: shared folder: ") and "was not seen" in line and "on n1 (ranks 2-3)" in line
+
+
+def test_a_folder_that_is_not_there_on_one_node_is_named(check: Callable[..., Ended], tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "job.yaml").write_text(json.dumps({"run": {"dir": "runs", "name": "x"}}))
+    ended = check("folder", "job.yaml")
+    assert ended.code == 1 and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
+    (line,) = told(ended)
+    assert "was not seen" in line and "on n1 (ranks 2-3)" in line
+    assert f"shared folder  {tmp_path / 'runs'}," in ended.stdout
+
+
+def test_an_error_on_one_rank_ends_the_check_on_all(check: Callable[..., Ended]) -> None:
+    ended = check("broken")
+    assert ended.code != 0 and ended.stdout == ""
+    assert "hpcrl: rank 3 failed" in ended.stderr and "ZeroDivisionError" in ended.stderr
 
 
 def test_a_damaged_bundle_is_named(check: Callable[[str], Ended], tmp_path: Path) -> None:
