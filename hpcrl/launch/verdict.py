@@ -13,11 +13,13 @@ LONGEST_STACKS = 20_000  # characters of one rank's stacks in the verdict
 
 @dataclass(frozen=True)
 class Verdict:
-    """culprits: their ranks, never empty. why: what they have in common, in words."""
+    """culprits: their ranks, never empty. why: what they have in common, in words. is_clear: false where only some of
+    them are to blame, and the records do not say which."""
 
     sightings: tuple[Sighting, ...]
     culprits: tuple[int, ...]
     why: str
+    is_clear: bool = True
 
     @property
     def first(self) -> Heartbeat | None:
@@ -41,7 +43,7 @@ class Verdict:
     def nodes(self) -> list[str]:
         """Of the culprits, where not all nodes are theirs: what a requeued job may do without."""
         blamed = _hosts(self._of(self.culprits))
-        return sorted(blamed) if blamed != _hosts(self.sightings) else []
+        return sorted(blamed) if self.is_clear and blamed != _hosts(self.sightings) else []
 
     def _of(self, ranks: Iterable[int]) -> list[Sighting]:
         return [self.sightings[rank] for rank in ranks]
@@ -59,8 +61,9 @@ def judge(sightings: Sequence[Sighting]) -> Verdict:
 
     First those whose records are not renewed: no Python runs there. Else commands decide: a part of command k waits
     only for parts of k on other ranks, so what the lowest command under way waits for is among its own ranks. There
-    it is those who do not wait inside MPI; where nobody waits there, as all are in a GPU's collective, those whose
-    phase has got less far.
+    it is those who do not wait inside MPI. Waits in a GPU's collective are not seen, so where nobody waits inside MPI,
+    or the ticks of those who do not differ, it may be any of them: a pipeline's last stage has fewer ticks than the
+    stage that hangs and that it waits for.
     """
     everyone = tuple(sightings)
     stale = [sighting for sighting in everyone if sighting.is_stale or sighting.record is None]
@@ -70,8 +73,11 @@ def judge(sightings: Sequence[Sighting]) -> Verdict:
     commands = {record.command for record in records if record.command is not None}
     first = [s for s, record in zip(everyone, records, strict=True) if commands and record.command == min(commands)]
     working = [sighting for sighting in first if not _waits(sighting)]
+    if len(working) > 1 and (len(working) == len(first) or _differ_in_ticks(working)):
+        why = "and it is not clear which of them the others wait for: compare their stacks"
+        return Verdict(everyone, _ranks(working), why, is_clear=False)
     if working:
-        return _verdict(everyone, _least_far(working), "")
+        return _verdict(everyone, working, "")
     outside = [s for s, record in zip(everyone, records, strict=True) if record.command is None and not _waits(s)]
     if outside:
         return _verdict(everyone, outside, "")
@@ -93,7 +99,8 @@ def report(
         "| rank | node | phase (role) | command | progress | silent | in MPI | |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_row(sighting, sighting.rank in verdict.culprits) for sighting in verdict.sightings]
+    blame = "**to blame**" if verdict.is_clear else "perhaps"
+    lines += [_row(sighting, blame if sighting.rank in verdict.culprits else "") for sighting in verdict.sightings]
     lines += ["", "## Stacks", ""]
     for rank in verdict.culprits:
         found = stacks.get(rank)
@@ -108,6 +115,8 @@ def report(
 
 def _advice(verdict: Verdict, environ: Mapping[str, str]) -> str:
     text = "The run goes on from its newest checkpoint when it is started again. "
+    if not verdict.is_clear:
+        return text + "Which rank it was is not clear, and leaving out a node may not help: compare the stacks first."
     if not verdict.nodes:
         return text + "No single node is to blame: look at the stacks first."
     nodes, job = ",".join(verdict.nodes), environ.get("SLURM_JOB_ID")
@@ -122,12 +131,15 @@ def _advice(verdict: Verdict, environ: Mapping[str, str]) -> str:
 def _verdict(everyone: tuple[Sighting, ...], blamed: Sequence[Sighting], why: str) -> Verdict:
     if len(blamed) == len(everyone) > 1 and not why:
         why = "none of them in MPI; compare their stacks"
-    return Verdict(everyone, tuple(sighting.rank for sighting in blamed), why)
+    return Verdict(everyone, _ranks(blamed), why)
 
 
-def _least_far(blamed: list[Sighting]) -> list[Sighting]:
-    fewest = min(sighting.record.ticks for sighting in blamed if sighting.record)
-    return [sighting for sighting in blamed if sighting.record and sighting.record.ticks == fewest]
+def _ranks(sightings: Iterable[Sighting]) -> tuple[int, ...]:
+    return tuple(sighting.rank for sighting in sightings)
+
+
+def _differ_in_ticks(sightings: Iterable[Sighting]) -> bool:
+    return len({sighting.record.ticks for sighting in sightings if sighting.record}) > 1
 
 
 def _waits(sighting: Sighting) -> bool:
@@ -169,12 +181,12 @@ def _place(sighting: Sighting) -> str:
     return f"{record.phase} ({record.role})" if record.role else str(record.phase)
 
 
-def _row(sighting: Sighting, blamed: bool) -> str:
+def _row(sighting: Sighting, blame: str) -> str:
     record = sighting.record
     if record is None:
-        return f"| {sighting.rank} | ? | never reported | | | | | **to blame** |"
+        return f"| {sighting.rank} | ? | never reported | | | | | {blame} |"
     told = replace(record, waiting_s=record.waiting_s + sighting.age_s) if _waits(sighting) else record
     waiting = f"waits {told.waiting_s:.0f} s" if _waits(sighting) else ("no report" if sighting.is_stale else "no")
     command = "" if record.command is None else str(record.command)
     cells = [sighting.rank, record.host, _place(sighting), command, record.ticks, f"{sighting.silent_s:.0f} s", waiting]
-    return "| " + " | ".join(map(str, [*cells, "**to blame**" if blamed else ""])) + " |"
+    return "| " + " | ".join(map(str, [*cells, blame])) + " |"

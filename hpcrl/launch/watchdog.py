@@ -240,7 +240,8 @@ class Watchdog:
             target.write_text(text, encoding="utf-8")
         except OSError as error:
             log.error("cannot write %s: %s", target, error.strerror)
-        exits.write_exit(self._run_dir, exits.HANG, verdict.culprits[0], role, phase, verdict.sentence)
+        rank = verdict.culprits[0] if verdict.is_clear else None
+        exits.write_exit(self._run_dir, exits.HANG, rank, role, phase, verdict.sentence)
         log.error("%s", verdict.sentence)
         os.write(2, f"hpcrl: hang: {verdict.sentence}; see {target}\n".encode(errors="replace"))
         self._judging = TOLD
