@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import xxhash
 
 from hpcrl.checkpoint.manifest import FileEntry
+
+LONGEST_UNSYNCED = 1 << 30  # bytes; else most of the time of a large file would be its last fsync, which tells nothing
 
 
 class HashedFile:
@@ -20,11 +23,13 @@ class HashedFile:
     after it is dropped, and the end of the `with` raises it, an OSError that names the file.
     """
 
-    def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """`mode`: who may read and write it, before the umask."""
+    def __init__(self, path: Path, mode: int = 0o666, tick: Callable[[], None] = lambda: None) -> None:
+        """mode: who may read and write it, before the umask. tick: is called when the file system took some bytes."""
         self.path = path
         self.size = 0
         self._digest = xxhash.xxh3_128()
+        self._tick = tick
+        self._unsynced = 0
         self._error: OSError | None = None
         self._file = open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode))
 
@@ -39,9 +44,17 @@ class HashedFile:
                 if not written:
                     raise OSError(errno.EIO, "the file system took no more bytes, and did not say why")
                 rest = rest[written:]
+                self._took(written)
         except OSError as error:
             self._error = error
         return len(view)
+
+    def _took(self, written: int) -> None:
+        self._unsynced += written
+        if self._unsynced >= LONGEST_UNSYNCED:
+            os.fsync(self._file.fileno())
+            self._unsynced = 0
+        self._tick()
 
     def flush(self) -> None:
         """Nothing is held back."""

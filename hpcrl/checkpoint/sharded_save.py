@@ -83,12 +83,13 @@ class ShardedSave:
         tell: Callable[[SavedPart], None],
         scratch: str | None = None,
         memory: list[torch.Tensor] | None = None,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """tell: is called by the thread once the part is written, or has a problem. scratch: folder on this node to
         which the file is written first. memory: what the copy is made into; a caller who keeps it for the next save
-        saves the pages of new memory, which cost more than the copying.
+        saves the pages of new memory, which cost more than the copying. tick: is called by the thread while it gets on.
         """
-        self._path, self._groups, self._scratch, self._tell = path, groups, scratch, tell
+        self._path, self._groups, self._scratch, self._tell, self._tick = path, groups, scratch, tell, tick
         self._start = time.perf_counter()
         is_first = groups.rank == groups.layout.ranks[0]
         with platform.cpu_bridge(), torch.no_grad():
@@ -130,7 +131,7 @@ class ShardedSave:
             pieces[:] = [_write_tensor(file, tensor) for _, tensor in staged]
 
         try:
-            files = [write_file(self._path / name, write, self._scratch, then=staged.clear)]
+            files = [write_file(self._path / name, write, self._scratch, staged.clear, self._tick)]
         finally:
             staged.clear()
         for small_name, content in small.items():

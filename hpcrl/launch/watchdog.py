@@ -82,6 +82,9 @@ class Silence:
     In a phase that has come to its end before: `factor` times the longest silence seen in it, `min_seconds` at least.
     In another one, which may compile, read or connect for the first time: `first_seconds`. Who waits for other ranks
     is not asked for patience of its own: those it waits for are.
+
+    A thread that writes a checkpoint ends the rank's silence too, as all may wait for it, but it does not make the
+    phase any quicker.
     """
 
     def __init__(self, whereabouts: Whereabouts, patience: Patience) -> None:
@@ -90,6 +93,7 @@ class Silence:
         self._longest: dict[str, float] = {}  # "role.phase" -> seconds
         self._mark = self._progress()
         self._since = 0.0
+        self._beside, self._beside_since = whereabouts.beside, 0.0
 
     def seconds(self, now: float) -> float:
         """Of silence until `now`."""
@@ -98,7 +102,9 @@ class Silence:
             name = self._mark[0]
             self._longest[name] = max(self._longest.get(name, 0.0), now - self._since)
             self._mark, self._since = mark, now
-        return now - self._since
+        if (beside := self._whereabouts.beside) != self._beside:
+            self._beside, self._beside_since = beside, now
+        return now - max(self._since, self._beside_since)
 
     def allowed(self, waiting_s: float) -> float:
         """Seconds, to one who has waited so long for other ranks."""

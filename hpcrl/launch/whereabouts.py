@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Whereabouts:
-    """Changed by the main thread alone, by plain assignments: that costs it nothing. The watchdog's thread reads it.
+    """Changed by the main thread, by plain assignments: that costs it nothing. The watchdog's thread reads it.
 
     role: whose method runs; "controller" in rank 0's own program, None outside both. command: its number, None outside
     commands. ticks: micro-batches, or tokens of a generation, since the phase began. switches: phases begun or ended.
+    beside: what threads have got done meanwhile, as they write a checkpoint; in no unit, and not of the phase.
     ended: phases that have come to their end once, as "role.phase".
     """
 
@@ -22,6 +23,7 @@ class Whereabouts:
     command: int | None = None
     ticks: int = 0
     switches: int = 0
+    beside: int = 0
     ended: set[str] = field(default_factory=set)
 
     @property
@@ -31,6 +33,10 @@ class Whereabouts:
     def tick(self) -> None:
         """The phase gets on."""
         self.ticks += 1
+
+    def tick_beside(self) -> None:
+        """A thread other than the main one gets on. Two at once may count as one, which does no harm."""
+        self.beside += 1
 
     @contextmanager
     def within(self, role: str | None, phase: str, command: int | None = None) -> Iterator[None]:

@@ -105,7 +105,8 @@ class ModelWorker(Worker):
         def tell(part: SavedPart) -> None:
             self.desk.post(f"{key}/{role}/{self.rank}", part.to_json())
 
-        return ShardedSave(self.engine, Path(folder) / role, self.groups, tell, scratch, memory).plan
+        tick = self.whereabouts.tick_beside
+        return ShardedSave(self.engine, Path(folder) / role, self.groups, tell, scratch, memory, tick).plan
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:

@@ -128,6 +128,19 @@ def test_patience_grows_with_what_a_phase_has_shown_and_is_not_asked_of_those_wh
     assert (here.role, here.phase, here.command) == (None, None, None)
 
 
+def test_a_thread_that_writes_ends_the_silence_and_leaves_the_phase_its_patience() -> None:
+    here = Whereabouts()
+    silence = Silence(here, Settings)
+    with here.within("actor", "update_actor", 1):
+        assert silence.seconds(10.0) == 0.0
+        here.tick_beside()
+        assert silence.seconds(90.0) == 0.0 and silence.seconds(100.0) == 10.0
+    silence.seconds(110.0)
+    with here.within("actor", "update_actor", 2):
+        silence.seconds(120.0)
+        assert silence.allowed(0.0) == 1000.0  # ten times the whole 100 s
+
+
 def test_time_in_which_the_watchdog_itself_was_held_up_does_not_count() -> None:
     times = iter([0.0, 5.0, 10.0, 1000.0, 1005.0])
     clock = Clock(5.0, lambda: next(times))

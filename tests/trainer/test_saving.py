@@ -50,6 +50,25 @@ def die(self, data):
 HashedFile.write = die
 """
 
+# Rank 1's disk takes the checkpoint of step 4 in small pieces, for twice as long as the watchdog bears silence.
+SLOW = """
+import time
+
+from hpcrl.checkpoint.hashed_file import HashedFile
+
+write, pieces = HashedFile.write, 20
+
+def write_slowly(self, data):
+    global pieces
+    if "step_00000004" in str(self.path) and self.path.match("actor/__1_0.distcp") and pieces:
+        pieces -= 1
+        time.sleep(0.5)
+    return write(self, data)
+
+HashedFile.write = write_slowly
+"""
+PATIENCE = {"publish_seconds": 0.5, "min_seconds": 5.0, "factor": 1.0, "first_seconds": 240.0}
+
 FILES = {
     "manifest.json",
     "trainer.json",
@@ -160,6 +179,13 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     assert compared(tmp_path) == compared(unbroken)
     assert checkpoints(tmp_path) == ["latest", *(f"step_{step:08d}" for step in (1, 2, 3, 4))]
     assert list((tmp_path / "node").iterdir()) == []
+
+
+def test_a_slow_save_for_which_all_wait_is_no_hang(tmp_path: Path) -> None:
+    """No main thread gets on meanwhile: rank 0 waits for the last checkpoint, and rank 1 for rank 0."""
+    section = {"name": "ends", "dir": str(tmp_path / "runs"), "watchdog": PATIENCE}
+    assert train(tmp_path, 2, script=SLOW, run=section) == 0
+    assert checkpoints(tmp_path)[-1] == "step_00000004"
 
 
 def test_an_asynchronous_save_blocks_the_loop_for_less_than_a_quarter_of_a_synchronous_one(tmp_path: Path) -> None:
