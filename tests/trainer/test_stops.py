@@ -29,10 +29,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
 def test_an_asynchronous_run_stops_between_two_steps_and_goes_on(
-    start: Callable,
-    run: Callable,
+    start: Callable,  # noqa: F811
+    run: Callable,  # noqa: F811
     tmp_path: Path,
-    mode: str,  # noqa: F811
+    mode: str,
 ) -> None:
     """In one_step_off as if it had never stopped; what bounded_staleness trains on depends on time."""
     hold = tmp_path / "hold"
