@@ -17,6 +17,7 @@ from hpcrl.launch.exits import InputError
 from hpcrl.slurm.site import SiteConfig
 
 LONGEST_NAME = 64  # characters of a job's name; squeue shows eight
+INSIDE_RUN = ("evaluate", "generate")  # commands whose exit.json is in <run>/<command>: <run>'s own is the training's
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
     for word in words:
         if not word.isprintable():
             raise InputError(f"{word!r} would go into a batch script, and has characters that cannot; use another name")
+    folder = f"$run/{batch.command}" if batch.command in INSIDE_RUN else "$run"
     lines = [
         "#!/bin/bash",
         "# made by `hpcrl submit`; what it runs and reads is in the bundle, which bundle/manifest.json lists",
@@ -49,7 +51,7 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
         'cd "$run/bundle/code" || exit',
         "source slurm/common.sh || exit",
         "hpcrl_start",
-        f'hpcrl_srun "$run" {batch.command} "$run/bundle/config.yaml"',
+        f'hpcrl_srun "{folder}" {batch.command} "$run/bundle/config.yaml"',
         "hpcrl_leave $?",
     ]
     return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 def script(job: dict[str, Any] | None = None, site: dict[str, Any] | None = None, **batch: Any) -> str:
     made = Batch(
         name=batch.pop("name", "ppo"),
-        command="train",
+        command=batch.pop("command", "train"),
         job=JobConfig(**(job or {})),
         run_dirs=tuple(batch.pop("run_dirs", (Path("/runs/ppo"),))),
         **batch,
@@ -91,6 +91,11 @@ def test_the_job_wins_over_the_site() -> None:
 def test_a_job_that_may_not_be_requeued() -> None:
     text = script({"requeue": False})
     assert "--no-requeue" in options(text) and "export HPCRL_MAX_RESTARTS=0\n" in text
+
+
+@pytest.mark.parametrize(("command", "folder"), [("sft", "$run"), ("evaluate", "$run/evaluate")])
+def test_the_exit_of_a_command_is_read_where_it_is_written(command: str, folder: str) -> None:
+    assert f'hpcrl_srun "{folder}" {command} ' in script(command=command)
 
 
 def test_a_container_sees_runs_and_data() -> None:
