@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 
 from hpcrl.launch.exits import InputError
 
 
 def elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:
-    """The overrides of every element: all combinations of the values, as runs `<run_dir>/<run_name>/<key=value>`."""
-    axes = [_axis(array) for array in arrays]
-    found = []
-    for choice in itertools.product(*axes):
-        name = ",".join(choice).replace("/", "_")
-        found.append([*choice, f"run.dir={_text(f'{run_dir}/{run_name}')}", f"run.name={_text(name)}"])
-    return found
+    """The overrides of every element: all combinations of the values, as runs `<run_dir>/<run_name>/<key=value>`,
+    joined with '+'."""
+    choices = list(itertools.product(*map(_axis, arrays)))
+    folder = f"run.dir={_text(f'{run_dir}/{run_name}')}"
+    return [[*choice, folder, f"run.name={_text(name)}"] for choice, name in zip(choices, _names(choices), strict=True)]
+
+
+def _names(choices: Sequence[Sequence[str]]) -> list[str]:
+    """A folder's name for each choice. Containers' mounts are lists with ',' and ':', so no name has these."""
+    names: list[str] = []
+    for choice in choices:
+        plain = re.sub("[/,:]", "_", "+".join(choice))
+        numbered = (f"{plain}_{number}" for number in itertools.count(2))
+        names.append(next(name for name in itertools.chain([plain], numbered) if name not in names))
+    return names
 
 
 def _axis(array: str) -> list[str]:

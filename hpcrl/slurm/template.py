@@ -39,6 +39,8 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
     for word in words:
         if not word.isprintable():
             raise InputError(f"{word!r} would go into a batch script, and has characters that cannot; use another name")
+    if site.container.kind != "none":
+        _check_mounts(batch, site)
     folder = f"$run/{batch.command}" if batch.command in INSIDE_RUN else "$run"
     lines = [
         "#!/bin/bash",
@@ -55,6 +57,14 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
         "hpcrl_leave $?",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _check_mounts(batch: Batch, site: SiteConfig) -> None:
+    """Containers take mounts as a list with ',' between them and ':' in each, and know no way to quote these."""
+    wrong = [path for path in map(str, (*batch.run_dirs, *batch.mounts)) if "," in path or ":" in path]
+    wrong += [mount for mount in site.container.mounts if "," in mount]
+    if wrong:
+        raise InputError(f"{wrong[0]} has ',' or ':', which a container's mounts cannot have; use another name")
 
 
 def job_name(run_name: str) -> str:

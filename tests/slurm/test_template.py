@@ -106,6 +106,15 @@ def test_a_container_sees_runs_and_data() -> None:
     assert "HPCRL_VENV" not in text
 
 
+@pytest.mark.parametrize("name", ["a,b", "a:b"])
+def test_what_a_container_cannot_mount_is_refused(name: str) -> None:
+    container = {"container": {"kind": "apptainer", "image": "/x.sif"}}
+    for batch in ({"run_dirs": (Path("/runs") / name,)}, {"mounts": (Path("/data") / name,)}):
+        script(**batch)
+        with pytest.raises(InputError, match=f"{name} has ',' or ':'"):
+            script(site=container, **batch)
+
+
 HOSTILE = (
     "a b",
     "$(touch {0})",
