@@ -1,4 +1,5 @@
-"""What a job needs, in one folder with hashes: `<run>/bundle/`.
+"""What a job needs, in one folder with hashes: `<run>/bundle_<hash>/`. Jobs in the queue read theirs by that name, so
+none is ever changed; the link `<run>/bundle` leads to the one that was submitted last.
 
 code/            hpcrl and slurm as they were, so that edits while the job waits in the queue change nothing
 config.yaml      the template with its overrides; paths lead into the bundle
@@ -14,11 +15,13 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpcrl.checkpoint.manifest import MANIFEST, write_manifest
+import xxhash
+
+from hpcrl.checkpoint.manifest import MANIFEST, FileEntry, write_manifest
 from hpcrl.checkpoint.store import load_path
 from hpcrl.config import yaml_core
 from hpcrl.config.inputs import file_of, inputs
@@ -29,6 +32,8 @@ from hpcrl.launch.job import run_directory
 BUNDLE = "bundle"
 COPIED = 64 << 20  # bytes; larger files are linked to, and hashed where they are
 CODE = ("hpcrl", "slurm")
+DESCRIPTION = ("config.yaml", "origin.json")
+MOST_MODULES = 2000  # files of Python beside a user's own; more are no small package, and copying them takes minutes
 
 
 def checkout() -> Path:
@@ -43,25 +48,52 @@ def stage(config: Config, root: Path, made_later: Collection[Path], report: Call
     """Make the bundle of a run in its folder; returns the bundle.
 
     `made_later` are folders of runs that an earlier job of a chain makes: what lies in them is left where it will be.
-    An equal bundle of an earlier submission stays; another one is set aside.
+    An equal bundle of an earlier submission is taken again.
     """
     run_dir = run_directory(config)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    final, draft = run_dir / BUNDLE, run_dir / f"{BUNDLE}.tmp"
+    link, draft = run_dir / BUNDLE, run_dir / f"{BUNDLE}.tmp"
     shutil.rmtree(draft, ignore_errors=True)
     _copy_code(root, draft / "code")
-    staged = _stage_inputs(config, draft, final, made_later, report)
-    (draft / "config.yaml").write_text(yaml_core.dump(with_paths(config, staged)), encoding="utf-8")
-    (draft / "origin.json").write_text(json.dumps({"commit": _commit(root), "inputs": staged}, indent=1) + "\n")
-    write_manifest(draft)
-    if final.exists():
-        if _manifest(final) == _manifest(draft):
-            shutil.rmtree(draft)
-            return final
-        number = next(n for n in itertools.count(1) if not (run_dir / f"{BUNDLE}_{n}").exists())
-        final.rename(run_dir / f"{BUNDLE}_{number}")
-    draft.rename(final)
+    places = _stage_inputs(config, draft, made_later, report)
+    # the config has the bundle's name in its paths, so the name is that of what it holds under the link's name
+    _describe(draft, config, places, link, root)
+    manifest = write_manifest(draft).read_text(encoding="utf-8")
+    final = run_dir / f"{BUNDLE}_{xxhash.xxh3_128_hexdigest(manifest.encode())[:8]}"
+    _describe(draft, config, places, final, root)
+    kept = [FileEntry(**entry) for entry in json.loads(manifest)["files"] if entry["path"] not in DESCRIPTION]
+    write_manifest(draft, kept)
+    _keep(draft, final)
+    _point(link, final)
     return final
+
+
+def _describe(draft: Path, config: Config, places: dict[str, Path], final: Path, root: Path) -> None:
+    """Write the files that say where things are once the draft is `final`."""
+    staged = {path: str(final / place) for path, place in places.items()}
+    origin = {"commit": _commit(root), "inputs": staged}
+    texts = (yaml_core.dump(with_paths(config, staged)), json.dumps(origin, indent=1) + "\n")
+    for name, text in zip(DESCRIPTION, texts, strict=True):
+        (draft / name).write_text(text, encoding="utf-8")
+
+
+def _keep(draft: Path, final: Path) -> None:
+    """Give the draft its name, unless an equal bundle has it."""
+    if not final.exists():
+        draft.rename(final)
+        return
+    equal = _manifest(final) == _manifest(draft)
+    shutil.rmtree(draft)
+    if not equal:
+        raise InputError(f"{final} is not what was staged under this name; remove it once no job in the queue needs it")
+
+
+def _point(link: Path, final: Path) -> None:
+    """Lead `link` to `final`, without a moment at which it leads nowhere."""
+    fresh = link.with_name(f"{link.name}.link")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(final.name)
+    fresh.replace(link)
 
 
 def with_paths(config: Config, staged: dict[str, str]) -> dict[str, Any]:
@@ -117,19 +149,18 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _stage_inputs(
-    config: Config, draft: Path, final: Path, made_later: Collection[Path], report: Callable[[str], None]
-) -> dict[str, str]:
-    """Path in the config -> path in the finished bundle."""
-    staged: dict[str, str] = {}
+    config: Config, draft: Path, made_later: Collection[Path], report: Callable[[str], None]
+) -> dict[str, Path]:
+    """Path in the config -> place in the bundle."""
+    places: dict[str, Path] = {}
     for key, path in inputs(config):
-        if path in staged or is_made_later(path, made_later):
+        if path in places or is_made_later(path, made_later):
             continue
         # a run holds more than its newest checkpoint; only that is needed, and it says whether it is whole
         source = load_path(path, report) if key.endswith("init_from") else Path(path)
-        place = Path("inputs", _relative(source))
-        _stage(source, draft / place)
-        staged[path] = str(final / place)
-    return staged
+        places[path] = Path("inputs", _relative(source))
+        _stage(source, draft / places[path])
+    return places
 
 
 def is_made_later(path: str, made_later: Collection[Path]) -> bool:
@@ -148,20 +179,49 @@ def _relative(path: Path) -> Path:
 
 
 def _stage(source: Path, target: Path) -> None:
-    if source.is_dir():
-        files = {path: target / path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_file()}
-    elif source.suffix == ".py":  # it may import from its own folder
-        files = {path: target.with_name(path.name) for path in source.parent.glob("*.py")}
-    else:
-        files = {source: target}
-    for path, destination in files.items():
+    start, end = (source, target) if source.is_dir() else (source.parent, target.parent)
+    for path in _files(source):
+        destination = end / path.relative_to(start)
         destination.parent.mkdir(parents=True, exist_ok=True)
         if destination.exists():
             continue
-        if path.stat().st_size > COPIED:
+        if _is_large(path):
             destination.symlink_to(path.resolve())
         else:
             shutil.copy2(path, destination)
+
+
+def linked_folders(source: Path) -> set[Path]:
+    """Folders of the files that links of the bundle lead to, wherever links on the way there went."""
+    return {path.resolve().parent for path in _files(source) if _is_large(path)}
+
+
+def _is_large(path: Path) -> bool:
+    return path.stat().st_size > COPIED
+
+
+def _files(source: Path) -> list[Path]:
+    """What is staged for an input: the files of a folder, or the file; with code, what that may import."""
+    if source.is_dir():
+        return [path for path in sorted(source.rglob("*")) if path.is_file()]
+    if source.suffix != ".py":
+        return [source]
+    found = list(itertools.islice(_modules(source.parent), MOST_MODULES + 1))
+    if len(found) > MOST_MODULES:
+        where = f"at and below {source.parent}"
+        raise InputError(f"more than {MOST_MODULES} files *.py {where} would be staged; give {source.name} a folder")
+    return found
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """The Python files of a folder and of the packages in it: folders that hold such files themselves, so that a walk
+    does not go through data and runs. Environments hold what is installed, not what a person wrote."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".py" and path.is_file():
+            yield path
+        elif path.is_dir() and not path.is_symlink() and not path.name.startswith((".", "__pycache__")):
+            if any(path.glob("*.py")) and not (path / "pyvenv.cfg").exists():
+                yield from _modules(path)
 
 
 def _manifest(bundle: Path) -> str | None:

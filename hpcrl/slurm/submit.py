@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,11 +68,13 @@ def run(request: Request, check: Check) -> None:
             _say(shlex.join(chain.command(planned.script, "JOB_BEFORE" if number else None)))
             print(text, end="")
         return
-    for planned, text, later in zip(plans, texts, made_later, strict=True):
-        for config in planned.configs:
-            _say(f"staged {bundle.stage(config, root, later, _say)}")
+    for planned, later in zip(plans, made_later, strict=True):
+        bundles = [bundle.stage(config, root, later, _say) for config in planned.configs]
+        for staged in bundles:
+            _say(f"staged {staged}")
+        batch = replace(planned.batch, bundles=tuple(staged.name for staged in bundles))
         planned.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        planned.script.write_text(text, encoding="utf-8")
+        planned.script.write_text(render(batch, site, sys.prefix), encoding="utf-8")
     for planned, job in zip(plans, chain.submit([planned.script for planned in plans]), strict=True):
         print(f"{planned.batch.name}: job {job}, {planned.script}")
 
@@ -108,7 +110,9 @@ def plan(stage: Stage, job_overrides: Sequence[str], check: Check) -> Planned:
         check(stage.command, config, config.job.nodes * config.job.ntasks_per_node)
         check_slice(config.job, run_directory(config))
     run_dirs = tuple(run_directory(config) for config in configs)
-    batch = Batch(base.run.name, stage.command, base.job, run_dirs, _mounts(configs), bool(stage.arrays))
+    batch = Batch(
+        base.run.name, stage.command, base.job, run_dirs, mounts=_mounts(configs), is_array=bool(stage.arrays)
+    )
     return Planned(batch, tuple(configs), run_directory(base))
 
 
@@ -124,8 +128,11 @@ def cost(batch: Batch, site: SiteConfig) -> str:
 def _mounts(configs: Sequence[Config]) -> tuple[Path, ...]:
     """Folders outside the bundle's code that a container must see: the runs', and those of files that are linked to."""
     found = [run_directory(config).parent for config in configs]
-    found += [Path(os.path.realpath(path)).parent for config in configs for _, path in inputs(config)]
-    return tuple(dict.fromkeys(found))
+    paths = {Path(path) for config in configs for _, path in inputs(config)}
+    real = {path.resolve().parent for path in paths}
+    real.update(*(bundle.linked_folders(path) for path in paths if path.exists()))
+    outermost = sorted(folder for folder in real if not real.intersection(folder.parents))
+    return tuple(dict.fromkeys([*found, *outermost]))
 
 
 def _say(line: str) -> None:

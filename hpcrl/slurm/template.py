@@ -28,6 +28,7 @@ class Batch:
     command: str  # train, sft, ...
     job: JobConfig
     run_dirs: tuple[Path, ...]  # absolute; of an array one per element
+    bundles: tuple[str, ...] = ()  # their folders in these; before they are staged, none: the link to the newest
     mounts: tuple[Path, ...] = ()  # folders that a container needs besides the working directory
     is_array: bool = False
 
@@ -44,16 +45,16 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
     folder = f"$run/{batch.command}" if batch.command in INSIDE_RUN else "$run"
     lines = [
         "#!/bin/bash",
-        "# made by `hpcrl submit`; what it runs and reads is in the bundle, which bundle/manifest.json lists",
+        "# made by `hpcrl submit`; what it runs and reads is in the bundle, which its manifest.json lists",
         *(f"#SBATCH {option}" for option in _options(batch, site)),
         "",
         *(f"export {name}={quote(value)}" for name, value in _variables(batch, site, venv).items()),
         *_choose_run(batch),
         "",
-        'cd "$run/bundle/code" || exit',
+        'cd "$run/$bundle/code" || exit',
         "source slurm/common.sh || exit",
         "hpcrl_start",
-        f'hpcrl_srun "{folder}" {batch.command} "$run/bundle/config.yaml"',
+        f'hpcrl_srun "{folder}" {batch.command} "$run/$bundle/config.yaml"',
         "hpcrl_leave $?",
     ]
     return "\n".join(lines) + "\n"
@@ -128,6 +129,12 @@ def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
 
 def _choose_run(batch: Batch) -> Sequence[str]:
     runs = [quote(str(path)) for path in batch.run_dirs]
+    bundles = [quote(name) for name in batch.bundles] or ["bundle"] * len(runs)
     if not batch.is_array:
-        return [f"run={runs[0]}"]
-    return ["runs=(", *(f"    {run}" for run in runs), ")", "run=${runs[$SLURM_ARRAY_TASK_ID]}"]
+        return [f"run={runs[0]}", f"bundle={bundles[0]}"]
+    lists = [
+        line
+        for name, words in (("runs", runs), ("bundles", bundles))
+        for line in (f"{name}=(", *(f"    {word}" for word in words), ")")
+    ]
+    return [*lists, "run=${runs[$SLURM_ARRAY_TASK_ID]}", "bundle=${bundles[$SLURM_ARRAY_TASK_ID]}"]

@@ -14,6 +14,7 @@ from hpcrl.config.inputs import inputs
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.data.row_file import short_names
+from hpcrl.launch.exits import InputError
 from hpcrl.slurm import bundle
 
 ROOT = Path(__file__).parents[2]
@@ -94,14 +95,45 @@ def test_a_change_of_any_input_is_found(job: Config, tmp_path: Path, monkeypatch
     assert [line.split()[0] for line in verify(made)] == ["inputs/data/val.parquet"]
 
 
-def test_staging_again(job: Config) -> None:
-    made = bundle.stage(job, ROOT, (), print)
-    before = made.stat().st_ino
-    assert bundle.stage(job, ROOT, (), print).stat().st_ino == before
+def test_a_job_in_the_queue_keeps_its_bundle(job: Config) -> None:
+    first = bundle.stage(job, ROOT, (), print)
+    before = first.stat().st_ino
+    assert bundle.stage(job, ROOT, (), print) == first and first.stat().st_ino == before
     other = job.model_copy(update={"trainer": job.trainer.model_copy(update={"total_training_steps": 7})})
-    assert load_config(bundle.stage(other, ROOT, (), print) / "config.yaml").trainer.total_training_steps == 7
-    assert (made.parent / "bundle_1" / "manifest.json").exists()
-    assert not (made.parent / "bundle.tmp").exists()
+    second = bundle.stage(other, ROOT, (), print)
+    assert load_config(second / "config.yaml").trainer.total_training_steps == 7
+    assert first.stat().st_ino == before and verify(first) == []
+    run = first.parent
+    assert (run / "bundle").resolve() == second  # what `check --job` reads
+    assert {path.name for path in run.iterdir()} == {"bundle", first.name, second.name}
+
+
+def test_packages_beside_a_function_come_along(job: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pack/a.py", "pack/sub/b.py", ".git/c.py", "pack/__pycache__/d.py", "env/e.py", "env/pyvenv.cfg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    made = bundle.stage(job, ROOT, (), print)
+    found = {path.relative_to(made / "inputs").as_posix() for path in (made / "inputs").rglob("*.py")}
+    assert found == {"mine.py", "helper.py", "pack/a.py", "pack/sub/b.py"}
+    assert bundle.stage(job, ROOT, (), print) == made  # bundles do not hold one another
+    monkeypatch.setattr(bundle, "MOST_MODULES", 3)
+    with pytest.raises(InputError, match=r"more than 3 files \*\.py"):
+        bundle.stage(job, ROOT, (), print)
+
+
+def test_what_links_lead_to_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a cache of models: the folder that the config names has links to files elsewhere."""
+    monkeypatch.setattr(bundle, "COPIED", 500)
+    snapshot, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for name, size in (("large", 1000), ("small", 10)):
+        (blobs / name).write_bytes(bytes(size))
+    (snapshot / "weights").symlink_to("../../blobs/large")
+    assert bundle.linked_folders(snapshot) == {blobs}
+    (snapshot / "weights").unlink()
+    (snapshot / "notes").symlink_to("../../blobs/small")
+    assert bundle.linked_folders(snapshot) == set()
 
 
 def test_what_an_earlier_job_makes_is_left_where_it_will_be(job: Config, tmp_path: Path) -> None:

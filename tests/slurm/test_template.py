@@ -147,12 +147,14 @@ def test_any_printable_name_reaches_the_program(tmp_path_factory: pytest.TempPat
 def seen(folder: Path, name: str) -> None:
     """Run the script of a run of this name, and of an array with it, with a common.sh that shows what it was given."""
     run = folder / name
-    code = run / "bundle" / "code" / "slurm"
+    code = run / "bundle_1" / "code" / "slurm"
     code.mkdir(parents=True)
     show = """hpcrl_start() { :; }; hpcrl_leave() { :; }; hpcrl_srun() { printf '%s\\0' "$@" "$WORD"; }"""
     (code / "common.sh").write_text(show)
     site = {"environment": {"WORD": name}}
-    for more in ({"run_dirs": (run,)}, {"run_dirs": (folder / "no", run), "is_array": True}):
+    one = {"run_dirs": (run,), "bundles": ("bundle_1",)}
+    several = {"run_dirs": (folder / "no", run), "bundles": ("bundle_0", "bundle_1"), "is_array": True}
+    for more in (one, several):
         text = script({}, site, name=name, **more)
         ran = subprocess.run(
             ["bash", "-c", text],
@@ -162,7 +164,7 @@ def seen(folder: Path, name: str) -> None:
         )
         assert ran.stderr == b""
         words = [word.decode() for word in ran.stdout.split(b"\0")[:-1]]
-        assert words == [str(run), "train", f"{run}/bundle/config.yaml", name]
+        assert words == [str(run), "train", f"{run}/bundle_1/config.yaml", name]
         title = options(text)[0].removeprefix("--job-name=")
         assert title and not set(title) & set(" '\"\\$`;#%")
 
