@@ -191,7 +191,7 @@ def _check_job(arguments: list[str]) -> NoReturn:
         run = load_config(arguments[0], arguments[1:]).run
         return str(Path(run.dir, run.name))
 
-    check_job.main(folder, verify)
+    check_job.main(folder, partial(verify, with_links=True))
 
 
 def _submit(arguments: list[str]) -> NoReturn:

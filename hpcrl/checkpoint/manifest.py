@@ -47,8 +47,11 @@ def files_below(root: Path) -> list[str]:
     return [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
 
 
-def verify(folder: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with the folder, one line per file, each beginning with the file's name. Extra files are fine."""
+def verify(folder: str | os.PathLike[str], *, with_links: bool = False) -> list[str]:
+    """What is wrong with the folder, one line per file, each beginning with the file's name. Extra files are fine.
+
+    with_links: files may be links, as in a bundle of the user's own; those of a stranger could lead anywhere.
+    """
     root = Path(folder)
     try:
         entries = _read(root / MANIFEST)
@@ -57,7 +60,7 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} is damaged ({error})"]
     # Sizes first: they are free, and hashing reads every byte of what may be terabytes.
-    problems = [problem for entry in entries if (problem := _wrong_size(root, *entry[:2]))]
+    problems = [problem for entry in entries if (problem := _wrong_size(root, *entry[:2], with_links))]
     return problems or [
         problem for problem in _in_parallel(lambda entry: _wrong_content(root, entry), entries) if problem
     ]
@@ -83,19 +86,20 @@ def read_plain(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _wrong_size(root: Path, name: str, size: int) -> str | None:
+def _wrong_size(root: Path, name: str, size: int, with_links: bool) -> str | None:
     try:
-        return _other_size(root, name, size)
+        return _other_size(root, name, size, with_links)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
 
 
-def _other_size(root: Path, name: str, size: int) -> str | None:
+def _other_size(root: Path, name: str, size: int, with_links: bool) -> str | None:
     path = root / name
     if not path.is_file():
         return f"{name} is missing"
     # The root itself may be a link: that is the user's own arrangement.
-    if any(place.is_symlink() for place in (path, *path.parents) if place != root and place.is_relative_to(root)):
+    places = [place for place in (path, *path.parents) if place != root and place.is_relative_to(root)]
+    if not with_links and any(place.is_symlink() for place in places):
         return f"{name} is or lies behind a link; a checkpoint holds none"
     found = path.stat().st_size
     return None if found == size else f"{name} has {found} bytes, expected {size}"

@@ -53,7 +53,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def test_the_job_reads_the_same(job: Config, tmp_path: Path) -> None:
     made = bundle.stage(job, ROOT, (), print)
     staged = load_config(made / "config.yaml")
-    assert verify(made) == []
+    assert verify(made, with_links=True) == []
     given, moved = list(inputs(job)), list(inputs(staged))
     assert [key for key, _ in given] == [key for key, _ in moved]
     assert all(Path(path).is_relative_to(made) and Path(path).exists() for _, path in moved)
@@ -88,11 +88,11 @@ def test_a_change_of_any_input_is_found(job: Config, tmp_path: Path, monkeypatch
     made = bundle.stage(job, ROOT, (), print)
     assert (made / "inputs" / "data" / "val.parquet").is_symlink()
     assert not (made / "inputs" / "data" / "a" / "train.parquet").is_symlink()
-    assert verify(made) == []
+    assert verify(made, with_links=True) == []
     (tmp_path / "data" / "val.parquet").write_bytes(b"w" * 1000)
-    assert [line.split()[0] for line in verify(made)] == ["inputs/data/val.parquet"]
+    assert [line.split()[0] for line in verify(made, with_links=True)] == ["inputs/data/val.parquet"]
     (tmp_path / "data" / "val.parquet").unlink()
-    assert [line.split()[0] for line in verify(made)] == ["inputs/data/val.parquet"]
+    assert [line.split()[0] for line in verify(made, with_links=True)] == ["inputs/data/val.parquet"]
 
 
 def test_a_job_in_the_queue_keeps_its_bundle(job: Config) -> None:
@@ -102,7 +102,7 @@ def test_a_job_in_the_queue_keeps_its_bundle(job: Config) -> None:
     other = job.model_copy(update={"trainer": job.trainer.model_copy(update={"total_training_steps": 7})})
     second = bundle.stage(other, ROOT, (), print)
     assert load_config(second / "config.yaml").trainer.total_training_steps == 7
-    assert first.stat().st_ino == before and verify(first) == []
+    assert first.stat().st_ino == before and verify(first, with_links=True) == []
     run = first.parent
     assert (run / "bundle").resolve() == second  # what `check --job` reads
     assert {path.name for path in run.iterdir()} == {"bundle", first.name, second.name}
