@@ -10,11 +10,12 @@ interface: hsn0
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, ValidationError
+from pydantic import AfterValidator, Field, NonNegativeFloat, ValidationError
 
 from hpcrl.config import yaml_core
 from hpcrl.config.errors import ConfigError
@@ -24,14 +25,49 @@ VARIABLE = "HPCRL_SITE"
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
+def _without_variables(text: str) -> str:
+    if "$" in text:
+        raise ValueError(f"{text!r} has a '$', and only scratch may name variables; write it out")
+    return text
+
+
+def _path(path: str) -> str:
+    """As the person who submits means it: the script quotes it, and starts elsewhere."""
+    return os.path.abspath(os.path.expanduser(_without_variables(path)))
+
+
+def _image(image: str) -> str:
+    """A file's path, or a name such as docker://ubuntu, which stays as it is."""
+    is_file = image.startswith(("/", "~", "./", "../")) or os.path.exists(image)
+    return _path(image) if is_file else _without_variables(image)
+
+
+def _mount(mount: str) -> str:
+    outside, colon, inside = _without_variables(mount).partition(":")
+    return f"{_path(outside)}{colon}{inside}"
+
+
+def _path_on_node(path: str) -> str:
+    """It goes between double quotes into the script: names of variables are all that a shell may find in it."""
+    if not re.fullmatch(r"(?=[/$])([A-Za-z0-9_./-]|\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})+", path):
+        raise ValueError(
+            f"found {path!r}; expected an absolute path of letters, digits, _ . / - and $NAME or ${{NAME}}"
+        )
+    return path
+
+
 class ContainerConfig(Section):
     kind: Literal["none", "apptainer", "singularity", "pyxis"] = Field("none", description="how containers are started")
-    image: str | None = Field(None, description="image file, or what Pyxis or Apptainer takes")
-    mounts: list[str] = Field(default_factory=list, description="folders that jobs need, each PATH or PATH:INSIDE")
+    image: Annotated[str, AfterValidator(_image)] | None = Field(
+        None, description="image file, or what Pyxis or Apptainer takes"
+    )
+    mounts: list[Annotated[str, AfterValidator(_mount)]] = Field(
+        default_factory=list, description="folders that jobs need, each PATH or PATH:INSIDE"
+    )
 
 
 class SiteConfig(Section):
-    """Values of `job:` win over those here."""
+    """Values of `job:` win over those here. Paths may begin with ~ or be relative to where submit runs."""
 
     account: SlurmValue | None = Field(None, description="account that pays")
     partition: SlurmValue | None = Field(None, description="partition")
@@ -43,10 +79,15 @@ class SiteConfig(Section):
     gpu_type: SlurmValue | None = Field(None, description="type of GPU in that directive, such as a100")
     mpi: SlurmValue | None = Field(None, description="for srun --mpi=; null: by the MPI library that Python loads")
     modules: list[SlurmValue] = Field(default_factory=list, description="modules to load")
-    venv: str | None = Field(None, description="virtual environment; null: .venv of the checkout")
+    venv: Annotated[str, AfterValidator(_path)] | None = Field(
+        None, description="virtual environment; null: .venv of the checkout"
+    )
     environment: dict[VariableName, str] = Field(default_factory=dict, description="further variables of the job")
     container: ContainerConfig = Field(default_factory=ContainerConfig, description="container")
-    scratch: str | None = Field(None, description="folder on every node for temporary files (TMPDIR); null: the node's")
+    scratch: Annotated[str, AfterValidator(_path_on_node)] | None = Field(
+        None,
+        description="folder on every node for temporary files (TMPDIR), may name the job's variables; null: the node's",
+    )
     interface: SlurmValue | None = Field(None, description="network interface; null: chosen on the node")
     extra_sbatch: list[SbatchOption] = Field(default_factory=list, description="further options of sbatch")
     charge_factor: NonNegativeFloat = Field(1.0, description="what one node-hour costs, in the site's own unit")

@@ -1,7 +1,8 @@
 """The batch script of a job, as text: pure, so that `hpcrl submit --dry-run` shows exactly what would be submitted.
 
 What a person wrote reaches the script in two ways: as a value of an #SBATCH line, whose characters the schema limits,
-or as one quoted word of the shell.
+or as one quoted word of the shell. The folder for temporary files alone may name variables of the node; the site file's
+reader lets nothing else through in it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
         "# made by `hpcrl submit`; what it runs and reads is in the bundle, which its manifest.json lists",
         *(f"#SBATCH {option}" for option in _options(batch, site)),
         "",
+        *([f'export TMPDIR="{site.scratch}"'] if site.scratch else []),
         *(f"export {name}={quote(value)}" for name, value in _variables(batch, site, venv).items()),
         *_choose_run(batch),
         "",
@@ -111,7 +113,6 @@ def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
         "HPCRL_MODULES": " ".join(site.modules),
         "HPCRL_MPI": site.mpi,
         "HPCRL_INTERFACE": site.interface,
-        "TMPDIR": site.scratch,
         "HPCRL_MAX_RESTARTS": str(batch.job.max_restarts if batch.job.requeue else 0),
     }
     if container.kind == "none":

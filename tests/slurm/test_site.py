@@ -26,6 +26,12 @@ def test_which_site_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("container: {kind: docker}", "container.kind: "),
         ("account: a b", "account: "),
         ("environment: {'A B': x}", "environment"),
+        ("venv: $HOME/venv", "venv: .*only scratch may name variables"),
+        ("container: {mounts: [/a:$HOME]}", "container.mounts.0: .*only scratch may name variables"),
+        ("container: {image: $HOME/x.sif}", "container.image: .*only scratch may name variables"),
+        ("scratch: $(touch x)", "scratch: .*expected an absolute path"),
+        ("scratch: '/${x'", "scratch: .*expected an absolute path"),
+        ("scratch: tmp", "scratch: .*expected an absolute path"),
         ("[", "not valid YAML"),
     ],
 )
@@ -35,3 +41,17 @@ def test_a_wrong_site_file_gives_one_line(text: str, line: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match=line) as caught:
         load_site(path)
     assert "\n" not in str(caught.value) and "site.yaml" in str(caught.value)
+
+
+def test_paths_are_those_of_whoever_submits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.sif").touch()
+    path = tmp_path / "site.yaml"
+    path.write_text("{venv: ~/venv, container: {image: x.sif, mounts: [data, ~/a:/b:ro]}}")
+    site = load_site(path)
+    assert site.venv == "/home/me/venv"
+    assert site.container.image == str(tmp_path / "x.sif")
+    assert site.container.mounts == [str(tmp_path / "data"), "/home/me/a:/b:ro"]
+    path.write_text("container: {image: docker://ubuntu}")
+    assert load_site(path).container.image == "docker://ubuntu"

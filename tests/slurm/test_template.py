@@ -169,6 +169,18 @@ def seen(folder: Path, name: str) -> None:
         assert title and not set(title) & set(" '\"\\$`;#%")
 
 
+def test_scratch_is_found_on_the_node() -> None:
+    lines = script(site={"scratch": "${LOCAL}/$SLURM_JOB_ID"}).splitlines()
+    line = next(line for line in lines if "TMPDIR" in line)
+    ran = subprocess.run(
+        ["bash", "-c", f'{line}; printf %s "$TMPDIR"'],
+        capture_output=True,
+        text=True,
+        env={"LOCAL": "/disk/a b", "SLURM_JOB_ID": "7"},
+    )
+    assert ran.stdout == "/disk/a b/7"
+
+
 @pytest.mark.parametrize("text", ["a\nb", "a\x1b[31m", "a\u2028b"])
 def test_line_breaks_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="would go into a batch script"):
