@@ -1,4 +1,5 @@
-"""The batch script of a job, as text: pure, so that `hpcrl submit --dry-run` shows exactly what would be submitted.
+"""The batch script of a job, as text: pure, so that `hpcrl submit --dry-run` shows what would be submitted; only the
+bundle's name is known no sooner than the bundle is made.
 
 What a person wrote reaches the script in two ways: as a value of an #SBATCH line, whose characters the schema limits,
 or as one quoted word of the shell. The folder for temporary files alone may name variables of the node; the site file's
