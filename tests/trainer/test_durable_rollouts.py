@@ -147,6 +147,7 @@ def job(start: Callable, run: Callable, tmp_path: Path) -> Iterator[Callable[...
     return job
 
 
+@pytest.mark.slow
 def test_a_killed_step_reuses_what_was_drawn_or_repeats_itself_bit_for_bit(job: Callable[..., Path]) -> None:
     expected = lines(job("straight"))
     killed = job("killed", kill_in=2)

@@ -33,6 +33,7 @@ def rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return np.split(column[0], column[1][1:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "placement"), [(2, {"critic": {"pp": 2}}), (3, {})], ids=["2 ranks", "3 ranks"])
 def test_fewer_ranks_go_on(tmp_path: Path, on_four: Path, ranks: int, placement: dict[str, Any]) -> None:
     trainer: dict[str, Any] = {"total_training_steps": NEXT, "save_freq": -1}

@@ -57,7 +57,7 @@ def assert_verdict(run: Path, rank: int, phase: str, why: str = "", node: str | 
         pytest.param(3, "update_actor", "stop", STOPPED, marks=pytest.mark.slow),
         pytest.param(2, "update_actor", "lock", STOPPED, marks=pytest.mark.slow),
         pytest.param(3, "update_actor", "spin", "the other 3 wait in update_actor", marks=pytest.mark.slow),
-        (3, "generate", "spin", "the other 3 wait in "),
+        pytest.param(3, "generate", "spin", "the other 3 wait in ", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_hangs_is_named_and_the_job_ends(

@@ -146,6 +146,7 @@ def can_mount() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="mounting a file system in a namespace of one's own is not allowed here")
 def test_a_full_file_system_costs_checkpoints_and_not_the_run(
     tmp_path: Path,
@@ -167,6 +168,7 @@ def test_a_full_file_system_costs_checkpoints_and_not_the_run(
     assert found is not None and found[0] == 1
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     tmp_path: Path,
     unbroken: Path,
@@ -181,6 +183,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     assert list((tmp_path / "node").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_slow_save_for_which_all_wait_is_no_hang(tmp_path: Path) -> None:
     """No main thread gets on meanwhile: rank 0 waits for the last checkpoint, and rank 1 for rank 0."""
     section = {"name": "ends", "dir": str(tmp_path / "runs"), "watchdog": PATIENCE}

@@ -27,6 +27,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if not key.startswith(TIMES)} for line in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
 def test_an_asynchronous_run_stops_between_two_steps_and_goes_on(
     start: Callable,  # noqa: F811
