@@ -51,12 +51,19 @@ TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",  # a hung collective must end a session
     "hypothesis>=6.100",  # property tests
+    "peft>=0.21",  # reads the adapters that training writes
+    "triton==3.5.1; sys_platform == 'linux'",  # that of the CUDA set; its interpreter and compiler need no GPU
     "ruff>=0.6",  # lint and format
     "mypy>=1.11",  # types
     "types-PyYAML",  # PyYAML's types
 ]
 
 readme = Path(__file__).with_name("README.md")
+
+# hpcrl.kernels stands in kernels/: the link is made here, because archives and some checkouts lose one that git keeps
+kernels = Path(__file__).with_name("hpcrl") / "kernels"
+if not kernels.exists():
+    kernels.symlink_to("../kernels")
 
 setup(
     name="hpcrl",

@@ -17,11 +17,11 @@ from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
-    from hpcrl.config.derive import Derived, DerivedGenerate, DerivedRm, DerivedSft
+    from hpcrl.config.derive import Derived, DerivedGenerate, DerivedModel, DerivedRm, DerivedSft
     from hpcrl.config.schema import Config
     from hpcrl.launch.world import World
 
-Values = TypeVar("Values", "Derived", "DerivedGenerate", "DerivedRm", "DerivedSft")
+Values = TypeVar("Values", "Derived", "DerivedGenerate", "DerivedModel", "DerivedRm", "DerivedSft")
 
 HELP = """\
 usage: hpcrl COMMAND ...
@@ -31,8 +31,13 @@ usage: hpcrl COMMAND ...
   rm CONFIG [key=value ...]         reward model, from preferences
   generate CONFIG [key=value ...]   samples of data.val_files' prompts, into a JSONL file
   evaluate CONFIG [key=value ...]   the validation of a training run, of the weights in model.init_from
+  score MODEL --tokens IN.jsonl --out OUT.jsonl [key=value ...]
+                                    log-probs of token sequences; MODEL is a Hugging Face directory or a run
+  convert SOURCE TARGET [key=value ...]
+                                    a Hugging Face directory into a run, or a run's policy into such a directory
+  plan CONFIG [key=value ...]       whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU
   plan --refit CONFIG [key=value ...]
-                                    bytes and memory of a refit; needs no MPI
+                                    bytes and memory of a refit
   check [--trtllm]                  what is installed here, and what is wrong with it
   check --job [CONFIG [key=value ...]]
                                     the nodes of an allocation; on all ranks of the job
@@ -149,6 +154,67 @@ def _evaluate(world: World, config: Config) -> int:
     return evaluate.run(world, config, derived)
 
 
+def _score(arguments: list[str]) -> NoReturn:
+    usage = "hpcrl score MODEL --tokens IN.jsonl --out OUT.jsonl [key=value ...]"
+    paths, rest = {"--tokens": "score.tokens_path", "--out": "score.output_path"}, list(arguments)
+    named: dict[str, str] = {}
+    words: list[str] = []
+    while rest:
+        option, equals, value = (word := rest.pop(0)).partition("=")
+        if option in paths:
+            if not equals and not rest:
+                _refuse(f"{option} has no value; {usage}")
+            named[option] = value if equals else rest.pop(0)
+        elif word.startswith("-"):
+            _refuse(f"unknown option {word!r}; {usage}")
+        else:
+            words.append(word)
+    if not words or "=" in words[0] or len(named) < len(paths):
+        _refuse(f"score needs a model, --tokens and --out; {usage}")
+    model, *overrides = words
+    from hpcrl.launch.job import run_spmd
+
+    def load() -> Config:
+        from hpcrl.config.loader import quoted
+        from hpcrl.trainer.of_weights import config_of
+
+        files = [f"{paths[option]}={quoted(value)}" for option, value in named.items()]
+        return config_of(model, f"{named['--out']}.job", [*files, *overrides])
+
+    def job(world: World, config: Config) -> int:
+        from hpcrl.config import derive
+
+        derived = _print_derived(world, lambda: derive.check_model(config, world.size))
+        from hpcrl.trainer import score
+
+        return score.run(world, config, derived)
+
+    run_spmd(load, job)
+
+
+def _convert(arguments: list[str]) -> NoReturn:
+    usage = "hpcrl convert SOURCE TARGET [key=value ...]"
+    if len(arguments) < 2 or any("=" in word or word.startswith("-") for word in arguments[:2]):
+        _refuse(f"convert needs a source and a target; {usage}")
+    source, target, *overrides = arguments
+    from hpcrl.launch.job import run_spmd
+
+    def load() -> Config:
+        from hpcrl.trainer.of_weights import config_of, folder_of
+
+        return config_of(source, folder_of(source, target), overrides)
+
+    def job(world: World, config: Config) -> int:
+        from hpcrl.config import derive
+
+        derived = _print_derived(world, lambda: derive.check_model(config, world.size))
+        from hpcrl.trainer import convert
+
+        return convert.run(world, config, derived, target)
+
+    run_spmd(load, job)
+
+
 def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
     """Refuse an impossible job before anything is built; every rank computes the same, so all refuse together."""
     from hpcrl.config.derive import describe
@@ -165,9 +231,9 @@ def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
 
 
 def _plan(arguments: list[str]) -> NoReturn:
-    from hpcrl.plan import refit
+    from hpcrl.plan import command
 
-    refit.main(arguments)
+    command.main(arguments)
 
 
 def _check(arguments: list[str]) -> NoReturn:
@@ -224,6 +290,8 @@ COMMANDS: dict[str, Callable[[list[str]], NoReturn]] = {
     "rm": partial(_run_job, "rm", _rm, resumable=True),
     "generate": partial(_run_job, "generate", _generate, inside_run=True),
     "evaluate": partial(_run_job, "evaluate", _evaluate, inside_run=True),
+    "score": _score,
+    "convert": _convert,
     "plan": _plan,
     "check": _check,
     "submit": _submit,

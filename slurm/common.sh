@@ -10,6 +10,7 @@
 #   HPCRL_INTERFACE     network interface of NCCL, gloo and UCX               (ib*, hsn*, bond*, else the default route's)
 #   HPCRL_CPU_BIND      for srun --cpu-bind=                                  (cores)
 #   HPCRL_MAX_RESTARTS  requeues of one job at most                           (100)
+#   HPCRL_START_TRIES   starts of the ranks at most, where MPI fails to start  (3)
 #   HPCRL_DRY_RUN=1     the ranks only show where they would be in each role
 # shellcheck shell=bash
 
@@ -24,7 +25,7 @@ hpcrl_refuse() { # what an input error is in the program: one line, exit code 2
 hpcrl_start() {
     # Slurm ends a slice with TERM; bash waits for srun with a handler, and without one leaves before it knows the code.
     # Not '': what a shell ignores, its children ignore as well.
-    trap : TERM
+    trap hpcrl_ends=1 TERM
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # compute nodes have no internet; a hub's time-outs cost minutes
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun takes it from here alone
     unset SLURM_EXPORT_ENV # of `sbatch --export=NONE`: srun would keep what is exported here from the ranks
@@ -42,16 +43,28 @@ hpcrl_start() {
 # hpcrl_srun RUN_DIR ARGUMENTS...: `python -m hpcrl ARGUMENTS...` on all ranks; returns what became of it.
 # Launchers turn codes into 137; the program's own word is <run>/exit.json. One of an earlier slice would be a lie.
 hpcrl_srun() {
-    local run=$1 code said
+    local run=$1 code said before try=1
     shift
     [[ ${HPCRL_DRY_RUN:-} != 1 ]] || run=/dev/null
-    rm -f "$run/exit.json" 2>/dev/null
-    srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --kill-on-bad-exit=1 --wait=60 --cpu-bind="${HPCRL_CPU_BIND:-cores}" \
-        "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
-    code=$?
-    said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
-    return "${said:-$code}"
+    while :; do
+        rm -f "$run/exit.json" 2>/dev/null
+        before=$(hpcrl_log_of "$run")
+        srun ${hpcrl_mpi:+--mpi="$hpcrl_mpi"} --kill-on-bad-exit=1 --wait=60 --cpu-bind="${HPCRL_CPU_BIND:-cores}" \
+            "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
+        code=$?
+        said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
+        # Rank 0 begins its log once MPI has started. Slurm's PMI sometimes takes half of a message for the whole.
+        if [[ -n $said || $code == [02] || -n ${hpcrl_ends:-} ]] ||
+            [[ $(hpcrl_log_of "$run") != "$before" ]] || ((try >= ${HPCRL_START_TRIES:-3})); then
+            return "${said:-$code}"
+        fi
+        try=$((try + 1))
+        hpcrl_say "MPI did not start on all ranks (srun's exit code $code): try $try of ${HPCRL_START_TRIES:-3}"
+    done
 }
+
+# hpcrl_log_of RUN_DIR: when rank 0 last wrote to its log; nothing where it never has
+hpcrl_log_of() { stat -c %y "$1/logs/rank_00000.log" 2>/dev/null; }
 
 # hpcrl_leave CODE: the end of a template: 85 asks for another slice, all else is the job's own exit code
 hpcrl_leave() {

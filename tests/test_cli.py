@@ -31,18 +31,21 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return err.removeprefix("hpcrl: error: ").rstrip()
 
 
+COMMANDS = "train, sft, rm, generate, evaluate, score, convert, plan, check, submit"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "a command is missing; expected one of train, sft, rm, generate, evaluate, plan, check, submit"),
+        ([], f"a command is missing; expected one of {COMMANDS}"),
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["fly"], "unknown command 'fly'; expected one of train, sft, rm, generate, evaluate, plan, check, submit"),
+        (["fly"], f"unknown command 'fly'; expected one of {COMMANDS}"),
         (["train"], "train needs a YAML file: hpcrl train CONFIG [key=value ...]"),
         (["sft", "run.seed=1"], "found the override 'run.seed=1' in place of a YAML file: hpcrl sft CONFIG"),
         (["evalute"], "unknown command 'evalute'; did you mean evaluate?"),
         (["evaluate"], "evaluate needs a YAML file: hpcrl evaluate CONFIG [key=value ...]"),
         (["generate", "a.yaml", "--n=4"], "unknown option '--n=4'; generate has none: hpcrl generate CONFIG"),
-        (["plan"], "plan needs to know what for: hpcrl plan --refit CONFIG [key=value ...]"),
+        (["plan"], "plan needs a YAML file: hpcrl plan [--refit] CONFIG [key=value ...]"),
         (["train", "a.yaml", "--lr=1"], "unknown option '--lr=1'; train has none: hpcrl train CONFIG"),
     ],
 )
@@ -99,4 +102,4 @@ def test_refusals_under_mpi(tmp_path: Path) -> None:
     }.items():
         assert_one_line(launch("train", str(job), override), line)
     assert_one_line(launch("evaluate", str(job)), "data.val_files is empty; name at least one")
-    assert_one_line(launch("generate", str(job)), "model.tokenizer is null; name a tokenizer directory")
+    assert_one_line(launch("generate", str(job)), "model.tokenizer and model.path are null; name a tokenizer directory")

@@ -36,8 +36,6 @@ BYTES_PER_WEIGHT = 16  # fp32: the weight, and the optimizer's copy and two mome
 
 
 class Seconds(NamedTuple):
-    """Medians."""
-
     sync_blocked: float
     async_blocked: float
     async_saved: float
@@ -113,7 +111,10 @@ def measure(board: Board, controller: Controller, num_ranks: int, options: argpa
         found.append(Seconds(sync_blocked, async_blocked, saved, memcpy, phase, statistics.median(phases or [phase])))
     shutil.rmtree(folder)
     medians = Seconds(*(statistics.median(column) for column in zip(*found[1:], strict=True)))
-    (show_json if options.json else show)(medians, total, num_ranks)
+    if options.json:
+        show_json(medians, Seconds(*map(min, zip(*found[1:], strict=True))), total, num_ranks)
+    else:
+        show(medians, total, num_ranks)
 
 
 def save(board: Board, controller: Controller, root: Path, *, asynchronous: bool) -> tuple[float, float, list[float]]:
@@ -150,8 +151,9 @@ def show(found: Seconds, total: int, num_ranks: int) -> None:
     print(f"  floor  memcpy       {found.memcpy:8.3f} s   async blocks {floor:.2f} times as long")
 
 
-def show_json(found: Seconds, total: int, num_ranks: int) -> None:
-    print(json.dumps({"bytes": total, "ranks": num_ranks, **found._asdict()}))
+def show_json(medians: Seconds, least: Seconds, total: int, num_ranks: int) -> None:
+    found = {f"least_{name}": seconds for name, seconds in least._asdict().items()}
+    print(json.dumps({"bytes": total, "ranks": num_ranks, **medians._asdict(), **found}))
 
 
 if __name__ == "__main__":

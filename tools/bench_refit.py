@@ -80,8 +80,8 @@ def main() -> None:
 def measure(
     world: World, resharding: Resharding, source: RoleGroups, destination: RoleGroups, options: argparse.Namespace
 ) -> Result:
-    trained = build_model(MODEL, source, seed=1)
-    theirs = build_model(MODEL, destination, seed=2)
+    (trained,) = build_model(MODEL, source, seed=1)
+    (theirs,) = build_model(MODEL, destination, seed=2)
     for model, groups in ((trained, source), (theirs, destination)):
         _mark(model, local_shards(MODEL, groups, "lm"))
     weights = _by_global_name(trained, source)

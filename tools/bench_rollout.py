@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -22,11 +24,12 @@ import torch
 import transformers
 from torch.nn.functional import linear
 
-from hpcrl.model.hf.directory import load_weights
-from hpcrl.model.hf.llama import hf_config
+from hpcrl.model.hf.directory import Safetensors, load_weights
+from hpcrl.model.hf.families import hf_config
+from hpcrl.model.hf.spans import whole
+from hpcrl.model.kv_memory import most_kv_bytes
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.native.memory import most_kv_bytes
 from hpcrl.rollout.protocol import Request, SamplingParams
 
 SHAPE = ModelShape(
@@ -89,10 +92,12 @@ class Sides:
                 max_num_seqs=NUM_PROMPTS,
                 max_num_batched_tokens=8192,
                 max_model_len=longest,
-                kv_cache_bytes=most_kv_bytes(SHAPE, 1, self.dtype, NUM_PROMPTS, longest) // 2,
+                kv_cache_bytes=most_kv_bytes(SHAPE, 1, self.dtype.itemsize, NUM_PROMPTS, longest) // 2,
                 exact=exact,
             )
-            load_weights(SHAPE, self.model.state_dict().__getitem__, self.engines[exact].weights())
+            with tempfile.TemporaryDirectory() as folder:
+                self.model.save_pretrained(folder)
+                load_weights(SHAPE, Safetensors(Path(folder)), whole(SHAPE), self.engines[exact].weights())
         return self.engines[exact]
 
     def native(self, work: Work, exact: bool) -> int:

@@ -40,7 +40,7 @@ python=$(choose_python)
 stamp=.venv/.hpcrl_stamp
 # the paths stand in the stamp because a copied or moved environment points to the old place
 wanted="$(version "$python") $PWD $(cat setup.py pyproject.toml | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
-if [[ -f $stamp && $(<"$stamp") == "$wanted" && $(version .venv/bin/python) == "$(version "$python")" ]]; then
+if [[ -d hpcrl/kernels && -f $stamp && $(<"$stamp") == "$wanted" && $(version .venv/bin/python) == "$(version "$python")" ]]; then
     exit 0
 fi
 

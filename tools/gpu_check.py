@@ -7,7 +7,11 @@ it. None of it has ever run on a GPU: a failure may be the check's own fault.
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +30,10 @@ from hpcrl.rollout.protocol import Request, SamplingParams
 
 CODES = {"pass": 0, "skip": 77, "fail": 1}  # from the best to the worst
 SHAPE = ModelShape(4, 256, 512, 8, 4, 32, 1000)
+SPEEDS = (  # of the GRPO job, by the names of its metrics
+    *("perf/throughput", "perf/mfu/actor", "perf/mfu/actor_infer", "perf/max_memory_allocated_gb"),
+    *("timing_s/step", "timing_s/gen", "timing_s/update_actor", "response_length/mean"),
+)
 
 
 class Skip(Exception):
@@ -177,11 +185,75 @@ def native(world: World, *, enforce_eager: bool) -> str:
     return line
 
 
+def training(world: World, *, with_te: bool) -> str:
+    """The training engine's log-probs of what the native engine sampled are that engine's own, and it trains."""
+    from hpcrl.batch.data_proto import DataProto
+    from hpcrl.batch.ragged import Ragged
+    from hpcrl.config.schema import OptimConfig, TransformerEngineConfig
+    from hpcrl.engine.engine import TrainEngine
+    from hpcrl.grid.groups import make_groups
+    from hpcrl.rollout.native.engine import NativeEngine
+
+    if with_te and importlib.util.find_spec("transformer_engine") is None:
+        raise Skip("transformer_engine is not installed")
+    te, optim = TransformerEngineConfig(enable=with_te), OptimConfig(lr=1e-3)
+    groups = make_groups({"actor": Layout((world.rank,))}, world.rank)["actor"]
+    trained = TrainEngine(SHAPE, groups, optim=optim, total_steps=2, te=te)
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 64}
+    native = NativeEngine(SHAPE, None, 0, 1, torch.float32, **sizes, device=world.device)
+    with torch.no_grad(), native.updating_weights():
+        for name, weight in native.weights().items():
+            weight.copy_(trained.named_shards()[name])
+    native.wake()
+    requests = [Request([1 + index, 7, 30 + index], f"p{index}") for index in range(16)]
+    drawn = native.generate(requests, SamplingParams(48, temperature=1.0), seed=0, step=0)
+    rows = [[*request.prompt_ids, *one.token_ids] for request, one in zip(requests, drawn, strict=True)]
+    lengths = torch.tensor([len(one.token_ids) for one in drawn])
+    columns = {
+        "input_ids": Ragged.from_rows([torch.tensor(row, dtype=torch.int32) for row in rows]),
+        "response_mask": Ragged.from_lengths(torch.ones(int(lengths.sum())), lengths),
+    }
+    found = trained.log_probs(DataProto(columns), max_tokens=512, temperature=1.0)["log_probs"].values
+    gap = float((found - torch.cat([torch.from_numpy(one.log_probs) for one in drawn])).abs().max())
+    require(gap < 1e-3, f"log-probs of training and rollout differ by {gap:.1e}; expected less than 1e-3")
+    trained.train(DataProto(columns), max_tokens=512, loss=lambda out, _: (-out["log_probs"].sum() / 768, {}))
+    after = trained.log_probs(DataProto(columns), max_tokens=512, temperature=1.0)["log_probs"].values
+    moved = float(after.mean() - found.mean())
+    line = f"log-probs equal the rollout's to {gap:.1e}; a step on them moves their mean by {moved:.1e}"
+    require(moved > 0, f"{line}; expected it to grow")
+    return line
+
+
+def grpo(world: World) -> str:
+    """Five steps of GRPO on a random model of 0.5 B parameters: tokens a second, MFU and memory of the last ones."""
+    from hpcrl.config.loader import load_config
+    from hpcrl.launch.job import make_run_directory, run_directory
+    from hpcrl.trainer import ppo
+    from hpcrl.trainer.prepare import derive, with_presets
+
+    with tempfile.TemporaryDirectory() as folder:
+        tool = Path(__file__).with_name("prepare_countdown.py")
+        subprocess.run([sys.executable, tool, "--out", folder, "--sft-rows", "64"], check=True, capture_output=True)
+        template = Path(__file__).parents[1] / "configs" / "grpo_0_5b.yaml"
+        data = f"data.train_files=[{folder}/train.parquet]"
+        config = with_presets(load_config(template, [data, f"run.dir={folder}/runs"]))
+        make_run_directory(run_directory(config))
+        ppo.run(world, config, derive(config, world.size))
+        lines = (run_directory(config) / "metrics.jsonl").read_text().splitlines()
+    last = [json.loads(line) for line in lines[-3:]]
+    shown = {name: sum(line[name] for line in last) / len(last) for name in SPEEDS if name in last[-1]}
+    require("perf/mfu/actor" in shown, f"no MFU among the metrics: {sorted(last[-1])}")
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+
+
 CHECKS: dict[str, Callable[[World], str]] = {
     "machine": machine,
     "refit": refit,
     "native_eager": lambda world: native(world, enforce_eager=True),
     "native_graphs": lambda world: native(world, enforce_eager=False),
+    "training": lambda world: training(world, with_te=False),
+    "training_te": lambda world: training(world, with_te=True),
+    "grpo": grpo,
 }
 
 

@@ -100,9 +100,20 @@ else
     note "hpcrl check, $ranks rank(s)" fail "see below"
     { echo '```'; tail -n 40 "$log"; echo '```'; } | tee -a "$report"
 fi
+# The last line of pytest is the detail.
+if timeout "$limit" "$python" -m pytest -q tests/kernels >"$log" 2>&1 </dev/null; then
+    note "Triton kernels against fp64" pass "$(tail -n 1 "$log")"
+else
+    failed=1
+    note "Triton kernels against fp64" fail "see below"
+    { echo '```'; tail -n 40 "$log"; echo '```'; } | tee -a "$report"
+fi
 run "refit by NCCL" "$ranks" refit
 run "native engine against the CPU, eager" 1 native_eager
 run "native engine against the CPU, CUDA graphs" 1 native_graphs
+run "training engine against the native one" 1 training
+run "training engine with Transformer Engine" 1 training_te
+run "GRPO, random 0.5B model" 1 grpo
 
 line ""
 line "## TensorRT-LLM"

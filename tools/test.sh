@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Run the tests: those without MPI, then one SPMD pytest session under mpiexec for each of 1, 2 and 4 ranks, and one of 3
-# ranks for the torch.distributed backend; at last those on a private Slurm, which is installed where apt and root are
-# there. Without one they are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 makes that a failure.
+# Run the tests: those without MPI, then one SPMD pytest session under mpiexec for each of 1, 2 and 4 ranks, one of 3
+# ranks for the torch.distributed backend, and with --all one of 8 for the layouts that need as many; at last those on a
+# private Slurm, which is installed where apt and root are there. Without one they are left out, and the summary says
+# so; HPCRL_REQUIRE_SLURM=1 makes that a failure.
 #   tools/test.sh [--all | --exhaustive] [-k EXPR]
 # --all adds the tests marked slow, --exhaustive also those marked exhaustive.
 set -euo pipefail
@@ -11,10 +12,11 @@ usage="expected tools/test.sh [--all | --exhaustive] [-k EXPR]"
 options=()
 seconds=${HPCRL_TEST_SECONDS:-300} # for one test, then it fails with every thread's stack
 selected=no
+all=no
 while (($#)); do
     case $1 in
-    --all) options+=(-m "not exhaustive") seconds=${HPCRL_TEST_SECONDS:-900} ;;
-    --exhaustive) options+=(-m "") seconds=${HPCRL_TEST_SECONDS:-3600} ;;
+    --all) all=yes options+=(-m "not exhaustive") seconds=${HPCRL_TEST_SECONDS:-900} ;;
+    --exhaustive) all=yes options+=(-m "") seconds=${HPCRL_TEST_SECONDS:-3600} ;;
     -k)
         (($# > 1)) || { echo "test.sh: error: -k has no expression; $usage" >&2; exit 2; }
         options+=(-k "$2") selected=yes
@@ -76,6 +78,7 @@ for size in 1 2 4; do
     part "$size rank(s)" world "$size" tests/mpi
 done
 part "3 ranks" world 3 tests/mpi/test_mpi_backend.py
+[[ $all == no ]] || part "8 ranks" world 8 tests/mpi/test_layout_matrix.py
 why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
 part "Slurm" .venv/bin/python -m pytest tests/slurm --timeout "$((3 * seconds))" -rs "${options[@]}"
 

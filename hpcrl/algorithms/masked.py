@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import torch
 
+from hpcrl.kernels.masked_whiten import masked_values
+
 Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # fp64 sums of one replica -> sums over all replicas
 
 
@@ -37,15 +39,12 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = one_repl
     integers, which shows under fp64 values. One that is not followed: under fp32 verl sums in fp32, and where all
     values are equal what it returns is that rounding error times 1e4; here it is 0.
     """
-    values = x.double()
-    inside, valid = mask.bool(), mask.double()
-    count, total = reduce(torch.stack([valid.sum(), (values.masked_fill(~inside, 0.0) * valid).sum()]))
+    values = masked_values(x, mask)
+    count, total = reduce(values.sums())
     n = count.to(torch.promote_types(mask.dtype, torch.float32))
-    deviation = values - total / (n + 1e-8)
-    squares = reduce((deviation.masked_fill(~inside, 0.0).square() * valid).sum().reshape(1))[0]
+    squares = reduce(values.squares(total / (n + 1e-8)))[0]
     variance = squares / (n + 1e-8) * (n / (n - 1).clamp(min=1))
-    scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), 0.0)
-    return (deviation * scale).to(x.dtype)
+    return values.result(torch.where(count > 1, torch.rsqrt(variance + 1e-8), 0.0))
 
 
 def finite_outside(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hpcrl.checkpoint.untrusted import check_archive, check_metadata, size_of_plain_file
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
+from hpcrl.model.lora import is_adapter
 
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
@@ -39,24 +40,36 @@ class Loadable(Protocol):
 
 
 def load_sharded(
-    engine: Loadable, path: str | Path, groups: RoleGroups, *, optimizer: bool = True, strict: bool = True
+    engine: Loadable,
+    path: str | Path,
+    groups: RoleGroups,
+    *,
+    optimizer: bool = True,
+    strict: bool = True,
+    adapters: bool = True,
 ) -> None:
     """Load what a `ShardedSave` wrote, under whatever layout. Each rank reads what it needs; no collective.
 
-    `optimizer` False takes the weights alone. `strict` False keeps a head that the checkpoint lacks as it is: so an
-    actor's weights start a critic. Raises InputError when the folder is no checkpoint or does not fit the model.
+    `optimizer` False takes the weights alone. `strict` False keeps a head and adapters that the checkpoint lacks as
+    they are: so an actor's weights start a critic. `adapters` False refuses those of the checkpoint: a model without
+    them would be another one. Raises InputError when the folder is no checkpoint or does not fit the model.
     """
     path = Path(path)
     try:
         with platform.cpu_bridge(), torch.no_grad():
             state = engine.sharded_state_dict(optimizer=optimizer, is_loading=True)
-            metadata = _MetadataReader(path).read_metadata()
+            stored = _MetadataReader(path).read_metadata().state_dict_metadata
+            wanted = [entry.key for entry in state["model"].values()]
+            if any(map(is_adapter, stored)) and not (adapters and any(map(is_adapter, wanted))):
+                raise InputError(
+                    f"{path} has adapters (model.lora_rank), which this model does not take; merge them with "
+                    "`hpcrl convert`, and name what that makes"
+                )
             if not strict:
-                stored = metadata.state_dict_metadata
                 state["model"] = {
                     name: entry
                     for name, entry in state["model"].items()
-                    if entry.key in stored or entry.key not in HEADS
+                    if entry.key in stored or not (entry.key in HEADS or is_adapter(entry.key))
                 }
             loaded = dist_checkpointing.load(
                 state,
@@ -65,6 +78,8 @@ def load_sharded(
                 common_strategy=_SafeCommonStrategy(),
                 validate_access_integrity=False,
             )
+    except InputError:
+        raise
     except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
         raise InputError(
             f"cannot load checkpoint {path}: {_cause(error)}; "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,14 +49,13 @@ class SavedPart:
     """What a rank tells of its part.
 
     pieces: start and length in its file of each item of its plan, in bytes. problem: one line, where the part could not
-    be written. seconds: until it was.
+    be written.
     """
 
     rank: int
     files: list[FileEntry]
     pieces: list[tuple[int, int]]
     problem: str | None = None
-    seconds: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,7 +88,6 @@ class ShardedSave:
         saves the pages of new memory, which cost more than the copying. tick: is called by the thread while it gets on.
         """
         self._path, self._groups, self._scratch, self._tell, self._tick = path, groups, scratch, tell, tick
-        self._start = time.perf_counter()
         is_first = groups.rank == groups.layout.ranks[0]
         with platform.cpu_bridge(), torch.no_grad():
             sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
@@ -120,7 +117,7 @@ class ShardedSave:
             problem = told(error)
         if problem is not None:
             problem = f"rank {self._groups.rank} on {socket.gethostname()}: {problem}"
-        self._tell(SavedPart(self._groups.rank, files, pieces, problem, time.perf_counter() - self._start))
+        self._tell(SavedPart(self._groups.rank, files, pieces, problem))
 
     def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[tuple[int, int]]]:
         self._path.mkdir(parents=True, exist_ok=True)

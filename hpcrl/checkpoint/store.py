@@ -172,11 +172,13 @@ def read_trainer_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Path:
     """The step folder that `path` means: a run directory, its checkpoints folder, or one step folder.
 
-    Of several, the newest that is whole. Raises InputError where there is none.
+    Of several, the newest that is whole. A Hugging Face directory means itself. Raises InputError where there is none.
     """
     start = Path(path)
     if not start.is_dir():
         raise InputError(f"no checkpoint at {path}: no such folder; run the job that makes it (hpcrl sft ...) first")
+    if is_hugging_face(start):
+        return start
     if (start / TRAINER_FILE).exists() or _STEP_FOLDER.fullmatch(start.name):
         read_trainer_state(start)
         return start
@@ -187,6 +189,11 @@ def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Pa
             f"no whole checkpoint at {path}; expected a run directory, its checkpoints folder or one step folder"
         )
     return found[1]
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether it holds weights as `save_pretrained` writes them; neither runs nor checkpoints have such a file."""
+    return (folder / "config.json").is_file()
 
 
 def fsync(path: Path) -> None:

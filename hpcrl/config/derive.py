@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
 from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.errors import ConfigError
+from hpcrl.config.lora_rules import check_lora, refuse_lora
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.rollout_rules import check_rollout
 from hpcrl.config.schema import Config, LossAggMode
@@ -27,6 +28,7 @@ class Derived:
     roles: dict[str, PlacedRole]  # only the roles that the algorithm needs
     needs_critic: bool
     needs_ref: bool
+    ref_in_actor: bool  # the reference is the actor without its adapters, and no role of its own
     needs_teacher: bool
     needs_reward_model: bool
     needs_old_log_prob: bool  # a forward pass before the update; bypass mode takes the rollout's log-probs
@@ -79,6 +81,17 @@ class DerivedGenerate:
     samples_per_prompt: int
 
 
+@dataclass(frozen=True)
+class DerivedModel:
+    """Derived values of `hpcrl score` and `hpcrl convert`, which have the policy alone."""
+
+    world_size: int
+    roles: dict[str, PlacedRole]
+
+
+AnyDerived = Derived | DerivedGenerate | DerivedModel | DerivedRm | DerivedSft
+
+
 def check(config: Config, world_size: int, *, inputs: Collection[str] | None = None) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
@@ -88,21 +101,25 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
     if inputs is None:
         inputs = ("values",) if algorithm.adv_estimator == "gae" else ()
+    needs_ref = algorithm.use_kl_in_reward or actor.use_kl_loss
+    # The model that the adapters started from is on the actor's ranks already.
+    ref_in_actor = needs_ref and config.model.lora_rank > 0 and config.placement.ref == config.placement.actor
     needs = {
         "actor": True,
         "critic": "values" in inputs,
-        "ref": algorithm.use_kl_in_reward or actor.use_kl_loss,
+        "ref": needs_ref and not ref_in_actor,
         "teacher": config.distillation.enabled,
         "reward": config.reward.reward_model.enable,
         "rollout": True,
     }
-    needs_critic, needs_ref = needs["critic"], needs["ref"]
+    needs_critic = needs["critic"]
     roles = place(config, [role for role in ROLES if needs[role]], world_size)
     if not data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts")
     longest = _check_lengths(config)
     check_algorithm(config, inputs)
     check_rollout(config, roles)
+    check_lora(config)
     check_checkpoints(config.trainer)
     if "reward_baselines" in inputs and config.async_training.mode == "bounded_staleness":
         raise ConfigError(
@@ -141,6 +158,7 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
         roles=roles,
         needs_critic=needs_critic,
         needs_ref=needs_ref,
+        ref_in_actor=ref_in_actor,
         needs_teacher=needs["teacher"],
         needs_reward_model=needs["reward"],
         needs_old_log_prob=not algorithm.rollout_correction.bypass_mode,
@@ -193,6 +211,7 @@ def check_rm(config: Config, world_size: int) -> DerivedRm:
     rm = config.rm
     _check_steps(config, "rm")
     check_checkpoints(config.trainer)
+    refuse_lora(config, "rm")
     roles = place(config, ["reward"], world_size)
     if not config.data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of chosen and rejected")
@@ -221,7 +240,12 @@ def check_evaluate(config: Config, world_size: int) -> DerivedGenerate:
     return _check_inference(config, world_size, sum(way.n for way in config.rollout.val_kwargs), scored=True)
 
 
-CHECKS: dict[str, Callable[[Config, int], Derived | DerivedGenerate | DerivedRm | DerivedSft]] = {  # by subcommand
+def check_model(config: Config, world_size: int) -> DerivedModel:
+    """Derived values of `hpcrl score` and `hpcrl convert`."""
+    return DerivedModel(world_size, place(config, ["actor"], world_size))
+
+
+CHECKS: dict[str, Callable[[Config, int], AnyDerived]] = {  # by subcommand
     "train": check,
     "sft": check_sft,
     "rm": check_rm,
@@ -242,17 +266,22 @@ def _check_inference(config: Config, world_size: int, samples: int, *, scored: b
     return DerivedGenerate(world_size, roles, with_model, longest, samples)
 
 
-def describe(derived: Derived | DerivedGenerate | DerivedRm | DerivedSft) -> str:
+def describe(derived: AnyDerived) -> str:
     """The derived values as a table, for the log."""
     lines = [f"derived values on {derived.world_size} ranks"]
     width = max(len(f"{name} ({role.pool})") for name, role in derived.roles.items())
     for name, role in derived.roles.items():
         layout = f"tp {role.tp}  pp {role.pp}  dp {role.dp}"
+        layout += "".join(
+            f"  {axis} {size}" for axis in ("cp", "vpp", "ep", "etp") if (size := getattr(role, axis)) > 1
+        )
         lines.append(f"  {f'{name} ({role.pool})':<{width}}  {layout}  ranks {format_ranks(role.ranks)}")
     idle = set(range(derived.world_size)).difference(*(role.ranks for role in derived.roles.values()))
     if idle:
         lines.append(f"  in no role: ranks {format_ranks(sorted(idle))}")
 
+    if isinstance(derived, DerivedModel):
+        return "\n".join(lines)
     rows: list[tuple[str, object, str]] = [("longest sequence", derived.max_sequence_length, "tokens")]
     if isinstance(derived, DerivedGenerate):
         rows.append(("prompt", derived.samples_per_prompt, "samples"))
@@ -272,6 +301,8 @@ def describe(derived: Derived | DerivedGenerate | DerivedRm | DerivedSft) -> str
             ]
         if derived.needs_ref:
             rows.append(("reference micro-batch", derived.ref_max_tokens, "tokens"))
+        if derived.ref_in_actor:
+            rows.append(("reference", "the actor without adapters", ""))
         if derived.needs_teacher:
             rows.append(("teacher micro-batch", derived.teacher_max_tokens, "tokens"))
         rows.append(("policy loss", derived.loss_mode, ""))

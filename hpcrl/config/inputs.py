@@ -28,6 +28,7 @@ KEYS = (
     "reward.reward_model.model.tokenizer",
     "reward.custom_reward_function.path",
     "trainer.rollouts_from",
+    "score.tokens_path",
 )
 
 

@@ -15,18 +15,19 @@ from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import Node
 
-__all__ = ["ConfigError", "dump_config", "load_config"]
+__all__ = ["ConfigError", "dump_config", "load_config", "quoted"]
 
 KeyPath = tuple[str, ...]
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a YAML file, of the files that it extends, and of overrides such as `actor.optim.lr=2e-6`.
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The config of a YAML file (None: the defaults), of the files that it extends, and of overrides such as
+    `actor.optim.lr=2e-6`.
 
     Later wins: extended file, file, overrides from left to right. Mappings are merged, all else is replaced.
     Raises ConfigError with one line that says where, what was found and what was expected.
     """
-    tree = _read(Path(path), chain=())
+    tree = _read(Path(path), chain=()) if path is not None else Node({}, "the command line")
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
     try:
@@ -38,6 +39,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def dump_config(config: Config) -> str:
     """The resolved config as YAML; `load_config` of it gives an equal Config."""
     return yaml_core.dump(config.model_dump())
+
+
+def quoted(text: str) -> str:
+    """As YAML that reads as this text, whatever it looks like: for the values of overrides."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> Node:

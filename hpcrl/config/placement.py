@@ -7,9 +7,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config, ModelConfig, RolePlacement
+
+AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,15 @@ class PlacedRole:
     tp: int
     pp: int
     dp: int
+    cp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def grid(self) -> dict[str, Any]:
+        """The arguments of `hpcrl.grid.layout.Layout`."""
+        return {"ranks": self.ranks, **{axis: getattr(self, axis) for axis in AXES}}
 
 
 def place(config: Config, used: Sequence[str], world_size: int) -> dict[str, PlacedRole]:
@@ -47,7 +59,14 @@ def place(config: Config, used: Sequence[str], world_size: int) -> dict[str, Pla
                 f"placement.{name}: tp*pp*cp={role.tp}*{role.pp}*{role.cp}={size} does not divide the {len(ranks)} "
                 f"ranks of pool {role.pool}; the product must be {_either(_divisors(len(ranks)))}"
             )
-        roles[name] = PlacedRole(role.pool, ranks, role.tp, role.pp, len(ranks) // size)
+        experts = role.etp * role.ep * role.pp
+        if len(ranks) % experts:
+            raise ConfigError(
+                f"placement.{name}: etp*ep*pp={role.etp}*{role.ep}*{role.pp} does not divide the {len(ranks)} "
+                f"ranks of pool {role.pool}; the product must be {_either(_divisors(len(ranks)))}"
+            )
+        sizes = {axis: getattr(role, axis) for axis in AXES}
+        roles[name] = PlacedRole(role.pool, ranks, dp=len(ranks) // size, **sizes)
     return roles
 
 
@@ -58,11 +77,12 @@ def architecture(config: Config, role: str) -> ModelConfig:
 
 
 def _check_supported(name: str, role: RolePlacement) -> None:
-    for axis in ("cp", "ep", "etp", "vpp"):
-        if getattr(role, axis) > 1:
-            raise ConfigError(f"placement.{name}.{axis}={getattr(role, axis)} is not supported yet; use 1")
-    if name == "rollout" and role.pp > 1:
-        raise ConfigError(f"placement.rollout.pp={role.pp} is not supported: rollout splits by tp and dp; use 1")
+    for axis in ("pp", "vpp", "cp", "ep", "etp") if name == "rollout" else ():
+        if (size := getattr(role, axis)) > 1:
+            raise ConfigError(
+                f"placement.rollout.{axis}={size} is not supported: rollout splits all weights by tp, and has as many "
+                "replicas as that leaves; use 1"
+            )
 
 
 def _check_shape(model: ModelConfig) -> None:
@@ -93,6 +113,16 @@ def _check_divides_model(name: str, role: RolePlacement, model: ModelConfig) -> 
             raise ConfigError(
                 f"placement.{name}.tp={role.tp} does not divide {key}={size}; "
                 f"use {_either(_divisors(math.gcd(*sizes.values())))}"
+            )
+    experts = {"ep": ("num_experts", model.num_experts)}
+    experts["etp"] = "moe_ffn_hidden_size", model.moe_ffn_hidden_size or model.ffn_hidden_size
+    for axis, (key, number) in experts.items():
+        size = getattr(role, axis)
+        if size > 1 and not model.num_experts:
+            raise ConfigError(f"placement.{name}.{axis}={size} divides experts, and model: has none; use 1")
+        if number % size:
+            raise ConfigError(
+                f"placement.{name}.{axis}={size} does not divide {key}={number}; use {_either(_divisors(number))}"
             )
     if role.pp > model.num_layers:
         raise ConfigError(

@@ -18,6 +18,7 @@ def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
         check_tensorrt_llm(config, roles["rollout"].tp)
     if config.rollout.exact:
         _check_exact(config, roles)
+    _check_router_replay(config)
     if config.rollout.multi_turn.enable:
         _check_multi_turn(config)
     if config.async_training.mode != "sync":
@@ -93,6 +94,20 @@ def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
         raise ConfigError(
             f"rollout.exact needs one order of sums, and placement.actor.tp={actor.tp} differs from "
             f"placement.rollout.tp={roles['rollout'].tp}; make them equal"
+        )
+
+
+def _check_router_replay(config: Config) -> None:
+    mode = config.actor.router_replay.mode
+    if mode == "R3" and config.rollout.engine != "native":
+        raise ConfigError(
+            f"actor.router_replay.mode=R3: rollout.engine={config.rollout.engine} does not tell the experts of tokens; "
+            "use R2, or rollout.engine=native"
+        )
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        raise ConfigError(
+            "actor.router_replay.mode=R2 records in the forward pass before the update, which "
+            "algorithm.rollout_correction.bypass_mode=true leaves out; use R3, or bypass_mode=false"
         )
 
 

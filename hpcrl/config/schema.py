@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -90,17 +90,92 @@ class RunConfig(Section):
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
     )
+    full_determinism: bool = Field(
+        False, description="on GPUs: kernels that always add in one order, which are slower; on the CPU they always do"
+    )
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig, description="hangs")
 
 
+class RecomputeConfig(Section):
+    """Activations that training does not keep but computes again in the backward pass; Megatron's options."""
+
+    granularity: Literal["selective", "full"] | None = Field(
+        None, description="null: keep all; selective: all but what `modules` compute; full: layers' inputs alone"
+    )
+    method: Literal["uniform", "block"] = Field(
+        "uniform",
+        description="of full: uniform: every num_layers layers together; block: the first num_layers of a stage",
+    )
+    num_layers: PositiveInt = Field(1, description="of full: layers, see method")
+    modules: list[Literal["core_attn", "mlp", "moe"]] = Field(
+        ["core_attn"], description="of selective: what is computed again"
+    )
+
+
+class TransformerEngineConfig(Section):
+    """Transformer Engine's layers instead of megatron's own, on GPUs."""
+
+    enable: bool | None = Field(None, description="null: where there is a GPU and it is installed")
+    fp8: Literal["e4m3", "hybrid"] | None = Field(
+        None, description="8-bit products of the layers: e4m3; hybrid: e5m2 for gradients; null: in model.dtype"
+    )
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = Field(
+        "tensorwise", description="scales of 8-bit products; blockwise and mxfp8 need newer GPUs"
+    )
+
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _projections(value: object) -> object:
+    return list(get_args(Projection)) if value == "all-linear" else value
+
+
+class RopeScalingConfig(Section):
+    """config.json's `rope_scaling`: a rotary embedding stretched beyond the sequences of the first training."""
+
+    rope_type: Literal["linear", "llama3", "yarn"] = Field(description="formula")
+    factor: PositiveFloat = Field(description="how much longer sequences may become")
+    original_max_position_embeddings: PositiveInt | None = Field(
+        None, description="llama3, yarn: longest sequence of the first training; null: model.max_position_embeddings"
+    )
+    low_freq_factor: PositiveFloat | None = Field(
+        None, description="llama3: wavelengths above the original length over this are stretched"
+    )
+    high_freq_factor: PositiveFloat | None = Field(
+        None, description="llama3: wavelengths below the original length over this are kept"
+    )
+    beta_fast: PositiveFloat | None = Field(None, description="yarn: frequencies above these turns are kept; null: 32")
+    beta_slow: PositiveFloat | None = Field(None, description="yarn: those below these turns are stretched; null: 1")
+    attention_factor: PositiveFloat | None = Field(None, description="yarn: on the embedding; null: by the factor")
+
+
+class MoeConfig(Section):
+    """What routers add to the loss of the model that is trained: sums over layers, in Megatron's names."""
+
+    aux_loss_coeff: NonNegativeFloat = Field(
+        0.0, description="weight of the loss that balances experts within each sequence; 0: none"
+    )
+    z_loss_coeff: NonNegativeFloat = Field(0.0, description="weight of the loss that keeps logits small; 0: none")
+
+
 class ModelConfig(Section):
-    """A Llama-like decoder: RMSNorm, SwiGLU, grouped-query attention, RoPE, untied head unless said otherwise."""
+    """A Llama-like decoder: RMSNorm, SwiGLU, grouped-query attention, RoPE, untied head unless said otherwise.
+
+    The architecture is given here, or is that of the Hugging Face directory `path`; the rest holds for both.
+    """
 
     path: str | None = Field(None, description="Hugging Face directory, or null for the architecture given here")
     init_from: str | None = Field(
-        None, description="run directory or checkpoint whose actor weights start actor, reference and critic body"
+        None,
+        description="run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body",
     )
     tokenizer: str | None = Field(None, description="tokenizer directory; null: model.path")
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = Field(
+        "llama",
+        description="model_type of its config.json: qwen2 has biases of queries, keys, values, qwen3* norms of "
+        "queries and keys, qwen3_moe and mixtral experts",
+    )
     num_layers: PositiveInt = Field(2, description="transformer layers")
     hidden_size: PositiveInt = Field(128, description="width of the residual stream")
     ffn_hidden_size: PositiveInt = Field(320, description="width of the SwiGLU layer")
@@ -110,10 +185,33 @@ class ModelConfig(Section):
     vocab_size: PositiveInt | None = Field(None, description="tokens; null: the tokenizer's")
     max_position_embeddings: PositiveInt = Field(4096, description="longest sequence, in tokens")
     rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary embedding")
+    rope_scaling: RopeScalingConfig | None = Field(None, description="stretching of the rotary embedding; null: none")
     rms_norm_eps: PositiveFloat = Field(1e-5, description="epsilon of RMSNorm")
     init_std: PositiveFloat = Field(0.02, description="standard deviation of random weights")
     tie_word_embeddings: bool = Field(False, description="share embedding and output weights")
+    num_experts: NonNegativeInt = Field(0, description="experts of a layer; 0: none")
+    moe_ffn_hidden_size: PositiveInt | None = Field(None, description="width of an expert; null: ffn_hidden_size")
+    moe_topk: PositiveInt = Field(2, description="experts of each token")
+    moe_norm_topk_prob: bool = Field(True, description="the weights of a token's experts sum to 1")
+    dense_layers: list[NonNegativeInt] = Field(
+        default_factory=list, description="of a model with experts, the layers without, from 0"
+    )
+    moe: MoeConfig = Field(default_factory=MoeConfig, description="losses of routers in training")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and activations")
+    recompute: RecomputeConfig = Field(
+        default_factory=RecomputeConfig, description="activations that training computes twice to save memory"
+    )
+    transformer_engine: TransformerEngineConfig = Field(
+        default_factory=TransformerEngineConfig, description="layers of NVIDIA's Transformer Engine"
+    )
+    lora_rank: NonNegativeInt = Field(
+        0, description="rank of the policy's adapters, which are then all that is trained of it; 0: none"
+    )
+    lora_alpha: PositiveFloat = Field(16.0, description="adapters count lora_alpha / lora_rank times")
+    target_modules: Annotated[list[Projection], BeforeValidator(_projections), Field(min_length=1)] = Field(
+        default_factory=lambda: list(get_args(Projection)),
+        description="projections with an adapter, by Llama's names in every family, experts included; or all-linear",
+    )
 
 
 class RolePlacement(Section):
@@ -279,8 +377,20 @@ class OptimConfig(Section):
         default_factory=lambda: [0.9, 0.999], description="Adam's decay rates"
     )
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    exp_avg_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype that keeps Adam's first moment")
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = Field("float32", description="the same of its second moment")
     momentum: Fraction = Field(0.0, description="momentum of SGD")
     clip_grad: NonNegativeFloat = Field(1.0, description="gradient norm at most; 0: no clipping")
+
+    @model_validator(mode="after")
+    def _moments_can_decay(self) -> OptimConfig:
+        """A moment that shrinks by less than half of bf16's spacing, 1 in 2^8, is rounded back to what it was."""
+        for key, beta in zip(("exp_avg_dtype", "exp_avg_sq_dtype"), self.betas, strict=True):
+            if getattr(self, key) == "bfloat16" and self.optimizer != "adam":
+                raise ValueError(f"{key}=float32 beside optimizer={self.optimizer}, which has no such state")
+            if getattr(self, key) == "bfloat16" and 1 - beta <= 2**-8:
+                raise ValueError(f"{key}=float32 beside a decay of {beta}: bfloat16 follows decays up to 0.996 alone")
+        return self
 
 
 class PolicyLossConfig(Section):
@@ -293,11 +403,23 @@ class PolicyLossConfig(Section):
     dro_beta: PositiveFloat | None = Field(None, description="dro: weight of the squared log-ratio; dro needs it")
 
 
+class RouterReplayConfig(Section):
+    """Training sends tokens to the experts of an earlier pass, of a model with experts."""
+
+    mode: Literal["disabled", "R2", "R3"] = Field(
+        "disabled",
+        description="R2: those of the log-probs before the update; R3: those of the rollout (native engine), in both",
+    )
+
+
 class ActorConfig(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
     ppo_mini_batch_size: PositiveInt = Field(256, description="prompts per optimizer step, over all ranks")
     ppo_max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
     ppo_epochs: PositiveInt = Field(1, description="passes over a step's samples")
+    router_replay: RouterReplayConfig = Field(
+        default_factory=RouterReplayConfig, description="which experts tokens go to in training"
+    )
     clip_ratio: NonNegativeFloat = Field(0.2, description="ratio is clipped to 1 - this and 1 + this")
     clip_ratio_low: NonNegativeFloat | None = Field(None, description="clipped below at 1 - this; null: clip_ratio")
     clip_ratio_high: NonNegativeFloat | None = Field(None, description="clipped above at 1 + this; null: clip_ratio")
@@ -322,6 +444,9 @@ class ActorConfig(Section):
     shuffle: bool = Field(
         True, description="draw mini-batches, the critic's too, by a permutation keyed by (seed, step, ppo epoch)"
     )
+    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
+    grad_offload: bool = Field(False, description="gradients have no memory while other roles compute")
+    optimizer_offload: bool = Field(False, description="the optimizer's state is in host memory while others compute")
 
 
 class CriticConfig(Section):
@@ -334,12 +459,16 @@ class CriticConfig(Section):
     loss_scale_factor: PositiveFloat | None = Field(
         None, description="divisor of seq-mean-token-sum-norm; null: the actor's"
     )
+    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
+    grad_offload: bool = Field(False, description="gradients have no memory while other roles compute")
+    optimizer_offload: bool = Field(False, description="the optimizer's state is in host memory while others compute")
 
 
 class RefConfig(Section):
     log_prob_max_token_len_per_gpu: PositiveInt | None = Field(
         None, description="tokens per micro-batch of one model replica; null: the actor's"
     )
+    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
 class TeacherConfig(Section):
@@ -348,6 +477,7 @@ class TeacherConfig(Section):
     log_prob_max_token_len_per_gpu: PositiveInt | None = Field(
         None, description="tokens per micro-batch of one model replica; null: the actor's"
     )
+    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
 class DistillationLossConfig(Section):
@@ -415,6 +545,7 @@ class RewardModelConfig(Section):
     weight: float = Field(1.0, description="weight of the reward model's score")
     rule_weight: float = Field(1.0, description="weight of the rule's score; 0: no rule is asked")
     max_token_len_per_gpu: PositiveInt = Field(32768, description="tokens per micro-batch of one model replica")
+    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
 class RewardConfig(Section):
@@ -517,6 +648,7 @@ class TrainerConfig(Section):
     total_training_steps: PositiveInt | None = Field(None, description="steps; null: by total_epochs")
     test_freq: PositiveOrMinusOne = Field(-1, description="validate every N steps; -1: never")
     save_freq: PositiveOrMinusOne = Field(-1, description="save every N steps and at the end; -1: never")
+    save_hf: bool = Field(False, description="put the policy into each checkpoint as a Hugging Face directory, too")
     val_before_train: bool = Field(True, description="validate before the first step")
     critic_warmup: NonNegativeInt = Field(0, description="steps that train only the critic")
     rollouts_from: str | None = Field(
@@ -534,6 +666,11 @@ class TrainerConfig(Section):
     log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
     validation_data_dir: FolderName | None = Field(
         None, description="name of a folder inside the run's for validation generations as JSONL; null: none"
+    )
+    head_chunk_tokens: PositiveInt | None = Field(
+        1024,
+        description="tokens whose logits are in memory at a time, and computed anew in the backward pass; on CUDA the "
+        "vocabulary is cut instead, whatever the number; null: those of a whole micro-batch, kept",
     )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
     walltime_margin: NonNegativeFloat = Field(
@@ -596,6 +733,16 @@ class GenerateConfig(Section):
     log_probs: bool = Field(True, description="write the tokens' log-probs too, about half of the file")
 
 
+class ScoreConfig(Section):
+    """`hpcrl score`: log-probs of given token sequences."""
+
+    tokens_path: str | None = Field(None, description='JSONL file with {"tokens": [...]} per line (--tokens)')
+    output_path: str | None = Field(None, description='JSONL file of {"log_probs": [...]} per line (--out)')
+    max_token_len_per_gpu: PositiveInt = Field(
+        16384, description="tokens per micro-batch and replica; a longer sequence runs alone"
+    )
+
+
 # Both end up in lines that sbatch reads: no space but the one, no quote, no line break.
 SlurmValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:@+=&|*()\[\]/%-]+$")]
 SbatchOption = Annotated[str, Field(pattern=r"^--?[A-Za-z][A-Za-z0-9-]*([= ][A-Za-z0-9_.,:@+=&|*()\[\]/%-]+)?$")]
@@ -614,6 +761,9 @@ class JobConfig(Section):
     reservation: SlurmValue | None = Field(None, description="reservation")
     exclude: SlurmValue | None = Field(None, description="nodes to stay away from")
     gpus_per_node: NonNegativeInt = Field(0, description="GPUs per node")
+    gpu_memory_gib: PositiveFloat = Field(
+        80.0, description="memory of a GPU that `hpcrl plan` fits the job into, in GiB"
+    )
     cpus_per_task: PositiveInt | None = Field(None, description="cores per rank")
     mem: SlurmValue | None = Field(None, description='memory per node, such as "480G"; "0": all of it')
     exclusive: bool = Field(False, description="share nodes with nobody")
@@ -644,5 +794,6 @@ class Config(Section):
         default_factory=AsyncTrainingConfig, description="overlap of generation and training"
     )
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="generation without training")
+    score: ScoreConfig = Field(default_factory=ScoreConfig, description="log-probs of given tokens")
     rm: RmConfig = Field(default_factory=RmConfig, description="reward-model training")
     job: JobConfig = Field(default_factory=JobConfig, description="batch system")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from hpcrl.controller.memory import MemoryUse
 from hpcrl.launch.waiting import Waited
 
 
 @dataclass(frozen=True)
 class BusyReport:
-    """seconds: by "role.method", since the report before."""
+    """seconds, memory: by "role.method", since the report before. host_buffers: bytes that its workers keep."""
 
     rank: int
     node: str
     seconds: dict[str, float]
+    memory: dict[str, MemoryUse] = field(default_factory=dict)
+    host_buffers: int = 0
 
 
 class BusyClock:

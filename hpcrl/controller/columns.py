@@ -183,7 +183,7 @@ def merge_rows(parts: list[Ragged], positions: list[np.ndarray]) -> Ragged:
 
 
 # A packed message: per column int64 [dtype code, rows], int64 lengths, then the values.
-_DTYPES = (np.dtype("f4"), np.dtype("i4"), np.dtype("i8"), np.dtype("f8"), np.dtype("u1"), np.dtype("?"))
+_DTYPES = tuple(np.dtype(name) for name in ("f4", "i4", "i8", "f8", "u1", "?", "i2"))
 
 
 def pack(columns: Sequence[Ragged]) -> np.ndarray:

@@ -204,7 +204,8 @@ class Controller:
         return columns[read.column]
 
     def ask_busy(self) -> Future[list[BusyReport]]:
-        """What every rank was busy with. It reports between two commands, or inside one that attends to its desk."""
+        """What every rank was busy with, and the memory that it took. It reports between two commands, or inside one
+        that attends to its desk."""
         everyone = tuple(range(self._wire.size))
         call = _Call(self._number(), BUSY, everyone, runs_here=True)
         for rank in everyone:

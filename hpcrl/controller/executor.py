@@ -26,6 +26,7 @@ from hpcrl.controller.columns import (
     senders_of,
     unpack,
 )
+from hpcrl.controller.memory import MemoryLedger
 from hpcrl.controller.register import registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
@@ -115,6 +116,7 @@ class Executor:
         self.wire = Wire(world.comm)
         self.store = ColumnStore()
         self._busy = BusyClock(waited)
+        self._memory = MemoryLedger()
         self._row_bytes = 0
         self._come: deque[Command] = deque()  # received, and not yet run
         self._replicas = _replica_communicators(self.wire.comm, layouts)
@@ -196,8 +198,10 @@ class Executor:
         if command.role == FETCH:
             return self._gather_rows(command)
         if command.role == BUSY:
-            return BusyReport(self.wire.rank, node_name(), self._busy.collect())
-        with self._busy.phase(f"{command.role}.{command.method}"):
+            kept = sum(worker.host_buffers() for worker in self.workers.values())
+            return BusyReport(self.wire.rank, node_name(), self._busy.collect(), self._memory.collect(), kept)
+        phase = f"{command.role}.{command.method}"
+        with self._busy.phase(phase), self._memory.phase(phase):
             return self._run_method(command)
 
     def _run_method(self, command: Command) -> Any:

@@ -47,6 +47,10 @@ class Worker:
         """To be called about every second by a method that takes long: it gets on."""
         self.whereabouts.tick()
 
+    def host_buffers(self) -> int:
+        """Bytes of host memory that it keeps from phase to phase."""
+        return 0
+
     @property
     def is_home(self) -> bool:
         return self.rank == self.layout.home(self.layout.coord(self.rank).dp)

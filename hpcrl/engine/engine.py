@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,23 +14,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
+from hpcrl.engine.gradients import sum_gradients
 from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count
+from hpcrl.engine.model_state import model_state, state_metadata, take_model_state
+from hpcrl.engine.offload import offload_of
 from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_optimizer
-from hpcrl.engine.outputs import Outputs, VocabularyOutputs, scores, values
-from hpcrl.engine.saved_parts import share_writing
+from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gathered, scores, values
+from hpcrl.engine.routing import recorded_experts
 from hpcrl.launch import platform
-from hpcrl.model.build import build_model, local_shards
-from hpcrl.model.params import OUTPUT_LAYER, SCALAR_HEADS, Head
+from hpcrl.model.adapters import MergedWeights
+from hpcrl.model.build import build_model, local_shards, named_parameters
+from hpcrl.model.hf.directory import Safetensors, load_weights
+from hpcrl.model.lora import Lora
+from hpcrl.model.params import SCALAR_HEADS, Head
+from hpcrl.model.router import RouterLosses
+from hpcrl.model.transformer_engine import FP8_ROWS
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
-from megatron.core.distributed import finalize_model_grads  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
-    from hpcrl.config.schema import OptimConfig
+    from hpcrl.config.offload import Part
+    from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
     from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.shape import ModelShape
 
@@ -43,7 +51,7 @@ class Metric(Protocol):
 Loss = Callable[[Outputs, "DataProto"], tuple[Tensor, dict[str, Metric]]]
 # What becomes of a micro-batch's head outputs (R, ...) on the last stage: kept, or made into a loss.
 Consume = Callable[[MicroBatch, Outputs], Any]
-# The model's raw output (R, width) into the head outputs that are asked for.
+# The model's raw output (R, width), of a language model hidden states, into the head outputs that are asked for.
 Compute = Callable[[MicroBatch, Tensor], Outputs]
 
 
@@ -51,6 +59,9 @@ class TrainEngine:
     """A model on this rank's part of a layout, and its optimizer.
 
     Every method is collective over the role's ranks. The ranks of a replica pass the same samples, in the same order.
+
+    What is offloaded comes back for the time of a method; whoever calls several in a row saves copies by doing so
+    inside `offload.on_device`, and whoever reads the model's tensors himself does it inside, too.
     """
 
     def __init__(
@@ -64,31 +75,63 @@ class TrainEngine:
         optim: OptimConfig | None = None,
         total_steps: int = 0,
         exact: bool = False,
+        sequence_parallel: bool = True,
+        recompute: RecomputeConfig | None = None,
+        te: TransformerEngineConfig | None = None,
+        lora: Lora | None = None,
+        head_chunk_tokens: int | None = 1024,
+        offload: Collection[Part] = (),
+        moe: MoeConfig | None = None,
         on_micro_batch: Callable[[], None] | None = None,
     ) -> None:
         """`optim` None makes a frozen model; `total_steps` counts the optimizer steps of the whole run; `exact` gives
-        log-probs the bits of the native engine's exact mode. `on_micro_batch()` is called as each begins."""
-        self.shape, self.groups, self.head, self.dtype = shape, groups, head, dtype
+        log-probs the bits of the native engine's exact mode; `sequence_parallel`, `recompute` and `te` are those of
+        `build_model`; of a model with `lora` the adapters alone are trained; `head_chunk_tokens` is that of
+        `VocabularyOutputs`; `moe` weighs the losses of `Router`. `offload` is on the device only while it is needed.
+        `on_micro_batch()` is called as each begins.
+        """
+        self.shape, self.groups, self.head, self.dtype, self.lora = shape, groups, head, dtype, lora
         self.optim, self.total_steps = optim, total_steps
         self.steps = 0  # optimizer steps done
+        self._moe = moe
         self._on_micro_batch = on_micro_batch or (lambda: None)
-        self.module = build_model(shape, groups, head=head, dtype=dtype, seed=seed, exact=exact)
-        self.config = self.module.config
-        self.model: torch.nn.Module = self.module
+        self.chunks = build_model(
+            shape,
+            groups,
+            head=head,
+            dtype=dtype,
+            seed=seed,
+            exact=exact,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+            te=te,
+            lora=lora,
+        )
+        self.config = self.chunks[0].config
+        self.models: list[torch.nn.Module] = [*self.chunks]  # what runs
         self.optimizer = None
         if optim is None:
-            self.module.requires_grad_(False)
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
         else:
-            self.config.finalize_model_grads_func = _finalize_sum
+            self.config.finalize_model_grads_func = sum_gradients
             with platform.cpu_bridge():
                 ddp_config = DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True, use_distributed_optimizer=uses_distributed_optimizer(optim)
                 )
-                self.model = DistributedDataParallel(self.config, ddp_config, self.module, pg_collection=groups.pgc)
-                self.optimizer = build_optimizer(self.model, optim, groups, dtype)
-        self._vocabulary = VocabularyOutputs(groups.tp, shape.vocab_size, exact)
-        self._schedule = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
+                self.models = [
+                    DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=groups.pgc)
+                    for chunk in self.chunks
+                ]
+                self.optimizer = build_optimizer(self.models, optim, groups, dtype)
+        self._vocabulary = VocabularyOutputs(
+            self.chunks[-1], groups.tp, shape.vocab_size, chunk_rows=head_chunk_tokens, exact=exact
+        )
+        vpp = groups.layout.vpp if groups.layout.vpp > 1 else None
+        self._schedule = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=vpp)
         self._p2p = P2PCommunicator(groups.pp, self.config) if groups.layout.pp > 1 else None
+        self.offload = offload_of(self.chunks, self.models, self.optimizer, offload)
+        self.offload.leave()
 
     def log_probs(
         self,
@@ -98,14 +141,18 @@ class TrainEngine:
         temperature: float,
         entropy: bool = False,
         sum_pi_squared: bool = False,
+        record_routing: bool = False,
     ) -> dict[str, Ragged]:
         """'log_probs' (and 'entropy', and 'sum_pi_squared', the sum of the vocabulary's squared probabilities) of the
         response tokens: fp32 on the CPU, in response space, in the batch's order.
 
-        On every rank of the last stage; {} on the others. Reads input_ids and the lengths of response_mask.
+        On every rank of the last stage; {} on the others. Reads input_ids, the lengths of response_mask and, where it
+        is there, routed_experts: the experts that tokens go to (see `hpcrl.engine.routing`). `record_routing` gives
+        'routed_experts', those that they went to.
         """
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
-        return self._forward(batch, max_tokens, partial(self._vocabulary.log_probs, **options))
+        compute = partial(self._vocabulary.log_probs, **options)
+        return self._forward(batch, max_tokens, compute, record_routing=record_routing)
 
     def topk_log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, k: int) -> dict[str, Ragged]:
         """'log_probs' of the response tokens, and at each of them the k likeliest tokens, the likeliest first.
@@ -147,7 +194,8 @@ class TrainEngine:
         token, as `topk_log_probs` gives them: then there are also 'topk_log_probs' (b, T, k) at these ids, with
         gradients, and 'own_topk_ids' (b, T, k) int64, the likeliest of the model in training.
         Returns the loss's metrics merged over the micro-batches (last stage), and as floats on every rank 'grad_norm'
-        (before clipping), 'lr', and 'skipped_updates': 1 where the norm is not finite and the weights stay as they are.
+        (before clipping), 'lr', 'skipped_updates': 1 where the norm is not finite and the weights stay as they are,
+        and those of `RouterLosses.metrics` for a model with experts.
         """
         if self.optim is None or self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer; pass optim=... to train it")
@@ -168,46 +216,59 @@ class TrainEngine:
                 value = value + 0.0  # the schedule frees the loss's memory, which a view would share
             return value, torch.tensor(0, dtype=torch.int), metrics
 
-        self.model.zero_grad_buffer()  # type: ignore[operator]
-        # Without this, gradients of FP32Optimizer's last step, aliases of the buffer, would be counted twice.
-        self.optimizer.zero_grad()
-        results = self._run(batch, max_tokens, compute, consume, forward_only=False, unit=unit)
+        micros = self._micro_batches(batch, max_tokens, unit)
+        losses = self._router_losses(batch) if self.shape.num_experts else None
+        for micro in micros:
+            if micro.packed.routing is not None:
+                micro.packed.routing.losses = losses
+        with self.offload.on_device("parameters", "gradients", "optimizer"):
+            for model in self.models:
+                model.zero_grad_buffer()  # type: ignore[operator]
+            # Without this, gradients of FP32Optimizer's last step, aliases of the buffer, would be counted twice.
+            self.optimizer.zero_grad()
+            results = self._run(micros, compute, consume, forward_only=False)
+            found = self._step()
         merged: dict[str, Any] = {}
         for part in results:
             for name, metric in part.items():
                 merged[name] = merged[name].merge(metric) if name in merged else metric
-        return merged | self._step()
+        if losses is not None:
+            merged |= losses.metrics(self.groups.pgc.intra_dist_opt)
+        return merged | found
 
     def named_shards(self) -> dict[str, Tensor]:
-        """Global parameter name -> this rank's part, the live data in megatron's order."""
-        parameters = dict(self.module.named_parameters())
-        return {
-            shard.name: parameters[shard.local_name].data for shard in local_shards(self.shape, self.groups, self.head)
-        }
+        """Global parameter name -> this rank's part, the live data in the order of the model: of parameters that are
+        offloaded, to be read and written inside `offload.on_device("parameters")`."""
+        parameters, local = named_parameters(self.chunks), local_shards(self.shape, self.groups, self.head, self.lora)
+        return {shard.name: parameters[shard.chunk, shard.local_name].data for shard in local}
+
+    def merged_shards(self) -> Mapping[str, Tensor]:
+        """As `named_shards`, of the model that computes the same without adapters."""
+        weights = self.named_shards()
+        return weights if self.lora is None else MergedWeights(weights, self.shape, self.lora)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside it the model is the frozen one, which the adapters started from."""
+        for chunk in self.chunks:
+            chunk.uses_adapters = False
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.uses_adapters = True
 
     def sharded_state_dict(self, *, optimizer: bool = True, is_loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state of the model and, where asked and present, of its optimizer, under global names.
 
         The optimizer's state is in the `fully_reshardable` form: one tensor per parameter and kind, in the parameter's
         shape, so that it can be loaded under any layout. The other entries ('steps') are the same on all ranks.
-        For saving, tensors alias what is trained on; `replica_id` says who writes a weight.
+        For saving, tensors alias what is trained on, and for loading they may: both from here to the end are for the
+        inside of `offload.on_device("parameters", "optimizer")`. `replica_id` says who writes a weight.
         """
-        metadata = {
-            "dp_cp_group": self.groups.pgc.dp_cp,
-            "non_homogeneous_layers": True,  # one key per layer instead of one stack of all layers
-            "distrib_optim_sharding_type": "fully_reshardable",
-        }
+        metadata = state_metadata(self.groups, has_experts=self.shape.num_experts > 0)
         with platform.cpu_bridge():
-            model = self.module.sharded_state_dict(metadata=metadata)
-            # Megatron's modules keep empty extra states, which would be written as pickles.
-            model = {name: entry for name, entry in model.items() if not isinstance(entry, ShardedObject)}
-            for entry in model.values():
-                # Megatron pads the vocabulary by layout and so lets its size differ; ours does not depend on it.
-                entry.allow_shape_mismatch = False
-            if self.head in SCALAR_HEADS and OUTPUT_LAYER in model:
-                model[OUTPUT_LAYER].key = SCALAR_HEADS[self.head]
-            if not is_loading:
-                share_writing(model, self.groups.pgc.dp_cp.rank(), self.groups.pgc.dp_cp.size())
+            model = model_state(self.chunks, self.groups, self.head, metadata, is_loading=is_loading)
             state: dict[str, Any] = {"model": model, "steps": self.steps}
             if optimizer and self.optimizer is not None:
                 # Megatron collects garbage here, 0.3 s of walking over modules that live on anyway.
@@ -221,10 +282,7 @@ class TrainEngine:
 
         Parameters without an entry keep their values; without 'optimizer' the optimizer starts anew from the weights.
         """
-        parameters = dict(self.module.named_parameters())
-        with torch.no_grad():
-            for name, tensor in state["model"].items():
-                parameters[name].copy_(tensor)
+        take_model_state(self.chunks, state["model"])
         if self.optimizer is None:
             return
         with platform.cpu_bridge():
@@ -233,6 +291,17 @@ class TrainEngine:
                 self.steps = state["steps"]
             else:
                 self.optimizer.reload_model_params()
+
+    def load_hugging_face(self, source: Safetensors) -> None:
+        """The weights of a Hugging Face directory, of which each rank reads its part; a critic's or reward model's head
+        and adapters stay as they are, and the optimizer starts anew."""
+        heads = SCALAR_HEADS.values()
+        mine = [shard for shard in local_shards(self.shape, self.groups, self.head) if shard.name not in heads]
+        with self.offload.on_device("parameters", "optimizer"):
+            load_weights(self.shape, source, mine, self.named_shards())
+            if self.optimizer is not None:
+                with platform.cpu_bridge():
+                    self.optimizer.reload_model_params()
 
     def _step(self) -> dict[str, float]:
         assert self.optim is not None and self.optimizer is not None
@@ -247,62 +316,90 @@ class TrainEngine:
                 self.steps += 1
         return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not math.isfinite(norm))}
 
-    def _forward(self, batch: DataProto, max_tokens: int, compute: Compute) -> dict[str, Ragged]:
+    def _forward(
+        self, batch: DataProto, max_tokens: int, compute: Compute, *, record_routing: bool = False
+    ) -> dict[str, Ragged]:
         def consume(micro: MicroBatch, outputs: Outputs) -> tuple[MicroBatch, Outputs]:
             return micro, outputs
 
-        with torch.no_grad():
-            results = self._run(batch, max_tokens, compute, consume, forward_only=True)
+        micros = self._micro_batches(batch, max_tokens)
+        if record_routing:
+            for micro in micros:
+                assert micro.packed.routing is not None, "a model without experts has no routing to record"
+                micro.packed.routing.recorded = {}
+        with torch.no_grad(), self.offload.on_device("parameters"):
+            results = self._run(micros, compute, consume, forward_only=True)
+        choices = [recorded_experts(micro, self.shape, self.groups) for micro in micros] if record_routing else []
         if not results:
             return {}
         order = torch.cat([torch.as_tensor(micro.rows) for micro, _ in results]).argsort()
-        return {
+        columns = {
             name: Ragged.concat([micro.ragged(outputs[name]) for micro, outputs in results]).take(order)
             for name in results[0][1]
         }
+        if record_routing:
+            order = torch.cat([torch.as_tensor(micro.rows) for micro in micros]).argsort()
+            columns["routed_experts"] = Ragged.concat(choices).take(order)
+        return columns
 
-    def _run(
-        self,
-        batch: DataProto,
-        max_tokens: int,
-        compute: Compute,
-        consume: Consume,
-        *,
-        forward_only: bool,
-        unit: int = 1,
-    ) -> list[Any]:
-        """Run megatron's schedule over the micro-batches of all replicas' common number; what `consume` returned (its
-        last part when training), on the last stage."""
-        micros = make_micro_batches(
+    def _micro_batches(self, batch: DataProto, max_tokens: int, unit: int = 1) -> list[MicroBatch]:
+        """As many as every replica has."""
+        layout = self.groups.layout
+        return make_micro_batches(
             batch,
             self.shape,
             max_tokens=max_tokens,
-            count=self._common_count(needed_count(batch, max_tokens, unit)),
-            multiple=math.lcm(self.groups.layout.tp, ROW_MULTIPLE),
-            same_size=self.groups.layout.pp > 1,
+            count=layout.scheduled(self._common_count(needed_count(batch, max_tokens, unit))),
+            multiple=layout.token_multiple(FP8_ROWS if self.config.fp8 else ROW_MULTIPLE),
+            same_size=layout.pp > 1,
             device=platform.device(),
             wanted="last" if self.head == "reward" else "response",
             unit=unit,
+            cp_rank=self.groups.coord.cp,
+            cp_size=layout.cp,
         )
+
+    def _run(self, micros: list[MicroBatch], compute: Compute, consume: Consume, *, forward_only: bool) -> list[Any]:
+        """Run megatron's schedule; what `consume` returned (its last part when training), on the last stage."""
+
+        def outputs_of(micro: MicroBatch, raw: Tensor) -> Outputs:
+            return gathered(micro, compute(micro, raw), self.groups.pgc.cp)
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             self._on_micro_batch()
             micro = next(iterator)
             packed = micro.packed
             output = model(packed.input_ids, packed.position_ids, None, packed_seq_params=packed)
-            return output, lambda raw, non_loss_data=False: consume(micro, compute(micro, raw))
+            return output, lambda raw, non_loss_data=False: consume(micro, outputs_of(micro, raw))
 
         return self._schedule(
             forward_step_func=step,
-            data_iterator=iter(micros),
-            model=self.model,
+            data_iterator=[iter(micros) for _ in self.models],
+            model=self.models,
             num_microbatches=len(micros),
-            seq_length=micros[0].packed.input_ids.size(1),
+            seq_length=micros[0].packed.input_ids.size(1) * self.groups.layout.cp,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self.groups.pgc,
+        )
+
+    def _router_losses(self, batch: DataProto) -> RouterLosses:
+        """Normalised by the sequences and tokens of all replicas."""
+        device, num_tokens = platform.device(), int(batch.fetch("input_ids").lengths.sum()) if len(batch) else 0
+        counts = torch.tensor([len(batch), num_tokens], device=device)
+        if self.groups.layout.dp > 1:
+            dist.all_reduce(counts, group=self.groups.dp)
+        num_sequences, num_tokens = counts.tolist()
+        return RouterLosses(
+            len(self.shape.moe_layers),
+            self.shape.num_experts,
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
+            device=device,
+            aux_coeff=self._moe.aux_loss_coeff if self._moe is not None else 0.0,
+            z_coeff=self._moe.z_loss_coeff if self._moe is not None else 0.0,
         )
 
     def _common_count(self, count: int) -> int:
@@ -312,8 +409,3 @@ class TrainEngine:
         tensor = torch.tensor([count], device=platform.device())
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.dp)
         return int(tensor)
-
-
-def _finalize_sum(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients over replicas and tied embeddings, without its division by the token count."""
-    finalize_model_grads(model, None, **kwargs)

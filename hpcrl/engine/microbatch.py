@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged
+from hpcrl.engine.routing import make_routing
+from hpcrl.model.context_parallel import places, tokens_of
 from hpcrl.model.packed import PackedTokens, pack
 
 if TYPE_CHECKING:
@@ -20,6 +22,22 @@ if TYPE_CHECKING:
 # What the head runs on: the positions that predict response tokens, or each sequence's last token.
 Wanted = Literal["response", "last"]
 ROW_MULTIPLE = 8  # a CPU matrix product gives a row the same bits whatever the number of rows only at such numbers
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Each rank of a context-parallel group has the head outputs of its own tokens, padded to `most`.
+
+    order: int64 (R,), where each output is once they are gathered in rank order. own: int64, which ones are here.
+    """
+
+    most: int
+    order: Tensor
+    own: Tensor
+
+    def own_of(self, values: Tensor) -> Tensor:
+        """Of one row per output, those of the outputs here; any one where none is."""
+        return values[self.own] if len(self.own) else values[:1]
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class MicroBatch:
     packed: PackedTokens
     targets: Tensor  # (R,) int64: the response token that each output row predicts; of no meaning for last tokens
     output_lengths: Tensor  # (n,) int64, sum R: head outputs of each sample, its response tokens or 1
+    gathering: Gathering | None = None  # with context parallelism: where the outputs of all ranks are
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,18 +93,24 @@ def make_micro_batches(
     device: torch.device,
     wanted: Wanted = "response",
     unit: int = 1,
+    cp_rank: int = 0,
+    cp_size: int = 1,
 ) -> list[MicroBatch]:
     """Pack the samples into `count` micro-batches of at most `max_tokens` tokens, before padding to `multiple`.
 
     `same_size` pads all of them to the longest, as the stages of a pipeline need. `unit` successive samples run
-    together, in order: 2 where a loss compares the two of a pair.
+    together, in order: 2 where a loss compares the two of a pair. Each holds this rank's share of the tokens among
+    `cp_size` ranks.
     """
     lengths = _lengths(batch)
     rows_of = _share_out(lengths, max_tokens, unit, count)
     sizes = [_round_up(max(1, int(lengths[rows].sum())), multiple) for rows in rows_of]
     if same_size:
         sizes = [max(sizes)] * count
-    return [_pack(batch, rows, size, shape, device, wanted) for rows, size in zip(rows_of, sizes, strict=True)]
+    return [
+        _pack(batch, rows, size, shape, device, wanted, cp_rank, cp_size)
+        for rows, size in zip(rows_of, sizes, strict=True)
+    ]
 
 
 def _share_out(lengths: np.ndarray, max_tokens: int, unit: int, count: int | None = None) -> list[np.ndarray]:
@@ -97,18 +122,41 @@ def _share_out(lengths: np.ndarray, max_tokens: int, unit: int, count: int | Non
 
 
 def _pack(
-    batch: DataProto, rows: np.ndarray, size: int, shape: ModelShape, device: torch.device, wanted: Wanted
+    batch: DataProto,
+    rows: np.ndarray,
+    size: int,
+    shape: ModelShape,
+    device: torch.device,
+    wanted: Wanted,
+    cp_rank: int,
+    cp_size: int,
 ) -> MicroBatch:
+    ids, lengths, tokens, output_lengths = _wanted(batch, rows, wanted)
+    targets = ids[tokens].to(torch.int64)
+    output_rows = tokens if wanted == "last" else (tokens - 1).clamp(min=0)
+    gathering = None
+    if cp_size > 1:
+        local_rows, gathering = _shared(output_rows, size, cp_rank, cp_size)
+        targets, output_rows = gathering.own_of(targets), local_rows
+    packed = pack(ids, lengths, shape, size=size, output_rows=output_rows, cp_rank=cp_rank, cp_size=cp_size)
+    if shape.num_experts:
+        mine = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
+        is_replayed = "routed_experts" in batch.tokens and len(rows) > 0
+        experts = _column(batch, "routed_experts").take(rows) if is_replayed else None
+        packed.routing = make_routing(lengths[: len(rows)], size, mine, shape, experts)
+    return MicroBatch(rows, packed.to(device), targets.to(device), output_lengths, gathering)
+
+
+def _wanted(batch: DataProto, rows: np.ndarray, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids of the packed tokens, lengths of the sequences, the packed token of each head output (the one that it
+    predicts, or the last; a dummy where none is wanted), outputs of each sequence."""
     if len(rows) == 0:
         token = torch.zeros(1, dtype=torch.int64)
-        packed = pack(token, torch.ones_like(token), shape, size=size, output_rows=token).to(device)
-        return MicroBatch(rows, packed, token.to(device), token[:0])
+        return token, torch.ones_like(token), token, token[:0]
     ids = _column(batch, "input_ids").take(rows)
     lengths = ids.lengths
     if wanted == "last":
-        last = lengths.cumsum(0) - 1
-        packed = pack(ids.values, lengths, shape, size=size, output_rows=last).to(device)
-        return MicroBatch(rows, packed, torch.zeros_like(last).to(device), torch.ones_like(last))
+        return ids.values, lengths, lengths.cumsum(0) - 1, torch.ones_like(lengths)
     response_lengths = _column(batch, "response_mask").lengths[torch.as_tensor(rows)]
     prompt_lengths = lengths - response_lengths
     if int(prompt_lengths.min()) < 1:
@@ -121,10 +169,21 @@ def _pack(
     tokens = torch.arange(len(shift)) + shift
     if len(tokens) == 0:
         tokens = torch.ones(1, dtype=torch.int64).clamp(max=len(ids.values) - 1)  # a dummy
-    targets = ids.values[tokens].to(torch.int64)
-    output_rows = (tokens - 1).clamp(min=0)
-    packed = pack(ids.values, lengths, shape, size=size, output_rows=output_rows).to(device)
-    return MicroBatch(rows, packed, targets.to(device), response_lengths)
+    return ids.values, lengths, tokens, response_lengths
+
+
+def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple[Tensor, Gathering]:
+    """The outputs of this rank's tokens, by their rows here, and where all are."""
+    place, here = places(size, cp_size)[output_rows], size // cp_size
+    owners = place // here
+    counts = torch.bincount(owners, minlength=cp_size)
+    most = int(counts.max())
+    order = torch.empty_like(owners)
+    for rank in range(cp_size):
+        order[owners == rank] = rank * most + torch.arange(int(counts[rank]))
+    gathering = Gathering(most, order, (owners == cp_rank).nonzero().squeeze(1))
+    local_rows = gathering.own_of(place % here) if len(gathering.own) else torch.zeros(1, dtype=torch.int64)
+    return local_rows, gathering
 
 
 def _lengths(batch: DataProto) -> np.ndarray:

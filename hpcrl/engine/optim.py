@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import Adam, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
 
+from hpcrl.engine.adam import MOMENTS, CompactAdam
 from hpcrl.engine.saved_parts import own_parts
 
 if TYPE_CHECKING:
@@ -47,15 +54,13 @@ def uses_distributed_optimizer(optim: OptimConfig) -> bool:
 
 
 def build_optimizer(
-    model: DistributedDataParallel, optim: OptimConfig, groups: RoleGroups, dtype: torch.dtype
+    models: Sequence[DistributedDataParallel], optim: OptimConfig, groups: RoleGroups, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """AdamW under megatron's distributed optimizer, or SGD held whole by every replica.
 
     Megatron's own factory gathers the parameter groups over the whole world, where ranks outside this role would have
     to take part; here every stage has the same two groups by construction.
     """
-    bf16 = dtype is torch.bfloat16
-    distributed = uses_distributed_optimizer(optim)
     config = OptimizerConfig(
         optimizer=optim.optimizer,
         lr=optim.lr,
@@ -67,40 +72,80 @@ def build_optimizer(
         sgd_momentum=optim.momentum,
         # Megatron reports no gradient norm where it does not clip.
         clip_grad=optim.clip_grad or math.inf,
-        bf16=bf16,
+        bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=distributed,
+        use_distributed_optimizer=uses_distributed_optimizer(optim),
     )
-    param_groups = _param_groups(model, optim)
+    trained = [_is_expert(each) for model in models for each in model.parameters() if each.requires_grad]
+    parts = [_build_part(models, optim, groups, config, is_expert=each) for each in sorted(set(trained))]
+    return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+
+
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """What it updates and its state: main weights, moments, step counters."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            yield from (parameter.data for parameter in group["params"])
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _build_part(
+    models: Sequence[DistributedDataParallel],
+    optim: OptimConfig,
+    groups: RoleGroups,
+    config: OptimizerConfig,
+    *,
+    is_expert: bool,
+) -> MegatronOptimizer:
+    """Of the experts, or of all else: the two are shared out over different ranks."""
+    pgc = groups.pgc
+    param_groups = _param_groups(models, optim, is_expert)
     optimizer: MegatronOptimizer
-    if distributed:
-        options: dict[str, Any] = {"fused": True} if Adam is torch.optim.AdamW else {"adam_w_mode": True}
-        betas = (optim.betas[0], optim.betas[1])
-        inner = Adam(param_groups, lr=optim.lr, betas=betas, eps=optim.eps, **options)
+    if config.use_distributed_optimizer:
+        inner = _make_adam(param_groups, optim)
         optimizer = ShardedAdam(
             inner,
             config,
             None,
             _init_adam_state,
-            model_chunks=[model],
-            per_model_buffers={0: model.buffers},
-            data_parallel_group=groups.pgc.intra_dp_cp,
+            model_chunks=list(models),
+            per_model_buffers={
+                number: model.expert_parallel_buffers if is_expert else model.buffers
+                for number, model in enumerate(models)
+            },
+            data_parallel_group=pgc.intra_expt_dp if is_expert else pgc.intra_dp_cp,
             data_parallel_group_gloo=None,
-            data_parallel_group_idx=groups.pgc.mp.rank(),
+            data_parallel_group_idx=(pgc.tp_ep_pp if is_expert else pgc.mp).rank(),
             distributed_optimizer_instance_id=0,
         )
-        optimizer.grad_stats_parallel_group = groups.pgc.intra_dist_opt
+        optimizer.grad_stats_parallel_group = pgc.intra_dist_opt
         # Torch's Adam makes its state at the first step; megatron cannot save or load before.
         _init_adam_state(inner)
     else:
         sgd = torch.optim.SGD(param_groups, lr=optim.lr, momentum=optim.momentum)
-        if bf16:
+        if config.bf16:
             optimizer = Float16OptimizerWithFloat16Params(sgd, config, None, _init_sgd_state)
         else:
             optimizer = FP32Optimizer(sgd, config, _init_sgd_state)
-        optimizer.grad_stats_parallel_group = groups.pgc.mp
-    optimizer.tp_group = groups.tp
+        optimizer.grad_stats_parallel_group = pgc.tp_ep_pp if is_expert else pgc.mp
+    optimizer.tp_group = pgc.expt_tp if is_expert else groups.tp
     return optimizer
+
+
+def _make_adam(param_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
+    dtypes = {name: getattr(torch, getattr(optim, name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    if set(dtypes.values()) != {torch.float32}:
+        return CompactAdam(param_groups, **options, **dtypes)
+    if Adam is torch.optim.AdamW:
+        return Adam(param_groups, fused=True, **options)
+    return Adam(param_groups, adam_w_mode=True, **options)
+
+
+def _is_expert(parameter: torch.Tensor) -> bool:
+    """Megatron's mark of what expert parallelism divides."""
+    return not getattr(parameter, "allreduce", True)
 
 
 class ShardedAdam(DistributedOptimizer):
@@ -128,7 +173,7 @@ class ShardedAdam(DistributedOptimizer):
                 for parameter, ranges in bucket["param_map"].items():
                     own, entry = ranges["param"], entries[parameter]
                     tensors = self._get_main_param_and_optimizer_states(parameter)
-                    for kind in ("param", "exp_avg", "exp_avg_sq"):
+                    for kind in ("param", *MOMENTS):
                         key, flat = f"optimizer.state.{kind}.{entry.key}", tensors[kind].detach().view(-1)
                         assert flat.numel() == own.end - own.start
                         for part in own_parts(entry, key, flat, own.start):
@@ -141,19 +186,32 @@ class ShardedAdam(DistributedOptimizer):
         steps = {"step": state["step"]} if "step" in state else {}
         super()._set_main_param_and_optimizer_states(model_param, tensors | steps)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Megatron asks torch's Adams for their counter only where neither Apex nor Transformer Engine is there."""
+        found = super().state_dict()
+        steps = {float(state["step"]) for state in self.optimizer.state.values() if "step" in state}
+        if steps:
+            (step,) = steps
+            for group in found["optimizer"]["param_groups"]:
+                group["step"] = step
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+                state["step"] = torch.full_like(state["step"], state_dict["optimizer"]["param_groups"][0]["step"])
 
 
-def _param_groups(model: DistributedDataParallel, optim: OptimConfig) -> list[dict[str, Any]]:
+def _param_groups(
+    models: Sequence[DistributedDataParallel], optim: OptimConfig, is_expert: bool
+) -> list[dict[str, Any]]:
     """Matrices, and vectors without weight decay (norms, biases).
 
     With the marks by which megatron matches groups when it loads a checkpoint.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    everything = [parameter for model in models for parameter in model.parameters()]
+    parameters = [each for each in everything if each.requires_grad and _is_expert(each) == is_expert]
     groups = []
     for decayed in (True, False):
         groups.append(
@@ -162,7 +220,7 @@ def _param_groups(model: DistributedDataParallel, optim: OptimConfig) -> list[di
                 "weight_decay": optim.weight_decay if decayed else 0.0,
                 "wd_mult": 1.0 if decayed else 0.0,
                 "lr_mult": 1.0,
-                "is_expert_parallel": False,
+                "is_expert_parallel": is_expert,
                 "is_decoupled_lr": False,
                 "default_config": True,
                 "max_lr": optim.lr,
@@ -178,8 +236,9 @@ def _init_adam_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig |
             if not optimizer.state[parameter]:
                 if isinstance(optimizer, torch.optim.AdamW):
                     optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter.data)
-                optimizer.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter.data)
+                dtypes = optimizer.dtypes if isinstance(optimizer, CompactAdam) else dict.fromkeys(MOMENTS)
+                for name, dtype in dtypes.items():
+                    optimizer.state[parameter][name] = torch.zeros_like(parameter.data, dtype=dtype)
 
 
 def _init_sgd_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:

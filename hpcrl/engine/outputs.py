@@ -1,19 +1,23 @@
-"""What the heads' raw outputs say: log-probs, likeliest tokens, values, scores; (R, ...), one row per output token."""
+"""What a model's raw outputs say: log-probs, likeliest tokens, values, scores; (R, ...), one row per output token."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.engine.logprob import vocab_parallel_log_probs, vocab_parallel_topk_ids
-from hpcrl.engine.microbatch import MicroBatch
+from hpcrl.engine.logprob import vocab_parallel_log_probs
+from hpcrl.engine.microbatch import Gathering, MicroBatch
+from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
+from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hpcrl.batch.ragged import Ragged
+    from hpcrl.model.gpt import PackedGPT
 
 Outputs = dict[str, Tensor]
 
@@ -26,57 +30,100 @@ def scores(micro: MicroBatch, raw: Tensor) -> Outputs:
     return {"scores": raw.squeeze(1)}
 
 
-class VocabularyOutputs:
-    """Of logits (R, V / tp), whose columns are split over the ranks of `group`."""
+def gathered(micro: MicroBatch, outputs: Outputs, group: ProcessGroup) -> Outputs:
+    """The outputs of all tokens on every rank of a context-parallel group, in the micro-batch's order; a gradient goes
+    to the rank whose token it is of."""
+    if micro.gathering is None or micro.num_outputs == 0:
+        return outputs
+    return {name: _Gathered.apply(output, micro.gathering, group) for name, output in outputs.items()}
 
-    def __init__(self, group: ProcessGroup, vocab_size: int, exact: bool = False) -> None:
+
+class _Gathered(torch.autograd.Function):
+    """(own or 1 dummy, ...) on each rank -> (R, ...) on all, which go on with the same."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gathering: Gathering, group: ProcessGroup) -> Tensor:
+        ctx.own, ctx.size = gathering.own.to(output.device), len(output)
+        padded = output.new_zeros(gathering.most, *output.shape[1:])
+        padded[: len(gathering.own)] = output[: len(gathering.own)]
+        parts = output.new_empty(group.size() * gathering.most, *output.shape[1:])
+        dist.all_gather_into_tensor(parts, padded, group=group)
+        return parts.index_select(0, gathering.order.to(output.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        here = grad.new_zeros(ctx.size, *grad.shape[1:])
+        here[: len(ctx.own)] = grad[ctx.own]
+        return here, None, None
+
+
+class VocabularyOutputs:
+    """Of hidden states (R, hidden) as `model` gives them, whose vocabulary is split over the ranks of `group`."""
+
+    def __init__(
+        self, model: PackedGPT, group: ProcessGroup, vocab_size: int, *, chunk_rows: int | None, exact: bool
+    ) -> None:
+        """The logits of `chunk_rows` rows are in memory at a time; with None and in exact mode, those of all."""
+        self._model = model
         self._group = group
         self._vocab_size = vocab_size
+        self._chunk_rows = None if exact else chunk_rows
         self._exact = exact
 
     def log_probs(
         self,
         micro: MicroBatch,
-        logits: Tensor,
+        hidden: Tensor,
         *,
         temperature: float,
         entropy: bool = False,
         sum_pi_squared: bool = False,
-        ids: Tensor | None = None,
     ) -> Outputs:
-        """Of the response tokens, and of the tokens `ids` (R, k) in their places."""
+        """Of the response tokens."""
         targets = micro.targets.unsqueeze(1)
-        log_probs, entropies, squares = vocab_parallel_log_probs(
-            logits,
-            targets if ids is None else torch.cat([targets, ids], dim=1),
-            group=self._group,
-            vocab_size=self._vocab_size,
-            temperature=temperature,
-            entropy=entropy,
-            sum_pi_squared=sum_pi_squared,
-            exact=self._exact,
-        )
+        found = self._at(hidden, targets, temperature=temperature, entropy=entropy, sum_pi_squared=sum_pi_squared)
+        outputs = {"log_probs": found.log_probs[:, 0], "entropy": found.entropies, "sum_pi_squared": found.squares}
+        return {name: output for name, output in outputs.items() if output is not None}
+
+    def topk(self, micro: MicroBatch, hidden: Tensor, *, temperature: float, k: int) -> Outputs:
+        """Of the response tokens, and of the k likeliest in their places."""
+        found = self._at(hidden, micro.targets.unsqueeze(1), temperature=temperature, k=k)
+        assert found.topk_ids is not None and found.topk_log_probs is not None
+        return {
+            "log_probs": found.log_probs[:, 0],
+            "topk_log_probs": found.topk_log_probs,
+            "topk_ids": found.topk_ids.to(torch.int32),
+        }
+
+    def log_probs_at(
+        self, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool, topk_ids: Ragged
+    ) -> Outputs:
+        """Of the response tokens, and of the tokens `topk_ids`, k in the place of each."""
+        ids = torch.zeros_like(micro.targets).unsqueeze(1)  # of a dummy output
+        if micro.num_outputs:
+            ids = topk_ids.take(micro.rows).values.view(micro.num_outputs, -1).to(ids)
+            ids = ids if micro.gathering is None else micro.gathering.own_of(ids)
+        targets = torch.cat([micro.targets.unsqueeze(1), ids], dim=1)
+        found = self._at(hidden, targets, temperature=temperature, entropy=entropy, k=ids.size(1))
         outputs = {
-            "log_probs": log_probs[:, 0],
-            "topk_log_probs": log_probs[:, 1:] if ids is not None else None,
-            "entropy": entropies,
-            "sum_pi_squared": squares,
+            "log_probs": found.log_probs[:, 0],
+            "topk_log_probs": found.log_probs[:, 1:],
+            "entropy": found.entropies,
+            "own_topk_ids": found.topk_ids,
         }
         return {name: output for name, output in outputs.items() if output is not None}
 
-    def topk(self, micro: MicroBatch, logits: Tensor, *, temperature: float, k: int) -> Outputs:
-        ids = self._likeliest(logits, k)
-        outputs = self.log_probs(micro, logits, temperature=temperature, ids=ids)
-        return {**outputs, "topk_ids": ids.to(torch.int32)}
-
-    def log_probs_at(
-        self, micro: MicroBatch, logits: Tensor, *, temperature: float, entropy: bool, topk_ids: Ragged
-    ) -> Outputs:
-        ids = logits.new_zeros(1, 1, dtype=torch.int64)  # of a dummy output
-        if micro.num_outputs:
-            ids = topk_ids.take(micro.rows).values.view(micro.num_outputs, -1).to(ids)
-        outputs = self.log_probs(micro, logits, temperature=temperature, entropy=entropy, ids=ids)
-        return {**outputs, "own_topk_ids": self._likeliest(logits, ids.size(1))}
-
-    def _likeliest(self, logits: Tensor, k: int) -> Tensor:
-        return vocab_parallel_topk_ids(logits, k, group=self._group, vocab_size=self._vocab_size)
+    def _at(self, hidden: Tensor, targets: Tensor, *, k: int = 0, **wanted: Any) -> HeadOutputs:
+        """As `linear_log_probs`."""
+        wanted |= {"group": self._group, "vocab_size": self._vocab_size}
+        if self._chunk_rows is not None:
+            weight = self._model.output_weight()
+            return linear_log_probs(hidden, weight, targets, chunk_rows=self._chunk_rows, k=k, **wanted)
+        logits = self._model.logits(hidden)
+        if not k:
+            return HeadOutputs(*vocab_parallel_log_probs(logits, targets, exact=self._exact, **wanted))
+        ids = vocab_parallel_topk_ids(logits, k, group=self._group, vocab_size=self._vocab_size)
+        everywhere = torch.cat([targets, ids], dim=1)
+        log_probs, entropies, squares = vocab_parallel_log_probs(logits, everywhere, exact=self._exact, **wanted)
+        log_probs, at_topk = log_probs.tensor_split([targets.size(1)], dim=1)
+        return HeadOutputs(log_probs, entropies, squares, ids, at_topk.detach())

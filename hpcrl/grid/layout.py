@@ -40,6 +40,15 @@ class Coord(NamedTuple):
     pp: int
 
 
+class ExpertCoord(NamedTuple):
+    """The same in the grid of the experts."""
+
+    etp: int
+    ep: int
+    edp: int
+    pp: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """A role's ranks as a tp x cp x dp x pp grid; `ranks[i]` is the world rank at grid index i, tp fastest.
@@ -78,6 +87,16 @@ class Layout:
     def _index(self) -> dict[int, int]:
         return {rank: index for index, rank in enumerate(self.ranks)}
 
+    def token_multiple(self, rows: int) -> int:
+        """What the tokens of a packed micro-batch come in multiples of, where those of a matrix product come in `rows`:
+        tensor-parallel ranks share them, and context-parallel ranks have two chunks each."""
+        return math.lcm(self.tp, rows) * (2 * self.cp if self.cp > 1 else 1)
+
+    def scheduled(self, count: int) -> int:
+        """At least `count` micro-batches, as many as the pipeline's schedule takes: the interleaved one deals them in
+        rounds of pp."""
+        return -(-count // self.pp) * self.pp if self.vpp > 1 else count
+
     def __contains__(self, rank: object) -> bool:
         return rank in self._index
 
@@ -88,6 +107,14 @@ class Layout:
             index, place = divmod(index, getattr(self, axis))
             position.append(place)
         return Coord(*position)
+
+    def expert_coord(self, rank: int) -> ExpertCoord:
+        index = self._index[rank]
+        position = []
+        for axis in EXPERT_AXES:
+            index, place = divmod(index, getattr(self, axis))
+            position.append(place)
+        return ExpertCoord(*position)
 
     def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return self.ranks[tp + self.tp * (cp + self.cp * (dp + self.dp * pp))]

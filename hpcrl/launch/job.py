@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
-from hpcrl.launch import children, exits, heartbeat, logs, watchdog
+from hpcrl.launch import children, exits, heartbeat, logs, numerics, watchdog
 from hpcrl.launch.collectives import broadcast
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.stop import StopRequests, block_signals
@@ -28,6 +28,8 @@ class RunSection(Protocol):
     def dir(self) -> str: ...
     @property
     def c10d_backend(self) -> str: ...
+    @property
+    def full_determinism(self) -> bool: ...
     @property
     def watchdog(self) -> watchdog.Patience: ...
 
@@ -71,6 +73,7 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
         config = load_once(comm, load)
         run_dir = run_directory(config)
         logs.start(run_dir, comm.rank)
+        numerics.settle_libraries(config.run.full_determinism)
         watchdog.start(run_dir, comm.rank, comm.size, whereabouts, config.run.watchdog)
         world = start_torch(
             comm,
@@ -81,6 +84,7 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
             whereabouts=whereabouts,
         )
         logs.take_terminal_from_torch()
+        numerics.settle_torch(config.run.full_determinism)
         code = max(world.exchange(main(world, config)))
         whereabouts.role, whereabouts.phase = None, "end"
     except BaseException as error:

@@ -9,11 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
+
+from hpcrl.launch.host_bytes import host_bytes
 
 Spec = list  # [array, count or counts, MPI.Datatype], what mpi4py takes for a buffer
 
@@ -30,7 +31,6 @@ _NUMBERS = {
     torch.int8: MPI.INT8_T,
     torch.uint8: MPI.UINT8_T,
 }
-_NUMPY_STAND_IN = {torch.bfloat16: torch.int16}
 _WIRE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.uint8}
 
 _Kind: Any = ReduceOp.RedOpType  # torch's stubs do not list its members
@@ -91,7 +91,7 @@ def raw(tensor: Tensor, counts: int | list[int] | None = None) -> Spec:
 
     `counts` in elements: per rank for the calls that end in v, of one rank's part for gathers; default all elements.
     """
-    return [_memory(tensor), tensor.numel() if counts is None else counts, _CARRIERS[tensor.element_size()]]
+    return [host_bytes(tensor), tensor.numel() if counts is None else counts, _CARRIERS[tensor.element_size()]]
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ class Reduction:
 
     def spec(self, wire: Tensor, count: int | None = None) -> Spec:
         """MPI buffer over a contiguous tensor of the wire dtype; `count` elements per rank, default all of them."""
-        return [_memory(wire), wire.numel() if count is None else count, _NUMBERS[self.wire]]
+        return [host_bytes(wire), wire.numel() if count is None else count, _NUMBERS[self.wire]]
 
 
 def row_counts(tensor: Tensor, splits: list[int], ranks: int) -> list[int]:
     """Elements per rank of a tensor split along its first dimension: `splits` rows, or equal parts if that is empty."""
     rows = tensor.shape[0] if tensor.dim() else 1
-    if not splits:
+    if splits is None or len(splits) == 0:
         if rows % ranks:
             raise ValueError(f"{rows} rows do not split evenly over {ranks} ranks; pass the split sizes")
         splits = [rows // ranks] * ranks
@@ -150,11 +150,6 @@ def row_counts(tensor: Tensor, splits: list[int], ranks: int) -> list[int]:
         raise ValueError(f"split sizes {splits} must be {ranks} numbers that add up to {rows} rows")
     width = math.prod(tensor.shape[1:])
     return [split * width for split in splits]
-
-
-def _memory(tensor: Tensor) -> np.ndarray:
-    """`tensor`'s memory as an array, which keeps the memory alive as long as a request refers to it."""
-    return (tensor.view(_NUMPY_STAND_IN[tensor.dtype]) if tensor.dtype in _NUMPY_STAND_IN else tensor).numpy()
 
 
 def _check_host(tensor: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,22 +29,75 @@ def device() -> torch.device:
 def install() -> None:
     """Prepare megatron-core for this machine. Call it before any model is built; calling it again does nothing."""
     global _installed
-    if _installed or torch.cuda.is_available():
+    if _installed:
         return
     _installed = True
+    if not torch.cuda.is_available():
+        _install_on_cpu()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    # No layer draws random numbers, as there is no dropout, so there are no states to keep, nor to ask a GPU for.
+    random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoRandomStates(), True
+    random._get_all_rng_states = lambda: ()  # type: ignore[assignment,return-value]
+    random._set_all_rng_states = lambda *states: None
+    random._fork_rng = contextlib.nullcontext  # type: ignore[assignment]
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16 asks for it by name even where Transformer Engine is missing
+    # No parallel state, only memory: what sequence parallelism gathers one layer's input into.
+    parallel_state._set_global_memory_buffer()
+
+
+def _install_on_cpu() -> None:
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
     with warnings.catch_warnings():
         # "Transformer Engine and Apex are not installed": expected on the CPU, and said by `hpcrl check`.
         warnings.simplefilter("ignore")
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     # The schedules make one device="cuda" scalar per call, around all of forward and backward.
     schedules.torch = _TorchOnCpu()  # type: ignore[attr-defined]
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # made once, where there is none
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_host
+
+
+def _splits_to_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """How many tokens go where, as the collectives want it; megatron copies it from the device on a stream beside."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if isinstance(splits := getattr(dispatcher, name), torch.Tensor):
+                setattr(dispatcher, name, splits.numpy())
+    return tokens_per_expert
 
 
 def cpu_bridge() -> contextlib.AbstractContextManager[Any]:
     """Context in which torch calls that ask for CUDA get the CPU."""
     return contextlib.nullcontext() if torch.cuda.is_available() else _CudaMeansCpu()
+
+
+@contextlib.contextmanager
+def meta_bridge() -> Iterator[None]:
+    """Context in which all that torch makes is on the meta device, whatever device it is asked for."""
+    with torch.device("meta"), _AllIsMeta():
+        yield
+
+
+class _NoRandomStates:
+    """In the place of megatron's `CudaRNGStatesTracker`. What it is asked beyond `fork` is by Transformer Engine."""
+
+    def fork(self, name: str = "") -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        pass
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -60,6 +114,16 @@ class _CudaMeansCpu(TorchFunctionMode):
         elif func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         return func(*args, **kwargs)
+
+
+class _AllIsMeta(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        return func(*args, **({**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs))
 
 
 class _TorchOnCpu(types.ModuleType):

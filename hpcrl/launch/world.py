@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import ipaddress
 import logging
 import os
@@ -81,7 +82,11 @@ def start_mpi() -> MPI.Intracomm:
 
         mpi4py.rc.thread_level = "multiple"
         mpi4py.rc.finalize = False  # a planned end does; after an exception Finalize would wait for the others forever
+        # A hang in here is nobody's to watch yet, and no Python runs meanwhile: a thread of C ends it, with this stack.
+        faulthandler.dump_traceback_later(float(os.environ.get("HPCRL_MPI_START_SECONDS", 600)), exit=True)
         from mpi4py import MPI
+
+        faulthandler.cancel_dump_traceback_later()
     except (ImportError, RuntimeError) as error:
         raise InputError(f"cannot load MPI: {error}; `pip install mpi4py mpich`, then `hpcrl check`") from error
 

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from hpcrl.kernels.packed_attention import by_library, is_fused
+from hpcrl.kernels.rope import apply_rope
+from hpcrl.model.context_parallel import Tail
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.packed import PackedTokens
-from hpcrl.model.rope import apply_rope
 
 
 class PackedAttention(torch.nn.Module):
     """Megatron's core attention: rotary embedding, then attention inside each packed sequence.
 
-    Tokens are gathered into (N, heads, L, head_dim), padded at the end; as attention is causal no token sees the
-    padding behind it, so no mask is built.
+    On a GPU a library takes the tokens as they are, where it can. Else they are gathered into (N, heads, L, head_dim)
+    arrays, padded at the end; as attention is causal no token sees the padding behind it, so no mask is built. With
+    context parallelism keys and values are gathered from the ranks of the group; their gradients go back to where they
+    came from.
     """
 
-    def __init__(self, **_: object) -> None:
+    def __init__(
+        self, pg_collection: ProcessGroupCollection | None = None, softmax_scale: float | None = None, **_: object
+    ) -> None:
+        """`pg_collection` is asked for its context-parallel group alone, and only with context parallelism.
+        `softmax_scale`: None is 1 / sqrt(d)."""
         super().__init__()
+        self.cp_group = pg_collection.cp if pg_collection is not None else None
+        self.softmax_scale = softmax_scale
 
     def forward(
         self,
@@ -33,18 +47,51 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedTokens,
         **_: object,
     ) -> Tensor:
-        """`query` (S, heads, d), `key` and `value` (S, groups, d) of this rank -> (S, heads * d)."""
-        packed = packed_seq_params
-        output = self.attend(
-            _unpack(apply_rope(query, packed.cos, packed.sin), packed),
-            _unpack(apply_rope(key, packed.cos, packed.sin), packed),
-            _unpack(value, packed),
-        )
-        return _Repack.apply(output.transpose(1, 2).flatten(0, 1), packed.slots, query.size(0)).flatten(1)
+        """`query` (S, heads, d), `key` (S, groups, d) and `value` (S, groups, v) of this rank -> (S, heads * v).
+
+        Narrower values are padded: fused attention has one width, and any other would hold the weights of all pairs of
+        tokens.
+        """
+        packed, width = packed_seq_params, value.size(-1)
+        query, key = self.rotate(query, packed), self.rotate(key, packed)
+        if packed.cu_seqlens_q is not None and is_fused(query):
+            return self._attend_packed(query, key, value, packed)
+        if width < key.size(-1):
+            value = pad(value, (0, key.size(-1) - width))
+        inside, of_tails = zip(*(_unpack(x, packed) for x in (query, key, value)), strict=True)
+        parts = [self.attend(*each).transpose(1, 2).flatten(0, 1) for each in zip(*inside, strict=True)]
+        if packed.tails is not None:
+            gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
+            parts += self._attend_from_tails(of_tails[0], gathered, packed.tails)
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _Repack.apply(output[..., :width], packed.slots, query.size(0)).flatten(1)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
+        tokens = packed.num_tokens
+        parts = query[:tokens], key[:tokens], value[:tokens]
+        output = by_library(*parts, packed.cu_seqlens_q, packed.max_seqlen_q, self.softmax_scale)
+        return pad(output.flatten(1), (0, 0, 0, query.size(0) - tokens))
+
+    def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
+        """(S, heads, d) -> the same shape."""
+        return apply_rope(heads, packed.cos, packed.sin)
+
+    def _attend_from_tails(self, query: Tensor, gathered: Tensor, tails: tuple[Tail, ...]) -> Iterator[Tensor]:
+        """`query` (queries of all tails, heads, d), `gathered` (S of all ranks, groups, 2 d) -> (queries, heads, d) of
+        each, and one without rows: all ranks have to go through the backward pass of what they gathered."""
+        gqa = query.size(1) != gathered.size(1)
+        for tail, own in zip(tails, query.split([tail.queries for tail in tails]), strict=True):
+            key, value = gathered.index_select(0, tail.keys).transpose(0, 1).chunk(2, -1)
+            mask = _lower_right(tail.queries, len(tail.keys), query.device)
+            args = own.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            output = scaled_dot_product_attention(*args, mask, scale=self.softmax_scale, enable_gqa=gqa)
+            yield output.squeeze(0).transpose(0, 1)
+        yield gathered[:0].reshape(0, *query.shape[1:]) + query[:0]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`query` (N, heads, L, d), `key` and `value` (N, groups, L, d) -> (N, heads, L, d)."""
-        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.size(1) != key.size(1))
+        gqa = query.size(1) != key.size(1)
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa)
 
 
 class ExactPackedAttention(PackedAttention):
@@ -56,14 +103,23 @@ class ExactPackedAttention(PackedAttention):
         return exact_attention(grouped, key, value, positions).transpose(2, 3).flatten(1, 2)
 
 
-def _unpack(x: Tensor, packed: PackedTokens) -> Tensor:
-    """(S, heads, d) -> (N, heads, L, d)."""
-    padded = _Unpack.apply(x, packed.sources, packed.slots)
-    return padded.unflatten(0, (packed.num_sequences, packed.longest)).transpose(1, 2)
+def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The mask of queries that are the last ones of a causal sequence: on a GPU only its name, which kernels know."""
+    if device.type == "cuda":
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+def _unpack(x: Tensor, packed: PackedTokens) -> tuple[list[Tensor], Tensor]:
+    """(S, heads, d) -> (rows, heads, width, d) of each bucket, and (queries of the tails, heads, d)."""
+    places = _Unpack.apply(x, packed.sources, packed.slots)
+    sizes = [bucket.size for bucket in packed.buckets]
+    *inside, of_tails = places.split([*sizes, len(places) - sum(sizes)])
+    return [part.unflatten(0, of).transpose(1, 2) for part, of in zip(inside, packed.buckets, strict=True)], of_tails
 
 
 class _Unpack(torch.autograd.Function):
-    """Packed (S, ...) -> padded (N * L, ...).
+    """Packed (S, ...) -> padded (places, ...).
 
     What lies in the padding is arbitrary and its gradient is 0, so that the backward pass gathers too: it neither adds
     up nor clears anything.
@@ -82,7 +138,7 @@ class _Unpack(torch.autograd.Function):
 
 
 class _Repack(torch.autograd.Function):
-    """Padded (N * L, ...) -> packed (S, ...), 0 for the padding tokens at the end."""
+    """Padded (places, ...) -> packed (S, ...), 0 for the padding tokens at the end."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, size: int) -> Tensor:

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.swiglu import swiglu
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
-from hpcrl.model import params
+from hpcrl.model import params, transformer_engine
 
 with warnings.catch_warnings():
     # Megatron says on import that Transformer Engine and Apex are missing; `hpcrl check` says it where it matters.
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from hpcrl.model.adapters import add_adapters
     from hpcrl.model.attention import ExactPackedAttention, PackedAttention
     from hpcrl.model.exact import check_exact
     from hpcrl.model.exact_layers import use_exact_linear
     from hpcrl.model.gpt import PackedGPT
     from hpcrl.model.heads import ScalarHead
+    from hpcrl.model.latent_attention import latent_attention
+    from hpcrl.model.mixture import Mixture, MixtureLayer
     from hpcrl.model.norm import RMSNorm
+    from hpcrl.model.router import Router
 
 if TYPE_CHECKING:
+    from hpcrl.config.schema import RecomputeConfig, TransformerEngineConfig
     from hpcrl.grid.groups import RoleGroups
+    from hpcrl.model.lora import Lora
     from hpcrl.model.params import Head, Shard
     from hpcrl.model.shape import ModelShape
 
@@ -43,49 +54,109 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     exact: bool = False,
-) -> PackedGPT:
-    """This rank's stage and tensor-parallel shard of a model with random weights.
+    sequence_parallel: bool = True,
+    recompute: RecomputeConfig | None = None,
+    te: TransformerEngineConfig | None = None,
+    lora: Lora | None = None,
+    device: torch.device | None = None,
+) -> list[PackedGPT]:
+    """This rank's part of a model with random weights, on `device` or this process's own: its tensor-parallel shard of
+    each chunk of its pipeline stage. On the meta device weights have a shape and no numbers, and cost no memory.
 
     The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced. An `exact`
-    model computes with the bits of the native engine's exact mode (see hpcrl.model.exact).
+    model computes with the bits of the native engine's exact mode (see hpcrl.model.exact). `sequence_parallel`:
+    tensor-parallel ranks share the tokens between their layers (Korthikanti et al. 2022, arXiv:2205.05198, section
+    4.2); exact models never do, for it adds in another order. `te`: see hpcrl.model.transformer_engine. `lora`: the
+    model is frozen and has adapters.
     """
-    if shape.num_experts:
-        raise InputError(f"a model with {shape.num_experts} experts cannot be built yet, only planned; use a dense one")
     platform.install()
     if exact:
+        if groups.layout.cp > 1:
+            raise InputError("rollout.exact=true with context parallelism is not supported; set cp to 1")
         check_exact(shape, groups.layout.tp, dtype, platform.device())
-    local = local_shards(shape, groups, head)
-    layers = params.stage_layers(shape.num_layers, groups.coord.pp, groups.layout.pp)
-    config = transformer_config(shape, groups, dtype)
-    with platform.cpu_bridge():
-        model = PackedGPT(
-            config,
-            TransformerBlockSubmodules(layer_specs=[_layer_spec(exact)] * len(layers), layer_norm=RMSNorm),
-            vocab_size=shape.padded_vocab_size,
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=groups.is_first_stage,
-            post_process=groups.is_last_stage,
-            share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "lm",
-            position_embedding_type="none",
-            pg_collection=groups.pgc,
+    if shape.num_experts and groups.layout.tp > 1 and not sequence_parallel:
+        raise ValueError("experts with tensor parallelism need sequence_parallel=True: each rank routes its own tokens")
+    local = local_shards(shape, groups, head, lora)
+    device = device or platform.device()
+    uses_te = transformer_engine.is_used(te, device, shape, exact=exact, has_adapters=lora is not None)
+    config = transformer_config(shape, groups, dtype, sequence_parallel and not exact, recompute, te)
+    with platform.meta_bridge() if device.type == "meta" else platform.cpu_bridge():
+        chunks = [
+            _chunk(shape, groups, config, number, head, exact, uses_te, lora, device)
+            for number in range(groups.layout.vpp)
+        ]
+        _mark(chunks, local)
+        if device.type != "meta":
+            _initialise(chunks, local, shape, seed)
+    return chunks
+
+
+def _chunk(
+    shape: ModelShape,
+    groups: RoleGroups,
+    config: TransformerConfig,
+    number: int,
+    head: Head,
+    exact: bool,
+    uses_te: bool,
+    lora: Lora | None,
+    device: torch.device,
+) -> PackedGPT:
+    layout, pp_rank = groups.layout, groups.coord.pp
+    is_last = groups.is_last_stage and number == layout.vpp - 1
+    layers = params.chunk_layers(shape.num_layers, pp_rank, layout.pp, number, layout.vpp)
+    if config.recompute_method == "uniform" and len(layers) % config.recompute_num_layers:
+        raise InputError(
+            f"model.recompute.num_layers={config.recompute_num_layers} does not divide the {len(layers)} layers of a "
+            "pipeline stage or chunk; use 1, or method: block"
         )
-        if head in params.SCALAR_HEADS and groups.is_last_stage:
-            model.output_layer = ScalarHead(shape.hidden_size)
-        if exact:
-            use_exact_linear(model)
-        model.to(platform.device())
-        _initialise(model, local, shape, seed)
-    return model
+    model = PackedGPT(
+        config,
+        TransformerBlockSubmodules(
+            layer_specs=[_layer_spec(shape, groups, shape.is_moe_layer(layer), exact, uses_te) for layer in layers],
+            layer_norm=RMSNorm,
+        ),
+        vocab_size=shape.padded_vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=groups.is_first_stage and number == 0,
+        post_process=is_last,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "lm",
+        position_embedding_type="none",
+        pg_collection=groups.pgc,
+        vp_stage=number if layout.vpp > 1 else None,
+    )
+    if head in params.SCALAR_HEADS and is_last:
+        model.output_layer = ScalarHead(shape.hidden_size)
+    elif is_last:
+        leave_sums_to_model(model.output_layer)
+    if exact:
+        use_exact_linear(model)
+    if lora is not None:
+        add_adapters(model, shape, lora)
+    return model.to(device)
 
 
-def local_shards(shape: ModelShape, groups: RoleGroups, head: Head) -> list[Shard]:
+def leave_sums_to_model(output_layer: ColumnParallelLinear) -> None:
+    """No communication in the head: `PackedGPT` brings it all tokens, and there its input's gradient is summed."""
+    output_layer.sequence_parallel = False
+    output_layer.allreduce_dgrad = False
+    output_layer.disable_grad_reduce = True
+
+
+def local_shards(shape: ModelShape, groups: RoleGroups, head: Head, lora: Lora | None = None) -> list[Shard]:
     """What this rank holds of each parameter."""
-    layout, coord = groups.layout, groups.coord
-    return params.shards(shape, tp_rank=coord.tp, tp_size=layout.tp, pp_rank=coord.pp, pp_size=layout.pp, head=head)
+    return params.rank_shards(shape, groups.layout, groups.rank, head=head, lora=lora)
 
 
-def transformer_config(shape: ModelShape, groups: RoleGroups, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's description of the model: no dropout, no biases, gradients as plain sums."""
+def transformer_config(
+    shape: ModelShape,
+    groups: RoleGroups,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    recompute: RecomputeConfig | None = None,
+    te: TransformerEngineConfig | None = None,
+) -> TransformerConfig:
+    """Megatron's description of the model: no dropout, biases of queries, keys, values at most, gradients as sums."""
     layout = groups.layout
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -93,73 +164,164 @@ def transformer_config(shape: ModelShape, groups: RoleGroups, dtype: torch.dtype
         ffn_hidden_size=shape.ffn_hidden_size,
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
+        kv_channels=shape.v_head_dim,
+        softmax_scale=shape.softmax_scale if shape.mla else None,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
+        sequence_parallel=sequence_parallel and layout.tp > 1,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
-        pipeline_model_parallel_layout=_uneven_stages(shape, groups),
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=_stages(shape, groups),
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
+        # Our kernel, which the layer spec has, where it runs; elsewhere megatron's operations, whose memory is planned.
+        use_te_activation_func=_has_kernel("swiglu", dtype),
         calculate_per_token_loss=True,
-        batch_p2p_comm=torch.distributed.get_backend(groups.pp) != "gloo",
+        # A batch does not tell what goes to the next stage from what goes to the one before, where these are one.
+        batch_p2p_comm=torch.distributed.get_backend(groups.pp) != "gloo" and (layout.pp, layout.vpp > 1) != (2, True),
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
+        **(_experts(shape, groups) if shape.num_experts else {}),
+        **(_recomputed(recompute) if recompute is not None else {}),
+        **transformer_engine.config_entries(te),
     )
 
 
-class _Stages(PipelineParallelLayerLayout):
-    """Layers per stage where they do not divide evenly; megatron's own asks its process-global state for the stage."""
+def _recomputed(recompute: RecomputeConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"recompute_granularity": recompute.granularity}
+    if recompute.granularity == "full":
+        found |= {"recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+    elif recompute.granularity == "selective":
+        found["recompute_modules"] = list(recompute.modules)
+    return found
 
-    def __init__(self, layout: list[list[str]], pp_rank: int) -> None:
-        super().__init__(layout, len(layout))
+
+def _experts(shape: ModelShape, groups: RoleGroups) -> dict[str, Any]:
+    """What megatron's configuration says of a mixture of experts: no token is dropped, and `Router` has the losses."""
+    if shape.moe_topk == 1 and shape.moe_norm_topk_prob:
+        raise InputError("experts of one per token whose weight is always 1 (norm_topk_prob) are not supported")
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+        "moe_router_topk": shape.moe_topk,
+        "moe_router_pre_softmax": not shape.moe_norm_topk_prob,
+        "moe_router_score_function": shape.moe_score_function,
+        "moe_router_topk_scaling_factor": shape.moe_routed_scale,
+        "moe_shared_expert_intermediate_size": shape.moe_shared_ffn_hidden_size or None,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_layer_freq": [int(shape.is_moe_layer(layer)) for layer in range(shape.num_layers)],
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": groups.layout.ep,
+        "expert_tensor_parallel_size": groups.layout.etp,
+    }
+
+
+class _Stages(PipelineParallelLayerLayout):
+    """Layers per chunk; megatron's own asks its process-global state for the stage, and whether there are chunks."""
+
+    def __init__(self, layout: list[list[str]], pp_size: int, pp_rank: int) -> None:
+        super().__init__(layout, pp_size)
         self.pp_rank = pp_rank
 
     def get_layer_offset(self, layer_type, vp_stage=None, pp_rank=None):  # type: ignore[no-untyped-def]
-        return super().get_layer_offset(layer_type, vp_stage, self.pp_rank if pp_rank is None else pp_rank)
+        pp_size = self.pipeline_model_parallel_size
+        piece = (vp_stage or 0) * pp_size + (self.pp_rank if pp_rank is None else pp_rank)
+        return sum(self.layout[number % pp_size][number // pp_size].count(layer_type) for number in range(piece))
 
 
-def _uneven_stages(shape: ModelShape, groups: RoleGroups) -> _Stages | None:
-    stages = groups.layout.pp
-    if shape.num_layers % stages == 0:
+def _stages(shape: ModelShape, groups: RoleGroups) -> _Stages | None:
+    pieces = groups.layout.pp * groups.layout.vpp
+    if shape.num_layers % pieces == 0 and groups.layout.vpp == 1:
         return None
-    layout = [["decoder"] * len(params.stage_layers(shape.num_layers, stage, stages)) for stage in range(stages)]
+    layout = [["decoder"] * len(params.stage_layers(shape.num_layers, piece, pieces)) for piece in range(pieces)]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
-    return _Stages(layout, groups.coord.pp)
+    return _Stages(layout, groups.layout.pp, groups.coord.pp)
 
 
-def _layer_spec(exact: bool):  # type: ignore[no-untyped-def]
-    """Megatron's local layer with our norm, and our attention over packed sequences."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+def _has_kernel(name: str, dtype: torch.dtype) -> bool:
+    """Whether it runs in this job. InputError where the environment asks for what cannot be."""
+    like = torch.empty(0, dtype=dtype, device=platform.device())
+    try:
+        return use_triton(name, like)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(str(error)) from None
+
+
+def _layer_spec(shape: ModelShape, groups: RoleGroups, is_moe: bool, exact: bool, uses_te: bool):  # type: ignore[no-untyped-def]
+    """Megatron's local layer with our norms or Transformer Engine's layers, our SwiGLU, our attention over packed
+    sequences, and our router."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts if is_moe else None, moe_grouped_gemm=False, normalization="RMSNorm"
+    )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.self_attention.submodules.core_attention = ExactPackedAttention if exact else PackedAttention
+    if uses_te:
+        transformer_engine.use_transformer_engine(spec)
+    if is_moe:
+        mixture = spec.submodules.mlp
+        spec.module, mixture.module = MixtureLayer, Mixture
+        mixture.submodules.router = functools.partial(Router, shape=shape)
+        mixture.params = {"pg_collection": groups.pgc}
+        mlps = [mixture.submodules.experts.submodules, mixture.submodules.shared_experts.submodules]
+    else:
+        mlps = [spec.submodules.mlp.submodules]
+    for mlp in mlps:
+        mlp.activation_func = swiglu
+    if shape.mla is not None:
+        spec.submodules.self_attention = latent_attention(shape, shape.mla)
+        return spec
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = ExactPackedAttention if exact else PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 
 
-def _initialise(model: PackedGPT, local: list[Shard], shape: ModelShape, seed: int) -> None:
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != {shard.local_name for shard in local}:
-        different = parameters.keys() ^ {shard.local_name for shard in local}
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.nn.Parameter]:
+    """By chunk and local name, as in `Shard`."""
+    return {
+        (number, name): parameter for number, chunk in enumerate(chunks) for name, parameter in chunk.named_parameters()
+    }
+
+
+def _mark(chunks: Sequence[PackedGPT], local: list[Shard]) -> None:
+    """What megatron reads from parameters and sets only where it draws them itself, or has more ranks."""
+    parameters = named_parameters(chunks)
+    found = {place: tuple(parameter.shape) for place, parameter in parameters.items()}
+    expected = {(shard.chunk, shard.local_name): shard.local_shape for shard in local}
+    if found != expected:
+        different = {place for place, _ in found.items() ^ expected.items()}
         raise RuntimeError(f"model and hpcrl.model.params disagree about {sorted(different)}")
     for shard in local:
-        parameter = parameters[shard.local_name]
-        copy_boxes(initial_weight(shape, shard.name, shard.global_shape, seed), parameter.data, shard)
-        # Megatron sets this mark only when it draws weights itself; it keeps replicated parameters from being counted
-        # once per tensor-parallel rank in the gradient norm.
+        parameter = parameters[shard.chunk, shard.local_name]
+        # It keeps replicated parameters from being counted once per tensor-parallel rank in the gradient norm.
         parameter.tensor_model_parallel = not shard.tp_replicated  # type: ignore[attr-defined]
+        if shard.is_expert:
+            # By this mark gradients are summed over the expert grid's replicas; megatron sets it only where ep > 1.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _initialise(chunks: Sequence[PackedGPT], local: list[Shard], shape: ModelShape, seed: int) -> None:
+    parameters = named_parameters(chunks)
+    for shard in local:
+        whole = initial_weight(shape, shard.name, shard.global_shape, seed)
+        copy_boxes(whole, parameters[shard.chunk, shard.local_name].data, shard)
 
 
 def copy_boxes(whole: Tensor, local: Tensor, shard: Shard) -> None:
@@ -175,15 +337,18 @@ def initial_weight(shape: ModelShape, name: str, global_shape: tuple[int, ...], 
     """The whole initial tensor of a global parameter, fp32 on the CPU, a function of (seed, name) alone.
 
     Normal with deviation `init_std`; the projections back into the residual stream are scaled by 1 / sqrt(2 layers) as
-    in GPT-2 (Radford et al. 2019, section 2.3). Norms are 1; the heads of critic and reward model are 0.
+    in GPT-2 (Radford et al. 2019, section 2.3). Norms are 1; biases and the heads of critic and reward model are 0.
     """
     if len(global_shape) == 1:
-        return torch.ones(global_shape)
-    if name in params.SCALAR_HEADS.values():
+        return torch.zeros(global_shape) if name.endswith("bias") else torch.ones(global_shape)
+    if name in params.SCALAR_HEADS.values() or name.endswith("lora_B"):
         return torch.zeros(global_shape)
     std = shape.init_std
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * shape.num_layers)
     key = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
+    if name.endswith("lora_A"):
+        bound = 1 / math.sqrt(global_shape[1])
+        return torch.empty(global_shape).uniform_(-bound, bound, generator=generator)
     return torch.empty(global_shape).normal_(0.0, std, generator=generator)

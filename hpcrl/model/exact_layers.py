@@ -14,7 +14,7 @@ from hpcrl.model.exact import exact_linear, exact_sum
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:
-    """Let every parallel linear layer of `model` (no biases, no sequence parallelism) compute by `exact_linear`."""
+    """Let every parallel linear layer of `model` (without sequence parallelism) compute by `exact_linear`."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module._forward_impl = partial(_column_product, module)
@@ -22,10 +22,13 @@ def use_exact_linear(model: torch.nn.Module) -> None:
             module.forward = partial(_row_parallel, module)
 
 
-def _column_product(layer: ColumnParallelLinear, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+def _column_product(
+    layer: ColumnParallelLinear, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
     if options["allreduce_dgrad"]:  # megatron sums the input's gradient over ranks in the product's backward pass
         input = copy_to_tensor_model_parallel_region(input, group=layer.tp_group)
-    return exact_linear(input, weight)
+    product = exact_linear(input, weight)
+    return product if bias is None else product + bias
 
 
 def _row_parallel(layer: RowParallelLinear, input: Tensor) -> tuple[Tensor, None]:

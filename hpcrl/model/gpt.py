@@ -5,29 +5,55 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
+from hpcrl.model.heads import ScalarHead
 from hpcrl.model.packed import PackedTokens
 
 
 class PackedGPT(GPTModel):
     """GPTModel whose head runs only on the tokens whose output is wanted.
 
-    In RL these are the positions that predict a response token, often half of all; the logits of the others would be
-    the largest tensor of the step.
+    In RL these are the positions that predict a response token, often half of all. A language model gives their hidden
+    states and leaves it to the caller to make logits of them, the largest tensor of the step, a few rows at a time.
     """
 
+    uses_adapters = True  # where it has any
+
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedTokens, **_: Any) -> Tensor:
-        """Hidden states (S, 1, hidden) -> head output (R, width) of `packed_seq_params.output_rows`."""
+        """Hidden states (S, 1, hidden), of this rank with sequence parallelism, -> those of the R rows
+        `packed_seq_params.output_rows`: (R, hidden), which every tensor-parallel rank takes its logits from; with a
+        scalar head its output (R, 1)."""
         if not self.post_process:
             return hidden_states
+        tp, is_scalar = self.pg_collection.tp, isinstance(self.output_layer, ScalarHead)
+        if self.config.sequence_parallel:
+            # A head that is split over the ranks gives each a part of the gradient, one that all have the whole.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, not is_scalar, tp)
         rows = packed_seq_params.output_rows
         if rows is not None:
             hidden_states = hidden_states.index_select(0, rows)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        output, _ = self.output_layer(hidden_states, weight=weight)
-        return output.squeeze(1)
+        hidden_states = hidden_states.squeeze(1)
+        if is_scalar:
+            return self.output_layer(hidden_states)[0]
+        if not self.config.sequence_parallel:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, tp)
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """(V / tp, hidden): this rank's rows of the language-model head, on the last stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """(R, hidden) as the model gave them -> (R, V / tp)."""
+        return self.output_layer(hidden_states, weight=self.output_weight())[0]
 
     def tie_embeddings_and_output_weights_state_dict(
         self,

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467): as a function, and as the module in megatron's layer spec."""
+"""RMSNorm as the module in megatron's layer spec."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hpcrl.kernels.rms_norm import rms_norm
+
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32, in the dtype of `x`.
-
-    The training model and the native rollout engine both call this function, so that their log-probs agree.
-    """
-    return torch.nn.functional.rms_norm(x, (x.size(-1),), weight, eps)
+LATENT_NORM_EPS = 1e-6  # of the latents of attention, in all models that have them, whatever their other norms'
 
 
 class RMSNorm(torch.nn.Module):
-    """Megatron's norm interface; its own torch wrapper refuses sequence parallelism."""
+    """Megatron's norm interface; its own torch wrapper refuses sequence parallelism.
+
+    The native rollout engine calls the same function, so that their log-probs agree.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()

@@ -6,17 +6,20 @@ Building, checkpoints and refit all read this table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.lora import ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
+from hpcrl.model.shape import LatentAttention, ModelShape
 
 Head = Literal["lm", "value", "reward"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+EXPERT_BIAS = "mlp.router.expert_bias"  # of the scores by which experts are chosen; without the layer
 VALUE_HEAD = "value_head.weight"
 REWARD_HEAD = "reward_head.weight"
 # The name says what the number means: a critic's weights are no reward model's.
@@ -48,6 +51,36 @@ class Shard(NamedTuple):
     chunk: int = 0
     is_expert: bool = False
 
+    @property
+    def is_frozen(self) -> bool:
+        """No optimizer's, and without a gradient."""
+        return self.name.endswith(EXPERT_BIAS)
+
+
+def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
+    """The layout of a role's ranks; InputError where it does not fit the role's model. The rollout's splits experts as
+    it splits all else."""
+    if role == "rollout" and shape.num_experts:
+        grid["etp"] = grid["tp"]
+    layout = Layout(**grid)
+    check_layout(
+        shape,
+        tp_size=layout.tp,
+        pp_size=layout.pp,
+        vpp_size=layout.vpp,
+        ep_size=layout.ep,
+        etp_size=layout.etp,
+        role=f"placement.{role}",
+    )
+    for stage in range(layout.pp if shape.num_experts else 0):
+        chunks = [chunk_layers(shape.num_layers, stage, layout.pp, chunk, layout.vpp) for chunk in range(layout.vpp)]
+        if not any(shape.is_moe_layer(layer) for layers in chunks for layer in layers):
+            raise InputError(
+                f"placement.{role}.pp={layout.pp} makes a pipeline stage of dense layers alone, whose optimizer would "
+                "have other parts than those of the stages with experts; use a smaller pp"
+            )
+    return layout
+
 
 def check_layout(
     shape: ModelShape,
@@ -65,6 +98,8 @@ def check_layout(
         "ffn_hidden_size": shape.ffn_hidden_size,
         "padded_vocab_size": shape.padded_vocab_size,
     }
+    if shape.moe_shared_ffn_hidden_size:
+        divided["moe_shared_ffn_hidden_size"] = shape.moe_shared_ffn_hidden_size
     for what, size in divided.items():
         if size % tp_size:
             fitting = [n for n in range(1, tp_size) if not any(other % n for other in divided.values())]
@@ -81,6 +116,22 @@ def check_layout(
             f"use a vpp of at most {shape.num_layers // pp_size}"
         )
     _check_experts(shape, ep_size, etp_size, role)
+
+
+def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
+    """Raises InputError where only some pipeline stages have adapters outside of experts, as the optimizers of the
+    stages would have other parts, and for latent attention, whose projections have no adapters."""
+    if shape.mla is not None:
+        raise InputError(f"model.lora_rank={lora.rank} with DeepSeek's latent attention is not supported; use 0")
+    kinds = set()
+    for stage in range(layout.pp):
+        found = rank_shards(shape, layout, layout.rank_of(pp=stage), lora=lora)
+        kinds.add(frozenset(shard.is_expert for shard in found if is_adapter(shard.name)))
+    if len(kinds) > 1:
+        raise InputError(
+            f"model.target_modules={','.join(lora.targets)} with placement.actor.pp={layout.pp} makes pipeline stages "
+            "with adapters of experts alone beside others; name a projection of attention too, or use pp=1"
+        )
 
 
 def _check_experts(shape: ModelShape, ep_size: int, etp_size: int, role: str) -> None:
@@ -126,8 +177,9 @@ def shards(
     etp_size: int = 1,
     head: Head = "lm",
     part: Literal["all", "dense", "experts"] = "all",
+    lora: Lora | None = None,
 ) -> list[Shard]:
-    """The parameters of a rank, chunk by chunk, in the order of the model.
+    """The parameters of a rank, chunk by chunk, in the order of the model; those of an adapter follow their matrix.
 
     Tied embeddings have a second holder, the last chunk of the last stage. `part`: only what the dense grid (tp, pp)
     divides, or only the experts, which the expert grid (etp, ep, pp) divides.
@@ -146,8 +198,37 @@ def shards(
             ep_rank=ep_rank,
             ep_size=ep_size,
             head=head,
+            lora=lora,
         ).shards(part)
     ]
+
+
+def rank_shards(
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
+    *,
+    head: Head = "lm",
+    part: Literal["all", "dense", "experts"] = "all",
+    lora: Lora | None = None,
+) -> list[Shard]:
+    """`shards` of world rank `rank` in a layout."""
+    coord, expert = layout.coord(rank), layout.expert_coord(rank)
+    return shards(
+        shape,
+        tp_rank=coord.tp,
+        tp_size=layout.tp,
+        pp_rank=coord.pp,
+        pp_size=layout.pp,
+        vpp_size=layout.vpp,
+        ep_rank=expert.ep,
+        ep_size=layout.ep,
+        etp_rank=expert.etp,
+        etp_size=layout.etp,
+        head=head,
+        part=part,
+        lora=lora,
+    )
 
 
 @dataclass(frozen=True)
@@ -164,9 +245,9 @@ class _Split:
         return self._shard(name, local_name, shape, shape, Box((0, shape[0]), (0, cols), 0, 0), replicated=True)
 
     def rows(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
-        rows, cols = shape[0] // self.size, shape[1]
-        box = Box((self.rank * rows, (self.rank + 1) * rows), (0, cols), 0, 0)
-        return self._shard(name, local_name, shape, (rows, cols), box)
+        rows, *cols = shape[0] // self.size, *shape[1:]
+        box = Box((self.rank * rows, (self.rank + 1) * rows), (0, cols[0] if cols else 1), 0, 0)
+        return self._shard(name, local_name, shape, (rows, *cols), box)
 
     def cols(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
         rows, cols = shape[0], shape[1] // self.size
@@ -194,6 +275,9 @@ class _Split:
         return Shard(name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert)
 
 
+_Cut = Callable[..., Shard]  # a method of _Split
+
+
 @dataclass(frozen=True)
 class _Chunk:
     """Consecutive layers on one rank, with the embedding before the model's first and the head after its last."""
@@ -207,6 +291,7 @@ class _Chunk:
     ep_rank: int
     ep_size: int
     head: Head
+    lora: Lora | None
 
     def shards(self, part: str) -> Iterator[Shard]:
         has_dense = part != "experts"
@@ -229,23 +314,55 @@ class _Chunk:
     def _layer(self, prefix: str, local: str, is_moe: bool) -> Iterator[Shard]:
         """All of a layer but its experts."""
         shape, split = self.shape, self.dense
-        hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-        query = shape.num_attention_heads * shape.head_dim
-        # Rows of linear_qkv go by query group: the group's queries, its key, its value.
-        qkv = query + 2 * shape.num_query_groups * shape.head_dim
+        hidden, ffn, shared = shape.hidden_size, shape.ffn_hidden_size, shape.moe_shared_ffn_hidden_size
+        attended = shape.num_attention_heads * shape.v_head_dim
         attention = (
-            (split.whole, "input_layernorm", (hidden,)),
-            (split.rows, "self_attention.linear_qkv", (qkv, hidden)),
-            (split.cols, "self_attention.linear_proj", (hidden, query)),
-            (split.whole, "pre_mlp_layernorm", (hidden,)),
+            (split.whole, "input_layernorm.weight", (hidden,)),
+            *(self._latent(shape.mla) if shape.mla else self._grouped()),
+            (split.cols, "self_attention.linear_proj.weight", (hidden, attended)),
+            (split.whole, "pre_mlp_layernorm.weight", (hidden,)),
         )
-        router = ((split.whole, "mlp.router", (shape.num_experts, hidden)),)
+        mixture = (
+            (split.whole, "mlp.router.weight", (shape.num_experts, hidden)),
+            *([(split.whole, EXPERT_BIAS, (shape.num_experts,))] if shape.moe_score_bias else []),
+            *([(split.gated, "mlp.shared_experts.linear_fc1.weight", (2 * shared, hidden))] if shared else []),
+            *([(split.cols, "mlp.shared_experts.linear_fc2.weight", (hidden, shared))] if shared else []),
+        )
         mlp = (
-            (split.gated, "mlp.linear_fc1", (2 * ffn, hidden)),
-            (split.cols, "mlp.linear_fc2", (hidden, ffn)),
+            (split.gated, "mlp.linear_fc1.weight", (2 * ffn, hidden)),
+            (split.cols, "mlp.linear_fc2.weight", (hidden, ffn)),
         )
-        for cut, name, global_shape in (*attention, *(router if is_moe else mlp)):
-            yield cut(f"{prefix}{name}.weight", global_shape, f"{local}{name}.weight")
+        for cut, name, global_shape in (*attention, *(mixture if is_moe else mlp)):
+            yield cut(f"{prefix}{name}", global_shape, f"{local}{name}")
+            yield from self._adapters(split, prefix, local, name, global_shape)
+
+    def _grouped(self) -> Iterator[tuple[_Cut, str, tuple[int, ...]]]:
+        """Projections of grouped-query attention."""
+        shape, split = self.shape, self.dense
+        # Rows of linear_qkv go by query group: the group's queries, its key, its value.
+        qkv = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
+        yield split.rows, "self_attention.linear_qkv.weight", (qkv, shape.hidden_size)
+        if shape.qkv_bias:
+            yield split.rows, "self_attention.linear_qkv.bias", (qkv,)
+        if shape.qk_norm:
+            for head in "qk":
+                yield split.whole, f"self_attention.{head}_layernorm.weight", (shape.head_dim,)
+
+    def _latent(self, mla: LatentAttention) -> Iterator[tuple[_Cut, str, tuple[int, ...]]]:
+        """Projections of latent attention: every rank has the latents whole, and its heads of what is made of them."""
+        shape, split = self.shape, self.dense
+        hidden, heads, rank = shape.hidden_size, shape.num_attention_heads, mla.kv_lora_rank
+        if mla.q_lora_rank is None:
+            yield split.rows, "self_attention.linear_q_proj.weight", (heads * shape.head_dim, hidden)
+        else:
+            yield split.whole, "self_attention.linear_q_down_proj.weight", (mla.q_lora_rank, hidden)
+            yield split.whole, "self_attention.q_layernorm.weight", (mla.q_lora_rank,)
+            yield split.rows, "self_attention.linear_q_up_proj.weight", (heads * shape.head_dim, mla.q_lora_rank)
+        yield split.whole, "self_attention.linear_kv_down_proj.weight", (rank + mla.qk_rope_head_dim, hidden)
+        yield split.whole, "self_attention.kv_layernorm.weight", (rank,)
+        # Rows go by head: its key without rotary embedding, its value.
+        rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        yield split.rows, "self_attention.linear_kv_up_proj.weight", (rows, rank)
 
     def _experts(self, prefix: str, local: str) -> Iterator[Shard]:
         hidden, ffn = self.shape.hidden_size, self.shape.moe_ffn_hidden_size
@@ -257,6 +374,26 @@ class _Chunk:
                 (self.experts.cols, "linear_fc2.weight", (hidden, ffn)),
             ):
                 yield cut(f"{prefix}{names[0]}{name}", global_shape, f"{local}{names[1]}{name}")
+                yield from self._adapters(self.experts, f"{prefix}{names[0]}", f"{local}{names[1]}", name, global_shape)
+
+    def _adapters(
+        self, split: _Split, prefix: str, local: str, name: str, global_shape: tuple[int, ...]
+    ) -> Iterator[Shard]:
+        """Of the projections in a matrix: A (r, in) and B (out, r), cut as the matrix is."""
+        parent, matrix = matrix_of(name)
+        if self.lora is None or not matrix:
+            return
+        rank = self.lora.rank
+        blocks, rows = rows_of_projections(self.shape, matrix, global_shape[0])
+        for projection, each in rows.items():
+            if projection in self.lora.targets:
+                is_row_parallel = projection in ROW_PARALLEL
+                for cut, factor, size in (
+                    (split.cols if is_row_parallel else split.whole, "lora_A", (rank, global_shape[1])),
+                    (split.whole if is_row_parallel else split.rows, "lora_B", (blocks * each, rank)),
+                ):
+                    its = f"{parent}{projection}.{factor}"
+                    yield cut(f"{prefix}{its}", size, f"{local}{its}")
 
     def _head(self) -> Iterator[Shard]:
         shape = self.shape

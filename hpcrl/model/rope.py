@@ -1,48 +1,68 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-rotation form of Llama and Megatron.
+"""Angles of the rotary position embedding (Su et al. 2021, arXiv:2104.09864) that `hpcrl.kernels.rope` turns heads by.
 
 The training model and the native rollout engine both call these functions, so that their log-probs agree.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
+from hpcrl.model.shape import RopeScaling
 
-def rope_cos_sin(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+
+def rope_cos_sin(
+    position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position x frequency, each (..., head_dim / 2) fp32, for integer `position_ids` (...).
 
-    Frequency i is theta^(-2 i / head_dim), eq. 15 of the paper.
+    Frequency i is theta^(-2 i / head_dim), eq. 15 of the paper, unless it is scaled.
     """
     powers = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device) / head_dim
-    angles = position_ids.to(torch.float32).unsqueeze(-1) * (1.0 / theta**powers)
-    return angles.cos(), angles.sin()
+    frequencies = 1.0 / theta**powers
+    if scaling is not None:
+        frequencies = scaled_frequencies(frequencies, theta, scaling)
+    angles = position_ids.to(torch.float32).unsqueeze(-1) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if scaling is not None and scaling.attention_factor != 1.0:
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    return cos, sin
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates `x` (..., heads, head_dim): element i pairs with element i + head_dim / 2. Keeps the dtype of `x`.
+def scaled_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """`frequencies` (head_dim / 2,), slower where a sequence of the original length has too few turns of them.
 
-    `cos` and `sin` are (..., head_dim / 2) from `rope_cos_sin`: one row per token, the same for all heads.
+    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: those of more turns than `high_freq_factor`
+    stay, those of fewer than `low_freq_factor` are divided, between them linear in the turns (the Llama 3.1 release).
+    yarn: the same idea, linear in the number of the dimension (Peng et al. 2023, arXiv:2309.00071, section 3.2).
     """
-    return _Rope.apply(x, cos.unsqueeze(-2), sin.unsqueeze(-2))
+    slow = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    original = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        turns = original * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - share) * slow + share * frequencies
+    width = 2 * len(frequencies)
+
+    def dimension(turns: float) -> float:
+        """The one that turns so often in a sequence of the original length."""
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(dimension(scaling.beta_fast)), 0)
+    last = min(math.ceil(dimension(scaling.beta_slow)), width - 1)
+    places = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+    share = 1 - ((places - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return (1 - share) * slow + share * frequencies
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+def deinterleave(x: Tensor) -> Tensor:
+    """Elements 2 i and 2 i + 1 of the last dimension, which DeepSeek's weights pair, to where `apply_rope` pairs them.
 
-
-class _Rope(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: 5 operations where autograd would record 10."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+    Queries and keys stay in the new order: their product does not know it.
+    """
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from hpcrl.launch.exits import InputError
-
-if TYPE_CHECKING:
-    from hpcrl.config.schema import ModelConfig
 
 VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How a rotary embedding is stretched beyond the sequences that a model was first trained on; the names are those
+    of config.json, the formulas in `hpcrl.model.rope`."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int = 0  # of "llama3" and "yarn"
+    low_freq_factor: float = 1.0  # of "llama3"
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # of "yarn"
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # on the embedding
+    mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": with it the softmax is sharper, see ModelShape.softmax_scale
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): each token has one latent vector, of
+    which a projection makes the keys and values of all heads, and one rotated key that all heads share. Names of
+    config.json."""
+
+    q_lora_rank: int | None  # width of the queries' own latent; None: they come straight from the hidden state
+    kv_lora_rank: int
+    qk_nope_head_dim: int  # width of a query and a key without rotary embedding
+    qk_rope_head_dim: int  # and with it
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """A Llama-like decoder: RMSNorm, SwiGLU, grouped-query attention, RoPE, no biases; layers may be mixtures of
-    experts, which so far only the parameter table and the refit planner know."""
+    """A Llama-like decoder: RMSNorm, SwiGLU, RoPE, grouped-query or latent attention; layers may be mixtures of
+    experts. With latent attention every head is a query group of its own, and `head_dim` the width of query and key."""
 
     num_layers: int
     hidden_size: int
@@ -30,9 +57,23 @@ class ModelShape:
     rms_norm_eps: float = 1e-5
     init_std: float = 0.02
     tie_word_embeddings: bool = False
+    rope_scaling: RopeScaling | None = None
+    family: str = "llama"  # the model_type of its Hugging Face directories
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head
     num_experts: int = 0  # 0: no layer is a mixture of experts
     moe_ffn_hidden_size: int = 0  # width of one expert
-    moe_layer_freq: int = 1  # layers 0, freq, 2 * freq, ... are mixtures; the others are dense
+    dense_layers: tuple[int, ...] = ()  # of a model with experts, the layers without
+    moe_topk: int = 2  # experts of each token
+    moe_norm_topk_prob: bool = True  # their weights sum to 1, before moe_routed_scale
+    moe_shared_ffn_hidden_size: int = 0  # width of the experts of every token, as one; 0: there are none
+    moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_score_bias: bool = False  # the choice, not the weights, adds a constant to each expert's score
+    moe_num_groups: int = 1  # of experts, of which a token chooses moe_topk_groups, then experts inside them
+    moe_topk_groups: int = 1
+    moe_group_best: int = 1  # how many of a group's experts, the best, make the group's score
+    moe_routed_scale: float = 1.0  # on the experts' weights
+    mla: LatentAttention | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_query_groups:
@@ -40,46 +81,40 @@ class ModelShape:
                 f"model.num_query_groups={self.num_query_groups} does not divide "
                 f"model.num_attention_heads={self.num_attention_heads}; use a divisor of it"
             )
-        if self.head_dim % 2:
-            raise InputError(f"model.head_dim={self.head_dim} is odd; rotary embeddings need an even width")
+        if self.rope_dim % 2:
+            raise InputError(f"model.head_dim={self.rope_dim} is odd; rotary embeddings need an even width")
         if self.num_experts and not self.moe_ffn_hidden_size:
             raise InputError(f"model.num_experts={self.num_experts} needs model.moe_ffn_hidden_size; set it")
+        if self.num_experts and self.moe_topk > self.num_experts:
+            raise InputError(f"model.moe_topk={self.moe_topk} of model.num_experts={self.num_experts}; use fewer")
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of what the rotary embedding turns of a query and a key, the last of them."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.mla.v_head_dim if self.mla else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of the products of queries and keys: 1 / sqrt(head_dim), and DeepSeek's correction of yarn."""
+        scale = self.head_dim**-0.5
+        scaling = self.rope_scaling
+        if self.mla is None or scaling is None or scaling.factor <= 1:
+            return scale
+        return scale * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
     def is_moe_layer(self, layer: int) -> bool:
-        return self.num_experts > 0 and layer % self.moe_layer_freq == 0
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers that are mixtures of experts."""
+        return tuple(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))
 
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 whatever the layout, so that checkpoints do not depend on it."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-    @classmethod
-    def from_config(cls, model: ModelConfig, vocab_size: int) -> ModelShape:
-        """The shape that `model:` describes; `vocab_size` is the tokenizer's, used where the YAML gives none."""
-        vocab = model.vocab_size or vocab_size
-        if vocab < vocab_size:
-            raise InputError(
-                f"model.vocab_size={vocab} is below the tokenizer's {vocab_size}; leave it null or raise it"
-            )
-        head_dim = model.head_dim
-        if head_dim is None:
-            if model.hidden_size % model.num_attention_heads:
-                raise InputError(
-                    f"model.num_attention_heads={model.num_attention_heads} does not divide "
-                    f"model.hidden_size={model.hidden_size}; change one of them or set model.head_dim"
-                )
-            head_dim = model.hidden_size // model.num_attention_heads
-        return cls(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            ffn_hidden_size=model.ffn_hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            head_dim=head_dim,
-            vocab_size=vocab,
-            max_position_embeddings=model.max_position_embeddings,
-            rope_theta=model.rope_theta,
-            rms_norm_eps=model.rms_norm_eps,
-            init_std=model.init_std,
-            tie_word_embeddings=model.tie_word_embeddings,
-        )

@@ -100,7 +100,7 @@ def _read(command: str, path: str, overrides: Sequence[str], world_size: int, en
         )
     config = load_config(path, overrides)
     roles = CHECKS[command](config, world_size).roles
-    fields = {name: {"ranks": role.ranks, "tp": role.tp, "pp": role.pp} for name, role in roles.items()}
+    fields = {name: role.grid for name, role in roles.items()}
     return Job(fields, config.job.nodes * config.job.ntasks_per_node, [(key, file) for key, file in missing(config)])
 
 

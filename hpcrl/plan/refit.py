@@ -9,24 +9,26 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import NoReturn
 
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.loader import load_config
+from hpcrl.config.offload import shares_weights
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.schema import Config
-from hpcrl.grid.layout import Layout
 from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
-from hpcrl.model.params import shards
+from hpcrl.model.architecture import shape_from_yaml
+from hpcrl.model.params import role_layout, shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.plan.state import ITEMSIZE
 from hpcrl.reshard.planner import Resharding, Traffic
 
 USAGE = "hpcrl plan --refit CONFIG [key=value ...]"
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 NAMED = 4  # ranks that a row names
 
 
@@ -35,8 +37,14 @@ def main(arguments: list[str]) -> NoReturn:
     if {"-h", "--help"}.intersection(arguments):
         print(f"usage: {USAGE}\n\n{(__doc__ or '').split(': ', 1)[1]}")
         sys.exit(exits.DONE)
+    show(lambda: describe(*_parse(arguments)))
+
+
+def show(plan: Callable[[], list[str]]) -> NoReturn:
+    """Print the plan's lines, on the first launched process only; exit code 2 with one line where it raises an input
+    error."""
     try:
-        lines = describe(*_parse(arguments))
+        lines = plan()
     except Exception as error:
         if exits.is_user_error(error):
             exits.refuse(error)
@@ -70,13 +78,12 @@ class Question:
 
     @property
     def aliases(self) -> bool:
-        """Whether the engine may share weights with the actor: it owns none, and both take turns."""
+        """Whether the engine may share weights with the actor, and is one that owns none."""
         config = self.config
         return (
-            config.rollout.checkpoint_engine.alias
+            shares_weights(config)
             and config.rollout.engine == "native"
             and config.rollout.dtype in (None, config.model.dtype)
-            and config.async_training.mode == "sync"
         )
 
 
@@ -84,10 +91,11 @@ def question(config: Config) -> Question:
     """Raises ConfigError or InputError, one line, where the job's layouts are refused."""
     world_size = config.job.nodes * config.job.ntasks_per_node
     roles = place(config, ["actor", "rollout"], world_size)
+    shape = job_shape(config)
     resharding = Resharding(
-        _shape(config),
-        _layout(roles["actor"]),
-        _layout(roles["rollout"]),
+        shape,
+        role_layout(shape, "actor", **roles["actor"].grid),
+        role_layout(shape, "rollout", **roles["rollout"].grid),
         ITEMSIZE[config.rollout.dtype or config.model.dtype],
         nodes=tuple(rank // config.job.ntasks_per_node for rank in range(world_size)),
         destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
@@ -124,7 +132,7 @@ def _heading(path: str, asked: Question) -> list[str]:
     dtypes = config.model.dtype, config.rollout.dtype or config.model.dtype
     lines = [
         f"refit of {path}: {job.nodes * job.ntasks_per_node} ranks, {job.nodes} nodes of {job.ntasks_per_node}",
-        f"  model    {shape.num_layers} layers, {parameters / 1e9:.3g} B parameters, {_size(parameters * itemsize)} in "
+        f"  model    {shape.num_layers} layers, {parameters / 1e9:.3g} B parameters, {size(parameters * itemsize)} in "
         f"{dtypes[1]}",
     ]
     for name, role, dtype, kind in (
@@ -153,7 +161,7 @@ def _table(asked: Question, traffic: dict[int, Traffic]) -> list[str]:
         worst = [rank for rank, value in values.items() if value == most]
         named = "-" if not most else "all" if len(worst) == len(values) else _ranks(worst)
         numbers = (min(values.values()), fmean(values.values()), most)
-        lines.append(f"  {name:<22}{''.join(f'{_size(number):>10}' for number in numbers)}  {named}")
+        lines.append(f"  {name:<22}{''.join(f'{size(number):>10}' for number in numbers)}  {named}")
     return lines
 
 
@@ -166,25 +174,25 @@ def _summary(asked: Question, traffic: dict[int, Traffic]) -> list[str]:
         if any(sent):
             unevenness = max(unevenness, max(sent) / fmean(sent))
     most = max(its.sent + its.received for its in traffic.values())
-    peak = f"at most {bucket} MiB" if most > bucket * 2**20 else _size(most)
+    peak = f"at most {bucket} MiB" if most > bucket * 2**20 else size(most)
     return [
-        f"  {'moved over all ranks':<22}{_size(moved)}, of it {_size(resharding.cross_node_bytes())} between nodes, "
+        f"  {'moved over all ranks':<22}{size(moved)}, of it {size(resharding.cross_node_bytes())} between nodes, "
         "the least possible",
         f"  {'largest sender':<22}{unevenness:.3f} x the mean of the ranks that hold the same",
         f"  {'peak extra memory':<22}{peak} per rank, besides the weights (update_weights_bucket_megabytes={bucket})",
     ]
 
 
-def _shape(config: Config) -> ModelShape:
+def job_shape(config: Config) -> ModelShape:
+    """The policy's, by its Hugging Face directory where the config names one."""
     model = config.model
     if model.path is not None:
-        raise ConfigError(
-            f"model.path={model.path}: plan reads no Hugging Face directory yet; leave it null and give the "
-            "architecture under model:"
-        )
+        from hpcrl.model.hf.config_json import read_shape
+
+        return read_shape(Path(model.path))
     if model.vocab_size is None and model.tokenizer is None:
         raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
-    return ModelShape.from_config(model, model.vocab_size or _tokens(model.tokenizer or ""))
+    return shape_from_yaml(model, model.vocab_size or _tokens(model.tokenizer or ""))
 
 
 def _tokens(tokenizer: str) -> int:
@@ -193,17 +201,14 @@ def _tokens(tokenizer: str) -> int:
     return len(load_tokenizer(tokenizer))
 
 
-def _layout(role: PlacedRole) -> Layout:
-    return Layout(role.ranks, tp=role.tp, pp=role.pp)
-
-
 def _ranks(ranks: Sequence[int]) -> str:
     """The first few, and how many more."""
     more = len(ranks) - NAMED
     return ", ".join(map(str, ranks[:NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
+    """In units of powers of 1000."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.2f} {name}"

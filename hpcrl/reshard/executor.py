@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.pack import RepeatedCopies
 from hpcrl.launch.waiting import create_group
 from hpcrl.reshard.events import Events
 from hpcrl.reshard.planner import Move, Resharding
@@ -83,6 +85,7 @@ class Refit:
         self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch)
         plan = resharding.plan_for_rank(rank)
         self._copies = plan.copies(rank)
+        self._at_once = RepeatedCopies()
         self._bytes_sent, self._bytes_received = (of.get(rank, 0) for of in (plan.bytes_sent, plan.bytes_received))
         self._scratch_bytes = scratch
         self._num_runs = 0
@@ -120,7 +123,7 @@ class Refit:
         events = Events()
         for transport in self._transports:
             transport.start(events, source, destination)
-        events.run(_copied(copies, source, destination))
+        events.run(self._copied(copies, source, destination))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -145,17 +148,26 @@ class Refit:
             transport.close()
         self._comm.Free()
 
+    def _copied(self, copies: list[Move], source: Weights, destination: Weights) -> Iterator[None]:
+        """Carry out one copy per step, on a GPU all before the first."""
+        if copies and use_triton("pack", destination[copies[0].dst_name]):
+            read, written = dict.fromkeys(move.name for move in copies), dict.fromkeys(move.dst_name for move in copies)
+            tensors = [*(source[name] for name in read), *(destination[name] for name in written)]
+            self._at_once.run(tensors, lambda: _parts(copies, source, destination))
+            return
+        for part in _parts(copies, source, destination):
+            copy(*part)
+            yield
+
     def _check(self, destination: Weights) -> None:
         for name, tensor in destination.items():
             if tensor.dtype != self._dtype:
                 raise ValueError(f"{name} of the engine is {tensor.dtype}, but the refit was planned for {self._dtype}")
 
 
-def _copied(copies: list[Move], source: Weights, destination: Weights) -> Iterator[None]:
-    """Carry out one copy per step."""
+def _parts(copies: list[Move], source: Weights, destination: Weights) -> Iterator[tuple[Tensor, Tensor]]:
     for move in copies:
-        copy(source_part(source, move), destination_part(destination, move))
-        yield
+        yield source_part(source, move), destination_part(destination, move)
 
 
 def _neighbours(ranks: tuple[int, ...], rank: int, nodes: Sequence[int] | None) -> tuple[int, ...]:

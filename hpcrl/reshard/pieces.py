@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.params import Box, Head, Shard, shards
+from hpcrl.model.hf.files import plan_files
+from hpcrl.model.hf.peft import peft_shards
+from hpcrl.model.lora import Lora
+from hpcrl.model.params import Box, Head, Shard, rank_shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
 
@@ -50,42 +53,13 @@ class _Held(NamedTuple):
     origins: tuple[tuple[int, int], ...]
 
 
-def megatron_cells(shape: ModelShape, layout: Layout, head: Head) -> list[Cell]:
+def megatron_cells(shape: ModelShape, layout: Layout, head: Head, lora: Lora | None = None) -> list[Cell]:
     """The cells of the dense grid (tp fastest, then pp), then those of the expert grid (etp, ep, pp)."""
-    cells = []
-    for place, ranks in enumerate(layout.groups("cp", "dp")):
-        pp, tp = divmod(place, layout.tp)
-        its = shards(
-            shape,
-            tp_rank=tp,
-            tp_size=layout.tp,
-            pp_rank=pp,
-            pp_size=layout.pp,
-            vpp_size=layout.vpp,
-            ep_size=layout.ep,
-            etp_size=layout.etp,
-            head=head,
-            part="dense",
-        )
-        cells.append(_named_globally(ranks, its))
-    for place, ranks in enumerate(layout.groups("edp") if shape.num_experts else ()):
-        ep, etp = divmod(place, layout.etp)
-        pp, ep = divmod(ep, layout.ep)
-        its = shards(
-            shape,
-            tp_rank=0,
-            tp_size=layout.tp,
-            pp_rank=pp,
-            pp_size=layout.pp,
-            vpp_size=layout.vpp,
-            ep_rank=ep,
-            ep_size=layout.ep,
-            etp_rank=etp,
-            etp_size=layout.etp,
-            part="experts",
-        )
-        cells.append(_named_globally(ranks, its))
-    return cells
+    dense, experts = layout.groups("cp", "dp"), layout.groups("edp") if shape.num_experts else []
+    return [
+        *(_named_globally(r, rank_shards(shape, layout, r[0], head=head, part="dense", lora=lora)) for r in dense),
+        *(_named_globally(r, rank_shards(shape, layout, r[0], part="experts", lora=lora)) for r in experts),
+    ]
 
 
 def tensorrt_llm_cells(shape: ModelShape, layout: Layout) -> list[Cell]:
@@ -94,6 +68,22 @@ def tensorrt_llm_cells(shape: ModelShape, layout: Layout) -> list[Cell]:
         its = tensorrt_llm_shards(shape, tp_rank=tp, tp_size=layout.tp)
         cells.append(Cell(ranks, its, [shard.local_name for shard in its]))
     return cells
+
+
+def hugging_face_cells(shape: ModelShape, layout: Layout, itemsize: int) -> list[Cell]:
+    """Whole tensors, in the files that each rank of `layout` writes."""
+    cells = []
+    files = plan_files(shape, itemsize, layout.size)
+    for place, rank in enumerate(layout.ranks):
+        its = [shard for file in files if file.writer == place for shard in file.shards]
+        cells.append(Cell((rank,), its, [shard.local_name for shard in its]))
+    return cells
+
+
+def peft_cells(shape: ModelShape, layout: Layout, lora: Lora) -> list[Cell]:
+    """All adapters, whole, on each rank."""
+    its = peft_shards(shape, lora)
+    return [Cell(layout.ranks, its, [shard.local_name for shard in its])]
 
 
 def _named_globally(ranks: tuple[int, ...], its: list[Shard]) -> Cell:

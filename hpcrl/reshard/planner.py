@@ -16,14 +16,15 @@ from typing import Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
+from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head, check_layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.pieces import Cell, megatron_cells, tensorrt_llm_cells
+from hpcrl.reshard.pieces import Cell, hugging_face_cells, megatron_cells, peft_cells, tensorrt_llm_cells
 from hpcrl.reshard.routes import Routes
 from hpcrl.reshard.streams import Delivery
 from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
 
-Format = Literal["megatron", "tensorrt_llm"]
+Format = Literal["megatron", "tensorrt_llm", "hugging_face", "peft"]
 
 
 class Move(NamedTuple):
@@ -103,7 +104,8 @@ class Resharding:
     """The question that a plan answers: a model, where its weights are, where they are to go.
 
     `itemsize` is in bytes, of the destination's dtype. `nodes` names the node of each world rank; None: all
-    ranks share one. Raises InputError where a layout does not fit the model.
+    ranks share one. `lora`: the adapters that the source has beside its weights; only the format "peft" takes them, and
+    takes nothing else. Raises InputError where a layout does not fit the model.
     """
 
     shape: ModelShape
@@ -113,11 +115,14 @@ class Resharding:
     nodes: tuple[int, ...] | None = None
     head: Head = "lm"
     destination_format: Format = "megatron"
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         self._check(self.source, "placement.actor")
         if self.destination_format == "megatron":
             self._check(self.destination, "placement.rollout")
+            return
+        if self.destination_format in ("hugging_face", "peft"):
             return
         if self.head != "lm":
             raise InputError(f"rollout.engine=tensorrt_llm has a language-model head, found head={self.head}")
@@ -157,13 +162,18 @@ class Resharding:
     @cached_property
     def source_cells(self) -> list[Cell]:
         """What the source's ranks hold."""
-        return megatron_cells(self.shape, self.source, self.head)
+        return megatron_cells(self.shape, self.source, self.head, self.lora)
 
     @cached_property
     def destination_cells(self) -> list[Cell]:
         """What the destination's ranks are to hold, in its format."""
         if self.destination_format == "tensorrt_llm":
             return tensorrt_llm_cells(self.shape, self.destination)
+        if self.destination_format == "hugging_face":
+            return hugging_face_cells(self.shape, self.destination, self.itemsize)
+        if self.destination_format == "peft":
+            assert self.lora is not None
+            return peft_cells(self.shape, self.destination, self.lora)
         return megatron_cells(self.shape, self.destination, self.head)
 
     def _shared_by(self, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[SharedSlice, ...]:

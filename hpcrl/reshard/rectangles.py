@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.launch.host_bytes import host_bytes
 from hpcrl.reshard.buckets import Part
 from hpcrl.reshard.planner import Move
 
@@ -43,7 +44,7 @@ def copy(source: Tensor, destination: Tensor) -> None:
     where the machine's caches are small against the size; torch's own loop always does."""
     plain = source.is_contiguous() and destination.is_contiguous() and source.dtype == destination.dtype
     if plain and source.device == destination.device == CPU:
-        np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        np.copyto(host_bytes(destination), host_bytes(source))
     else:
         destination.copy_(source)
 

@@ -5,6 +5,7 @@ Names and shapes are those of the unquantized parameters of version 1.2; nobody 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from hpcrl.launch.exits import InputError
@@ -14,6 +15,10 @@ from hpcrl.model.shape import ModelShape
 
 def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
     """InputError where the engine cannot hold the model, or where nobody knows how it does."""
+    if shape.mla:
+        raise InputError(
+            "rollout.engine=tensorrt_llm: how it lays out latent attention is not known here; use engine=native"
+        )
     if shape.num_experts:
         raise InputError("rollout.engine=tensorrt_llm: how it lays out experts is not known here; use engine=native")
     for what, size in (
@@ -49,7 +54,16 @@ def _shards(shape: ModelShape, rank: int, size: int) -> Iterator[Shard]:
     for layer in range(shape.num_layers):
         source, target = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         yield _norm(f"{source}input_layernorm.weight", f"{target}input_layernorm.weight", hidden)
-        yield _qkv(f"{source}self_attention.linear_qkv.weight", f"{target}self_attn.qkv_proj.weight", shape, rank, size)
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            yield _qkv(
+                f"{source}self_attention.linear_qkv.{kind}", f"{target}self_attn.qkv_proj.{kind}", shape, rank, size
+            )
+        for head in "qk" if shape.qk_norm else "":
+            yield _norm(
+                f"{source}self_attention.{head}_layernorm.weight",
+                f"{target}self_attn.{head}_norm.weight",
+                shape.head_dim,
+            )
         query = shape.num_attention_heads * shape.head_dim
         yield _columns(
             f"{source}self_attention.linear_proj.weight", f"{target}self_attn.o_proj.weight", hidden, query, rank, size
@@ -94,16 +108,17 @@ def _qkv(name: str, local_name: str, shape: ModelShape, rank: int, size: int) ->
         spans.append((group * stride + (first - group * queries) * width, (end - first) * width))
     for place in (queries, queries + 1):
         spans += [(group * stride + place * width, width) for group in kv_heads]
-    return _stacked(name, local_name, (groups * stride, shape.hidden_size), spans)
+    cols = () if name.endswith(".bias") else (shape.hidden_size,)
+    return _stacked(name, local_name, (groups * stride, *cols), spans)
 
 
-def _stacked(name: str, local_name: str, shape: tuple[int, int], spans: list[tuple[int, int]]) -> Shard:
+def _stacked(name: str, local_name: str, shape: tuple[int, ...], spans: list[tuple[int, int]]) -> Shard:
     """`spans` of rows (first, number), one below the other."""
     boxes, local_row = [], 0
     for first, rows in spans:
-        boxes.append(Box((first, first + rows), (0, shape[1]), local_row, 0))
+        boxes.append(Box((first, first + rows), (0, math.prod(shape[1:])), local_row, 0))
         local_row += rows
-    return Shard(name, local_name, shape, (local_row, shape[1]), tuple(boxes), False)
+    return Shard(name, local_name, shape, (local_row, *shape[1:]), tuple(boxes), False)
 
 
 def _divisors(number: int) -> list[int]:

@@ -23,9 +23,11 @@ from hpcrl.algorithms.statistics import (
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
+from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
+from hpcrl.model.lora import Lora
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.actor_objective import ActorObjective
 from hpcrl.roles.model_worker import ModelWorker, Updates, padded_if_there, training_mask
@@ -40,10 +42,16 @@ class ActorWorker(ModelWorker):
             shape,
             head="lm",
             dtype=config.model.dtype,
+            recompute=config.model.recompute,
+            te=config.model.transformer_engine,
+            moe=config.model.moe,
+            lora=Lora.from_config(config.model),
             seed=config.run.seed,
             optim=config.actor.optim,
             total_updates=(total_steps - config.trainer.critic_warmup) * derived.actor_updates_per_step,
             exact=config.rollout.exact,
+            head_chunk_tokens=config.trainer.head_chunk_tokens,
+            offload=offloaded(config, "actor"),
         )
         actor, algorithm = config.actor, config.algorithm
         self.config = config
@@ -52,11 +60,13 @@ class ActorWorker(ModelWorker):
         self.objective = ActorObjective(config, derived)
         self.estimator = get_adv_estimator(algorithm.adv_estimator)
         self.sum_pi_squared = derived.needs_sum_pi_squared
+        self.records_routing = actor.router_replay.mode == "R2"
+        self.ref_max_tokens = derived.ref_max_tokens
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "rollout_log_probs"),
-        writes=("old_log_probs", "sum_pi_squared?"),
+        reads=("input_ids", "response_mask", "rollout_log_probs", "routed_experts?"),
+        writes=("old_log_probs", "sum_pi_squared?", "routed_experts?"),
     )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Log-probs under the policy before this step's update, their entropy, and how far the rollout engine's are."""
@@ -66,6 +76,7 @@ class ActorWorker(ModelWorker):
             temperature=self.config.rollout.temperature,
             entropy=True,
             sum_pi_squared=self.sum_pi_squared,
+            record_routing=self.records_routing,
         )
         if not self.is_home:
             return DataProto()
@@ -73,11 +84,20 @@ class ActorWorker(ModelWorker):
         norm = self.global_norm(batch, self.loss_scale_factor)
         entropy = agg_loss(outputs["entropy"].padded(), mask, self.config.actor.loss_agg_mode, norm)
         columns: Columns = {"old_log_probs": outputs["log_probs"]}
+        if self.records_routing:
+            columns["routed_experts"] = outputs["routed_experts"]
         if self.sum_pi_squared:
             columns["sum_pi_squared"] = outputs["sum_pi_squared"]
         metrics: dict[str, Metric] = {"actor/entropy": Sum(entropy)}
         metrics |= rollout_log_prob_statistics(batch.padded("rollout_log_probs"), outputs["log_probs"].padded(), mask)
         return DataProto(columns, {}, {"metrics": to_floats(metrics)})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",))
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Of a policy with adapters: what they started from is the reference, without a second model."""
+        temperature = self.config.rollout.temperature
+        with self.engine.without_adapters():
+            return self.log_prob_column("ref_log_prob", batch, max_tokens=self.ref_max_tokens, temperature=temperature)
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("rollout_log_probs",), writes=("old_log_probs",), homes_only=True)
     def adopt_rollout_log_probs(self, batch: DataProto) -> DataProto:
@@ -207,24 +227,26 @@ class ActorWorker(ModelWorker):
             "teacher_log_prob?",
             "teacher_topk_log_probs?",
             "teacher_topk_ids?",
+            "routed_experts?",
             "prompt",
             "sample_index",
         ),
     )
     def update_actor(self, batch: DataProto) -> list[dict[str, Metric]]:
         """All optimizer steps of a training step; metrics of each mini-batch."""
-        return [
-            self.train(
-                mini,
-                partial(self.objective.normalised, key=(batch.meta_info["step"], number)),
-                loss_scale_factor=self.loss_scale_factor,
-                max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
-                temperature=self.config.rollout.temperature,
-                entropy=self.objective.uses_entropy,
-                topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
-            )
-            for number, mini in enumerate(self.updates.mini_batches(batch))
-        ]
+        with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
+            return [
+                self.train(
+                    mini,
+                    partial(self.objective.normalised, key=(batch.meta_info["step"], number)),
+                    loss_scale_factor=self.loss_scale_factor,
+                    max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
+                    temperature=self.config.rollout.temperature,
+                    entropy=self.objective.uses_entropy,
+                    topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
+                )
+                for number, mini in enumerate(self.updates.mini_batches(batch))
+            ]
 
     @register(
         Dispatch.DP_COMPUTE_METRIC,

@@ -17,6 +17,7 @@ TOKENS = (
     "input_ids",
     "response_mask",
     "rollout_log_probs",
+    "routed_experts",
     "old_log_probs",
     "ref_log_prob",
     "values",
@@ -50,19 +51,18 @@ SAMPLES = (
 
 
 class ArchiveWorker(Worker):
-    def __init__(self, layout: Layout, rank: int, folder: str, prompts: dict[str, PromptDataset]) -> None:
+    def __init__(self, layout: Layout, rank: int, prompts: dict[str, PromptDataset]) -> None:
         super().__init__(layout, rank)
-        self.folder = folder
         self.prompts = prompts["train"]
         self.sources = self.prompts.source_of_rows()
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), homes_only=True)
-    def write(self, batch: DataProto, folder: str | None = None) -> tuple[int | None, str, str] | None:
-        """Write every sample to this rank's log of meta_info["step"], in the run's archive or in `folder`.
+    def write(self, batch: DataProto, folder: str) -> tuple[int | None, str, str] | None:
+        """Write every sample to this rank's log of meta_info["step"] in `folder`.
 
         Gives the arguments of an OSError: a full disk must not end the run.
         """
-        path = log_path(folder or self.folder, batch.meta_info["step"], self.rank)
+        path = log_path(folder, batch.meta_info["step"], self.rank)
         try:
             self._write(batch, path)
         except OSError as error:

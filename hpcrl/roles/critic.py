@@ -11,6 +11,7 @@ from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.algorithms.value_loss import value_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
+from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
@@ -27,9 +28,13 @@ class CriticWorker(ModelWorker):
             shape,
             head="value",
             dtype=config.model.dtype,
+            recompute=config.model.recompute,
+            te=config.model.transformer_engine,
+            moe=config.model.moe,
             seed=config.run.seed,
             optim=config.critic.optim,
             total_updates=total_steps * derived.critic_updates_per_step,
+            offload=offloaded(config, "critic"),
         )
         self.config = config.critic
         self.loss_agg_mode = derived.critic_loss_agg_mode
@@ -48,15 +53,16 @@ class CriticWorker(ModelWorker):
     )
     def update_critic(self, batch: DataProto) -> list[dict[str, Metric]]:
         """All optimizer steps of a training step; metrics of each mini-batch."""
-        return [
-            self.train(
-                mini,
-                self._objective,
-                loss_scale_factor=self.loss_scale_factor,
-                max_tokens=self.config.ppo_max_token_len_per_gpu,
-            )
-            for mini in self.updates.mini_batches(batch)
-        ]
+        with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
+            return [
+                self.train(
+                    mini,
+                    self._objective,
+                    loss_scale_factor=self.loss_scale_factor,
+                    max_tokens=self.config.ppo_max_token_len_per_gpu,
+                )
+                for mini in self.updates.mini_batches(batch)
+            ]
 
     def _objective(self, norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
         def objective(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,15 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.mini_batches import mini_batch_of
 from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave
-from hpcrl.config.schema import OptimConfig
+from hpcrl.checkpoint.store import is_hugging_face
+from hpcrl.config.offload import Part
+from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
+from hpcrl.model.hf.directory import open_weights
+from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
 
@@ -77,6 +81,12 @@ class ModelWorker(Worker):
         optim: OptimConfig | None,
         total_updates: int = 0,
         exact: bool = False,
+        recompute: RecomputeConfig | None = None,
+        te: TransformerEngineConfig | None = None,
+        moe: MoeConfig | None = None,
+        lora: Lora | None = None,
+        head_chunk_tokens: int | None = 1024,
+        offload: Collection[Part] = (),
     ) -> None:
         super().__init__(groups.layout, groups.rank)
         self.groups = groups
@@ -90,15 +100,26 @@ class ModelWorker(Worker):
             total_steps=total_updates,
             seed=seed,
             exact=exact,
+            recompute=recompute,
+            te=te,
+            moe=moe,
+            lora=lora,
+            head_chunk_tokens=head_chunk_tokens,
+            offload=offload,
             on_micro_batch=self.tick,
         )
+
+    def host_buffers(self) -> int:
+        """For what is offloaded, and for the copy of a save."""
+        return self.engine.offload.host_bytes + sum(tensor.nbytes for tensor in self._save_memory)
 
     @register(Dispatch.ONE_TO_ALL)
     def begin_save(self, folder: str, key: str, scratch: str | None = None, keep_memory: bool = False) -> SavePlan:
         """Start writing the role's weights and optimizer state as they are now into <folder>/<role>; `folder` exists.
 
         What comes next may change them. A SavedPart comes on the board under <key>/<role>/<rank> when this rank's part
-        is written. scratch: see `checkpoint.scratch`. keep_memory: of the copy, for the next save.
+        is written. scratch: see `checkpoint.scratch`. keep_memory: of the copy, for the next save. What is offloaded is
+        on the device until it is copied.
         """
         role, memory = self.groups.role, self._save_memory if keep_memory else []
 
@@ -106,14 +127,32 @@ class ModelWorker(Worker):
             self.desk.post(f"{key}/{role}/{self.rank}", part.to_json())
 
         tick = self.whereabouts.tick_beside
-        return ShardedSave(self.engine, Path(folder) / role, self.groups, tell, scratch, memory, tick).plan
+        with self.engine.offload.on_device("parameters", "optimizer"):
+            return ShardedSave(self.engine, Path(folder) / role, self.groups, tell, scratch, memory, tick).plan
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:
         """Read what was saved, under any layout. With `weights_only`, the weights of another role's model may be
-        taken; a head that the other model lacks keeps its initial weights."""
+        taken, or those of a Hugging Face directory; a head that the other model lacks keeps its initial weights. What
+        is to be trained starts with adapters of its own, which no other model has merged."""
+        if weights_only and is_hugging_face(Path(folder)):
+            self.engine.load_hugging_face(open_weights(Path(folder), self.engine.shape))
+            return
         source = Path(folder) / (role or self.groups.role)
-        load_sharded(self.engine, source, self.groups, optimizer=not weights_only, strict=not weights_only)
+        with self.engine.offload.on_device("parameters", "optimizer"):
+            load_sharded(
+                self.engine,
+                source,
+                self.groups,
+                optimizer=not weights_only,
+                strict=not weights_only,
+                adapters=not weights_only or self.engine.optimizer is None,
+            )
+
+    def log_prob_column(self, name: str, batch: DataProto, *, max_tokens: int, temperature: float) -> DataProto:
+        """Column `name` with the log-probs of the response tokens, on the home rank."""
+        outputs = self.engine.log_probs(batch, max_tokens=max_tokens, temperature=temperature)
+        return DataProto({name: outputs["log_probs"]}) if self.is_home else DataProto()
 
     def train(
         self, mini: DataProto, objective: Callable[[LossNorm], Callable], *, loss_scale_factor: float, **options: Any
@@ -126,10 +165,9 @@ class ModelWorker(Worker):
         if norm.global_batch_size == 0:
             return {}
         metrics = self.engine.train(mini, loss=objective(norm), **options)
-        # Equal on all ranks, so their mean over replicas is what they are.
-        for name in ("grad_norm", "lr", "skipped_updates"):
-            metrics[f"{self.groups.role}/{name}"] = Mean(metrics.pop(name), 1.0)
-        return to_floats(metrics)
+        # The engine's own are equal on all ranks, so their mean over replicas is what they are.
+        own = {f"{self.groups.role}/{name}": Mean(it, 1.0) for name, it in metrics.items() if isinstance(it, float)}
+        return to_floats({name: it for name, it in metrics.items() if not isinstance(it, float)} | own)
 
     def global_norm(self, mini: DataProto, loss_scale_factor: float) -> LossNorm:
         """Tokens and sequences of the mini-batch over all replicas."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 
+from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
+from hpcrl.model.lora import Lora
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import ModelWorker
 
@@ -15,7 +17,18 @@ class PolicyWorker(ModelWorker):
     """The actor's weights in the actor's layout, without gradients and optimizer."""
 
     def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config) -> None:
-        super().__init__(groups, shape, head="lm", dtype=config.model.dtype, seed=config.run.seed, optim=None)
+        super().__init__(
+            groups,
+            shape,
+            head="lm",
+            dtype=config.model.dtype,
+            te=config.model.transformer_engine,
+            seed=config.run.seed,
+            optim=None,
+            lora=Lora.from_config(config.model),
+            head_chunk_tokens=config.trainer.head_chunk_tokens,
+            offload=offloaded(config, "actor"),
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
+from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
@@ -18,14 +19,16 @@ class RefWorker(ModelWorker):
             shape,
             head="lm",
             dtype=config.model.dtype,
+            te=config.model.transformer_engine,
             seed=config.run.seed,
             optim=None,
             exact=config.rollout.exact,
+            head_chunk_tokens=config.trainer.head_chunk_tokens,
+            offload=offloaded(config, "ref"),
         )
         self.max_tokens = derived.ref_max_tokens
         self.temperature = config.rollout.temperature
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",))
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        outputs = self.engine.log_probs(batch, max_tokens=self.max_tokens, temperature=self.temperature)
-        return DataProto({"ref_log_prob": outputs["log_probs"]}) if self.is_home else DataProto()
+        return self.log_prob_column("ref_log_prob", batch, max_tokens=self.max_tokens, temperature=self.temperature)

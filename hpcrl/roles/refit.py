@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class RefitWorker(Worker):
     """Lives on the ranks of actor and rollout together; moves the actor's weights into the engine's buffers.
 
-    With `alias` the engine takes the actor's own tensors where they are the same: actor and rollout must take turns.
+    With `alias` the engine takes the actor's own tensors where they are the same: actor and rollout must take turns,
+    the actor's parameters stay on the device, and it has no adapters, whose updates are in none of its tensors.
     """
 
     def __init__(
@@ -50,9 +51,12 @@ class RefitWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def update_weights(self) -> RefitReport:
         """Every rank's report, in rank order."""
-        source: dict[str, Tensor] = self.actor.engine.named_shards() if self.actor else {}
+        source: Mapping[str, Tensor] = self.actor.engine.merged_shards() if self.actor else {}
         engine: RolloutEngine | None = self.rollout.engine if self.rollout else None
-        with engine.updating_weights() if engine else nullcontext():
+        with (
+            self.actor.engine.offload.on_device("parameters") if self.actor else nullcontext(),
+            engine.updating_weights() if engine else nullcontext(),
+        ):
             if self.alias and self.actor and engine:
                 self.refit.share(source, engine.weights(), engine.adopt)
             return self.refit.run(source, engine.weights() if engine else {})

@@ -110,6 +110,7 @@ class ResponseJournal:
             "weight_version": self._version,
             "drawn_by": self._hash(request),
             **{name: getattr(done, name).astype(dtype).tobytes() for name, dtype in ARRAYS.items()},
+            **_packed(done.routed_experts),
             "finish_reason": done.finish_reason,
             "num_turns": done.num_turns,
             "num_tool_calls": done.num_tool_calls,
@@ -129,6 +130,16 @@ class ResponseJournal:
         return found
 
 
+def _packed(experts: np.ndarray | None) -> dict[str, Any]:
+    return {} if experts is None else {"routed_experts": experts.astype("<i2").tobytes(), "num_run": len(experts)}
+
+
+def _unpacked(record: Mapping[str, Any]) -> np.ndarray | None:
+    if "routed_experts" not in record:
+        return None
+    return np.frombuffer(record["routed_experts"], "<i2").reshape(int(record["num_run"]), -1).copy()
+
+
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
     """None where the record is not one of ours: a log may come from anywhere."""
     try:
@@ -139,6 +150,7 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
             num_turns=int(record["num_turns"]),
             num_tool_calls=int(record["num_tool_calls"]),
             turn_scores=tuple(float(score) for score in record["turn_scores"]),
+            routed_experts=_unpacked(record),
         )
         is_whole = len({len(array) for array in arrays.values()}) == 1 and done.finish_reason in FINISH_REASONS
     except (KeyError, TypeError, ValueError):

@@ -14,7 +14,15 @@ from hpcrl.controller.worker import Worker
 from hpcrl.launch.waiting import wait_for_ranks
 from hpcrl.roles.response_journal import ResponseJournal
 from hpcrl.roles.scorer import ResponseScorer
-from hpcrl.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.rollout.protocol import (
+    Completion,
+    FinishReason,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    Trajectory,
+    known_first,
+)
 
 
 @dataclass(eq=False)
@@ -26,6 +34,7 @@ class Response:
     row: int
     token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    routed_experts: np.ndarray | None = None
     finish_reason: FinishReason = "abort"
     versions: tuple[int, int] | None = None
     is_recalled: bool = False  # an earlier attempt has drawn it
@@ -36,13 +45,16 @@ class Response:
             return
         self.token_ids = np.concatenate([self.token_ids, more.token_ids])
         self.log_probs = np.concatenate([self.log_probs, more.log_probs])
+        self.routed_experts = known_first(self.routed_experts, more.routed_experts)
         self.versions = (self.versions[0] if self.versions else version, version)
 
     def to_go_on(self) -> Request:
         return replace(self.request, prefix_ids=self.token_ids)
 
     def trajectory(self) -> Trajectory:
-        return Trajectory.of_one_turn(Completion(self.token_ids, self.log_probs, self.finish_reason))
+        return Trajectory.of_one_turn(
+            Completion(self.token_ids, self.log_probs, self.finish_reason, self.routed_experts)
+        )
 
 
 class Finished(NamedTuple):
@@ -148,7 +160,8 @@ class ResponseStream:
         done = self.journal.recall(response.request) if self.journal is not None else None
         if done is None:
             return False
-        response.extend(Completion(done.token_ids, done.log_probs, done.finish_reason), self._version)
+        found = Completion(done.token_ids, done.log_probs, done.finish_reason, done.routed_experts)
+        response.extend(found, self._version)
         response.is_recalled = True
         self._close(response)
         return True

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.checkpoint.sharded_load import load_sharded
+from hpcrl.config.offload import offloaded
 from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
@@ -19,13 +20,23 @@ class RewardModelWorker(ModelWorker):
 
     def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config) -> None:
         dtype = architecture(config, "reward").dtype
-        super().__init__(groups, shape, head="reward", dtype=dtype, seed=config.run.seed, optim=None)
+        super().__init__(
+            groups,
+            shape,
+            head="reward",
+            dtype=dtype,
+            te=config.model.transformer_engine,
+            seed=config.run.seed,
+            optim=None,
+            offload=offloaded(config, "reward"),
+        )
         self.max_tokens = config.reward.reward_model.max_token_len_per_gpu
 
     @register(Dispatch.ONE_TO_ALL)
     def load_model(self, folder: str) -> None:
         """The weights of a step folder of `hpcrl rm`, head included."""
-        load_sharded(self.engine, Path(folder) / "reward", self.groups, optimizer=False)
+        with self.engine.offload.on_device("parameters"):
+            load_sharded(self.engine, Path(folder) / "reward", self.groups, optimizer=False)
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids",))
     def compute_rm_score(self, batch: DataProto) -> DataProto:

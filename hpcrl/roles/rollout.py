@@ -30,7 +30,8 @@ from hpcrl.rollout.agent.statistics import turn_columns, turn_metrics, turns_for
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.telemetry.archive import read_step, step_path
 
-WRITTEN = ("input_ids", "response_mask", "rollout_log_probs")
+RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
+WRITTEN = (*RECORDED, "routed_experts?")
 
 
 class RolloutWorker(Worker):
@@ -216,8 +217,18 @@ class RolloutWorker(Worker):
 
         With `scores` also what scoring gave them.
         """
-        names = [*WRITTEN, *(["token_level_scores"] if scores else [])]
+        needs_experts = self.config.actor.router_replay.mode == "R3"
+        names = [
+            *RECORDED,
+            *(["token_level_scores"] if scores else []),
+            *(["routed_experts?"] if needs_experts else []),
+        ]
         tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
+        if needs_experts and "routed_experts" not in tokens:
+            raise InputError(
+                f"{folder}: the recording does not tell the experts of its tokens, which "
+                "actor.router_replay.mode=R3 sends them to; record with R3, or use another mode"
+            )
         rows = batch.samples["position"]
         for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
             found = self.prompts["train"].uid(row, epoch) if row < len(self.prompts["train"]) else "no such row"
@@ -227,8 +238,8 @@ class RolloutWorker(Worker):
                     "replay with the data files and the filter of the recording"
                 )
         columns: Columns = {
-            name: Ragged(torch.from_numpy(tokens[name][0]), torch.from_numpy(tokens[name][1])).take(rows)
-            for name in names
+            name: Ragged(torch.from_numpy(values), torch.from_numpy(offsets)).take(rows)
+            for name, (values, offsets) in tokens.items()
         }
         turns = [name for name in ("num_turns", "tool_call_counts") if name in samples]
         kept = ["prompt_length", "response_length", "finish_reason", *turns]

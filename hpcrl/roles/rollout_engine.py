@@ -8,10 +8,10 @@ import torch
 from hpcrl.config.schema import Config
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.launch import platform
+from hpcrl.model.kv_memory import kv_cache_bytes
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import DTYPES
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.native.memory import kv_cache_bytes
 from hpcrl.rollout.protocol import RolloutEngine
 
 
@@ -31,7 +31,7 @@ def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_
         cache = kv_cache_bytes(
             shape,
             tp,
-            dtype,
+            dtype.itemsize,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=max_model_len,
             free_bytes=free_bytes(device, ranks_on_node),

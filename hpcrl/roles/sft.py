@@ -11,12 +11,14 @@ from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.data.sft import SftDataset
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
+from hpcrl.model.lora import Lora
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import ModelWorker
 
@@ -49,9 +51,15 @@ class SftActorWorker(ModelWorker):
             shape,
             head="lm",
             dtype=config.model.dtype,
+            recompute=config.model.recompute,
+            te=config.model.transformer_engine,
+            moe=config.model.moe,
+            lora=Lora.from_config(config.model),
             seed=config.run.seed,
             optim=config.sft.optim,
             total_updates=config.sft.total_training_steps,
+            head_chunk_tokens=config.trainer.head_chunk_tokens,
+            offload=offloaded(config, "actor"),
         )
         self.config = config
 

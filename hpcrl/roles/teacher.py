@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
+from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.launch.exits import InputError
+from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import ModelWorker
 
@@ -26,38 +28,53 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
         )
     if own is None:
         return policy
-    if own.path is not None or own.init_from is not None or own.tokenizer is not None:
+    if own.init_from is not None or own.tokenizer is not None:
         raise InputError(
-            "teacher.model gives path, init_from or tokenizer; it takes an architecture alone: the tokenizer is the "
-            "policy's, and weights are named by teacher.init_from"
+            "teacher.model gives init_from or tokenizer; it takes an architecture or a path alone: the tokenizer is "
+            "the policy's, and weights are named by teacher.init_from"
         )
     if own.vocab_size not in (None, policy.vocab_size):
         raise InputError(
             f"teacher.model.vocab_size={own.vocab_size}, and the policy's vocabulary has {policy.vocab_size} tokens; "
             "a teacher must have the same: leave it null"
         )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > own.max_position_embeddings:
+    shape = shape_of(own, policy.vocab_size)
+    if shape.vocab_size != policy.vocab_size:
         raise InputError(
-            f"teacher.model.max_position_embeddings={own.max_position_embeddings} is less than the longest sequence, "
+            f"teacher.model.path={own.path} has {shape.vocab_size} tokens, and the policy's vocabulary "
+            f"{policy.vocab_size}; a teacher must have the same"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise InputError(
+            f"teacher.model.max_position_embeddings={shape.max_position_embeddings} is less than the longest sequence, "
             f"data.max_prompt_length + data.max_response_length = {longest}; raise it or shorten them"
         )
-    return ModelShape.from_config(own, policy.vocab_size)
+    return shape
 
 
 class TeacherWorker(ModelWorker):
     def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived) -> None:
         """`shape` is the teacher's, by `teacher_shape`."""
         model = config.teacher.model or config.model
-        super().__init__(groups, shape, head="lm", dtype=model.dtype, seed=config.run.seed, optim=None)
+        super().__init__(
+            groups,
+            shape,
+            head="lm",
+            dtype=model.dtype,
+            te=config.model.transformer_engine,
+            seed=config.run.seed,
+            optim=None,
+            head_chunk_tokens=config.trainer.head_chunk_tokens,
+            offload=offloaded(config, "teacher"),
+        )
         self.max_tokens = derived.teacher_max_tokens
         self.topk = config.distillation.distillation_loss.topk
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("teacher_log_prob",))
     def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
         """Log-probs of the sampled tokens."""
-        outputs = self.engine.log_probs(batch, max_tokens=self.max_tokens, temperature=TEMPERATURE)
-        return DataProto({"teacher_log_prob": outputs["log_probs"]}) if self.is_home else DataProto()
+        return self.log_prob_column("teacher_log_prob", batch, max_tokens=self.max_tokens, temperature=TEMPERATURE)
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,

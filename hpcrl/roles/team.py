@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcrl.config.derive import Derived, DerivedGenerate, DerivedRm, DerivedSft
+from hpcrl.config.derive import Derived, DerivedGenerate, DerivedModel, DerivedRm, DerivedSft
+from hpcrl.config.offload import shares_weights
 from hpcrl.config.placement import PlacedRole, architecture
 from hpcrl.config.schema import Config, DataConfig
 from hpcrl.controller.worker import Worker
@@ -20,12 +22,17 @@ from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import run_directory
 from hpcrl.launch.waiting import create_group
 from hpcrl.launch.world import World
+from hpcrl.model.hf.directory import shape_of
+from hpcrl.model.lora import Lora
+from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.manager import RewardManager, asks_rules, check_rewards
 from hpcrl.roles.actor import ActorWorker
 from hpcrl.roles.archive import ArchiveWorker
 from hpcrl.roles.critic import CriticWorker
 from hpcrl.roles.generations import GenerationsWorker
+from hpcrl.roles.hf_export import ExportWorker
+from hpcrl.roles.model_worker import ModelWorker
 from hpcrl.roles.policy import PolicyWorker
 from hpcrl.roles.preference import PreferenceDataWorker, PreferenceWorker
 from hpcrl.roles.ref import RefWorker
@@ -88,7 +95,7 @@ def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
     if config.distillation.enabled and not sft:
         others["teacher"] = teacher_shape(config, shape)
     if config.reward.reward_model.enable and not sft:
-        others["reward"] = ModelShape.from_config(architecture(config, "reward"), shape.vocab_size)
+        others["reward"] = shape_of(architecture(config, "reward"), shape.vocab_size)
     return Inputs(tokenizer, prompts, answers, shape, others)
 
 
@@ -102,14 +109,14 @@ def read_generation_inputs(config: Config, split: str, *, scored: bool = True) -
     if scored:
         check_rewards(config.reward, prompts.data_sources())
         if config.reward.reward_model.enable:
-            others["reward"] = ModelShape.from_config(architecture(config, "reward"), shape.vocab_size)
+            others["reward"] = shape_of(architecture(config, "reward"), shape.vocab_size)
     return Inputs(tokenizer, {split: prompts}, None, shape, others)
 
 
 def read_rm_inputs(config: Config) -> RmInputs:
     """As `read_inputs`, for `hpcrl rm`."""
     tokenizer, shape = _read_model(config)
-    shape = ModelShape.from_config(architecture(config, "reward"), shape.vocab_size)
+    shape = shape_of(architecture(config, "reward"), shape.vocab_size)
     data, pairs = config.data, {}
     files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
     for split, (paths, max_samples) in files.items():
@@ -135,21 +142,44 @@ def _data_config(config: Config) -> DataConfig:
 
 
 def _read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
-    if config.model.path is not None:
+    named = config.model.tokenizer or config.model.path
+    if named is None:
+        raise InputError("model.tokenizer and model.path are null; name a tokenizer directory")
+    tokenizer = load_tokenizer(named)
+    shape = shape_of(config.model, len(tokenizer))
+    check_longest(shape, config)
+    check_experts(shape, config)
+    return tokenizer, shape
+
+
+def check_experts(shape: ModelShape, config: Config) -> None:
+    """InputError where the job wants something of experts that the model does not have."""
+    mode, moe = config.actor.router_replay.mode, config.model.moe
+    wanted = {
+        f"actor.router_replay.mode={mode}": mode != "disabled",
+        f"model.moe.aux_loss_coeff={moe.aux_loss_coeff}": moe.aux_loss_coeff > 0,
+        f"model.moe.z_loss_coeff={moe.z_loss_coeff}": moe.z_loss_coeff > 0,
+    }
+    for key, is_wanted in wanted.items():
+        if is_wanted and not shape.num_experts:
+            raise InputError(f"{key} is for a mixture of experts, and the model has none; leave it out")
+
+
+def check_longest(shape: ModelShape, config: Config) -> None:
+    """InputError where sequences may get longer than the model attends to."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > shape.max_position_embeddings:
         raise InputError(
-            f"model.path={config.model.path}: Hugging Face weights cannot be loaded yet; leave it null, give the "
-            "architecture under model: and start weights as model.init_from"
+            f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
+            f"{shape.max_position_embeddings} tokens that model.path={config.model.path} attends to; shorten them"
         )
-    if config.model.tokenizer is None:
-        raise InputError("model.tokenizer is null; name a tokenizer directory")
-    tokenizer = load_tokenizer(config.model.tokenizer)
-    return tokenizer, ModelShape.from_config(config.model, len(tokenizer))
 
 
 def build_team(world: World, config: Config, derived: Derived, inputs: Inputs, total_steps: int) -> Team:
     """Workers of `hpcrl train`. Collective over the world."""
     shape = inputs.shape
-    layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
+    layouts = _layouts(world, derived.roles, shape, inputs.others)
+    _check_adapters(world, config, shape, layouts["actor"])
     groups = _groups(world, layouts)
     kinds: dict[str, type[Worker]] = {"actor": ActorWorker}
     workers: dict[str, Worker] = {}
@@ -159,7 +189,7 @@ def build_team(world: World, config: Config, derived: Derived, inputs: Inputs, t
         kinds["critic"] = CriticWorker
         if "critic" in groups:
             workers["critic"] = CriticWorker(groups["critic"], shape, config, derived, total_steps)
-    if derived.needs_ref:
+    if "ref" in derived.roles:
         kinds["ref"] = RefWorker
         if "ref" in groups:
             workers["ref"] = RefWorker(groups["ref"], shape, config, derived)
@@ -171,20 +201,47 @@ def build_team(world: World, config: Config, derived: Derived, inputs: Inputs, t
         kinds["reward"] = RewardModelWorker
         if "reward" in groups:
             workers["reward"] = RewardModelWorker(groups["reward"], inputs.others["reward"], config)
+    if config.trainer.save_hf or config.model.lora_rank > 0:
+        _add_export(world, layouts, kinds, workers)
     layouts["archive"], kinds["archive"] = layouts["actor"], ArchiveWorker
     if world.rank in layouts["archive"]:
-        folder = str(run_directory(config) / "rollouts")
-        workers["archive"] = ArchiveWorker(layouts["archive"], world.rank, folder, inputs.prompts)
+        workers["archive"] = ArchiveWorker(layouts["archive"], world.rank, inputs.prompts)
     team = Team(workers, kinds, layouts)
     _add_sampling(world, config, inputs, team, groups)
     return team
+
+
+def policy_shape(config: Config) -> ModelShape:
+    """The policy's, for jobs without prompts: a tokenizer is read only where nothing else says how many tokens there
+    are."""
+    model = config.model
+    counts = model.path is None and model.vocab_size is None and model.tokenizer is not None
+    return shape_of(model, len(load_tokenizer(model.tokenizer or "")) if counts else 0)
+
+
+def build_policy(world: World, config: Config, derived: DerivedModel, shape: ModelShape) -> PolicyWorker | None:
+    """The policy alone, on its ranks. Collective over the world."""
+    groups = _groups(world, _layouts(world, derived.roles, shape))
+    return PolicyWorker(groups["actor"], shape, config) if "actor" in groups else None
+
+
+def build_conversion_team(world: World, config: Config, derived: DerivedModel, shape: ModelShape) -> Team:
+    """Workers of `hpcrl convert`. Collective over the world."""
+    layouts = _layouts(world, derived.roles, shape)
+    groups = _groups(world, layouts)
+    kinds: dict[str, type[Worker]] = {"actor": PolicyWorker}
+    workers: dict[str, Worker] = {}
+    if "actor" in groups:
+        workers["actor"] = PolicyWorker(groups["actor"], shape, config)
+    _add_export(world, layouts, kinds, workers)
+    return Team(workers, kinds, layouts)
 
 
 def build_generation_team(
     world: World, config: Config, derived: DerivedGenerate, inputs: Inputs, *, scored: bool = True
 ) -> Team:
     """Workers of `hpcrl generate` and `hpcrl evaluate`. Collective over the world."""
-    layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
+    layouts = _layouts(world, derived.roles, inputs.shape, inputs.others)
     groups = _groups(world, layouts)
     kinds: dict[str, type[Worker]] = {"actor": PolicyWorker, "generations": GenerationsWorker}
     workers: dict[str, Worker] = {}
@@ -207,7 +264,8 @@ def build_generation_team(
 def build_sft_team(world: World, config: Config, derived: DerivedSft, inputs: Inputs) -> Team:
     """Workers of `hpcrl sft`. Collective over the world."""
     assert inputs.answers is not None
-    layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
+    layouts = _layouts(world, derived.roles, inputs.shape)
+    _check_adapters(world, config, inputs.shape, layouts["actor"])
     groups = _groups(world, layouts)
     kinds: dict[str, type[Worker]] = {"actor": SftActorWorker, "data": SftDataWorker}
     workers: dict[str, Worker] = {}
@@ -215,6 +273,8 @@ def build_sft_team(world: World, config: Config, derived: DerivedSft, inputs: In
     if "actor" in groups:
         workers["actor"] = SftActorWorker(groups["actor"], inputs.shape, config)
         workers["data"] = SftDataWorker(layouts["actor"], world.rank, inputs.answers)
+    if config.trainer.save_hf or config.model.lora_rank > 0:
+        _add_export(world, layouts, kinds, workers)
     team = Team(workers, kinds, layouts)
     if "rollout" in layouts:
         _add_sampling(world, config, inputs, team, groups)
@@ -223,7 +283,7 @@ def build_sft_team(world: World, config: Config, derived: DerivedSft, inputs: In
 
 def build_rm_team(world: World, config: Config, derived: DerivedRm, inputs: RmInputs) -> Team:
     """Workers of `hpcrl rm`. Collective over the world."""
-    layouts = {role: _layout(placed) for role, placed in derived.roles.items()}
+    layouts = _layouts(world, derived.roles, inputs.shape)
     groups = _groups(world, layouts)
     kinds: dict[str, type[Worker]] = {"reward": PreferenceWorker, "data": PreferenceDataWorker}
     workers: dict[str, Worker] = {}
@@ -232,6 +292,17 @@ def build_rm_team(world: World, config: Config, derived: DerivedRm, inputs: RmIn
         workers["reward"] = PreferenceWorker(groups["reward"], inputs.shape, config)
         workers["data"] = PreferenceDataWorker(layouts["data"], world.rank, inputs.pairs)
     return Team(workers, kinds, layouts)
+
+
+def _add_export(
+    world: World, layouts: dict[str, Layout], kinds: dict[str, type[Worker]], workers: dict[str, Worker]
+) -> None:
+    """On the policy's ranks."""
+    layouts["export"], kinds["export"] = layouts["actor"], ExportWorker
+    if "actor" in workers:
+        policy = workers["actor"]
+        assert isinstance(policy, ModelWorker)
+        workers["export"] = ExportWorker(policy, world.comm)
 
 
 def _add_sampling(
@@ -256,7 +327,7 @@ def _add_sampling(
             refit,
             workers.get("actor"),  # type: ignore[arg-type]
             workers.get("rollout"),  # type: ignore[arg-type]
-            alias=config.rollout.checkpoint_engine.alias and config.async_training.mode == "sync",
+            alias=shares_weights(config),
         )
 
 
@@ -276,8 +347,20 @@ def _response_scorer(config: Config, inputs: Inputs, rank: int) -> ResponseScore
     return ResponseScorer(manager, inputs.tokenizer, inputs.prompts)
 
 
-def _layout(placed: PlacedRole) -> Layout:
-    return Layout(placed.ranks, tp=placed.tp, pp=placed.pp)
+def _layouts(
+    world: World, roles: Mapping[str, PlacedRole], shape: ModelShape, others: Mapping[str, ModelShape] | None = None
+) -> dict[str, Layout]:
+    """Of every role; a size that does not divide its model ends the job, on all ranks, with one line."""
+    shapes = others or {}
+    return world.together(
+        lambda: {role: role_layout(shapes.get(role, shape), role, **placed.grid) for role, placed in roles.items()}
+    )
+
+
+def _check_adapters(world: World, config: Config, shape: ModelShape, layout: Layout) -> None:
+    lora = Lora.from_config(config.model)
+    if lora is not None:
+        world.together(lambda: check_adapters(shape, layout, lora))
 
 
 def _groups(world: World, layouts: dict[str, Layout]) -> dict[str, RoleGroups]:

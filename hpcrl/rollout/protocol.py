@@ -36,7 +36,10 @@ class Request:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. Temperature 0 is greedy; top_k = -1 and top_p = 1 keep every token."""
+    """How tokens are drawn. Temperature 0 is greedy; top_k = -1 and top_p = 1 keep every token.
+
+    `routed_experts`: completions tell the experts of each token.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -44,6 +47,7 @@ class SamplingParams:
     top_p: float = 1.0
     ignore_eos: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -63,11 +67,14 @@ class Completion:
 
     The log-prob of a token is after temperature and before top-k and top-p (greedy: under temperature 1). A sequence
     that was aborted goes on as a new request whose prefix is longer by these tokens.
+    `routed_experts` int16 (m, layers x topk), where it was asked for, are the experts that tokens went to in each layer
+    that has some, from the prompt's first token to the last one that the model has run: all but the last drawn.
     """
 
     token_ids: np.ndarray
     log_probs: np.ndarray
     finish_reason: FinishReason
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +82,7 @@ class Trajectory:
     """A whole response, of one turn or of several: all arrays (n,).
 
     `mask` int32 is 1 on tokens that the model wrote and 0 on those of tools and users, whose `log_probs` are 0.
+    `routed_experts` as in a completion.
     """
 
     token_ids: np.ndarray
@@ -84,11 +92,20 @@ class Trajectory:
     num_turns: int = 1  # of the model
     num_tool_calls: int = 0
     turn_scores: tuple[float, ...] = ()  # by a simulated user, of the turns that it scored
+    routed_experts: np.ndarray | None = None
 
     @classmethod
     def of_one_turn(cls, done: Completion) -> Trajectory:
         mask = np.ones(len(done.token_ids), np.int32)
-        return cls(done.token_ids, done.log_probs, mask, done.finish_reason)
+        return cls(done.token_ids, done.log_probs, mask, done.finish_reason, routed_experts=done.routed_experts)
+
+
+def known_first(known: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:
+    """`routed_experts` of a response that went on: a token keeps what was recorded when it was first run, on which the
+    log-prob of the next one depends, although the engine ran it again."""
+    if known is None or more is None:
+        return more if known is None else known
+    return np.concatenate([known, more[len(known) :]])
 
 
 class RequestSource(Protocol):

@@ -11,17 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from hpcrl.kernels import sampling as kernels
 from hpcrl.rollout.protocol import SamplingParams
 
-_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
-_WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
-_ROUNDS = 10
+_MULTIPLIERS = np.array(kernels.MULTIPLIERS, np.uint64)
+_WEYL = np.array(kernels.WEYL, np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-
-_BLOCK = 64  # ids; a sum or a maximum over the vocabulary is taken in blocks, then inside the one that is wanted
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -32,7 +29,7 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     shape = (2, *(1,) * (lanes.ndim - 1))
     multipliers, weyl = _MULTIPLIERS.reshape(shape), _WEYL.reshape(shape)
     round_key = np.moveaxis(key.astype(np.uint64), -1, 0)
-    for _ in range(_ROUNDS):
+    for _ in range(kernels.ROUNDS):
         product = multiplied * multipliers
         multiplied, mixed = (product[::-1] >> _HALF) ^ mixed ^ round_key, product[::-1] & _LOW
         round_key = (round_key + weyl) & _LOW
@@ -69,62 +66,16 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, uniform: np.ndarray, vocab_size: int, sampling: SamplingParams) -> Sampled:
-    """Draws one token per row of `logits` (n, padded vocabulary), any float dtype, with `uniform` fp64 (n,).
+    """Draws one token per row of `logits` (n, padded vocabulary), any float dtype, with `uniform` fp64 (n,), as
+    `hpcrl.kernels.sampling` does. FloatingPointError where logits are not finite; -inf is no more than a token that is
+    never drawn."""
+    numbers = torch.from_numpy(uniform).to(logits.device)
+    return checked(
+        Sampled(*kernels.sample(logits, numbers, vocab_size, sampling.temperature, sampling.top_k, sampling.top_p))
+    )
 
-    The token is the first id whose cumulative probability exceeds u, summed in fp64 in id order over the tokens that
-    top-k and then top-p keep. Its log-prob is the fp32 log-softmax after temperature and before that filter. At
-    temperature 0 it is the lowest id of the largest logit, with its log-prob under temperature 1. Ids from `vocab_size`
-    on only pad the weights and have no probability; their logits are overwritten.
-    """
-    logits[:, vocab_size:] = -torch.inf
-    scores = logits.float()
-    if sampling.temperature not in (0, 1):
-        scores = scores / sampling.temperature
-    if scores.size(-1) % _BLOCK:
-        scores = pad(scores, (0, -scores.size(-1) % _BLOCK), value=-torch.inf)
-    probs = scores.softmax(-1)
-    if sampling.temperature == 0:
-        block = _blocks(scores).amax(-1).argmax(-1, keepdim=True)
-        token_ids = block * _BLOCK + _take(_blocks(scores), block).argmax(-1, keepdim=True)
-    else:
-        token_ids = _first_above(_keep(probs, sampling), torch.from_numpy(uniform).to(probs.device).unsqueeze(-1))
-    log_probs = probs.gather(-1, token_ids).log()
-    if not bool(log_probs.isfinite().all()):
+
+def checked(drawn: Sampled) -> Sampled:
+    if not bool(drawn.log_probs.isfinite().all()):
         raise FloatingPointError("the policy's logits are not finite: its weights diverged; resume from before")
-    return Sampled(token_ids.squeeze(-1), log_probs.squeeze(-1))
-
-
-def _first_above(weights: Tensor, share: Tensor) -> Tensor:
-    """The first id (n, 1) at which the sum of `weights` fp32 (n, ids) exceeds its `share` fp64 (n, 1)."""
-    blocks = _blocks(weights)
-    sums = blocks.sum(-1, dtype=torch.float64)
-    ends = sums.cumsum(-1)
-    # A share of the total renormalises after the filter, and after rounding.
-    bounds = share * ends[:, -1:]
-    # Both searches may run over the end: the first with NaN, the second by rounding.
-    block = torch.searchsorted(ends, bounds, right=True).clamp_(max=ends.size(-1) - 1)
-    inside = _take(blocks, block).double().cumsum(-1) + (ends - sums).gather(-1, block)
-    return block * _BLOCK + torch.searchsorted(inside, bounds, right=True).clamp_(max=_BLOCK - 1)
-
-
-def _blocks(x: Tensor) -> Tensor:
-    """(n, ids) -> (n, blocks, _BLOCK)."""
-    return x.view(len(x), -1, _BLOCK)
-
-
-def _take(blocks: Tensor, block: Tensor) -> Tensor:
-    """Of each row of `blocks` (n, blocks, _BLOCK) that of number `block` int64 (n, 1): (n, _BLOCK)."""
-    return blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(-1)]
-
-
-def _keep(probs: Tensor, sampling: SamplingParams) -> Tensor:
-    """`probs` (n, ids) with 0 for what top-k and top-p drop; of equal probabilities lower ids are kept first."""
-    top_k = probs.size(-1) if sampling.top_k == -1 else sampling.top_k
-    if top_k >= probs.size(-1) and sampling.top_p == 1:
-        return probs
-    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
-    ordered[:, top_k:] = 0
-    before = ordered.double().cumsum(-1) - ordered.double()
-    # Nucleus: the fewest likeliest tokens that together reach top_p, so a token stays while those before it do not.
-    ordered[before >= sampling.top_p * ordered.double().sum(-1, keepdim=True)] = 0
-    return torch.zeros_like(probs).scatter_(-1, ids, ordered)
+    return drawn

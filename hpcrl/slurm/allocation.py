@@ -1,27 +1,16 @@
-"""What an allocation costs and whether it is long enough: arithmetic of `job:`."""
+"""Whether an allocation is long enough."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from hpcrl.config.job_time import seconds
 from hpcrl.config.schema import JobConfig
 from hpcrl.launch.exits import InputError
 
 MARGIN = 1.2  # nodes differ, and a shared file system has bad hours
 TIMES = "times.json"  # written by a run's first slice into its folder
-
-
-def seconds(time: str) -> int:
-    """Of [D-]HH:MM:SS."""
-    days, _, clock = time.rpartition("-")
-    hours, minutes, rest = map(int, clock.split(":"))
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
-
-
-def node_hours(job: JobConfig) -> float:
-    """At most: of the first slice, if it lasts to its end."""
-    return job.nodes * seconds(job.time) / 3600
 
 
 def check_slice(job: JobConfig, run_dir: Path) -> None:

@@ -1,7 +1,7 @@
 """What a job needs, in one folder with hashes: `<run>/bundle_<hash>/`. Jobs in the queue read theirs by that name, so
 none is ever changed; the link `<run>/bundle` leads to the one that was submitted last.
 
-code/            hpcrl and slurm as they were, so that edits while the job waits in the queue change nothing
+code/            hpcrl, kernels and slurm as they were, so that edits while the job waits in the queue change nothing
 config.yaml      the template with its overrides; paths lead into the bundle
 inputs/          data, tokenizer, start weights, the user's own code; large files are links to where they are
 origin.json      where all that came from
@@ -31,7 +31,7 @@ from hpcrl.launch.job import run_directory
 
 BUNDLE = "bundle"
 COPIED = 64 << 20  # bytes; larger files are linked to, and hashed where they are
-CODE = ("hpcrl", "slurm")
+CODE = ("hpcrl", "kernels", "slurm")
 DESCRIPTION = ("config.yaml", "origin.json")
 MOST_MODULES = 2000  # files of Python beside a user's own; more are no small package, and copying them takes minutes
 
@@ -121,13 +121,14 @@ def _moved(key: str, value: str, staged: dict[str, str]) -> str:
 
 def _copy_code(root: Path, target: Path) -> None:
     for name in code_files(root):
-        destination = target / name
+        inside = f"hpcrl/{name}" if name.startswith("kernels/") else name  # where the link that setup.py makes has them
+        destination = target / inside
         destination.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, destination)
 
 
 def code_files(root: Path) -> list[str]:
-    """What git would keep of hpcrl/ and slurm/, relative to `root`; without git all but caches."""
+    """What git would keep of hpcrl/, kernels/ and slurm/, relative to `root`; without git all but caches."""
     listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "--", *CODE)
     if listed:
         return [name for name in listed.splitlines() if (root / name).is_file()]

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpcrl.config.inputs import inputs, missing
+from hpcrl.config.job_time import node_hours
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import run_directory
 from hpcrl.slurm import bundle, chain, sweep
-from hpcrl.slurm.allocation import check_slice, node_hours
+from hpcrl.slurm.allocation import check_slice
 from hpcrl.slurm.request import USAGE, Request, Stage, parse
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import Batch, render

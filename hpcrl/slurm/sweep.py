@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
+from hpcrl.config.loader import quoted
 from hpcrl.launch.exits import InputError
 
 
@@ -13,8 +14,10 @@ def elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[st
     """The overrides of every element: all combinations of the values, as runs `<run_dir>/<run_name>/<key=value>`,
     joined with '+'."""
     choices = list(itertools.product(*map(_axis, arrays)))
-    folder = f"run.dir={_text(f'{run_dir}/{run_name}')}"
-    return [[*choice, folder, f"run.name={_text(name)}"] for choice, name in zip(choices, _names(choices), strict=True)]
+    folder = f"run.dir={quoted(f'{run_dir}/{run_name}')}"
+    return [
+        [*choice, folder, f"run.name={quoted(name)}"] for choice, name in zip(choices, _names(choices), strict=True)
+    ]
 
 
 def _names(choices: Sequence[Sequence[str]]) -> list[str]:
@@ -35,8 +38,3 @@ def _axis(array: str) -> list[str]:
     if len(set(chosen)) < len(chosen):
         raise InputError(f"--array {array} has a value twice; each is a run of its own, so name it once")
     return [f"{key}={value}" for value in chosen]
-
-
-def _text(value: str) -> str:
-    """As YAML that reads as this text, whatever it looks like."""
-    return "'" + value.replace("'", "''") + "'"

@@ -179,7 +179,8 @@ def read_step(
 ) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
     """Return (token columns, sample columns, attributes); strings come as object arrays of `str`.
 
-    `names`: which token columns; None: all. Raises ArchiveError for a missing, foreign or damaged file.
+    `names`: which token columns, one with a "?" where the file has it; None: all. Raises ArchiveError for a missing,
+    foreign or damaged file.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -192,7 +193,9 @@ def read_step(
                 )
             attributes = {name: int(file.attrs[name]) for name in ("seed", "step", "weight_version", "schema")}
             recorded = member(file, "tokens")
-            columns = {name: member(recorded, name) for name in (recorded if names is None else names)}
+            wanted = recorded if names is None else names
+            there = [name.removesuffix("?") for name in wanted if not name.endswith("?") or name[:-1] in recorded]
+            columns = {name: member(recorded, name) for name in there}
             tokens = {name: (column(group, "values"), column(group, "offsets")) for name, group in columns.items()}
             found = member(file, "samples")
             samples = {name: column(found, name) for name in found}

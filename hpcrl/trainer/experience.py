@@ -107,6 +107,7 @@ class Experience:
             top_p=rollout.top_p,
             ignore_eos=rollout.ignore_eos,
             eos_token_ids=eos_token_ids,
+            routed_experts=config.actor.router_replay.mode == "R3",
         )
 
     def collect(self, step: int) -> Collected:
@@ -224,7 +225,8 @@ class Experience:
         if self.derived.needs_reward_baseline:
             found.num_greedy += size
             prompts.samples["sample_index"] = np.full(size, n, np.int64)
-            greedy = yield from self._respond(prompts, replace(self.sampling, temperature=0.0), "gen_max", found)
+            sampling = replace(self.sampling, temperature=0.0, routed_experts=False)
+            greedy = yield from self._respond(prompts, sampling, "gen_max", found)
             batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
         batch.meta_info.clear()
         return batch
@@ -292,10 +294,8 @@ class Experience:
 
     def write(self, batch: DataProto, folder: Path, step: int) -> None:
         """Scored samples into a file of this folder, in the archive's format; `step` names it. Raises OSError."""
-        for problem in self.controller["archive"].write(numbered(batch, step), str(folder)).get():
-            if problem is not None:
-                raise OSError(*problem)
-        finish_step(folder, step, seed=self.config.run.seed, weight_version=step - 1, report=log.warning)
+        seed = self.config.run.seed
+        write_samples(self.controller, numbered(batch, step), folder, step, seed=seed, weight_version=step - 1)
 
     def read(self, folder: Path, step: int) -> DataProto:
         """What `write` wrote, in the same order."""
@@ -314,6 +314,16 @@ class Experience:
                 f"data.sampler: {type(self.sampler).__name__}.state_dict() cannot be saved: {error}; expected what "
                 "JSON holds: int(...) and list(...) of numpy's numbers and arrays"
             ) from None
+
+
+def write_samples(
+    controller: Controller, batch: DataProto, folder: Path, step: int, *, seed: int, weight_version: int
+) -> None:
+    """A step's samples into the archive `folder`, by the ranks that have them. Raises OSError."""
+    for problem in controller["archive"].write(batch, str(folder)).get():
+        if problem is not None:
+            raise OSError(*problem)
+    finish_step(folder, step, seed=seed, weight_version=weight_version, report=log.warning)
 
 
 def recorded_samples(folder: str | Path, step: int) -> DataProto:

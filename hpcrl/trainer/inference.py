@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from hpcrl.checkpoint.store import TRAINER_FILE
+from hpcrl.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.config.derive import DerivedGenerate
 from hpcrl.config.loader import dump_config
 from hpcrl.config.schema import Config
@@ -47,15 +47,15 @@ def write_config(config: Config) -> None:
 
 
 def find_weights(world: World, config: Config, derived: DerivedGenerate) -> Start:
-    """The checkpoints that model.init_from and reward.reward_model.init_from name; InputError where they hold none."""
+    """The weights that model.init_from or model.path, and reward.reward_model.init_from name; InputError where there
+    are none."""
     reward = config.reward.reward_model.init_from
     start = find_start(world, config, frozen={"reward": reward} if derived.needs_reward_model and reward else None)
 
     def check() -> None:
-        if start.init_from is not None and not (start.init_from / "actor").is_dir():
-            raise InputError(
-                f"model.init_from: {start.init_from} holds no policy; name a run of `hpcrl train` or `hpcrl sft`"
-            )
+        named = start.init_from
+        if named is not None and not is_hugging_face(named) and not (named / "actor").is_dir():
+            raise InputError(f"model.init_from: {named} holds no policy; name a run of `hpcrl train` or `hpcrl sft`")
 
     world.together(check)
     if world.rank == 0:
@@ -64,8 +64,8 @@ def find_weights(world: World, config: Config, derived: DerivedGenerate) -> Star
 
 
 def step_of(start: Start) -> int:
-    """The training step of the weights; 0 for random ones."""
-    if start.init_from is None:
+    """The training step of the weights; 0 for random ones and for those of a Hugging Face directory."""
+    if start.init_from is None or is_hugging_face(start.init_from):
         return 0
     return int(json.loads((start.init_from / TRAINER_FILE).read_text(encoding="utf-8"))["step"])
 
@@ -94,7 +94,7 @@ def _tell(config: Config, start: Start) -> None:
     run = run_folder(config)
     own = run / "checkpoints"
     if start.init_from is None:
-        log.warning("model.init_from is null: these are random weights")
+        log.warning("model.init_from and model.path are null: these are random weights")
     else:
         log.info("weights of %s", start.init_from)
     if own.is_dir() and (start.init_from is None or own.resolve() not in start.init_from.resolve().parents):

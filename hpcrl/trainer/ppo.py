@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from hpcrl.algorithms.kl import make_kl_controller
 from hpcrl.algorithms.metrics import finish, finish_over_steps, merge
@@ -22,16 +23,17 @@ from hpcrl.data.sampler import Sampler, make_sampler
 from hpcrl.launch.exits import DONE, InputError
 from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
+from hpcrl.model.flops import peak_of
 from hpcrl.roles.team import Inputs, build_team, read_inputs
-from hpcrl.telemetry.archive import discard_from, finish_step
+from hpcrl.telemetry.archive import discard_from
 from hpcrl.trainer.assignment import assign_to_replicas
 from hpcrl.trainer.durable_rollouts import DurableRollouts, origin_of
 from hpcrl.trainer.engine_weights import EngineWeights
-from hpcrl.trainer.experience import BetweenSteps, Experience
+from hpcrl.trainer.experience import BetweenSteps, Experience, write_samples
+from hpcrl.trainer.mfu import mfu_metrics
 from hpcrl.trainer.off_policy import idle_metrics
 from hpcrl.trainer.one_step_off import OneStepOff
 from hpcrl.trainer.run import Run, Start, find_start, start_slice, without_nan
-from hpcrl.trainer.slice import Leave
 from hpcrl.trainer.stragglers import Stragglers
 from hpcrl.trainer.stream import Stream
 from hpcrl.trainer.validation import Validator
@@ -65,7 +67,9 @@ def run(world: World, config: Config, derived: Derived) -> int:
     inputs = world.together(lambda: read_inputs(config))
     world.together(lambda: check_recording(config))
     sampler = world.together(lambda: make_sampler(inputs.prompts["train"], config.data, config.run.seed))
-    start = find_start(world, config, needs_ref=derived.needs_ref, frozen=frozen_weights(config, derived), job="train")
+    start = find_start(
+        world, config, needs_ref="ref" in derived.roles, frozen=frozen_weights(config, derived), job="train"
+    )
     prompts, batch_size = len(inputs.prompts["train"]), config.data.train_batch_size
     total_steps = config.trainer.total_training_steps or steps_for_epochs(
         prompts, batch_size, config.trainer.total_epochs
@@ -103,7 +107,7 @@ class PPOTrainer:
         self.start = start
         self.total_steps = total_steps
         label = "ppo" if derived.needs_critic else config.algorithm.adv_estimator
-        self.run = Run(world, config, "train", label, start, total_steps)
+        self.run = Run(world, controller, config, "train", label, start, total_steps)
         log.info(
             "%d steps over %d prompts; %d filtered out as too long",
             total_steps,
@@ -113,6 +117,7 @@ class PPOTrainer:
         self.timers = self.run.timers
         eos = (int(inputs.tokenizer.eos_token_id),)
         self.weights = EngineWeights(controller, self.timers)
+        self.peak_flops = peak_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         mode = config.async_training.mode
         self.experience = EXPERIENCE[mode](
             controller, config, derived, sampler, self.timers, eos, self.weights, total_steps
@@ -151,15 +156,9 @@ class PPOTrainer:
     def fit(self) -> int:
         """The job's exit code: done, or to be continued by another slice."""
         self._restore()
-        try:
-            code = self.run.close(self._train())
-            if code == DONE:
-                self.durable.run_ended()
-        except Leave as why:
-            code = self.run.leave(why, self._save, self.trained)
-        except Exception:
-            self.run.saver.wait()  # the job is lost, the checkpoint under way need not be
-            raise
+        code = self.run.to_its_end(self._train, self._save, lambda: self.trained)
+        if code == DONE:
+            self.durable.run_ended()
         self.controller["scorer"].close().get()
         self.controller["rollout"].close().get()
         return code
@@ -232,7 +231,7 @@ class PPOTrainer:
         else:
             calls["old_log_prob"] = workers["actor"].adopt_rollout_log_probs(batch)
         if derived.needs_ref:
-            calls["ref"] = workers["ref"].compute_ref_log_prob(batch)
+            calls["ref"] = workers["actor" if derived.ref_in_actor else "ref"].compute_ref_log_prob(batch)
         if derived.needs_teacher:
             topk = self.config.distillation.distillation_loss.loss_mode == "forward_kl_topk"
             teacher = workers["teacher"]
@@ -254,10 +253,7 @@ class PPOTrainer:
     def _archive(self, batch: DataProto, step: int) -> None:
         folder, version = self.run.folder / "rollouts", int(batch.samples["weight_version_max"].max())
         try:
-            for problem in self.controller["archive"].write(batch).get():
-                if problem is not None:
-                    raise OSError(*problem)
-            finish_step(folder, step, seed=self.config.run.seed, weight_version=version, report=log.warning)
+            write_samples(self.controller, batch, folder, step, seed=self.config.run.seed, weight_version=version)
         except OSError as error:
             log.warning("the rollouts of step %d are not archived: %s", step, error)
 
@@ -322,7 +318,6 @@ class PPOTrainer:
         roles = ("actor", "critic") if self.derived.needs_critic else ("actor",)
         line = None if self.unlogged is None else {"unlogged": without_nan(self.unlogged)}
         self.run.save(
-            self.controller,
             step,
             roles,
             state.loop | (line or {}),
@@ -340,8 +335,8 @@ class PPOTrainer:
     def _account(self, batch: DataProto) -> None:
         """Sizes and speeds that need the batch."""
         samples = batch.samples
-        self.num_response_tokens = int(samples["response_length"].sum())
-        self.num_tokens = int(samples["prompt_length"].sum()) + self.num_response_tokens
+        self.lengths = (samples["prompt_length"] + samples["response_length"]).tolist()
+        self.num_response_tokens, self.num_tokens = int(samples["response_length"].sum()), sum(self.lengths)
         self.metrics["perf/total_num_tokens"] = float(self.num_tokens)
 
     def _line(self, step: int) -> dict[str, float]:
@@ -355,6 +350,11 @@ class PPOTrainer:
                 found[f"timing_per_token_ms/{phase}"] = 1e3 * found[f"timing_s/{phase}"] / max(tokens, 1)
         found["perf/time_per_step"] = seconds
         found["perf/throughput"] = self.num_tokens / seconds / self.derived.world_size
+        if self.peak_flops is not None:
+            found |= mfu_metrics(
+                *(self.config, self.derived, self.inputs.shape, self.lengths, self.num_response_tokens),
+                *(found, self.peak_flops),
+            )
         found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if self.config.async_training.mode != "sync":
             busy = self.metrics.get("perf/rollout_busy_s", 0.0)  # missing where the surplus alone made the step
@@ -367,7 +367,8 @@ def frozen_weights(config: Config, derived: Derived) -> dict[str, str]:
     """Where the weights of the models come from that this job only asks."""
     found = {}
     if derived.needs_teacher:
-        found["teacher"] = config.teacher.init_from or config.model.init_from
+        own = config.teacher.model.path if config.teacher.model else None
+        found["teacher"] = config.teacher.init_from or own or config.model.init_from or config.model.path
     if derived.needs_reward_model:
         found["reward"] = config.reward.reward_model.init_from
     return {role: path for role, path in found.items() if path is not None}

@@ -18,7 +18,6 @@ from hpcrl.launch.exits import DONE
 from hpcrl.launch.world import World
 from hpcrl.roles.team import build_rm_team, read_rm_inputs
 from hpcrl.trainer.run import Run, Start, find_start, start_slice
-from hpcrl.trainer.slice import Leave
 from hpcrl.trainer.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class RewardModelTrainer:
         self.pairs = pairs
         self.start = start
         self.dp = derived.roles["reward"].dp
-        self.run = Run(world, config, "rm", "rm", start, config.rm.total_training_steps)
+        self.run = Run(world, controller, config, "rm", "rm", start, config.rm.total_training_steps)
         self.stragglers = Stragglers(controller, self.run.folder, waits=True)
         self.step = start.step
         self.metrics: dict[str, float] = {}
@@ -68,13 +67,7 @@ class RewardModelTrainer:
     def fit(self) -> int:
         """The job's exit code: done, or to be continued by another slice."""
         self._restore()
-        try:
-            return self.run.close(self._train())
-        except Leave as why:
-            return self.run.leave(why, self._save, self.step)
-        except Exception:
-            self.run.saver.wait()  # the job is lost, the checkpoint under way need not be
-            raise
+        return self.run.to_its_end(self._train, self._save, lambda: self.step)
 
     def _train(self) -> dict[str, float]:
         """All steps; gives the metrics of the last evaluation."""
@@ -103,7 +96,7 @@ class RewardModelTrainer:
 
     def _save(self) -> None:
         state = {"consumed_pairs": self.step * self.config.rm.batch_size}
-        self.run.save(self.controller, self.step, ("reward",), state, self.metrics)
+        self.run.save(self.step, ("reward",), state, self.metrics)
 
     def _restore(self) -> None:
         """The weights that the start names; an actor's lack the head, which then starts anew."""

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
 from hpcrl.trainer.durable_rollouts import bring_back
+from hpcrl.trainer.hf_export import export, export_adapter
 from hpcrl.trainer.saving import Saver
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 
@@ -83,7 +83,7 @@ def find_start(
         before = found[2].get("job", job) if found else job
         if job is not None and before != job:
             raise InputError(f"{folder} holds checkpoints of `hpcrl {before}`; choose another run.name")
-        named = found[2].get("init_from") if found else config.model.init_from
+        named = found[2].get("init_from") if found else config.model.init_from or config.model.path
         init_from = Path(named) if named else None
         if init_from is not None and (needs_ref or not found):
             init_from = load_path(init_from, log.warning)
@@ -101,9 +101,18 @@ def find_start(
 class Run:
     """A run's files and clocks, on rank 0."""
 
-    def __init__(self, world: World, config: Config, job: str, label: str, start: Start, total_steps: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        controller: Controller,
+        config: Config,
+        job: str,
+        label: str,
+        start: Start,
+        total_steps: int,
+    ) -> None:
         """`job`: the subcommand."""
-        self.config, self.job = config, job
+        self.controller, self.config, self.job = controller, config, job
         self.folder = run_directory(config)
         first_step = start.step + 1
         if start.unlogged is None and first_step > total_steps:
@@ -123,7 +132,7 @@ class Run:
         first_line = 0 if start.folder is None else first_step if start.unlogged is None else start.step
         self.writer = MetricsWriter(self.folder, first_step=first_line)
         self.progress = Progress(total_steps, label, first_step)
-        self.timers = PhaseTimers(announce=partial(world.whereabouts.within, "controller"))
+        self.timers = PhaseTimers(announce=controller.phase)
         self.slice = Slice(
             self.folder,
             self.timers,
@@ -136,9 +145,24 @@ class Run:
         # One that is under way has to end before the one with which the slice is left.
         self.slice.num_saves = lambda: 1 if self.saver.step_under_way is None else 2
 
+    def to_its_end(
+        self, train: Callable[[], dict[str, float]], save: Callable[[], None], step: Callable[[], int]
+    ) -> int:
+        """All steps that this slice can do; gives the job's exit code: done, or to be continued by another slice.
+
+        train: does them, and gives the last validation's metrics. save: begins the checkpoint that the next slice goes
+        on from, which is that of `step()`.
+        """
+        try:
+            return self._close(train())
+        except Leave as why:
+            return self._leave(why, save, step())
+        except Exception:
+            self.saver.wait()  # the job is lost, the checkpoint under way need not be
+            raise
+
     def save(
         self,
-        controller: Controller,
         step: int,
         roles: tuple[str, ...],
         state: dict[str, Any],
@@ -152,9 +176,13 @@ class Run:
         stamp = {"job": self.job, "config_hash": config_hash(self.config), "versions": versions(), "roles": list(roles)}
 
         def write(folder: Path) -> dict[str, Any]:
+            if self.config.trainer.save_hf and "actor" in roles:
+                export(self.controller, self.config, folder / "huggingface")
+            if self.config.model.lora_rank > 0 and "actor" in roles:
+                export_adapter(self.controller, self.config, folder / "lora_adapter")
             return {**stamp, **state, **(files(folder) if files is not None else {})}
 
-        self.saver.begin(controller, step, roles, metrics, write)
+        self.saver.begin(self.controller, step, roles, metrics, write)
 
     def progress_of_save(self) -> dict[str, float]:
         """Bring a save that is under way forward, without waiting; gives metrics of those that have ended."""
@@ -166,11 +194,7 @@ class Run:
             self.slice.remember_times()  # a slice that is killed leaves them, too
         return found
 
-    def leave(self, why: Leave, save: Callable[[], None], step: int) -> int:
-        """The end of this slice, after `step`; `save` begins the checkpoint that the next one goes on from.
-
-        Gives the job's exit code.
-        """
+    def _leave(self, why: Leave, save: Callable[[], None], step: int) -> int:
         log.warning("leaving: %s", why)
         with self.timers("save_checkpoint"):
             self.saver.wait()
@@ -181,8 +205,7 @@ class Run:
             log.info("left after step %d; the next slice goes on from there", step)
         return code
 
-    def close(self, final: dict[str, float]) -> int:
-        """The end of the run; gives the job's exit code."""
+    def _close(self, final: dict[str, float]) -> int:
         self.writer.hparams(flatten(self.config.model_dump()), final)
         return self._end(DONE)
 

@@ -17,7 +17,6 @@ from hpcrl.launch.exits import DONE
 from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_sft_team, read_inputs
 from hpcrl.trainer.run import Run, Start, find_start, start_slice
-from hpcrl.trainer.slice import Leave
 from hpcrl.trainer.stragglers import Stragglers
 from hpcrl.trainer.validation import Validator
 
@@ -58,7 +57,7 @@ class SFTTrainer:
         assert inputs.answers is not None
         self.answers = inputs.answers
         self.dp = derived.roles["actor"].dp
-        self.run = Run(world, config, "sft", "sft", start, config.sft.total_training_steps)
+        self.run = Run(world, controller, config, "sft", "sft", start, config.sft.total_training_steps)
         self.stragglers = Stragglers(controller, self.run.folder, waits=True)
         self.step, self.reached = start.step, bool(start.state.get("reached"))
         self.metrics: dict[str, float] = {}
@@ -80,13 +79,7 @@ class SFTTrainer:
             log.info("resuming after step %d from %s", self.start.step, self.start.folder)
         elif self.start.init_from is not None:
             self.controller["actor"].load(str(self.start.init_from), weights_only=True).get()
-        try:
-            code = self.run.close(self._train())
-        except Leave as why:
-            code = self.run.leave(why, self._save, self.step)
-        except Exception:
-            self.run.saver.wait()  # the job is lost, the checkpoint under way need not be
-            raise
+        code = self.run.to_its_end(self._train, self._save, lambda: self.step)
         if self.validator is not None:
             self.controller["scorer"].close().get()
             self.controller["rollout"].close().get()
@@ -120,7 +113,7 @@ class SFTTrainer:
 
     def _save(self) -> None:
         state = {"consumed_rows": self.step * self.config.sft.batch_size, "reached": self.reached}
-        self.run.save(self.controller, self.step, ("actor",), state, self.metrics)
+        self.run.save(self.step, ("actor",), state, self.metrics)
 
     def _step(self, step: int) -> None:
         config = self.config

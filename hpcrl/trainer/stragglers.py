@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hpcrl.controller.busy import BusyReport
 from hpcrl.controller.controller import Controller, Future
 from hpcrl.launch.watchdog import STRAGGLERS_FILE
+from hpcrl.trainer.memory import memory_metrics
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,8 @@ class Stragglers:
         self._told: set[Slow] = set()
 
     def observe(self, step: int) -> dict[str, float]:
-        """Metrics of what the ranks were busy with since the last call, validation and saves included; {} while some
-        have not reported. Says who stands out, once."""
+        """Metrics of what the ranks were busy with since the last call, validation and saves included, and of the
+        memory that it took; {} while some have not reported. Says who stands out, once."""
         asked = self._asked or self._controller.ask_busy()
         if not self._waits and not asked.is_ready:
             self._asked = asked
@@ -93,7 +94,7 @@ class Stragglers:
         reports = asked.get()
         self._history.append(slow_ranks(reports, self._likeness))
         self._tell(step)
-        return busy_metrics(reports)
+        return busy_metrics(reports) | memory_metrics(reports)
 
     def _tell(self, step: int) -> None:
         found = list(lasting(self._history))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.checkpoint.manifest import MANIFEST, verify, write_manifest
+from tests.checkpoint.damage import flipped, truncated
 
 FILES = {"trainer.json": b"{}", "actor/__0_0.distcp": bytes(range(256)) * 50, "actor/empty": b"", "critic/x": b"abc"}
 
@@ -31,16 +32,6 @@ def test_a_whole_folder_has_no_problems(folder):
 def test_an_extra_file_is_fine(folder):
     (folder / "actor" / "notes.txt").write_text("mine")
     assert verify(folder) == []
-
-
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGES = {"truncated": truncated, "flipped": flipped, "removed": Path.unlink, "emptied": lambda p: p.write_bytes(b"")}

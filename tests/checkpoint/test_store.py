@@ -12,6 +12,7 @@ from hpcrl.checkpoint.manifest import FileEntry, hash_file, write_manifest
 from hpcrl.checkpoint.retention import Retention
 from hpcrl.checkpoint.store import CheckpointStore, load_path, read_trainer_state
 from hpcrl.launch.exits import InputError
+from tests.checkpoint.damage import flipped, truncated
 
 
 def save(store: CheckpointStore, step: int, content: str = "") -> None:
@@ -59,16 +60,6 @@ def test_later_checkpoints_of_an_abandoned_future_do_not_push_out_the_new_one(tm
     save(store, 10)
     save(store, 20)
     assert names(tmp_path) == ["latest", "step_00000020", "step_00000040"]
-
-
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", [truncated, flipped, Path.unlink])

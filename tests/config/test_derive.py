@@ -116,9 +116,9 @@ def test_ranks_of_no_role_are_shown() -> None:
         ({"critic": {"pp": 5}}, "placement.critic.pp=5 exceeds num_layers=4; use 4 or less"),
         ({"actor": {"tp": 8}}, "tp*pp*cp=8*1*1=8 does not divide the 4 ranks of pool all; the product must be 1, 2"),
         ({"actor": {"pp": 3}}, "tp*pp*cp=1*3*1=3 does not divide the 4 ranks"),
-        ({"rollout": {"pp": 2}}, "placement.rollout.pp=2 is not supported: rollout splits by tp and dp; use 1"),
-        ({"actor": {"cp": 2}}, "placement.actor.cp=2 is not supported yet; use 1"),
-        ({"critic": {"vpp": 2}}, "placement.critic.vpp=2 is not supported yet; use 1"),
+        ({"rollout": {"pp": 2}}, "placement.rollout.pp=2 is not supported: rollout splits all weights by tp"),
+        ({"rollout": {"cp": 2}}, "placement.rollout.cp=2 is not supported: rollout splits all weights by tp"),
+        ({"actor": {"ep": 2}}, "placement.actor.ep=2 divides experts, and model: has none; use 1"),
         ({"actor": {"pool": "al"}}, "placement.actor.pool=al is not in placement.pools; did you mean all?"),
         ({"actor": {"pool": "xyz"}}, "placement.actor.pool=xyz is not in placement.pools; known pools: all"),
     ],
@@ -215,3 +215,26 @@ def test_reward_model_job() -> None:
         empty = {"data": {**job["data"], "val_files": []}}
         with pytest.raises(ConfigError, match=line):
             derive.check_rm(config(**empty, rm=rm), 4)
+
+
+def test_adapters_make_the_actor_the_reference_where_it_is_one() -> None:
+    lora, kl = {"lora_rank": 8}, {"adv_estimator": "grpo", "use_kl_in_reward": True}
+    rollout = {"n": 2}
+    derived = derive.check(config(model=lora, algorithm=kl, rollout=rollout), 4)
+    assert derived.needs_ref and derived.ref_in_actor and "ref" not in derived.roles
+    for sections in ({"placement": {"ref": {"tp": 2}}, "model": lora}, {}):
+        derived = derive.check(config(algorithm=kl, rollout=rollout, **sections), 4)
+        assert derived.needs_ref and not derived.ref_in_actor and "ref" in derived.roles
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"rollout": {"exact": True}}, "model.lora_rank=8 with rollout.exact=true"),
+        ({"teacher": {"model": {"lora_rank": 2}}}, "teacher.model.lora_rank=2: only the policy has adapters"),
+    ],
+)
+def test_what_adapters_do_not_go_with(sections: dict[str, Any], line: str) -> None:
+    assert line in refusal(1, model={"lora_rank": 8}, **sections)
+    with pytest.raises(ConfigError, match="`hpcrl rm` trains a whole model"):
+        derive.check_rm(config(model={"lora_rank": 8}), 1)

@@ -10,7 +10,7 @@ from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config, Section
 
 # what a job makes, and keys that the teacher's and the reward model's own `init_from` stands in for
-OTHERS = {"generate.output_path", "teacher.model.init_from", "reward.reward_model.model.init_from"}
+OTHERS = {"generate.output_path", "score.output_path", "teacher.model.init_from", "reward.reward_model.model.init_from"}
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[str]:

@@ -35,6 +35,20 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"rollout": {"engine": "tensorrt_llm", "dtype": "bfloat16", "top_k": 2000, "trtllm": {"model_dir": "llama"}}},
         "rollout: top_k=2000 is more than TensorRT-LLM's sampler keeps; use 1024 or less, or -1",
     ),
+    (
+        {
+            "rollout": {"engine": "tensorrt_llm", "dtype": "bfloat16", "trtllm": {"model_dir": "llama"}},
+            "actor": {"router_replay": {"mode": "R3"}},
+        },
+        "router_replay.mode=R3: rollout.engine=tensorrt_llm does not tell the experts of tokens; use R2",
+    ),
+    (
+        {
+            "actor": {"router_replay": {"mode": "R2"}},
+            "algorithm": {"rollout_correction": {"bypass_mode": True}},
+        },
+        "router_replay.mode=R2 records in the forward pass before the update",
+    ),
     ({"rollout": {"exact": True}, "model": {"dtype": "bfloat16"}}, "computes in float32, and model.dtype=bfloat16"),
     ({"rollout": {"exact": True, "dtype": "bfloat16"}}, "computes in float32, and rollout.dtype=bfloat16"),
     ({"rollout": {"exact": True}, "placement": {"actor": {"tp": 2}}}, "placement.actor.tp=2 differs from"),

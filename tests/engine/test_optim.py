@@ -1,10 +1,13 @@
-"""The learning-rate schedule at hand-computed points."""
+"""The learning-rate schedule at hand-computed points, and Adam over moments of fewer bits."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from pydantic import ValidationError
 
 from hpcrl.config.schema import OptimConfig
+from hpcrl.engine.adam import MOMENTS, CompactAdam
 from hpcrl.engine.optim import learning_rate
 
 
@@ -34,3 +37,38 @@ def test_cosine_decay_ends_at_decay_steps():
 def test_inverse_square_root():
     found = rates(16, lr_warmup_steps=4, lr_decay_style="inverse-square-root", min_lr=0.6)
     assert (found[4], found[9], found[16]) == pytest.approx((1.0, 2 / 3, 0.6))
+
+
+def test_moments_are_those_of_fp32_rounded_after_each_step():
+    """Against the formulas of AdamW (Loshchilov and Hutter, 2019), in fp64 but for the rounding."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(1000))
+    adam = CompactAdam(
+        [weight], lr=0.1, betas=(0.9, 0.95), eps=1e-8, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.float32
+    )
+    state = adam.state[weight]
+    state["step"] = torch.zeros(())
+    state |= {name: torch.zeros(1000, dtype=dtype) for name, dtype in adam.dtypes.items()}
+    expected, first, second = weight.detach().double(), torch.zeros(1000).double(), torch.zeros(1000).double()
+    for step in (1, 2, 3):
+        weight.grad = torch.randn(1000)
+        first = 0.9 * first + 0.1 * weight.grad
+        second = 0.95 * second + 0.05 * weight.grad.double().square()
+        expected *= 1 - 0.1 * 0.01
+        expected -= 0.1 * (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
+        first = first.bfloat16().double()
+        adam.step()
+        assert (state["exp_avg"].double() - first).abs().max() <= 2**-8 * first.abs().max()
+        torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=2e-3)
+    assert {name: state[name].dtype for name in MOMENTS} == adam.dtypes
+
+
+def test_moments_that_bf16_could_not_let_decay_are_refused():
+    OptimConfig(exp_avg_dtype="bfloat16")
+    OptimConfig(exp_avg_sq_dtype="bfloat16", betas=[0.9, 0.95])
+    v = torch.ones((), dtype=torch.bfloat16) * 1.5
+    assert (v.float() * 0.999).bfloat16() == v
+    with pytest.raises(ValidationError, match="bfloat16 follows decays up to"):
+        OptimConfig(exp_avg_sq_dtype="bfloat16")
+    with pytest.raises(ValidationError, match="no such state"):
+        OptimConfig(exp_avg_dtype="bfloat16", optimizer="sgd")

@@ -26,7 +26,9 @@ def load() -> SimpleNamespace:
         raise ValueError("the loader is broken")
     folder = "small_job.file" if MODE == "no_run_directory" else "runs"
     watchdog = SimpleNamespace(enable=False)
-    return SimpleNamespace(run=SimpleNamespace(dir=folder, name="small", c10d_backend="gloo", watchdog=watchdog))
+    return SimpleNamespace(
+        run=SimpleNamespace(dir=folder, name="small", c10d_backend="gloo", full_determinism=False, watchdog=watchdog)
+    )
 
 
 def main(world: World, config: SimpleNamespace) -> int:

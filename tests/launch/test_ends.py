@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import alive
+
 
 def exit_json(folder: Path) -> dict[str, object]:
     return json.loads((folder / "runs" / "small" / "exit.json").read_text())
@@ -106,10 +108,10 @@ def family_when_ready(process: psutil.Popen, folder: Path) -> list[psutil.Proces
 
 
 def left_of(family: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Who is still there after at most `seconds`. Zombies are gone: some containers have no init that reaps them."""
+    """Who is still there after at most `seconds`."""
     give_up = time.monotonic() + seconds
     while True:
-        left = [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+        left = alive(family)
         if not left or time.monotonic() > give_up:
             return left
         time.sleep(0.05)

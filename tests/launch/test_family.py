@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from hpcrl.launch import family
+from tests.processes import alive
 
 
 @pytest.mark.parametrize("listed", [family.LISTED, False])
@@ -31,5 +32,5 @@ def test_all_below_a_process_are_found_and_go_with_it(monkeypatch: pytest.Monkey
         family.kill_tree(shell.pid)
     assert shell.wait(10) == -9
     _, left = psutil.wait_procs(below, timeout=10)
-    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+    assert not alive(left)
     assert family.children_of(shell.pid) == []

@@ -6,10 +6,11 @@ import math
 
 import torch
 
+from hpcrl.kernels.rms_norm import rms_norm
+from hpcrl.kernels.rope import apply_rope
 from hpcrl.model.attention import PackedAttention
-from hpcrl.model.norm import rms_norm
 from hpcrl.model.packed import pack
-from hpcrl.model.rope import apply_rope, rope_cos_sin
+from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.shape import ModelShape
 
 SHAPE = ModelShape(
@@ -70,6 +71,7 @@ def test_pack_places_every_token():
     assert packed.input_ids.tolist() == [[7, 8, 9, 5, 6, 0, 0, 0]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
     assert packed.slots.tolist() == [0, 1, 2, 3, 4]
+    assert packed.buckets == ((2, 3),)
     assert packed.sources[packed.slots].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -89,3 +91,10 @@ def test_rms_norm_is_its_formula():
     expected = weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected)
     assert rms_norm(x.bfloat16(), weight.bfloat16(), 1e-5).dtype is torch.bfloat16
+
+
+def test_long_and_short_sequences_are_not_padded_to_one_width():
+    lengths = torch.tensor([3, 4096, 2, 70, *[64] * 32])
+    packed = pack(torch.zeros(int(lengths.sum()), dtype=torch.int32), lengths, SHAPE, size=6224)
+    assert packed.buckets == ((1, 4096), (33, 70), (2, 3))
+    assert torch.equal(packed.sources[packed.slots], torch.arange(int(lengths.sum())))

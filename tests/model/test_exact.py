@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.kernels.rms_norm import rms_norm
 from hpcrl.launch.exits import InputError
 from hpcrl.model import exact
 from hpcrl.model.attention import ExactPackedAttention, PackedAttention
 from hpcrl.model.exact import KEYS, check_exact, exact_attention, exact_linear, exact_log_softmax
-from hpcrl.model.norm import rms_norm
 from hpcrl.model.packed import pack
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.shape import ModelShape
@@ -31,12 +30,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def seeded(one_thread: None) -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Products (columns, rows of the weight) of models, whole and in tensor-parallel parts, and odd ones.

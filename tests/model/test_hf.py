@@ -1,59 +1,45 @@
-"""Llama's weights in both worlds: the same logits, and the way back."""
+"""Hugging Face models in both worlds: the same logits, the same bits, and one line for a directory that is wrong."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import transformers
+from safetensors.torch import load_file
 
 from hpcrl.launch.exits import InputError
-from hpcrl.model.hf.directory import Safetensors, load_weights, read_shape
-from hpcrl.model.hf.llama import from_hf, hf_config, shape_from_hf, to_hf
+from hpcrl.model.exact import check_exact
+from hpcrl.model.hf.config_json import read_shape
+from hpcrl.model.hf.directory import Safetensors, load_weights, open_weights
+from hpcrl.model.hf.families import hf_config, shape_from_hf
+from hpcrl.model.hf.files import plan_files, write_beside
+from hpcrl.model.hf.spans import differing, hf_shards, whole
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from tests.model.families import EXPERTS, LLAMA3, MODELS, SIZES, YARN, make_model
 
 
-def make_shape(tied: bool) -> ModelShape:
-    return ModelShape(
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=48,
-        num_attention_heads=8,
-        num_query_groups=2,
-        head_dim=8,
-        vocab_size=50,
-        rope_theta=5000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-    )
-
-
-def make_llama(shape: ModelShape) -> transformers.LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config(shape))).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_the_engine_says_what_transformers_says(tied: bool, sharded: bool, tmp_path: Path) -> None:
-    shape = make_shape(tied)
-    model = make_llama(shape)
-    model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if sharded else {}))
-    assert (tmp_path / "model.safetensors").exists() != sharded
-    assert read_shape(tmp_path) == shape
-    engine = NativeEngine(shape, None, 0, 1, torch.float32, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40)
-    load_weights(shape, Safetensors(tmp_path), engine.weights())
-    prompts = [np.arange(3, 3 + length) for length in (1, 5, 17)]
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "exact"), [*((name, False) for name in MODELS), *((name, True) for name in MODELS if name not in EXPERTS)]
+)
+def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path: Path) -> None:
+    model = make_model(name)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shape = read_shape(tmp_path)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 160, "exact": exact}
+    engine = NativeEngine(shape, None, 0, 1, torch.float32, **options)
+    source = Safetensors(tmp_path)
+    source.check(shape)
+    load_weights(shape, source, whole(shape), engine.weights())
+    prompts = [np.arange(length) % 47 for length in (1, 5, 90)]
     requests = [Request(prompt, str(number)) for number, prompt in enumerate(prompts)]
     completions = engine.generate(requests, SamplingParams(12), seed=0, step=0)
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -64,47 +50,126 @@ def test_the_engine_says_what_transformers_says(tied: bool, sharded: bool, tmp_p
         np.testing.assert_allclose(completion.log_probs, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_there_and_back(tied: bool) -> None:
-    shape = make_shape(tied)
-    theirs = make_llama(shape).state_dict()
-    ours = dict(from_hf(shape, theirs.__getitem__))
-    whole = {s.name: s.global_shape for s in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)}
-    assert {name: tuple(tensor.shape) for name, tensor in ours.items()} == whole
-    back = dict(to_hf(shape, ours.__getitem__))
-    assert back.keys() == theirs.keys() - ({"lm_head.weight"} if tied else set())
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_ranks_get_their_slices_and_together_they_are_the_files(name: str, tp_size: int, tmp_path: Path) -> None:
+    make_model(name).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    shape, theirs = read_shape(tmp_path), load_file(tmp_path / "model.safetensors")
+    back = {its.local_name: torch.full(its.local_shape, torch.nan) for its in hf_shards(shape)}
+    for tp_rank in range(tp_size):
+        table = shards(shape, tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1)
+        weights = {shard.name: torch.full(shard.local_shape, torch.nan) for shard in table}
+        load_weights(shape, Safetensors(tmp_path), table, weights)
+        for shard in table:
+            ours = torch.full(shard.global_shape, torch.nan)
+            for box in shard.boxes:
+                flat, local = ours.view(len(ours), -1), weights[shard.name].view(len(weights[shard.name]), -1)
+                rows, cols = slice(*box.global_rows), slice(*box.global_cols)
+                part = flat[rows, cols]
+                part.copy_(
+                    local[box.local_row : box.local_row + len(part), box.local_col : box.local_col + part.size(1)]
+                )
+            for its in (its for its in hf_shards(shape) if its.name == shard.name):
+                out = back[its.local_name].view(its.local_shape[0], -1)
+                for box in its.boxes:
+                    part = ours.view(len(ours), -1)[slice(*box.global_rows)]
+                    known = ~part.isnan()
+                    out[box.local_row : box.local_row + len(part)][known] = part[known]
+    assert back.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in back.items())
 
 
-def test_ranks_get_their_slices() -> None:
-    shape = make_shape(False)
-    theirs = make_llama(shape).state_dict()
-    ours = dict(from_hf(shape, theirs.__getitem__))
-    for tp_rank in range(2):
-        table = shards(shape, tp_rank=tp_rank, tp_size=2, pp_rank=0, pp_size=1)
-        weights = {shard.name: torch.full(shard.local_shape, torch.nan) for shard in table}
-        load_weights(shape, theirs.__getitem__, weights, tp_rank=tp_rank, tp_size=2)
-        gate, up = ours["decoder.layers.0.mlp.linear_fc1.weight"].chunk(2)
-        mine = slice(tp_rank * 24, tp_rank * 24 + 24)
-        assert torch.equal(weights["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat([gate[mine], up[mine]]))
-        assert all(weight.isfinite().all() for weight in weights.values())
-
-
-def test_configs_of_both_versions_are_read() -> None:
-    shape = make_shape(False)
-    config = hf_config(shape)
-    assert shape_from_hf(config) == shape
-    for old, new in (("rope_parameters", None), ("rope_theta", None)):
-        assert shape_from_hf({key: value for key, value in config.items() if key != old}) == shape, new
+@pytest.mark.parametrize("name", MODELS)
+def test_config_json_there_and_back(name: str) -> None:
+    config = make_model(name).config.to_dict()
+    shape = shape_from_hf(config)
+    assert shape_from_hf(hf_config(shape)) == shape
+    old = {key: value for key, value in hf_config(shape).items() if key != "rope_parameters"}  # transformers 4
+    assert shape_from_hf(old) == shape
+    new = {key: value for key, value in hf_config(shape).items() if key not in ("rope_theta", "rope_scaling")}
+    assert shape_from_hf(new) == shape
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"model_type": "mixtral"}, {"attention_bias": True}, {"rope_parameters": {"rope_type": "yarn"}}],
+    ("change", "said"),
+    [
+        ({"model_type": "gpt2"}, "model_type=gpt2; expected one of llama"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope; expected"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "rope_type=llama3"),
+        ({"rope_parameters": {**YARN, "truncate": False}}, "truncate"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+        ({"model_type": "mixtral"}, "no 'num_local_experts'"),
+        ({"model_type": []}, "model_type="),
+        ({"hidden_size": "64"}, "hidden_size='64'; expected a positive whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5"),
+        ({"rope_parameters": [1]}, "rope_parameters="),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one rotary embedding"),
+        ({"rope_parameters": {**YARN, "factor": 0}}, "factor"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": "x"}}, "rope_type=llama3"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 9}, "num_experts_per_tok=9 of 4"),
+    ],
 )
-def test_what_our_model_does_not_compute_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=next(iter(change)) if "rope_parameters" not in change else "rope_type"):
-        shape_from_hf({**hf_config(make_shape(False)), **change})
+def test_what_our_model_does_not_compute_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        shape_from_hf({**SIZES, "model_type": "llama", "rms_norm_eps": 1e-5, **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        (
+            "deepseek-v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantised weights are not supported, so .* bfloat16",
+        ),
+        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave=False; only True"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func=softmax; only sigmoid"),
+        ("deepseek-v3", {"kv_lora_rank": None}, "no 'kv_lora_rank'"),
+        ("deepseek-v3", {"topk_group": 5}, "topk_group=5 of n_group=4"),
+        ("deepseek-v3", {"first_k_dense_replace": 5}, "first_k_dense_replace=5 of num_hidden_layers=5"),
+        ("deepseek-v3", {"first_k_dense_replace": "1"}, "first_k_dense_replace='1'"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method=noaux_tc; expected greedy"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob=True; only False"),
+    ],
+)
+def test_what_our_deepseek_does_not_compute_is_refused(name: str, change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        shape_from_hf({**hf_config(shape_from_hf(make_model(name).config.to_dict())), **change}, "some/config.json")
+    assert str(caught.value).startswith("some/config.json")
+
+
+def test_who_does_not_compute_latent_attention_says_so() -> None:
+    shape = shape_from_hf(make_model("deepseek-v2-lite").config.to_dict())
+    with pytest.raises(InputError, match="rollout.exact=true with latent attention is not supported"):
+        check_exact(shape, 1, torch.float32, torch.device("cpu"))
+    with pytest.raises(InputError, match="rollout.engine=tensorrt_llm: how it lays out latent attention"):
+        check_tensorrt_llm(shape, 1)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    model = make_model("deepseek-v3")
+    shape = shape_from_hf(model.config.to_dict())
+    expected = {its.local_name: its.local_shape for its in hf_shards(shape)}
+    further = {"model.layers.5.eh_proj.weight": (32, 64), "model.layers.5.mlp.gate.weight": (12, 32)}
+    assert not list(differing(shape, expected | further))
+    assert list(differing(shape, expected | {"model.layers.5.mlp.gate.weight": (12, 32)}))
+
+    source, target = tmp_path / "source", tmp_path / "target"
+    model.save_pretrained(source)  # its config.json speaks of one such layer
+    target.mkdir()
+    write_beside(target, plan_files(shape, 4, 1), shape, 4, "float32", source, None)
+    assert json.loads((target / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_window_bounds_the_sequences() -> None:
+    config = {**SIZES, "model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": 64}
+    assert shape_from_hf(config).max_position_embeddings == 64
+    qwen = {**config, "model_type": "qwen2", "use_sliding_window": False}
+    assert shape_from_hf(qwen).max_position_embeddings == 256
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
@@ -112,18 +177,59 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         read_shape(tmp_path)
     with pytest.raises(InputError, match="safetensors"):
         Safetensors(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match="has no 'num_attention_heads'"):
-        read_shape(tmp_path)
 
 
-@pytest.mark.parametrize("content", [None, b"not safetensors"])
-def test_a_shard_that_is_missing_or_damaged_is_refused_in_one_line(content: bytes | None, tmp_path: Path) -> None:
-    name, shard = "model.norm.weight", "model-00001-of-00001.safetensors"
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: shard}}))
-    if content is not None:
-        (tmp_path / shard).write_bytes(content)
-    read = Safetensors(tmp_path)
-    with pytest.raises(InputError, match=f"{shard}: .*; expected {name} in it") as caught:
-        read(name)
+def saved(folder: Path, change) -> tuple[ModelShape, Safetensors]:
+    """A sharded Llama whose tensors `change(tensors)` has touched."""
+    model = make_model("llama")
+    tensors = model.state_dict()
+    change(tensors)
+    model.save_pretrained(folder, state_dict=tensors, max_shard_size="20KB")
+    return read_shape(folder), Safetensors(folder)
+
+
+def test_tensors_that_are_missing_too_many_or_of_another_shape_are_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    for number, (change, said) in enumerate(
+        [
+            (lambda tensors: tensors.pop(name), f"there is no tensor {name}"),
+            (lambda tensors: tensors.update({name: torch.zeros(48, 31)}), rf"{name} is \(48, 31\), and \(48, 32\)"),
+            (lambda tensors: tensors.update({"extra.weight": torch.zeros(2)}), "extra.weight is in the files and not"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        shape, source = saved(folder, change)
+        with pytest.raises(InputError, match=said):
+            source.check(shape)
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": 3}, {"weight_map": {"a": 3}}, {"weight_map": {"a": "../x"}}])
+def test_an_index_from_a_stranger(index: object, tmp_path: Path) -> None:
+    shape, _ = saved(tmp_path, lambda tensors: None)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError) as caught:
+        Safetensors(tmp_path).check(shape)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    shape, _ = saved(tmp_path, lambda tensors: None)
+    open_weights(tmp_path, shape)
+    with pytest.raises(InputError, match="hidden_size is 32, expected 64"):
+        open_weights(tmp_path, replace(shape, hidden_size=64))
+    with pytest.raises(InputError, match="rope_theta is"):
+        open_weights(tmp_path, replace(shape, rope_theta=7.0))
+
+
+def test_a_truncated_shard_is_named_in_one_line(tmp_path: Path) -> None:
+    shape, _ = saved(tmp_path, lambda tensors: None)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shard = tmp_path / index["weight_map"]["model.norm.weight"]
+    whole_file = shard.read_bytes()
+    for content in (whole_file[:-1], b"not safetensors", None):
+        shard.unlink()
+        if content is not None:
+            shard.write_bytes(content)
+        with pytest.raises(InputError, match=f"{shard.name}: .*; expected .* in it") as caught:
+            Safetensors(tmp_path).check(shape)
+        assert "\n" not in str(caught.value)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
-from hpcrl.model.params import Shard, check_layout, chunk_layers, shards, stage_layers
+from hpcrl.model.lora import Lora
+from hpcrl.model.params import Shard, check_adapters, check_layout, chunk_layers, role_layout, shards, stage_layers
 from hpcrl.model.shape import ModelShape
 
 
@@ -61,12 +63,12 @@ def test_shards_tile_every_parameter(tp_size: int, pp_size: int, head: str) -> N
     stages=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
     ep_size=st.sampled_from([1, 2, 4]),
     etp_size=st.sampled_from([1, 2]),
-    moe_layer_freq=st.integers(1, 2),
+    dense_layers=st.sampled_from([(), (1, 3)]),
 )
 def test_experts_are_tiled_by_the_expert_grid(
-    tp_size: int, stages: tuple[int, int], ep_size: int, etp_size: int, moe_layer_freq: int
+    tp_size: int, stages: tuple[int, int], ep_size: int, etp_size: int, dense_layers: tuple[int, ...]
 ) -> None:
-    shape = make_shape(num_layers=5, num_experts=4, moe_ffn_hidden_size=6, moe_layer_freq=moe_layer_freq)
+    shape = make_shape(num_layers=5, num_experts=4, moe_ffn_hidden_size=6, dense_layers=dense_layers)
     sizes = {"tp_size": tp_size, "pp_size": stages[0], "vpp_size": stages[1], "ep_size": ep_size, "etp_size": etp_size}
 
     def rank(pp: int, tp: int = 0, ep: int = 0, etp: int = 0, part: str = "all") -> list[Shard]:
@@ -88,8 +90,23 @@ def test_experts_are_tiled_by_the_expert_grid(
     assert counts == {shard.name: math.prod(shard.global_shape) for shard in whole}
 
 
+def test_a_stage_without_experts_is_refused() -> None:
+    shape = make_shape(num_layers=4, num_experts=4, moe_ffn_hidden_size=6, dense_layers=(0, 1))
+    assert role_layout(shape, "actor", ranks=(0, 1), pp=1).dp == 2
+    with pytest.raises(InputError, match=r"placement.actor.pp=2 makes a pipeline stage of dense layers alone"):
+        role_layout(shape, "actor", ranks=(0, 1), pp=2)
+
+
+def test_adapters_of_experts_alone_on_some_stages_are_refused() -> None:
+    shape = make_shape(num_layers=4, num_experts=4, moe_ffn_hidden_size=8, dense_layers=(0,))
+    layout = Layout((0, 1), pp=2)
+    check_adapters(shape, layout, Lora(2, 4.0))
+    with pytest.raises(InputError, match="name a projection of attention too, or use pp=1"):
+        check_adapters(shape, layout, Lora(2, 4.0, ("gate_proj", "up_proj")))
+
+
 def test_names_of_experts_count_over_the_model() -> None:
-    shape = make_shape(num_experts=4, moe_ffn_hidden_size=6, moe_layer_freq=2)
+    shape = make_shape(num_experts=4, moe_ffn_hidden_size=6, dense_layers=(1, 3))
     its = shards(shape, tp_rank=0, tp_size=2, pp_rank=1, pp_size=2, ep_rank=1, ep_size=2)
     names = {shard.name: shard.local_name for shard in its if ".mlp." in shard.name}
     assert names == {

@@ -26,6 +26,7 @@ from hpcrl.launch.waiting import wait_until
 from hpcrl.launch.world import World, finish, kill_job, start_mpi, start_torch
 
 if TYPE_CHECKING:
+    from hpcrl.grid.groups import RoleGroups
     from tests.mpi.lab import Lab
 
 SECONDS_OF_GRACE = 5.0  # a rank that failed waits this long for the others to end the same phase
@@ -150,6 +151,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> World:
     return start_torch(request.config.pluginmanager.getplugin("ranks").comm)
+
+
+@pytest.fixture(scope="session")
+def groups(world: World) -> dict[str, RoleGroups]:
+    """This rank's of every layout of the world, see `tests.mpi.layouts.role_groups`."""
+    from tests.mpi.layouts import role_groups  # not before MPI has started: it imports torch
+
+    return role_groups(world.rank, world.size)
 
 
 @pytest.fixture

@@ -12,16 +12,17 @@ import torch.distributed as dist
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave, describe
-from hpcrl.config.schema import OptimConfig
+from hpcrl.config.schema import MoeConfig, OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.model.build import copy_boxes, local_shards
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.build import copy_boxes, local_shards, named_parameters
+from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
 
-# Three layers do not divide evenly over two stages; of 45 ids, padded to 64, the last of four shards holds none.
+# Five layers do not divide evenly over two stages, nor over four chunks. Of 45 ids, padded to 64, the last of four
+# shards holds none.
 SHAPE = ModelShape(
-    num_layers=3,
+    num_layers=5,
     hidden_size=64,
     ffn_hidden_size=96,
     num_attention_heads=8,
@@ -30,14 +31,67 @@ SHAPE = ModelShape(
     vocab_size=45,
     init_std=0.1,
 )
+MIXTURE = ModelShape(
+    **{**vars(SHAPE), "num_experts": 8, "moe_ffn_hidden_size": 32, "moe_topk": 3, "dense_layers": (1,), "qk_norm": True}
+)
+DEEPSEEK = ModelShape(
+    **{
+        **vars(SHAPE),
+        "num_query_groups": 8,
+        "head_dim": 12,
+        "mla": LatentAttention(24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
+        "rope_scaling": RopeScaling("yarn", 4.0, 64, mscale_all_dim=1.0),
+        "num_experts": 8,
+        "moe_ffn_hidden_size": 32,
+        "moe_shared_ffn_hidden_size": 32,
+        "moe_topk": 3,
+        "dense_layers": (0,),
+        "moe_score_function": "sigmoid",
+        "moe_score_bias": True,
+        "moe_num_groups": 4,
+        "moe_topk_groups": 2,
+        "moe_group_best": 2,
+        "moe_routed_scale": 2.5,
+    }
+)
 TIED = ModelShape(**{**vars(SHAPE), "tie_word_embeddings": True})
 SIZES = {
     1: {"single": {}},
-    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}},
-    4: {"tp2dp2": {"tp": 2}, "tp2pp2": {"tp": 2, "pp": 2}, "pp2dp2": {"pp": 2}, "tp4": {"tp": 4}},
+    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "cp2": {"cp": 2}, "pp2vpp2": {"pp": 2, "vpp": 2}},
+    4: {
+        "tp2dp2": {"tp": 2},
+        "tp2pp2": {"tp": 2, "pp": 2},
+        "pp2dp2": {"pp": 2},
+        "tp4": {"tp": 4},
+        "tp2cp2": {"tp": 2, "cp": 2},
+        "pp2cp2": {"pp": 2, "cp": 2},
+        "cp4": {"cp": 4},
+        "pp2vpp2": {"pp": 2, "vpp": 2},
+        "cp2dp2": {"cp": 2},
+        "tp2pp2vpp2": {"tp": 2, "pp": 2, "vpp": 2},
+        "pp2cp2vpp2": {"pp": 2, "cp": 2, "vpp": 2},
+    },
+}
+EXPERT_SIZES = {  # of models with experts alone
+    2: {"ep2": {"ep": 2}, "etp2": {"tp": 2, "etp": 2}, "tp2ep2": {"tp": 2, "ep": 2}},
+    4: {
+        "ep2": {"ep": 2},
+        "tp2ep4": {"tp": 2, "ep": 4},
+        "tp2ep2etp2": {"tp": 2, "ep": 2, "etp": 2},
+        "pp2ep2": {"pp": 2, "ep": 2},
+        "cp2ep2": {"cp": 2, "ep": 2},
+        "pp2vpp2ep2": {"pp": 2, "vpp": 2, "ep": 2},
+    },
 }
 LAYOUTS = [pytest.param(name, marks=pytest.mark.world(size)) for size, named in SIZES.items() for name in named]
+SOME = ("single", "tp2", "pp2", "dp2", "cp2", "pp2vpp2", "tp2dp2", "tp2pp2", "pp2cp2vpp2")
+SOME_LAYOUTS = [layout for layout in LAYOUTS if layout.values[0] in SOME]  # for what few of them could get wrong
+EXPERT_LAYOUTS = [
+    pytest.param(name, marks=pytest.mark.world(size)) for size, named in EXPERT_SIZES.items() for name in named
+]
 TOKENS = 400.0  # any normaliser; the loss is normalised by the global mini-batch, so it is a constant here
+# Together they turn a mixture's gradient about as much as the policy's loss does.
+ROUTER_LOSSES = {"moe": MoeConfig(aux_loss_coeff=0.3, z_loss_coeff=0.1)}
 SGD = OptimConfig(optimizer="sgd", lr=0.1, clip_grad=0.0, weight_decay=0.0)
 
 
@@ -45,7 +99,9 @@ SGD = OptimConfig(optimizer="sgd", lr=0.1, clip_grad=0.0, weight_decay=0.0)
 def role_groups(rank: int, size: int) -> dict[str, RoleGroups]:
     """This rank's groups of every layout of the whole world, and 'alone': the rank by itself. Collective, made once."""
     everyone = tuple(range(size))
-    layouts = {name: Layout(everyone, **sizes) for name, sizes in SIZES.get(size, {}).items()}
+    layouts = {
+        name: Layout(everyone, **sizes) for of in (SIZES, EXPERT_SIZES) for name, sizes in of.get(size, {}).items()
+    }
     layouts |= {f"alone{rank}": Layout((rank,)) for rank in everyone}
     layouts["first_half"] = Layout(everyone[: max(1, size // 2)], tp=max(1, size // 2))
     if size == 4:
@@ -69,7 +125,7 @@ def make_batch(num_samples: int = 13, seed: int = 0) -> DataProto:
 
 
 def save_sharded(engine: TrainEngine, folder: Path, groups: RoleGroups) -> None:
-    """A save that is waited for; the folder is a checkpoint once all ranks are back."""
+    """A save that is waited for; then the folder is a checkpoint."""
     finish_save(begin_save(engine, folder, groups), folder, groups)
 
 
@@ -90,6 +146,7 @@ def finish_save(save: tuple[ShardedSave, list[SavedPart]], folder: Path, groups:
     dist.gather_object((sharded.plan, told[0]), everyone, dst=ranks[0], group=groups.pgc.intra_dist_opt)
     if everyone is not None:
         describe(folder, *zip(*everyone, strict=True))
+    dist.barrier(group=groups.pgc.intra_dist_opt)  # before any rank loads it
 
 
 def part_of(batch: DataProto, groups: RoleGroups) -> DataProto:
@@ -116,9 +173,11 @@ def value_engine(groups: RoleGroups, optim: OptimConfig | None = SGD) -> TrainEn
 
 
 def gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    local = local_shards(engine.shape, engine.groups, engine.head)
-    parameters = dict(engine.module.named_parameters())
-    return {shard.name: parameters[shard.local_name].main_grad.clone() for shard in local}
+    """Of what is trained."""
+    local = local_shards(engine.shape, engine.groups, engine.head, engine.lora)
+    parameters = named_parameters(engine.chunks)
+    found = {shard.name: parameters[shard.chunk, shard.local_name] for shard in local}
+    return {name: each.main_grad.clone() for name, each in found.items() if each.requires_grad}
 
 
 def slice_errors(
@@ -127,10 +186,11 @@ def slice_errors(
     """How far `mine` are from being this rank's slices of `whole`, as shares of the norm over all parameters."""
     norm = torch.stack([tensor.norm() for tensor in whole.values()]).norm()
     errors = {}
-    for shard in local_shards(engine.shape, engine.groups, engine.head):
-        expected = torch.empty(shard.local_shape)
-        copy_boxes(whole[shard.name], expected, shard)
-        errors[shard.name] = float((mine[shard.name] - expected).norm() / norm)
+    for shard in local_shards(engine.shape, engine.groups, engine.head, engine.lora):
+        if shard.name in mine:
+            expected = torch.empty(shard.local_shape)
+            copy_boxes(whole[shard.name], expected, shard)
+            errors[shard.name] = float((mine[shard.name] - expected).norm() / norm)
     return errors
 
 

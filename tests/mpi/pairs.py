@@ -13,11 +13,11 @@ from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, make_groups
 from hpcrl.grid.layout import Layout
+from hpcrl.model.kv_memory import most_kv_bytes
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.native.memory import most_kv_bytes
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.mpi.layouts import make_batch, part_of, policy_loss
 
@@ -84,7 +84,8 @@ class Pair:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
-            kv_cache_bytes=kv_sequences and most_kv_bytes(shape, rollout.tp, dtype, kv_sequences, max_model_len),
+            kv_cache_bytes=kv_sequences
+            and most_kv_bytes(shape, rollout.tp, dtype.itemsize, kv_sequences, max_model_len),
             exact=exact,
         )
         for weight in self.engine.weights().values() if self.engine else ():

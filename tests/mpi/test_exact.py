@@ -11,6 +11,7 @@ from torch import Tensor
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.grid.groups import GroupCache
 from hpcrl.grid.layout import Layout
+from hpcrl.model.build import named_parameters
 from hpcrl.model.exact import KEYS
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.protocol import Request, SamplingParams
@@ -126,7 +127,7 @@ def test_gradients_are_those_of_the_plain_model(world: World, cache: GroupCache)
         engines = [training_engine(world, cache, SHAPE, training, exact=exact) for exact in (True, False)]
         for engine in engines:
             train(engine)
-        exact, plain = (dict(engine.module.named_parameters()) if engine else {} for engine in engines)
+        exact, plain = (named_parameters(engine.chunks) if engine else {} for engine in engines)
         norm = sum(weight.main_grad.square().sum() for weight in plain.values()) ** 0.5
         for name, weight in plain.items():
             assert (exact[name].main_grad - weight.main_grad).norm() <= 1e-5 * norm, name

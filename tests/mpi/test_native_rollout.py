@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from tests.mpi.layouts import DEEPSEEK
 
 if TYPE_CHECKING:
     from hpcrl.launch.world import World
@@ -62,6 +64,13 @@ def make_shape(tied: bool = False) -> ModelShape:
     return ModelShape(**SIZES, tie_word_embeddings=tied)  # type: ignore[arg-type]
 
 
+SHAPES = {
+    "untied": make_shape(),
+    "tied": make_shape(tied=True),
+    "deepseek": replace(DEEPSEEK, num_layers=3, vocab_size=SIZES["vocab_size"], init_std=0.2),
+}
+
+
 def make_requests() -> list[Request]:
     generator = np.random.default_rng(0)
     return [
@@ -89,7 +98,7 @@ def make_native_engine(shape: ModelShape, groups: RoleGroups) -> NativeEngine:
         groups.layout.tp,
         torch.float32,
         max_num_seqs=16,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=64 if shape.mla is None else 12,  # prompts of up to 15 tokens come in parts
         max_model_len=32,
     )
 
@@ -123,10 +132,12 @@ def as_batch(completions: list[Completion]) -> DataProto:
     return DataProto(tokens={"input_ids": Ragged.from_rows(rows), "response_mask": Ragged.from_rows(masks)})
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_rollout_and_training_agree_on_log_probs_after_a_refit(world: World, cache: GroupCache, tied: bool) -> None:
+@pytest.mark.parametrize("name", SHAPES)
+def test_rollout_and_training_agree_on_log_probs_after_a_refit(world: World, cache: GroupCache, name: str) -> None:
     for training, rollout in LAYOUTS[world.size]:
-        actor, engine = refit(world, make_shape(tied), training, rollout, cache)
+        if SHAPES[name].num_experts:
+            rollout = replace(rollout, etp=rollout.tp)
+        actor, engine = refit(world, SHAPES[name], training, rollout, cache)
         completions = world.broadcast(generate(engine), rollout.ranks[0])
         if actor is None:
             continue

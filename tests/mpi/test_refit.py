@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
@@ -28,6 +26,7 @@ from hpcrl.reshard.verification import ChecksumMismatch
 from hpcrl.roles.refit import refit_metrics
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from tests.live_bytes import LiveBytes, all_tensors
 from tests.mpi.layouts import SHAPE as TRAINED
 from tests.mpi.layouts import TIED, make_batch, part_of, policy_loss, role_groups
 
@@ -195,32 +194,6 @@ def test_device_messages(world, bucket_bytes, dtype) -> None:
         sides.close()
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors made while it is entered: alive now, and at most at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            storage = out.untyped_storage()
-            pointer = storage.data_ptr()
-            if pointer not in inputs and pointer not in self._known and storage.nbytes():
-                self._known.add(pointer)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, pointer, storage.nbytes())
-        return out
-
-    def _free(self, pointer: int, nbytes: int) -> None:
-        self._known.discard(pointer)
-        self.now -= nbytes
-
-
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "bucket_bytes", "verify"), [(MEDIUM, 240, "never"), (LARGE, 2**18, "always")])
@@ -231,7 +204,7 @@ def test_memory_stays_within_the_bucket(world, ranks_per_node, shape, bucket_byt
     options = {"ranks_per_node": ranks_per_node, "bucket_bytes": bucket_bytes, "verify": verify}
     sides = Sides(world, *layouts, shape=shape, dtype=dtype, **options)
     kept = sum(transport.nbytes for transport in sides.refit._transports)
-    with LiveBytes() as live:
+    with LiveBytes(apart=all_tensors()) as live:
         report = sides.run()
     assert 0 < kept <= kept + live.peak <= report.peak_extra_bytes <= bucket_bytes
     sides.close()
@@ -261,7 +234,7 @@ def test_aliases_stay_the_actors_weights(world, shape, dtype) -> None:
         actor.train(part_of(make_batch(), groups), max_tokens=64, loss=policy_loss, entropy=True)
         assert all(not torch.equal(tensor, before[name]) for name, tensor in actor.named_shards().items())
         update()
-    state = {name: torch.full_like(parameter, 0.25) for name, parameter in actor.module.named_parameters()}
+    state = {name: torch.full_like(parameter, 0.25) for name, parameter in actor.chunks[0].named_parameters()}
     actor.load_state_dict({"model": state})
     assert all(bool((tensor == 0.25).all()) for tensor in engine.weights().values())
     actor.train(part_of(make_batch(), groups), max_tokens=64, loss=policy_loss, entropy=True)

@@ -125,7 +125,8 @@ def test_student_learns_from_a_teacher_anywhere(world, pools, actor, teacher):
     ("model", "message"),
     [
         ({"vocab_size": 64}, "teacher.model.vocab_size=64, and the policy's vocabulary has 45 tokens"),
-        ({"path": "somewhere"}, "teacher.model gives path"),
+        ({"path": "somewhere"}, "somewhere/config.json cannot be read"),
+        ({"init_from": "somewhere"}, "teacher.model gives init_from"),
         ({"max_position_embeddings": 59}, "data.max_prompt_length . data.max_response_length = 60; raise it"),
     ],
 )

@@ -43,10 +43,11 @@ def test_the_70b_template(nodes: int) -> None:
 
 
 def test_equal_layouts_are_aliased_where_that_is_allowed() -> None:
-    same = ["rollout.engine=native", "placement.actor.pp=1"]
+    same = ["rollout.engine=native", "placement.actor.pp=1", "actor.param_offload=false"]
     assert row(describe(TEMPLATE, same), "aliased") == pytest.approx([WEIGHTS / 8] * 3, rel=1e-3)
     assert row(describe(TEMPLATE, same), "engine's own weights") == [0, 0, 0]
-    for refusal in ("rollout.dtype=float32", "rollout.checkpoint_engine.alias=false", "rollout.engine=tensorrt_llm"):
+    alias = "rollout.checkpoint_engine.alias=false"
+    for refusal in ("rollout.dtype=float32", alias, "rollout.engine=tensorrt_llm", "actor.param_offload=true"):
         lines = describe(TEMPLATE, [*same, refusal])
         assert row(lines, "aliased") == [0, 0, 0]
         assert row(lines, "copied") == row(lines, "engine's own weights")
@@ -86,10 +87,10 @@ def test_a_login_node_needs_neither_torch_nor_mpi() -> None:
     ("arguments", "found"),
     [
         (["--refit", TEMPLATE, "placement.actor.tp=3"], "placement.actor.tp=3 does not divide"),
-        (["--refit", TEMPLATE, "placement.actor.ep=2"], "placement.actor.ep=2 is not supported"),
+        (["--refit", TEMPLATE, "placement.actor.ep=2"], "placement.actor.ep=2 divides experts, and model: has none"),
         (["--refit", TEMPLATE, "job.nodes=1"], "does not divide the 8 ranks"),
         (["--refit", TEMPLATE, "model.vocab_size=null", "model.tokenizer=null"], "model.vocab_size"),
-        (["--refit", TEMPLATE, "model.path=/models/llama"], "model.path=/models/llama"),
+        (["--refit", TEMPLATE, "model.path=/models/llama"], "/models/llama/config.json cannot be read"),
         (["--refit", TEMPLATE, "model.num_layer=2"], "num_layers"),
         (["--refit", "nowhere.yaml"], "no such config file"),
         (["--refit"], "needs a YAML file"),

@@ -179,7 +179,9 @@ def reshardings(draw: st.DrawFn, *, largest: int = 16) -> Resharding:
     shape = make_shape(
         num_layers=draw(st.integers(4, 5)),
         tie_word_embeddings=draw(st.booleans()),
-        **({"num_experts": 4, "moe_ffn_hidden_size": 4, "moe_layer_freq": draw(st.integers(1, 2))} if experts else {}),
+        num_experts=4 if experts else 0,
+        moe_ffn_hidden_size=4 if experts else 0,
+        dense_layers=draw(st.sampled_from([(), (1, 3)])) if experts else (),
     )
     return Resharding(
         shape,

@@ -19,6 +19,7 @@ from hpcrl.launch.exits import InputError
 from hpcrl.rewards import pool as pool_module
 from hpcrl.rewards import score_worker
 from hpcrl.rewards.manager import RewardManager, ScoreRequest
+from tests.processes import alive, with_argument
 
 BEHAVIOURS = """
 import os, subprocess, sys, time
@@ -89,11 +90,6 @@ def _requests(*solutions: str, **extra_info: object) -> list[ScoreRequest]:
     return [ScoreRequest("mine", solution, {"target": 1}, dict(extra_info)) for solution in solutions]
 
 
-def _sleepers(command: str) -> list[psutil.Process]:
-    found = [process for process in psutil.process_iter(["cmdline"]) if command in (process.info["cmdline"] or [])]
-    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
-
-
 def test_every_failure_scores_zero_and_is_counted_and_order_is_kept(make: Callable[..., RewardManager]) -> None:
     solutions = ["number 1", "exit", "number 2", "raise", "nan", "huge", "inf", "none", "text", "dict", "list", "loop",
                  "deep", "sys.exit", "plain", "number 3", "unheard of"]  # fmt: skip
@@ -118,7 +114,7 @@ def test_a_timed_out_score_ends_soon_and_takes_its_children_along(make: Callable
     _, _, counts = manager.score(_requests("child"))
     assert counts["reward/timeouts"] == 1
     assert time.monotonic() - start < 10
-    assert not _sleepers("1000.25")
+    assert not with_argument("1000.25")
     assert manager.score(_requests("plain"))[0].tolist() == [0.5]
 
 
@@ -127,11 +123,10 @@ def test_workers_do_not_import_torch_and_are_gone_after_close(make: Callable[...
     scores, extras, _ = manager.score(_requests("modules"))
     assert scores.tolist() == [0]
     pid = int(extras[0]["pid"])
-    assert psutil.pid_exists(pid)
+    worker = psutil.Process(pid)
     manager.close()
     manager.close()
-    # Its parent, the fork server, may take a moment to reap it.
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not alive([worker])  # its parent, the fork server, may take a moment to reap it
 
 
 def test_finish_reason_reaches_the_function_and_async_functions_work(tmp_path: Path) -> None:
@@ -348,7 +343,7 @@ def test_no_worker_outlives_its_rank(source: Path, end: str) -> None:
     assert len(pids) == 4
     deadline = time.monotonic() + 20
     if end == "killed":
-        while not _sleepers("1000.75"):
+        while not with_argument("1000.75"):
             assert time.monotonic() < deadline, "the daemon does not start"
             time.sleep(0.05)
         os.kill(rank.pid, signal.SIGKILL)
@@ -359,7 +354,7 @@ def test_no_worker_outlives_its_rank(source: Path, end: str) -> None:
     left = [pid for pid in pids if psutil.pid_exists(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not left and not _sleepers("1000.75")
+    assert not left and not with_argument("1000.75")
 
 
 def test_a_worker_that_dies_between_two_scores_costs_one_at_most(make: Callable[..., RewardManager]) -> None:

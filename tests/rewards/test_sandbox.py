@@ -18,6 +18,7 @@ import pytest
 from hpcrl.launch import small_root
 from hpcrl.launch.isolation_probe import isolation_here
 from hpcrl.rewards.sandbox import Limits, Ran, run_python
+from tests.processes import with_argument
 
 REPOSITORY = Path(__file__).parents[2]
 # A namespace in which no others can be made is a kernel that does not allow them.
@@ -54,16 +55,11 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     before = set(psutil.Process().children())
     yield run_python if request.param == "namespaces" else run_elsewhere
     give_up = time.monotonic() + 5
-    while left := sleepers():
+    while left := with_argument(NAP):
         assert time.monotonic() < give_up, left
         time.sleep(0.02)
     assert set(psutil.Process().children()) <= before
     assert not list(tmp_path.iterdir())
-
-
-def sleepers() -> list[psutil.Process]:
-    found = [process for process in psutil.process_iter(["cmdline"]) if NAP in (process.info["cmdline"] or [])]
-    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_program_gets_its_input_and_an_environment_of_its_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,14 +276,14 @@ def test_a_program_ends_with_the_process_that_runs_it() -> None:
     program = f"from hpcrl.rewards.sandbox import Limits, run_python\nrun_python({source!r}, '', Limits(seconds=600))"
     runner = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY)
     give_up = time.monotonic() + 20
-    while not sleepers():
+    while not with_argument(NAP):
         assert runner.poll() is None and time.monotonic() < give_up
         time.sleep(0.02)
     processes = psutil.Process(runner.pid).children(recursive=True)
     runner.kill()
     runner.wait()
     _, left = psutil.wait_procs(processes, timeout=10)
-    assert not left and not sleepers()
+    assert not left and not with_argument(NAP)
 
 
 def test_a_rank_may_not_run_programs(monkeypatch: pytest.MonkeyPatch) -> None:

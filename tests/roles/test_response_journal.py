@@ -38,6 +38,7 @@ def response(number: int) -> Trajectory:
         num_turns=number + 1,
         num_tool_calls=number,
         turn_scores=(0.5,) * (number % 3),
+        routed_experts=np.arange(6 * length, dtype=np.int16).reshape(length, 6) - 1 if number % 3 else None,
     )
 
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcrl.launch.exits import InputError
+from hpcrl.model.kv_memory import block_bytes, kv_cache_bytes, most_kv_bytes
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.native.memory import block_bytes, kv_cache_bytes, most_kv_bytes
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 
 SHAPE = ModelShape(
@@ -56,7 +56,7 @@ class LiveTensors(TorchDispatchMode):
 
 def make_engine(max_model_len: int, **sizes: int) -> NativeEngine:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | sizes
-    cache = NUM_BLOCKS * block_bytes(SHAPE, 1, torch.float32)
+    cache = NUM_BLOCKS * block_bytes(SHAPE, 1, torch.float32.itemsize)
     engine = NativeEngine(
         SHAPE, None, 0, 1, torch.float32, max_model_len=max_model_len, **{"kv_cache_bytes": cache, **sizes}
     )
@@ -110,20 +110,20 @@ def test_memory_does_not_grow_with_the_longest_response() -> None:
 
 def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_use() -> None:
     sizes = {"max_num_seqs": 8, "max_model_len": 100}
-    most = most_kv_bytes(SHAPE, 1, torch.float32, **sizes)
-    assert most == 8 * 4 * block_bytes(SHAPE, 1, torch.float32)
-    assert kv_cache_bytes(SHAPE, 1, torch.float32, **sizes, free_bytes=most, utilization=0.25) == most // 4
-    assert kv_cache_bytes(SHAPE, 1, torch.float32, **sizes, free_bytes=100 * most, utilization=0.25) == most
-    assert most_kv_bytes(SHAPE, 2, torch.bfloat16, **sizes) == pytest.approx(most / 4, rel=0.2)
+    most = most_kv_bytes(SHAPE, 1, torch.float32.itemsize, **sizes)
+    assert most == 8 * 4 * block_bytes(SHAPE, 1, torch.float32.itemsize)
+    assert kv_cache_bytes(SHAPE, 1, torch.float32.itemsize, **sizes, free_bytes=most, utilization=0.25) == most // 4
+    assert kv_cache_bytes(SHAPE, 1, torch.float32.itemsize, **sizes, free_bytes=100 * most, utilization=0.25) == most
+    assert most_kv_bytes(SHAPE, 2, torch.bfloat16.itemsize, **sizes) == pytest.approx(most / 4, rel=0.2)
 
 
 @pytest.mark.parametrize("max_model_len", [80, 1280])
 def test_the_cache_has_the_size_that_it_is_told(max_model_len: int) -> None:
     cache = make_engine(max_model_len, kv_cache_bytes=3_000_000)._cache
     size = sum(part.nbytes for part in (cache.keys, cache.values, *cache.scratch))
-    assert 0 <= 3_000_000 - size < block_bytes(SHAPE, 1, torch.float32)
+    assert 0 <= 3_000_000 - size < block_bytes(SHAPE, 1, torch.float32.itemsize)
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused_at_start() -> None:
     with pytest.raises(InputError, match="one sequence of max_model_len=100"):
-        make_engine(100, kv_cache_bytes=3 * block_bytes(SHAPE, 1, torch.float32))
+        make_engine(100, kv_cache_bytes=3 * block_bytes(SHAPE, 1, torch.float32.itemsize))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.model.kv_memory import block_bytes
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.native.memory import block_bytes
 from hpcrl.rollout.native.scheduler import Scheduler
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.rollout.small_model import SHAPE, draw_weights, make_requests
@@ -23,7 +23,7 @@ REQUESTS = make_requests(6, 4, longest=140)
 
 def make_engine(num_blocks: int | None = None, **options: Any) -> NativeEngine:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": MAX_MODEL_LEN} | options
-    cache = None if num_blocks is None else num_blocks * block_bytes(SHAPE, 1, torch.float32)
+    cache = None if num_blocks is None else num_blocks * block_bytes(SHAPE, 1, torch.float32.itemsize)
     engine = NativeEngine(SHAPE, None, 0, 1, torch.float32, kv_cache_bytes=cache, **options)
     draw_weights(engine)
     return engine
@@ -70,9 +70,9 @@ def test_a_prompt_is_prefilled_once_for_its_group(expected: list[Completion], mo
     filled: list[int] = []
     original = Decoder.fill
 
-    def count(self: Decoder, token_ids: torch.Tensor, attention: Any) -> None:
+    def count(self: Decoder, token_ids: torch.Tensor, *args: Any) -> None:
         filled.append(len(token_ids))
-        original(self, token_ids, attention)
+        original(self, token_ids, *args)
 
     monkeypatch.setattr(Decoder, "fill", count)
     assert_same(make_engine(max_num_seqs=24).generate(REQUESTS, SAMPLING, seed=1, step=2), expected)

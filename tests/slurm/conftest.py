@@ -102,6 +102,7 @@ def start(nodes: int) -> Iterator[Lab]:
     env = cleaned(dict(os.environ)) | {"SLURM_CONF": str(folder / "etc" / "slurm.conf"), "OMP_NUM_THREADS": "1"}
     # A rank's address is short then. Slurm's pmi2 sometimes takes half of a line for the whole of MPICH's long ones.
     env["UCX_TLS"] = "self,posix,tcp"
+    env["HPCRL_MPI_START_SECONDS"] = "60"  # where it takes half of a line, ranks may also wait for each other
     env["SLURM_LAB_KILL_WAIT"] = "5"  # seconds that the other ranks live on after a kill
     try:
         subprocess.run([LAB, "up", folder, str(nodes)], check=True, env=env, stdout=subprocess.DEVNULL, timeout=60)

@@ -12,8 +12,8 @@ import yaml
 
 from tests.launch.conftest import REPOSITORY
 from tests.slurm.conftest import Lab
+from tests.trainer.small_run import MODEL, NOT_COMPARED, write_rows
 
-TIMES = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name=small_ppo --nodes=2 --ntasks-per-node=2 --time=60
@@ -27,25 +27,10 @@ hpcrl_leave $?
 
 def write_job(folder: Path, **sections: Mapping[str, Any]) -> Path:
     """job.yaml and job.sbatch in `folder`; `sbatch job.sbatch NAME [key=value ...]` runs it."""
-    rows = [
-        {
-            "data_source": "countdown",
-            "prompt": [{"role": "user", "content": f"{i} 2 3 4 {i + 1}:"}],
-            "reward_model": {"style": "rule", "ground_truth": {"numbers": [i, 2, 3, 4], "target": i + 1}},
-        }
-        for i in range(1, 10)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl")
     config: dict[str, Any] = {
         "run": {"dir": "runs", "plugins": [str(Path(__file__).with_name("held_job.py"))]},
-        "model": {
-            "tokenizer": str(REPOSITORY / "configs" / "tokenizer"),
-            "num_layers": 2,
-            "hidden_size": 32,
-            "ffn_hidden_size": 48,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
-        },
+        "model": MODEL,
         "placement": {"actor": {"tp": 2}, "ref": {"tp": 2}, "critic": {"pp": 2}, "rollout": {"tp": 1}},
         "data": {
             "train_files": ["rows.jsonl"],
@@ -106,7 +91,9 @@ def hold(lab: Lab, job: str, place: Path, rank: int) -> int:
 def lines(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what may differ between equal runs."""
     text = (run / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not key.startswith(TIMES)} for line in text]
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith(NOT_COMPARED)} for line in text
+    ]
 
 
 def largest_difference(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> float:

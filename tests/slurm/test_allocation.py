@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.config.job_time import node_hours, seconds
 from hpcrl.config.schema import JobConfig
 from hpcrl.launch.exits import InputError
-from hpcrl.slurm.allocation import check_slice, node_hours, seconds
+from hpcrl.slurm.allocation import check_slice
 
 
 def test_node_hours() -> None:

@@ -153,6 +153,23 @@ def test_exit_json_is_the_truth(site: Site, srun: int, said: int | None, code: i
     assert site.requeued == []
 
 
+@pytest.mark.parametrize(
+    ("fails", "writes_log", "code", "starts"), [(1, False, 0, 2), (9, False, 134, 3), (9, True, 134, 1)]
+)
+def test_a_start_of_mpi_that_fails_is_tried_again(
+    site: Site, fails: int, writes_log: bool, code: int, starts: int
+) -> None:
+    """But nothing is that has begun, as rank 0's log tells."""
+    tries, log = site.folder / "tries", site.run / "logs" / "rank_00000.log"
+    log.parent.mkdir()
+    log.write_text("of an earlier slice")
+    begins = f"date +%N >>{log}\n" if writes_log else ""
+    site.command("srun", f"{begins}echo >>{tries}\n(($(wc -l <{tries}) > {fails})) || exit 134")
+    ended = site.slice()
+    assert (ended.returncode, tries.read_text().count("\n")) == (code, starts)
+    assert ended.stderr.count("MPI did not start on all ranks (srun's exit code 134): try") == starts - 1
+
+
 def test_a_planned_stop_is_requeued(site: Site) -> None:
     site.srun(137, 85)
     assert site.slice().returncode == 85

@@ -13,7 +13,7 @@ import pytest
 from hpcrl.launch.heartbeat import read
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import PHASES, environment, hold, largest_difference, lines, places, rank_for, write_job
-from tests.trainer.test_hangs import STOPPED, WITHIN, assert_verdict
+from tests.trainer.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
 
 PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_seconds": 240.0}
 
@@ -47,11 +47,11 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends(lab: Lab, tmp_path: Pa
     lab = environment(lab, tmp_path)
     job = lab.sbatch([write_job(tmp_path, run={"watchdog": PATIENCE}), "stopped"], cwd=tmp_path)
     rank, run = 3, tmp_path / "runs" / "stopped"
-    pid = hold(lab, job, tmp_path / "hold" / "2.update_actor", rank)
+    pid = hold(lab, job, tmp_path / "hold" / f"{STEP}.update_actor", rank)
 
     def is_told() -> bool:
         record = read(run / "heartbeat", rank)
-        return record is not None and record.phase == "update_actor"
+        return record is not None and (record.step, record.phase) == (STEP, "update_actor")
 
     lab.until(is_told, "known to be in its phase", job)
     os.kill(pid, signal.SIGSTOP)

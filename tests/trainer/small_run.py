@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.launch.conftest import MPIEXEC, environment
-from tests.trainer.test_ends import write_config
+import yaml
+
+from tests.launch.conftest import MPIEXEC, REPOSITORY, environment
 
 # Random weights do not all miss it in the same way: with equal scores nothing would be learnt.
 SCORE = """
@@ -24,6 +25,52 @@ if __name__ == "__main__":
 """
 NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
 TP2 = {**dict.fromkeys(("actor", "critic", "ref"), {"tp": 2}), "rollout": {"tp": 2}}
+
+
+PROMPTS = [
+    {
+        "data_source": "countdown",
+        "prompt": [{"role": "user", "content": f"{i} 2 3 4 {i + 1}:"}],
+        "reward_model": {"style": "rule", "ground_truth": {"numbers": [i, 2, 3, 4], "target": i + 1}},
+    }
+    for i in range(1, 10)
+]
+MODEL = {
+    "tokenizer": str(REPOSITORY / "configs" / "tokenizer"),
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+}
+
+
+def write_rows(path: Path) -> None:
+    """PROMPTS as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+
+
+def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A small GRPO job of three steps in `folder`."""
+    write_rows(folder / "train.jsonl")
+    config = {
+        "run": {"name": "ends", "dir": str(folder / "runs")},
+        "model": MODEL,
+        "data": {
+            "train_files": [str(folder / "train.jsonl")],
+            "train_batch_size": 8,
+            "max_prompt_length": 16,
+            "max_response_length": 8,
+        },
+        "rollout": {"n": 2},
+        "actor": {"ppo_mini_batch_size": 8, "ppo_max_token_len_per_gpu": 128},
+        "algorithm": {"adv_estimator": "grpo"},
+        "trainer": {"total_training_steps": 3},
+        **sections,
+    }
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
 
 
 def train(

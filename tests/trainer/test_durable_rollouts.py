@@ -21,7 +21,8 @@ from hpcrl.telemetry.record_log import read_records
 from hpcrl.trainer.durable_rollouts import DurableRollouts, bring_back
 from hpcrl.trainer.run import set_aside
 from tests.launch.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
-from tests.trainer.test_ends import ranks_of, write_config
+from tests.trainer.small_run import write_config
+from tests.trainer.test_ends import ranks_of
 
 NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
 # Few at once, so that responses are finished one after the other.

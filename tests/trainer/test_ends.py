@@ -7,16 +7,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-import yaml
 
 from tests.launch.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
 from tests.launch.test_ends import left_of
+from tests.trainer.small_run import write_config
 
 TP2 = {**dict.fromkeys(("actor", "ref"), {"tp": 2}), "rollout": {"tp": 2}}  # on 4 ranks, homes are 0 and 2
 HOMES, NUM_WORKERS = 2, 2
@@ -59,44 +58,6 @@ ActorWorker.update_actor = break_down
 if __name__ == "__main__":
     cli.main(sys.argv[1:])
 """
-
-
-def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A small GRPO job of three steps in `folder`."""
-    rows = [
-        {
-            "data_source": "countdown",
-            "prompt": [{"role": "user", "content": f"{i} 2 3 4 {i + 1}:"}],
-            "reward_model": {"style": "rule", "ground_truth": {"numbers": [i, 2, 3, 4], "target": i + 1}},
-        }
-        for i in range(1, 10)
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "run": {"name": "ends", "dir": str(folder / "runs")},
-        "model": {
-            "tokenizer": str(REPOSITORY / "configs" / "tokenizer"),
-            "num_layers": 2,
-            "hidden_size": 32,
-            "ffn_hidden_size": 48,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
-        },
-        "data": {
-            "train_files": [str(folder / "train.jsonl")],
-            "train_batch_size": 8,
-            "max_prompt_length": 16,
-            "max_response_length": 8,
-        },
-        "rollout": {"n": 2},
-        "actor": {"ppo_mini_batch_size": 8, "ppo_max_token_len_per_gpu": 128},
-        "algorithm": {"adv_estimator": "grpo"},
-        "trainer": {"total_training_steps": 3},
-        **sections,
-    }
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
 
 
 def family_when_busy(process: psutil.Popen, folder: Path) -> list[psutil.Process]:

@@ -16,7 +16,8 @@ import pytest
 from hpcrl.launch.heartbeat import read
 from tests.launch.conftest import MPIEXEC, start  # noqa: F401  # fixture
 from tests.launch.test_ends import left_of
-from tests.trainer.test_ends import TP2, write_config
+from tests.trainer.small_run import write_config
+from tests.trainer.test_ends import TP2
 
 HANGING_JOB = Path(__file__).parents[1] / "launch" / "hanging_job.py"
 STEP = 2  # in which it hangs

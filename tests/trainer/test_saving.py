@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.checkpoint.store import CheckpointStore
+from tests.checkpoint.damage import flipped, truncated
 from tests.launch.conftest import MPIEXEC, REPOSITORY, environment
 from tests.trainer.small_run import checkpoints, compared, lines, log_of, run_folder, train
 
@@ -86,16 +87,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken")
     assert train(folder, 2) == 0
     return folder
-
-
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", [truncated, flipped, Path.unlink])
@@ -192,11 +183,12 @@ def test_a_slow_save_for_which_all_wait_is_no_hang(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_save_blocks_the_loop_for_less_than_a_quarter_of_a_synchronous_one(tmp_path: Path) -> None:
-    """Both in one run, of a model of 160 MB; the disk is as fast as memory allows, so this is the hard case."""
+    """Both in one run, of a model of 160 MB; the disk is as fast as memory allows, so this is the hard case. The least
+    of five each, as other work on the machine only adds to them."""
     bench = [sys.executable, str(REPOSITORY / "tools" / "bench_checkpoint.py"), "--json", "--layers", "3"]
     command = [str(MPIEXEC), "-n", "2", *bench, "--folder", str(tmp_path)]
     ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     found = json.loads(ended.stdout.splitlines()[-1])
     print(found)
     assert found["bytes"] > 100e6
-    assert found["async_blocked"] < 0.25 * found["sync_blocked"]
+    assert found["least_async_blocked"] < 0.25 * found["least_sync_blocked"]

@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 
 from tests.launch.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
-from tests.trainer.test_ends import write_config
+from tests.trainer.small_run import NOT_COMPARED, write_config
 
 HELD_JOB = REPOSITORY / "tests" / "slurm" / "held_job.py"
-TIMES = ("timing_s/", "timing_per_token_ms/", "perf/", "fully_async/")
 APART = {"pools": {"train": "1", "generate": "2"}, "rollout": {"pool": "generate"}}
 APART |= dict.fromkeys(("actor", "ref"), {"pool": "train"})
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     text = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not key.startswith(TIMES)} for line in text]
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith((*NOT_COMPARED, "fully_async/"))}
+        for line in text
+    ]
 
 
 @pytest.mark.slow

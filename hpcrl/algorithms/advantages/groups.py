@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,29 +20,6 @@ def group_numbers(index: GroupIds, device: torch.device) -> torch.Tensor:
     ids = (i.item() if isinstance(i, torch.Tensor | np.ndarray) else i for i in ids)
     numbers: dict[Any, int] = {}
     return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
-
-
-class Moments(NamedTuple):
-    """Of each sample's group, fp64 (B,): size, mean, standard deviation (n - 1; 0 in a group of one)."""
-
-    size: torch.Tensor
-    mean: torch.Tensor
-    std: torch.Tensor
-
-
-def group_moments(score: torch.Tensor, group: torch.Tensor) -> Moments:
-    """score: (B,). group: numbers (B,)."""
-    size = torch.bincount(group).double()
-    mean = group_sum(score, group) / size
-    squares = group_sum((score.double() - mean[group]).square(), group)
-    std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return Moments(size[group], mean[group], std[group])
-
-
-def group_sum(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """fp64 (G, ...): sums over each group's samples of x (B, ...)."""
-    count = int(group.max()) + 1 if len(group) else 0
-    return x.new_zeros((count, *x.shape[1:]), dtype=torch.float64).index_add(0, group, x.double())
 
 
 def two_best(score: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

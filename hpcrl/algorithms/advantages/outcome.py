@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
-from hpcrl.algorithms.advantages.groups import GroupIds, group_moments, group_numbers, group_sum, two_best
+from hpcrl.algorithms.advantages.groups import GroupIds, group_numbers, two_best
 from hpcrl.algorithms.masked import Reduce, masked_whiten, one_replica
+from hpcrl.kernels.group_statistics import group_moments, group_sum
 
 
 @register_adv_est("grpo")

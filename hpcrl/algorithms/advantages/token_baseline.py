@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
-from hpcrl.algorithms.advantages.groups import GroupIds, group_numbers, group_sum, two_best
+from hpcrl.algorithms.advantages.groups import GroupIds, group_numbers, two_best
 from hpcrl.algorithms.advantages.token_level import reward_to_go
+from hpcrl.kernels.group_statistics import group_sum
 
 
 @register_adv_est("optimal_token_baseline")

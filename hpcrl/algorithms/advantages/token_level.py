@@ -1,4 +1,7 @@
-"""Estimators with a return per token: GAE, REINFORCE++ and ReMax."""
+"""Estimators with a return per token: GAE, REINFORCE++ and ReMax.
+
+A run computes them on the host, where its columns rest; tensors on a GPU go through kernels.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 
 from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
 from hpcrl.algorithms.masked import Reduce, masked_whiten, one_replica
+from hpcrl.kernels import segmented_scan
 
 
 @register_adv_est("gae")
@@ -28,15 +32,7 @@ def gae(
     Quirks of verl: a masked token has the A of the next token the model wrote (0 after the last one), so its return is
     that A + V, and whitening shifts and scales it too: neither is 0. The reward of a masked token is lost.
     """
-    valid = response_mask.bool()
-    values = values.to(torch.promote_types(values.dtype, token_level_rewards.dtype))
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = values.new_zeros(len(values))
-    for t in reversed(range(values.shape[1])):
-        delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(valid[:, t], delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(valid[:, t], values[:, t], next_value)
-        advantages[:, t] = next_advantage
+    advantages = segmented_scan.gae(token_level_rewards, values, response_mask, gamma, lam)
     return masked_whiten(advantages, response_mask, reduce), advantages + values
 
 
@@ -51,11 +47,7 @@ def reinforce_plus_plus(
     Quirk of verl that is not followed: values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
     valid = response_mask.bool()
-    returns = torch.zeros_like(token_level_rewards)
-    following = token_level_rewards.new_zeros(len(token_level_rewards))
-    for t in reversed(range(returns.shape[1])):
-        following = torch.where(valid[:, t], token_level_rewards[:, t] + gamma * following, following)
-        returns[:, t] = following
+    returns = segmented_scan.discounted_returns(token_level_rewards, response_mask, gamma)
     returns = returns.masked_fill(~valid, 0.0)
     return masked_whiten(returns, response_mask, reduce).masked_fill(~valid, 0.0), returns
 

@@ -14,8 +14,8 @@ from hpcrl.algorithms.rollout_correction.presets import preset
 OTHER_KEYS = frozenset(
     """calculate_entropy calculate_sum_pi_squared checkpoint data_loader_seed engine entropy_checkpointing
     entropy_coeff entropy_from_logits_chunk_size entropy_from_logits_with_chunking freeze_vision_tower fsdp_config
-    grad_clip kl_loss_coef kl_loss_type loss_agg_mode megatron model_config optim pad_to_length
-    policy_loss.loss_mode ppo_epochs
+    grad_clip grad_offload kl_loss_coef kl_loss_type loss_agg_mode megatron model_config optim optimizer_offload
+    pad_to_length param_offload policy_loss.loss_mode ppo_epochs
     ppo_infer_max_token_len_per_gpu ppo_infer_micro_batch_size_per_gpu ppo_max_token_len_per_gpu ppo_micro_batch_size
     ppo_micro_batch_size_per_gpu ppo_mini_batch_size profile profiler qat rollout_n router_replay shuffle strategy
     torchtitan ulysses_sequence_parallel_size use_dynamic_bsz use_fused_kernels use_kl_loss use_prefix_grouper

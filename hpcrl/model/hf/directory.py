@@ -1,84 +1,118 @@
-"""A Hugging Face directory of safetensors files, read into a rank's weights.
-
-Training does not read such directories yet: `model.path` is refused, and only config.json is read in a job, for
-TensorRT-LLM.
-"""
+"""A Hugging Face directory's safetensors files, of which each rank reads the slices that it needs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpcrl.launch.exits import InputError
-from hpcrl.model.build import copy_boxes
-from hpcrl.model.hf.llama import Read, from_hf, shape_from_hf
-from hpcrl.model.params import shards
+from hpcrl.model.architecture import shape_from_yaml
+from hpcrl.model.hf.config_json import CONFIG, read_shape
+from hpcrl.model.hf.files import INDEX, SINGLE
+from hpcrl.model.hf.spans import differing, slices
+from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+if TYPE_CHECKING:
+    from hpcrl.config.schema import ModelConfig
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """The shape that config.json of `folder` describes."""
-    try:
-        return shape_from_hf(read_config(folder), str(folder / CONFIG))
-    except KeyError as error:
+def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
+    """The shape that a section `model:` describes, by its Hugging Face directory where it names one. `num_tokens`: the
+    tokenizer's. Raises InputError also where the directory's files are not those of such a model."""
+    if model.path is None:
+        return shape_from_yaml(model, num_tokens)
+    folder = Path(model.path)
+    shape = read_shape(folder)
+    if shape.vocab_size < num_tokens:
         raise InputError(
-            f"{folder / CONFIG} has no {error}; expected a Llama's, as save_pretrained() writes"
-        ) from error
+            f"{folder / CONFIG}: vocab_size={shape.vocab_size} is below the tokenizer's {num_tokens}; name the "
+            "tokenizer of this model"
+        )
+    Safetensors(folder).check(shape)
+    return shape
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`."""
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}); name a directory that save_pretrained() made") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path} has no keys; name a directory that save_pretrained() made")
-    return config
+def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
+    """The files of a directory whose model computes what one of this `shape` does; else InputError."""
+    found = read_shape(folder)
+    for field in fields(ModelShape):
+        theirs, ours = getattr(found, field.name), getattr(shape, field.name)
+        if field.name not in ("max_position_embeddings", "init_std", "family") and theirs != ours:
+            raise InputError(f"{folder / CONFIG} is of another model: {field.name} is {theirs}, expected {ours}")
+    source = Safetensors(folder)
+    source.check(shape)
+    return source
 
 
 class Safetensors:
-    """`directory(name)` reads one whole tensor."""
+    """The tensors of a directory's files, which are mapped into memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._open: dict[str, Any] = {}
         try:
-            if (folder / INDEX).exists():
-                self._file_of = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            if (folder / INDEX).is_file():
+                found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+                self._file_of = {str(name): str(file) for name, file in found.items()}
             else:
-                with safe_open(folder / SINGLE, "pt") as file:
-                    self._file_of = dict.fromkeys(file.keys(), SINGLE)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise InputError(f"{folder}: {error}; expected {SINGLE} or {INDEX} beside config.json") from error
+                self._file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+            raise InputError(f"{folder}: {error}; expected {SINGLE} or {INDEX} beside {CONFIG}") from error
 
-    def __call__(self, name: str) -> Tensor:
+    def check(self, shape: ModelShape) -> None:
+        """InputError where the files are not those of this model, by their headers: no tensor is read."""
+        problems = list(differing(shape, {name: tuple(self._slice(name).get_shape()) for name in self._file_of}))
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise InputError(f"{self._folder}: {problems[0]}{more}; copy the directory again, or mend {CONFIG}")
+
+    def read(self, shape: ModelShape, shard: Shard, out: Tensor) -> None:
+        """A rank's part of one of our parameters into `out`, in its dtype; 0 in the rows that pad the vocabulary."""
+        out = out.view(out.size(0), -1)
+        out.zero_()
+        for part in slices(shape, shard):
+            source = self._slice(part.hf_name)
+            rows, cols = slice(*part.rows), slice(*part.cols)
+            with self._named(part.hf_name):
+                values = source[rows, cols] if len(source.get_shape()) > 1 else source[rows].unsqueeze(1)
+            height, width = values.shape
+            out[part.local_row : part.local_row + height, part.local_col : part.local_col + width].copy_(values)
+
+    def _slice(self, name: str) -> Any:
         if name not in self._file_of:
-            raise InputError(f"{self._folder}: there is no tensor {name}; is this a Llama's directory?")
-        path = self._folder / self._file_of[name]
+            raise InputError(f"{self._folder}: there is no tensor {name}; copy the directory again")
+        with self._named(name):
+            return self._file(self._file_of[name]).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self._folder / name
+            if Path(name).name != name or not path.is_file():  # an index may come from anywhere
+                raise FileNotFoundError(f"there is no file {name} in {self._folder}")
+            self._open[name] = safe_open(self._folder / name, "pt")
+        return self._open[name]
+
+    @contextmanager
+    def _named(self, tensor: str) -> Iterator[None]:
+        """An error inside it says which file could not be read."""
         try:
-            with safe_open(path, "pt") as file:
-                return file.get_tensor(name)
+            yield
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: {error}; expected {name} in it: copy the directory again") from error
+            path, said = self._folder / self._file_of[tensor], " ".join(str(error).split())
+            raise InputError(f"{path}: {said}; expected {tensor} in it: copy the directory again") from error
 
 
-def load_weights(
-    shape: ModelShape, read: Read, weights: Mapping[str, Tensor], *, tp_rank: int = 0, tp_size: int = 1
-) -> None:
-    """Copies this rank's slices of the tensors that `read(their name)` gives into an engine's `weights`, and casts."""
-    mine = {shard.name: shard for shard in shards(shape, tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1)}
-    for name, whole in from_hf(shape, read):
-        shard = mine[name]
-        if tuple(whole.shape) != shard.global_shape:
-            raise InputError(f"{name} is {tuple(whole.shape)} in the files and {shard.global_shape} by config.json")
-        copy_boxes(whole, weights[name], shard)
+@torch.no_grad()
+def load_weights(shape: ModelShape, source: Safetensors, shards: list[Shard], weights: Mapping[str, Tensor]) -> None:
+    """This rank's parts of all parameters; `weights` has them by their global names."""
+    for shard in shards:
+        source.read(shape, shard, weights[shard.name])

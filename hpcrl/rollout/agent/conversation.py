@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hpcrl.rollout.protocol import Completion, FinishReason, Request, Trajectory
+from hpcrl.rollout.protocol import Completion, FinishReason, Request, Trajectory, known_first
 
 
 @dataclass(eq=False)
@@ -17,6 +17,7 @@ class Conversation:
     num_turns: int = 0  # of the model
     num_tokens: int = 0  # of the response so far
     finish_reason: FinishReason | None = None  # of the latest turn
+    _routed_experts: np.ndarray | None = None
     _token_ids: list[np.ndarray] = field(default_factory=list)
     _log_probs: list[np.ndarray] = field(default_factory=list)
     _masks: list[np.ndarray] = field(default_factory=list)
@@ -24,6 +25,7 @@ class Conversation:
     def add_turn(self, done: Completion) -> None:
         """Tokens that the model wrote."""
         self._add(done.token_ids, done.log_probs, 1)
+        self._routed_experts = known_first(self._routed_experts, done.routed_experts)
         self.finish_reason = done.finish_reason
         self.num_turns += 1
 
@@ -46,6 +48,7 @@ class Conversation:
             self.num_turns,
             num_tool_calls,
             turn_scores,
+            self._routed_experts,
         )
 
     def _add(self, token_ids: np.ndarray, log_probs: np.ndarray, mask: int) -> None:

@@ -1,8 +1,9 @@
 """Attention over the KV cache.
 
 An attention is made for one call of the decoder, which brings `NewTokens`. It is called once a layer with their flat
-queries (n, KV heads, queries per KV head, head_dim), keys and values (n, KV heads, head_dim), all after RoPE, stores
-keys and values in the cache and gives outputs shaped like the queries.
+queries (n, KV heads, queries per KV head, key_dim), keys (n, KV heads, key_dim) and values (n, KV heads, value_dim),
+all after RoPE, stores keys and values in the cache and gives outputs (n, KV heads, queries per KV head, value_dim).
+Products of queries and keys are divided by sqrt(key_dim).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+from torch.nn.functional import embedding_bag
 
+from hpcrl.kernels.packed_attention import Sequences, packed_attention
 from hpcrl.rollout.native.block_pool import FREE
 from hpcrl.rollout.native.kv_cache import KVCache, Scratch
 
@@ -71,23 +73,11 @@ class PrefillAttention:
 
     def __init__(self, new: NewTokens) -> None:
         self.new = new
-        self._longest = int(new.lengths.max())
-        sequences = np.arange(len(new.rows)).repeat(new.lengths)
-        self._sequences = torch.from_numpy(sequences).to(new.cache.device)
+        self._sequences = Sequences.of(new.lengths, new.cache.device)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
-        # Padding is at the end, where the causal mask hides it from every real token.
-        outputs = scaled_dot_product_attention(
-            self._pad(queries.flatten(1, 2)), self._pad(keys), self._pad(values), is_causal=True, enable_gqa=True
-        )
-        return outputs.transpose(1, 2)[self._sequences, self.new.positions].view_as(queries)
-
-    def _pad(self, flat: Tensor) -> Tensor:
-        """(n, heads, head_dim) -> (sequences, heads, longest, head_dim)"""
-        padded = flat.new_zeros((len(self.new.rows), self._longest, *flat.shape[1:]))
-        padded[self._sequences, self.new.positions] = flat
-        return padded.transpose(1, 2)
+        return packed_attention(queries.flatten(1, 2), keys, values, self._sequences).unflatten(1, queries.shape[1:3])
 
 
 class DecodeAttention:
@@ -117,21 +107,20 @@ class DecodeAttention:
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
-        heads, per_head, head_dim = queries.shape[1:]
-        by_head = (-1, per_head, head_dim)
+        heads, per_head, key_dim = queries.shape[1:]
         cached_keys, cached_values = self.new.cache.used(layer)
         at = self._scratch
-        torch.index_select(queries.reshape(self._num_rows, -1, head_dim), 0, self._owners, out=at.queries)
+        torch.index_select(queries.reshape(self._num_rows, -1, key_dim), 0, self._owners, out=at.queries)
         scores = at.scores.view(len(cached_keys), per_head, -1)
-        torch.bmm(at.queries.view(by_head), cached_keys, out=scores)
-        weights = torch.add(at.bias, at.scores, alpha=LOG2_E * head_dim**-0.5, out=at.weights)
+        torch.bmm(at.queries.view(-1, per_head, key_dim), cached_keys, out=scores)
+        weights = torch.add(at.bias, at.scores, alpha=LOG2_E * key_dim**-0.5, out=at.weights)
         maxima = self._by_row(weights.amax(-1), "max")
         weights.sub_(maxima.index_select(0, self._owners).unsqueeze(-1)).exp2_()
         sums = self._by_row(weights.sum(-1), "sum")
         if at.scores.dtype != weights.dtype:
             weights = at.scores.copy_(weights)
-        torch.bmm(weights.view(scores.shape), cached_values, out=at.products.view(by_head))
-        outputs = self._by_row(at.products.flatten(1), "sum").view(queries.shape)
+        torch.bmm(weights.view(scores.shape), cached_values, out=at.products.view(-1, per_head, values.size(-1)))
+        outputs = self._by_row(at.products.flatten(1), "sum").view(-1, heads, per_head, values.size(-1))
         return (outputs / sums.view(*queries.shape[:-1], 1)).to(queries.dtype)
 
     def _by_row(self, of_block: Tensor, mode: str) -> Tensor:
@@ -153,10 +142,10 @@ class ContinuedAttention:
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the parts of the cache."""
         self.new.store(layer, keys, values)
-        tokens, heads, per_head, head_dim = queries.shape
-        rows = (queries * (LOG2_E * head_dim**-0.5)).transpose(0, 1).reshape(heads, -1, head_dim)
+        tokens, heads, per_head, key_dim = queries.shape
+        rows = (queries * (LOG2_E * key_dim**-0.5)).transpose(0, 1).reshape(heads, -1, key_dim)
         last = self.new.positions.repeat_interleave(per_head)[:, None]
-        outputs = rows.new_zeros(rows.shape, dtype=torch.float32)
+        outputs = rows.new_zeros((*rows.shape[:2], values.size(-1)), dtype=torch.float32)
         maxima = outputs.new_full((*rows.shape[:2], 1), MASKED)
         sums = torch.zeros_like(maxima)
         place = 0
@@ -172,5 +161,5 @@ class ContinuedAttention:
             sums = sums * kept + weights.sum(-1, keepdim=True)
             outputs = outputs * kept + torch.bmm(weights.to(values.dtype), part_values)
             maxima = new_maxima
-        outputs = outputs.div_(sums).to(queries.dtype).view(heads, tokens, per_head, head_dim)
+        outputs = outputs.div_(sums).to(queries.dtype).view(heads, tokens, per_head, -1)
         return outputs.transpose(0, 1)

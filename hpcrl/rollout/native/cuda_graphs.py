@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcrl.rollout.native.attention import NewTokens
 from hpcrl.rollout.native.decoder import Decoder
-from hpcrl.rollout.native.paged_attention import PagedAttention
+from hpcrl.rollout.native.paged_attention import PagedAttention, fill
 
 
 class _Graph(NamedTuple):
@@ -22,19 +22,22 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """A graph for each number of rows that is a power of 2, captured when it is first needed.
 
-    A step with fewer rows repeats its first row, which computes and stores the same numbers once more. Graphs keep the
-    addresses of weights and KV cache: `clear` them when one of these moves.
+    A step with fewer rows repeats its first row, which computes and stores the same numbers once more. Lengths are not
+    part of a graph: its attention has programs for as many parts as rows of any lengths can be cut into, and those
+    without a part leave at once. Graphs keep the addresses of weights and KV cache: `clear` them when one of these
+    moves.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._graphs: dict[int, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
 
     def clear(self) -> None:
         self._graphs.clear()
 
     def __call__(self, token_ids: Tensor, new: NewTokens) -> Tensor:
-        """Logits (n, padded vocabulary) of one more token of each of rows 0..n-1."""
+        """Logits as `Decoder.forward` gives them, of one more token of each of rows 0..n-1."""
         attention = PagedAttention(new)
         rows = 1 << (len(token_ids) - 1).bit_length()
         if rows not in self._graphs:
@@ -45,31 +48,20 @@ class DecodeGraphs:
         return graph.logits[: len(token_ids)]
 
     def _capture(self, rows: int, token_ids: Tensor, attention: PagedAttention) -> _Graph:
-        static = PagedAttention(attention.new)
-        static.new = attention.new.empty_like(rows)
-        static.starts, static.lengths = (part.new_zeros(rows) for part in (attention.starts, attention.lengths))
-        static.blocks = attention.blocks.new_zeros(attention.new.cache.num_blocks)
-        graph = _Graph(torch.cuda.CUDAGraph(), token_ids.new_zeros(rows), static, token_ids)
+        graph = _Graph(torch.cuda.CUDAGraph(), token_ids.new_zeros(rows), attention.with_room(rows), token_ids)
         _load(graph, token_ids, attention)
         # Once outside, as kernels are compiled and communicators made by the first call.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._decoder.forward(graph.token_ids, static)
+            self._decoder.forward(graph.token_ids, graph.attention)
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph.graph):
-            logits = self._decoder.forward(graph.token_ids, static)
+        # Graphs run one at a time, so they can have their memory in common; other threads go on.
+        with torch.cuda.graph(graph.graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._decoder.forward(graph.token_ids, graph.attention)
         return graph._replace(logits=logits)
 
 
 def _load(graph: _Graph, token_ids: Tensor, attention: PagedAttention) -> None:
-    static = graph.attention
-    static.blocks[: len(attention.blocks)] = attention.blocks
-    for to, of in (
-        (graph.token_ids, token_ids),
-        (static.starts, attention.starts),
-        (static.lengths, attention.lengths),
-        *zip(static.new.tensors, attention.new.tensors, strict=True),
-    ):
-        to[: len(of)] = of
-        to[len(of) :] = of[0]
+    fill(graph.token_ids, token_ids)
+    graph.attention.load(attention)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding
 
-from hpcrl.model.norm import rms_norm
+from hpcrl.kernels.rms_norm import add_rms_norm, rms_norm
+from hpcrl.kernels.swiglu import swiglu
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
+from hpcrl.model.routing import by_expert, route
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.attention import Attention
+from hpcrl.rollout.native.latent_attention import LatentWeights, queries_and_keys, values_of
 from hpcrl.rollout.native.rope import FastRope, Rotation
 from hpcrl.rollout.native.tensor_parallel import TensorParallel
 
@@ -20,12 +23,23 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Layer(NamedTuple):
-    input_norm: Tensor
-    qkv: Tensor
+    """fc1, fc2: of the layer, or of each expert in turn, of a layer with a router; it may have experts of every token
+    too, as one. next_norm: what comes behind the layer, the next one's first or the final one. qkv, or latent."""
+
     proj: Tensor
     mlp_norm: Tensor
-    fc1: Tensor
-    fc2: Tensor
+    next_norm: Tensor
+    fc1: list[Tensor]
+    fc2: list[Tensor]
+    router: Tensor | None = None
+    router_bias: Tensor | None = None
+    shared_fc1: Tensor | None = None
+    shared_fc2: Tensor | None = None
+    latent: LatentWeights | None = None
+    qkv: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
 
 class Decoder:
@@ -45,13 +59,21 @@ class Decoder:
     ) -> None:
         self.vocab_size = shape.vocab_size
         self._shape = shape
-        self._tp = tp
+        self.tp = tp
         self._linear = linear
         self._rotation = rotation
         self._num_groups = shape.num_query_groups // tp.size
         self.weights = {
             shard.name: torch.zeros(shard.local_shape, dtype=dtype, device=device)
-            for shard in shards(shape, tp_rank=tp.rank, tp_size=tp.size, pp_rank=0, pp_size=1)
+            for shard in shards(
+                shape,
+                tp_rank=tp.rank,
+                tp_size=tp.size,
+                pp_rank=0,
+                pp_size=1,
+                etp_rank=tp.rank if shape.num_experts else 0,
+                etp_size=tp.size if shape.num_experts else 1,
+            )
         }
         self._bind()
 
@@ -67,60 +89,136 @@ class Decoder:
         self._bind()
 
     def _bind(self) -> None:
-        self._layers = [
-            _Layer(
-                *(
-                    self.weights[f"decoder.layers.{layer}.{name}.weight"]
-                    for name in (
-                        "input_layernorm",
-                        "self_attention.linear_qkv",
-                        "self_attention.linear_proj",
-                        "pre_mlp_layernorm",
-                        "mlp.linear_fc1",
-                        "mlp.linear_fc2",
-                    )
-                )
-            )
-            for layer in range(self._shape.num_layers)
-        ]
+        names = {
+            "proj": "self_attention.linear_proj.weight",
+            "mlp_norm": "pre_mlp_layernorm.weight",
+        }
+        if self._shape.mla is None:
+            names["qkv"] = "self_attention.linear_qkv.weight"
+        if self._shape.qkv_bias:
+            names["qkv_bias"] = "self_attention.linear_qkv.bias"
+        if self._shape.qk_norm:
+            names |= {f"{head}_norm": f"self_attention.{head}_layernorm.weight" for head in "qk"}
+        self._layers = [self._layer(layer, names) for layer in range(self._shape.num_layers)]
         self._embedding = self.weights[EMBEDDING]
         self._head = self.weights[EMBEDDING if self._shape.tie_word_embeddings else OUTPUT_LAYER]
-        self._final_norm = self.weights["decoder.final_layernorm.weight"]
+        self._first_norm = self.weights["decoder.layers.0.input_layernorm.weight"]
 
-    def forward(self, token_ids: Tensor, attention: Attention) -> Tensor:
-        """Logits (n, padded vocabulary) after each of the flat `token_ids` integer (n,)."""
-        hidden = self._run(token_ids, attention, cache_only=False)
-        logits = self._linear(rms_norm(hidden, self._final_norm, self._shape.rms_norm_eps), self._head)
-        return self._tp.gather_columns(logits)
+    def _layer(self, layer: int, names: dict[str, str]) -> _Layer:
+        def weight(name: str) -> Tensor:
+            return self.weights[f"decoder.layers.{layer}.{name}"]
 
-    def fill(self, token_ids: Tensor, attention: Attention) -> None:
-        """Only puts keys and values of `token_ids` into the cache."""
-        self._run(token_ids, attention, cache_only=True)
+        shape = self._shape
+        following = "final_layernorm" if layer + 1 == shape.num_layers else f"layers.{layer + 1}.input_layernorm"
+        parts: dict[str, Any] = {part: weight(name) for part, name in names.items()}
+        parts["next_norm"] = self.weights[f"decoder.{following}.weight"]
+        if shape.mla is not None:
+            parts["latent"] = LatentWeights.of_layer(shape.mla, weight)
+        if not shape.is_moe_layer(layer):
+            return _Layer(**parts, fc1=[weight("mlp.linear_fc1.weight")], fc2=[weight("mlp.linear_fc2.weight")])
+        if shape.moe_score_bias:
+            parts["router_bias"] = weight("mlp.router.expert_bias")
+        if shape.moe_shared_ffn_hidden_size:
+            parts |= {f"shared_{fc}": weight(f"mlp.shared_experts.linear_{fc}.weight") for fc in ("fc1", "fc2")}
+        experts = [f"mlp.experts.local_experts.{number}." for number in range(shape.num_experts)]
+        return _Layer(
+            **parts,
+            fc1=[weight(f"{expert}linear_fc1.weight") for expert in experts],
+            fc2=[weight(f"{expert}linear_fc2.weight") for expert in experts],
+            router=weight("mlp.router.weight"),
+        )
 
-    def _run(self, token_ids: Tensor, attention: Attention, cache_only: bool) -> Tensor:
+    @property
+    def routing_width(self) -> int:
+        """How many numbers tell a token's experts."""
+        return len(self._shape.moe_layers) * self._shape.moe_topk
+
+    def forward(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None = None) -> Tensor:
+        """Logits (n, padded vocabulary / tp) after each of the flat `token_ids` integer (n,): this rank's columns.
+        `chosen` gets the experts of each layer that has some, int64 (n, topk)."""
+        return self._linear(self._run(token_ids, attention, chosen, cache_only=False), self._head)
+
+    def fill(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None = None) -> None:
+        """Only puts keys and values of `token_ids` into the cache, and their experts into `chosen`."""
+        self._run(token_ids, attention, chosen, cache_only=True)
+
+    def _run(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None, *, cache_only: bool) -> Tensor:
+        """What goes into the head (n, hidden), unless `cache_only` ends it before."""
         eps = self._shape.rms_norm_eps
-        rotate = self._rotation(attention.new.positions, self._shape.head_dim, self._shape.rope_theta)
+        rotate = self._rotation(attention.new.positions, self._shape)
         hidden = self._embed(token_ids)
+        normed = rms_norm(hidden, self._first_norm, eps)
         for number, layer in enumerate(self._layers):
-            mixed = self._linear(rms_norm(hidden, layer.input_norm, eps), layer.qkv)
-            # (n, KV heads, queries of a head + key + value, head_dim)
-            heads = mixed.view(len(mixed), self._num_groups, -1, self._shape.head_dim)
-            rotated = rotate(heads[:, :, :-1])
-            queries, keys, values = rotated[:, :, :-1], rotated[:, :, -1], heads[:, :, -1]
-            if cache_only and number == len(self._layers) - 1:
+            queries, keys, values = self._heads(normed, layer, rotate)
+            is_enough = cache_only and number == len(self._layers) - 1
+            if is_enough and (chosen is None or layer.router is None):
                 attention.new.store(number, keys, values)
                 break
-            attended = attention(number, queries, keys, values).flatten(1)
-            hidden += self._tp.sum(self._linear(attended, layer.proj))
-            gate, up = self._linear(rms_norm(hidden, layer.mlp_norm, eps), layer.fc1).chunk(2, dim=-1)
-            hidden += self._tp.sum(self._linear(silu(gate).mul_(up), layer.fc2))
-        return hidden
+            attended = attention(number, queries, keys, values)
+            if layer.latent is not None and self._shape.mla is not None:
+                attended = values_of(attended, layer.latent, self._shape.mla)
+            attended = self.tp.sum(self._linear(attended.flatten(1), layer.proj))
+            normed = add_rms_norm(attended, hidden, layer.mlp_norm, eps)
+            if layer.router is None:
+                output = self._mlp(normed, layer.fc1[0], layer.fc2[0])
+            else:
+                logits = self._linear(normed.float(), layer.router.float())
+                weights, ids = route(logits, self._shape, layer.router_bias)
+                if chosen is not None:
+                    chosen.append(ids)
+                if is_enough:
+                    break
+                output = self._mixture(normed, weights, ids, layer)
+            normed = add_rms_norm(self.tp.sum(output), hidden, layer.next_norm, eps)
+        return normed
+
+    def _heads(self, x: Tensor, layer: _Layer, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as `hpcrl.rollout.native.attention` has them."""
+        if layer.latent is not None:
+            queries, keys = queries_and_keys(x, layer.latent, self._shape, self._linear, rotate)
+            return queries, keys, keys[..., : -self._shape.rope_dim]
+        assert layer.qkv is not None
+        mixed = self._linear(x, layer.qkv)
+        if layer.qkv_bias is not None:
+            mixed = mixed + layer.qkv_bias
+        # (n, KV heads, queries of a head + key + value, head_dim)
+        heads = mixed.view(len(mixed), self._num_groups, -1, self._shape.head_dim)
+        rotated = rotate(self._normed(heads[:, :, :-1], layer))
+        return rotated[:, :, :-1], rotated[:, :, -1], heads[:, :, -1]
+
+    def _mlp(self, x: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+        return self._linear(swiglu(self._linear(x, fc1)), fc2)
+
+    def _mixture(self, x: Tensor, weights: Tensor, ids: Tensor, layer: _Layer) -> Tensor:
+        """This rank's part of the weighted sum of each token's experts, `weights` and `ids` (n, topk)."""
+        shape = self._shape
+        places, counts = by_expert(ids, shape.num_experts)
+        rows = places // shape.moe_topk
+        outputs = [
+            self._mlp(part, fc1, fc2)
+            for part, fc1, fc2 in zip(x[rows].split(counts), layer.fc1, layer.fc2, strict=True)
+            if len(part)
+        ]
+        weighted = x.new_empty(len(places), x.size(1))
+        weighted[places] = torch.cat(outputs)
+        mixed = (weighted.unflatten(0, weights.shape) * weights.unsqueeze(-1).to(x.dtype)).sum(1)
+        if layer.shared_fc1 is not None and layer.shared_fc2 is not None:
+            mixed += self._mlp(x, layer.shared_fc1, layer.shared_fc2)
+        return mixed
+
+    def _normed(self, heads: Tensor, layer: _Layer) -> Tensor:
+        """Queries and key (n, KV heads, heads, head_dim), each head normalised where the model does that."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return heads
+        eps = self._shape.rms_norm_eps
+        queries, key = rms_norm(heads[:, :, :-1], layer.q_norm, eps), rms_norm(heads[:, :, -1:], layer.k_norm, eps)
+        return torch.cat((queries, key), dim=2)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        if self._tp.size == 1:
+        if self.tp.size == 1:
             return embedding(token_ids, self._embedding)
         rows = len(self._embedding)
-        local = token_ids - self._tp.rank * rows
+        local = token_ids - self.tp.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         found = embedding(local.masked_fill(elsewhere, 0), self._embedding)
-        return self._tp.sum(found.masked_fill_(elsewhere[:, None], 0))
+        return self.tp.sum(found.masked_fill_(elsewhere[:, None], 0))

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.model.exact import check_exact, exact_linear
+from hpcrl.model.kv_memory import BLOCK_SIZE, cached_heads, most_kv_bytes, num_blocks
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.cuda_graphs import DecodeGraphs
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.generation import Generation
 from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.memory import BLOCK_SIZE, most_kv_bytes, num_blocks
+from hpcrl.rollout.native.paged_attention import PagedAttention
 from hpcrl.rollout.native.rope import PlainRope
 from hpcrl.rollout.native.scheduler import Scheduler
 from hpcrl.rollout.native.sequence import Sequence
@@ -59,7 +60,7 @@ class NativeEngine:
             check_exact(shape, tp_size, dtype, device)
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         if kv_cache_bytes is None:
-            kv_cache_bytes = most_kv_bytes(shape, tp_size, dtype, max_num_seqs, max_model_len)
+            kv_cache_bytes = most_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -69,20 +70,18 @@ class NativeEngine:
         self._decoder = (
             Decoder(shape, tp, dtype, device, exact_linear, PlainRope) if exact else Decoder(shape, tp, dtype, device)
         )
-        # Other widths than powers of 2 go without the Triton kernel.
-        graphed = device.type == "cuda" and not (enforce_eager or exact or shape.head_dim & (shape.head_dim - 1))
-        self._graphs = DecodeGraphs(self._decoder) if graphed else None
         self._cache = KVCache(
             shape.num_layers,
-            tp.smallest(num_blocks(shape, tp_size, dtype, kv_cache_bytes, max_model_len)),
-            shape.num_query_groups // tp_size,
-            shape.num_attention_heads // shape.num_query_groups,
+            tp.smallest(num_blocks(shape, tp_size, dtype.itemsize, kv_cache_bytes, max_model_len)),
+            cached_heads(shape, tp_size),
             BLOCK_SIZE,
-            shape.head_dim,
             max_num_seqs,
             dtype,
             device,
         )
+        # The host asks how many tokens an expert has.
+        graphed = device.type == "cuda" and not (enforce_eager or exact or shape.num_experts)
+        self._graphs = DecodeGraphs(self._decoder) if graphed and PagedAttention.fits(self._cache) else None
 
     def weights(self) -> dict[str, Tensor]:
         return self._decoder.weights

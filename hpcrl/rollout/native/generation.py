@@ -20,9 +20,11 @@ from hpcrl.rollout.native.cuda_graphs import DecodeGraphs
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.exact_attention import ExactAttention
 from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.paged_attention import PagedAttention
 from hpcrl.rollout.native.running_batch import RunningBatch
 from hpcrl.rollout.native.scheduler import Admission, Scheduler
 from hpcrl.rollout.native.sequence import Sequence
+from hpcrl.rollout.native.sharded_sampling import sample_sharded
 from hpcrl.rollout.protocol import Completion, SamplingParams
 from hpcrl.rollout.sampling import sample, uniforms
 
@@ -54,7 +56,8 @@ class Generation:
         self._exact = exact
         self._graphs = graphs
         self._on_finished = on_finished
-        self._batch = RunningBatch(max_num_seqs, sampling)
+        self._records = sampling.routed_experts
+        self._batch = RunningBatch(max_num_seqs, sampling, decoder.routing_width if self._records else 0)
         cache.clear()
 
     @property
@@ -90,11 +93,17 @@ class Generation:
             pool.grow(rows, lengths)
             token_ids = np.concatenate([sequence.token_ids()[:-1] for sequence in admission.prefilled])
             if len(rows) > 1:
-                self._fill(token_ids, rows, np.zeros_like(lengths), lengths)
+                experts = self._fill(token_ids, rows, np.zeros_like(lengths), lengths)
             else:
-                for start in range(0, len(token_ids), limit):
-                    part = token_ids[start : start + limit]
-                    self._fill(part, rows, np.array([start]), np.array([len(part)]))
+                parts = [
+                    self._fill(part := token_ids[start : start + limit], rows, np.array([start]), np.array([len(part)]))
+                    for start in range(0, len(token_ids), limit)
+                ]
+                experts = np.concatenate(parts)
+            if self._records:
+                for sequence, part in zip(admission.prefilled, np.split(experts, lengths.cumsum()[:-1]), strict=True):
+                    if not sequence.routed:  # one that was preempted keeps what was recorded before
+                        sequence.routed.append(part)
         for sequence in admission.joined:
             source = self._batch.row_of_group(sequence.group)
             row = self._batch.add(sequence)
@@ -102,20 +111,30 @@ class Generation:
                 assert source is not None
                 blocks = pool.grow(np.array([row]), self._batch.cached[[row]])
                 self._cache.move(Moves(pool.blocks_of(source)[: len(blocks)], blocks))
+                if self._records:
+                    sequence.routed = self._batch.sequences[source].routed[:1]
 
-    def _fill(self, token_ids: np.ndarray, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+    def _fill(self, token_ids: np.ndarray, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The experts of the tokens, where they are recorded."""
         new = NewTokens(self._cache, rows, starts, lengths)
-        self._decoder.fill(torch.from_numpy(token_ids).to(self._cache.device), self._prefill_attention(new))
+        chosen: list[torch.Tensor] | None = [] if self._records else None
+        self._decoder.fill(torch.from_numpy(token_ids).to(self._cache.device), self._prefill_attention(new), chosen)
+        return _experts(chosen)
 
     def _prefill_attention(self, new: NewTokens) -> Attention:
         if self._exact:
             return ExactAttention(new)
         return ContinuedAttention(new) if new.starts[0] else PrefillAttention(new)
 
-    def _forward(self, token_ids: torch.Tensor, new: NewTokens) -> torch.Tensor:
-        if self._graphs is not None:
+    def _forward(self, token_ids: torch.Tensor, new: NewTokens, chosen: list[torch.Tensor] | None) -> torch.Tensor:
+        if self._graphs is not None:  # which models with experts have not
             return self._graphs(token_ids, new)
-        return self._decoder.forward(token_ids, ExactAttention(new) if self._exact else DecodeAttention(new))
+        return self._decoder.forward(token_ids, self._decode_attention(new), chosen)
+
+    def _decode_attention(self, new: NewTokens) -> Attention:
+        if self._exact:
+            return ExactAttention(new)
+        return PagedAttention(new) if PagedAttention.fits(self._cache) else DecodeAttention(new)
 
     def _preempt(self) -> None:
         """Sends back those that joined last, until the next tokens of the others fit."""
@@ -136,14 +155,18 @@ class Generation:
         self._cache.pool.grow(rows, batch.cached[rows] + 1)
         new = NewTokens(self._cache, rows, batch.cached[rows], np.ones_like(rows))
         token_ids = torch.from_numpy(batch.last_tokens[rows]).to(self._cache.device)
-        logits = self._forward(token_ids, new)
+        chosen: list[torch.Tensor] | None = [] if self._records else None
+        logits = self._forward(token_ids, new, chosen)
         uniform = uniforms(batch.keys[rows], batch.positions, batch.sample_indices[rows], self._trainer_step)
-        drawn = sample(logits, uniform, self._decoder.vocab_size, self._sampling)
-        log_probs = drawn.log_probs
+        tp, vocab_size = self._decoder.tp, self._decoder.vocab_size
         if self._exact:
-            every = exact_log_softmax(logits, self._decoder.vocab_size, self._sampling.temperature)
-            log_probs = every.gather(1, drawn.token_ids.unsqueeze(1)).squeeze(1)
-        batch.append(drawn.token_ids.cpu().numpy(), log_probs.cpu().numpy())
+            logits = tp.gather_columns(logits)
+            token_ids = sample(logits, uniform, vocab_size, self._sampling).token_ids
+            every = exact_log_softmax(logits, vocab_size, self._sampling.temperature)
+            log_probs = every.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        else:
+            token_ids, log_probs = sample_sharded(logits, uniform, vocab_size, self._sampling, tp)
+        batch.append(token_ids.cpu().numpy(), log_probs.cpu().numpy(), _experts(chosen))
 
     def _finish(self) -> None:
         stopped, at_limit = self._batch.stopped(), self._batch.at_limit()
@@ -163,3 +186,8 @@ class Generation:
         if self._cache.pool.num_holes > self._cache.pool.extent // 8:
             self._cache.move(self._cache.pool.compact())
         return sequences
+
+
+def _experts(chosen: list[torch.Tensor] | None) -> np.ndarray:
+    """int16 (n, layers x topk) of a decoder's choices in each layer; (1, 0) where they are not recorded."""
+    return torch.cat(chosen, dim=1).to("cpu", torch.int16).numpy() if chosen else np.zeros((1, 0), np.int16)

@@ -16,9 +16,10 @@ class RunningBatch:
 
     Per row: `cached` tokens in the KV cache, `num_drawn` tokens (the last one is not cached yet), and what the random
     numbers are keyed by. Nothing here has the size of the longest response: what was drawn leaves in parts.
+    `routing_width` numbers tell a token's experts, in all layers; 0: they are not recorded.
     """
 
-    def __init__(self, capacity: int, sampling: SamplingParams) -> None:
+    def __init__(self, capacity: int, sampling: SamplingParams, routing_width: int = 0) -> None:
         self.num_rows = 0
         self.keys = np.zeros((capacity, 2), np.uint32)
         self.sample_indices = np.zeros(capacity, np.int64)
@@ -32,6 +33,7 @@ class RunningBatch:
         self._in_part = np.zeros(capacity, np.int64)
         self._part_ids = np.zeros((capacity, PART), np.int32)
         self._part_log_probs = np.zeros((capacity, PART), np.float32)
+        self._part_experts = np.zeros((capacity, PART, routing_width), np.int16)
         self._started = np.zeros(capacity, np.int64)
         self._stop_ids = np.array(() if sampling.ignore_eos else sampling.eos_token_ids, np.int64)
         self._num_started = 0
@@ -68,12 +70,14 @@ class RunningBatch:
         self._num_started += 1
         return row
 
-    def append(self, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
-        """One more token of each row: ids and log-probs (rows,). What was the last token is cached now."""
+    def append(self, token_ids: np.ndarray, log_probs: np.ndarray, experts: np.ndarray) -> None:
+        """One more token of each row: ids and log-probs (rows,). What was the last token is cached now, and went to
+        `experts` (rows, routing width)."""
         rows = self.rows
         places = np.arange(self.num_rows), self._in_part[rows]
         self._part_ids[places] = token_ids
         self._part_log_probs[places] = log_probs
+        self._part_experts[places] = experts
         self.last_tokens[rows] = token_ids
         self.cached[rows] += 1
         self.num_drawn[rows] += 1
@@ -87,6 +91,8 @@ class RunningBatch:
             if length:
                 part = self._part_ids[row, :length].copy(), self._part_log_probs[row, :length].copy()
                 self.sequences[row].drawn.append(part)
+                if self._part_experts.shape[2]:
+                    self.sequences[row].routed.append(self._part_experts[row, :length].copy())
         self._in_part[rows] = 0
 
     def stopped(self) -> np.ndarray:
@@ -122,6 +128,7 @@ class RunningBatch:
             self._in_part,
             self._part_ids,
             self._part_log_probs,
+            self._part_experts,
             self._started,
         ):
             column[moves.targets] = column[moves.sources]

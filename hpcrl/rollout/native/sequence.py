@@ -16,7 +16,8 @@ class Sequence:
 
     `key` is its Philox key (2,) uint32, `first_position` the place in the response of the first token to draw. `group`
     is the index of the first sequence of equal context that is known. `drawn` are its tokens up to when it last left
-    the running batch, or a little earlier, in parts: ids int32 (n,) and log-probs fp32 (n,).
+    the running batch, or a little earlier, in parts: ids int32 (n,) and log-probs fp32 (n,). `routed` are the experts
+    of the tokens run by then, int16 (n, layers x topk), also in parts; the first is of the context but its last token.
     """
 
     index: int
@@ -27,6 +28,7 @@ class Sequence:
     max_new_tokens: int
     group: int
     drawn: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    routed: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def from_request(cls, index: int, request: Request, sampling: SamplingParams, seed: int) -> Sequence:
@@ -54,5 +56,6 @@ class Sequence:
         for part in self.drawn:
             ids.append(part[0])
             log_probs.append(part[1])
-        self.drawn = []
-        return Completion(np.concatenate(ids), np.concatenate(log_probs), reason)
+        routed = np.concatenate(self.routed) if self.routed else None
+        self.drawn, self.routed = [], []
+        return Completion(np.concatenate(ids), np.concatenate(log_probs), reason, routed)

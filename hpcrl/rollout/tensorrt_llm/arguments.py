@@ -8,7 +8,8 @@ from typing import Any
 from hpcrl.config.rollout_rules import check_tensorrt_llm
 from hpcrl.config.schema import Config
 from hpcrl.launch.exits import InputError
-from hpcrl.model.hf.directory import CONFIG, read_config, read_shape
+from hpcrl.model.hf.config_json import CONFIG, read_config, read_shape
+from hpcrl.model.kv_memory import kv_bytes_per_token
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.tensorrt_llm.sampling import SAMPLER
 
@@ -16,7 +17,7 @@ TOKENS_PER_BLOCK = 32  # of its paged KV cache
 ITEMSIZE = 2  # bytes: bfloat16 is the only dtype
 GIB = 2**30
 
-# A key of a Llama's config.json -> the field of ModelShape that must be equal
+# A key of config.json, or what its model_type means -> the field of ModelShape that must be equal
 ARCHITECTURE = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -28,6 +29,9 @@ ARCHITECTURE = {
     "rope_theta": "rope_theta",
     "rms_norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "tie_word_embeddings",
+    "rope_scaling": "rope_scaling",
+    "attention_bias": "qkv_bias",
+    "q_norm": "qk_norm",
 }
 
 
@@ -71,12 +75,6 @@ def max_model_len(config: Config) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def kv_bytes_per_token(shape: ModelShape, tp_size: int) -> int:
-    """Bytes of a token's keys and values on one rank."""
-    heads = -(-shape.num_query_groups // tp_size)
-    return 2 * shape.num_layers * heads * shape.head_dim * ITEMSIZE
-
-
 def _kv_cache(config: Config, shape: ModelShape, tp_size: int) -> dict[str, Any]:
     """`max_tokens` bounds the cache whatever was free when the engine was built: with colocated training that number is
     an accident. The package takes the smaller of it and of its share of the free memory."""
@@ -86,7 +84,7 @@ def _kv_cache(config: Config, shape: ModelShape, tp_size: int) -> dict[str, Any]
     share = rollout.gpu_memory_utilization
     if rollout.kv_cache_gib is not None:
         share = 1.0
-        useful = min(useful, int(rollout.kv_cache_gib * GIB) // kv_bytes_per_token(shape, tp_size))
+        useful = min(useful, int(rollout.kv_cache_gib * GIB) // kv_bytes_per_token(shape, tp_size, ITEMSIZE))
         if useful < blocks * TOKENS_PER_BLOCK:
             raise InputError(
                 f"rollout.kv_cache_gib={rollout.kv_cache_gib} holds {useful} tokens, and one sequence may have "
@@ -114,5 +112,5 @@ def check_architecture(folder: Path, shape: ModelShape) -> None:
         if theirs != ours:
             raise InputError(f"{folder / CONFIG} has {key}={theirs}, and the trained model {ours}; make them equal")
     scaling = read_config(folder).get("rope_scaling")  # the shape's reader ignores it beside rope_parameters
-    if scaling:
+    if scaling and shape.rope_scaling is None:
         raise InputError(f"{folder / CONFIG} has rope_scaling={scaling}, and the trained model none; remove it")

@@ -12,9 +12,10 @@ import pytest
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
 from hpcrl.launch.exits import InputError
+from hpcrl.model.kv_memory import kv_bytes_per_token
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.tensorrt_llm import signatures
-from hpcrl.rollout.tensorrt_llm.arguments import check_architecture, engine_arguments, kv_bytes_per_token
+from hpcrl.rollout.tensorrt_llm.arguments import check_architecture, engine_arguments
 
 SHAPE = ModelShape(2, 64, 160, 8, 4, 8, 500)
 
@@ -41,15 +42,15 @@ def test_the_cache_is_what_the_job_can_use_or_what_it_may_take() -> None:
     assert whole["max_tokens"] == 16 * 128  # 100 tokens are 4 blocks of 32
     assert whole["free_gpu_memory_fraction"] == 0.5
     bounded = engine_arguments(config(kv_cache_gib=2**-13), SHAPE, 2)["kv_cache_config"]
-    assert bounded["max_tokens"] == 2**17 // kv_bytes_per_token(SHAPE, 2) < whole["max_tokens"]
+    assert bounded["max_tokens"] == 2**17 // kv_bytes_per_token(SHAPE, 2, 2) < whole["max_tokens"]
     assert bounded["free_gpu_memory_fraction"] == 1.0
     ample = engine_arguments(config(kv_cache_gib=4.0), SHAPE, 2)["kv_cache_config"]
     assert ample["max_tokens"] == whole["max_tokens"]
 
 
 def test_bytes_of_a_token() -> None:
-    assert kv_bytes_per_token(SHAPE, 1) == 2 * 2 * 4 * 8 * 2
-    assert kv_bytes_per_token(SHAPE, 8) == kv_bytes_per_token(SHAPE, 4)  # a head cannot be halved
+    assert kv_bytes_per_token(SHAPE, 1, 2) == 2 * 2 * 4 * 8 * 2
+    assert kv_bytes_per_token(SHAPE, 8, 2) == kv_bytes_per_token(SHAPE, 4, 2)  # a head cannot be halved
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,8 @@ def test_a_model_directory_of_the_same_architecture(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear"}}, "rope_type=linear"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear"}}, "rope_scaling="),
-        ({"model_type": "qwen2"}, "model_type=qwen2"),
+        ({"model_type": "qwen2"}, "attention_bias=True"),
+        ({"model_type": "gpt2"}, "model_type=gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),

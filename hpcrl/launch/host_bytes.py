@@ -1,0 +1,28 @@
+"""A host tensor's memory as numpy and MPI see it."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+
+class _Memory:
+    """Holds the tensor for as long as an array on its memory lives."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def host_bytes(tensor: Tensor) -> np.ndarray:
+    """uint8 (bytes,) on the memory of a contiguous tensor of any dtype.
+
+    `Tensor.numpy` would do, if torch did not forbid for good, to a storage once seen by numpy, to change its size: and
+    so its offload (`hpcrl.engine.offload`).
+    """
+    return np.asarray(_Memory(tensor))

@@ -1,0 +1,163 @@
+"""Low-rank adapters beside megatron's linear layers, and weights with their adapters merged.
+
+Each projection's adapter stands where Hugging Face's modules have the projection: q_proj beside linear_qkv, gate_proj
+beside linear_fc1. Tensor parallelism cuts A or B as it cuts the projection's input or output, and each rank has the
+other one whole; what ranks tell each other is of the adapters' rank in width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn.functional import linear
+
+from hpcrl.model.lora import FACTORS, PROJECTIONS, ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
+
+if TYPE_CHECKING:
+    from hpcrl.model.gpt import PackedGPT
+    from hpcrl.model.shape import ModelShape
+
+
+class Adapter(torch.nn.Module):
+    """This rank's parts of A (r, in) and B (out, r) of one projection, which is `rows` rows of the frozen `layer`."""
+
+    def __init__(self, layer: Any, lora: Lora, rows: int, *, is_row_parallel: bool) -> None:
+        super().__init__()
+        self.tp_group = layer.tp_group
+        options = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        self.lora_A = torch.nn.Parameter(torch.empty(lora.rank, layer.weight.size(1), **options))
+        self.lora_B = torch.nn.Parameter(torch.empty(rows, lora.rank, **options))
+        self._cut = {"lora_A": 1} if is_row_parallel else {"lora_B": 0}
+        whole = self.lora_B if is_row_parallel else self.lora_A
+        # Of the whole factor each rank has a part of the gradient: that of its tokens, or in an expert of its columns.
+        whole.sequence_parallel = layer.sequence_parallel and not layer.is_expert  # type: ignore[attr-defined]
+        whole.expert_tensor_parallel = layer.is_expert  # type: ignore[attr-defined]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As of megatron's linear layers."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            self._cut,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class LowRankUpdate:
+    """A forward hook of a linear layer, which adds the updates of the layer's projections to what it gives."""
+
+    def __init__(self, model: PackedGPT, layer: Any, shape: ModelShape, matrix: str, lora: Lora) -> None:
+        self.model, self.scale = model, lora.scale
+        self.blocks, self.rows = rows_of_projections(shape, matrix, layer.weight.size(0))
+        self.is_row_parallel = PROJECTIONS[matrix][0] in ROW_PARALLEL
+        self.adapters = {
+            name: Adapter(layer, lora, self.blocks * rows, is_row_parallel=self.is_row_parallel)
+            for name, rows in self.rows.items()
+            if name in lora.targets
+        }
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+        if not self.model.uses_adapters:
+            return output
+        product, bias = output
+        return product + self._update(layer, inputs[0]), bias
+
+    def _update(self, layer: Any, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), in the shapes of the layer's input and output."""
+        adapters = self.adapters.values()
+        low = linear(x, torch.cat([adapter.lora_A for adapter in adapters])) * self.scale
+        spread = self._sum if self.is_row_parallel else self._share
+        low = low if layer.is_expert else spread(layer, low)  # megatron's dispatcher adds up what experts' ranks give
+        inner = dict(zip(self.adapters, low.chunk(len(adapters), dim=-1), strict=True))
+        updates = [
+            linear(inner[name], self.adapters[name].lora_B)
+            if name in inner
+            else low.new_zeros(*low.shape[:-1], self.blocks * rows)
+            for name, rows in self.rows.items()
+        ]
+        if len(updates) == 1:
+            return updates[0]
+        return torch.cat([update.unflatten(-1, (self.blocks, -1)) for update in updates], dim=-1).flatten(-2)
+
+    def _share(self, layer: Any, low: Tensor) -> Tensor:
+        """What all ranks multiply with their rows of B, of which each gives back a part of the gradient."""
+        if layer.sequence_parallel:
+            return gather_from_sequence_parallel_region(low, group=layer.tp_group)
+        return copy_to_tensor_model_parallel_region(low, group=layer.tp_group)
+
+    def _sum(self, layer: Any, low: Tensor) -> Tensor:
+        """Of the products of each rank's columns of A, over the ranks."""
+        if layer.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=layer.tp_group)
+        return reduce_from_tensor_model_parallel_region(low, group=layer.tp_group)
+
+
+def add_adapters(model: PackedGPT, shape: ModelShape, lora: Lora) -> None:
+    """Freezes the model and puts adapters, whose numbers are still to be set, beside its linear layers."""
+    model.requires_grad_(False)
+    for parent in list(model.modules()):
+        for matrix in PROJECTIONS:
+            layer = getattr(parent, matrix, None)
+            if layer is None:
+                continue
+            update = LowRankUpdate(model, layer, shape, matrix, lora)
+            for name, adapter in update.adapters.items():
+                parent.add_module(name, adapter)
+            if update.adapters:
+                layer.register_forward_hook(update)
+    if model.pre_process and model.config.recompute_granularity is not None:
+        # What is computed again gets gradients only where its input has one.
+        model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """A rank's weights W + alpha / r B A, by global names, from those of the base and the adapters.
+
+    Each is made when it is asked for, and kept until another one is: nobody holds a second model.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], shape: ModelShape, lora: Lora) -> None:
+        self._weights, self._shape, self._lora = weights, shape, lora
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        parent, matrix = matrix_of(name)
+        if not any(f"{parent}{projection}.lora_A" in self._weights for projection in PROJECTIONS.get(matrix, ())):
+            return self._weights[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # gives its memory back first
+            self._last = name, self._merged(self._weights[name], parent, matrix)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._weights if not is_adapter(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @torch.no_grad()
+    def _merged(self, weight: Tensor, parent: str, matrix: str) -> Tensor:
+        """In fp32, rounded once."""
+        merged = weight.to(torch.float32, copy=True)
+        blocks, rows = rows_of_projections(self._shape, matrix, len(weight))
+        by_projection = merged.unflatten(0, (blocks, -1)).split(list(rows.values()), dim=1)
+        for projection, part in zip(rows, by_projection, strict=True):
+            if projection in self._lora.targets:
+                a, b = (self._weights[f"{parent}{projection}.{factor}"].float() for factor in FACTORS)
+                part.baddbmm_(b.unflatten(0, (blocks, -1)), a.expand(blocks, -1, -1), alpha=self._lora.scale)
+        return merged.to(weight.dtype)

@@ -1,0 +1,94 @@
+"""The architecture that `model:` of a job template gives."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.launch.exits import InputError
+from hpcrl.model.hf.families import hf_config, shape_from_hf
+from hpcrl.model.hf.rope_scaling import rope_from_hf
+from hpcrl.model.shape import ModelShape
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import ModelConfig
+
+
+def shape_from_yaml(model: ModelConfig, vocab_size: int) -> ModelShape:
+    """The shape that `model:` describes; `vocab_size` is the tokenizer's, used where the YAML gives none.
+
+    Raises InputError for what is no model, and for what config.json of its family cannot say.
+    """
+    vocab = model.vocab_size or vocab_size
+    if vocab < vocab_size:
+        raise InputError(f"model.vocab_size={vocab} is below the tokenizer's {vocab_size}; leave it null or raise it")
+    shape = ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        head_dim=_head_dim(model),
+        vocab_size=vocab,
+        max_position_embeddings=model.max_position_embeddings,
+        rope_theta=model.rope_theta,
+        rope_scaling=_rope_scaling(model),
+        rms_norm_eps=model.rms_norm_eps,
+        init_std=model.init_std,
+        tie_word_embeddings=model.tie_word_embeddings,
+        family=model.family,
+        qkv_bias=model.family == "qwen2",
+        qk_norm=model.family in ("qwen3", "qwen3_moe"),
+        **(_experts(model) if model.num_experts else {}),
+    )
+    _check_family(shape)
+    return shape
+
+
+def _head_dim(model: ModelConfig) -> int:
+    if model.head_dim is not None:
+        return model.head_dim
+    if model.hidden_size % model.num_attention_heads:
+        raise InputError(
+            f"model.num_attention_heads={model.num_attention_heads} does not divide "
+            f"model.hidden_size={model.hidden_size}; change one of them or set model.head_dim"
+        )
+    return model.hidden_size // model.num_attention_heads
+
+
+def _rope_scaling(model: ModelConfig) -> Any:
+    if model.rope_scaling is None:
+        return None
+    keys = {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": model.rope_scaling.model_dump(exclude_none=True),
+        "max_position_embeddings": model.max_position_embeddings,
+    }
+    return rope_from_hf(keys, "model.rope_scaling")[1]
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    dense = tuple(sorted(set(model.dense_layers)))
+    if dense and dense[-1] >= model.num_layers:
+        raise InputError(f"model.dense_layers={list(dense)} of model.num_layers={model.num_layers}; they count from 0")
+    return {
+        "num_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        "moe_topk": model.moe_topk,
+        "moe_norm_topk_prob": model.moe_norm_topk_prob,
+        "dense_layers": dense,
+    }
+
+
+def _check_family(shape: ModelShape) -> None:
+    """Weights must be able to leave: what the family's config.json cannot say would be lost there."""
+    if bool(shape.num_experts) != (shape.family in ("qwen3_moe", "mixtral")):
+        raise InputError(
+            f"model.family={shape.family} with model.num_experts={shape.num_experts}; "
+            "qwen3_moe and mixtral have experts, the others none"
+        )
+    said = shape_from_hf(hf_config(shape), "model")
+    for field in fields(ModelShape):
+        wanted, found = getattr(shape, field.name), getattr(said, field.name)
+        if wanted != found:
+            raise InputError(f"model.family={shape.family} has {field.name}={found}, not {wanted}; use that or another")

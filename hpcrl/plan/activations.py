@@ -1,0 +1,400 @@
+"""What a pass of a model holds on a rank beside its state, in bytes: activations and logits. No torch.
+
+It counts what autograd keeps for the layers that `hpcrl.model.build` makes: their norms, attention over packed
+sequences, SwiGLU; of layers that are computed again, their inputs. Sequences are taken to be of one length, so that
+attention pads none, and experts to get equally many tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpcrl.config.schema import MoeConfig, RecomputeConfig
+from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
+from hpcrl.model.lora import PROJECTIONS
+from hpcrl.model.params import EMBEDDING, stage_layers
+from hpcrl.model.shape import LatentAttention
+from hpcrl.plan.state import FP32, RoleModel
+
+INT16, INT64 = 2, 8
+
+
+class Logits(NamedTuple):
+    """Bytes. raw: of the head's output. kept: for the backward pass. forward, backward: at most during each pass, with
+    what is kept."""
+
+    raw: int
+    kept: int
+    forward: int
+    backward: int
+
+
+def logits_bytes(
+    rows: int, columns: int, itemsize: int, *, entropy: bool, chunk_tokens: int | None = None, widest: int | None = None
+) -> Logits:
+    """Of `rows` log-probs over a rank's `columns` of the vocabulary, of which the head computes `widest`, with padding.
+
+    The head's output, its value in fp32, and the exponentials in fp32; the second is kept. Backward adds the
+    probabilities in fp32, with the entropy a factor, the padded gradient, and that in the head's dtype.
+    chunk_tokens: rows that the head computes at once, keeping nothing of them; None: all.
+    """
+    chunk = rows if chunk_tokens is None else min(rows, chunk_tokens)
+    raw = chunk * (widest or columns) * itemsize
+    whole = chunk * columns * FP32
+    padded = chunk * (widest or columns) * FP32
+    rounded = raw if itemsize < FP32 else 0
+    kept = whole if chunk_tokens is None else 0
+    return Logits(raw, kept, raw + 2 * whole, (3 if entropy else 2) * whole + padded + rounded)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Micro-batches of one role that run one after the other, the largest that there can be.
+
+    tokens: of a micro-batch that this rank has, S. rows: of them, those whose head output is wanted, R. count: of the
+    micro-batches, all of which are made before the first runs. on_gpu: kernels differ: the CPU's RMSNorm keeps more.
+    longest: tokens of a sequence, which context parallelism may cut into pieces.
+
+    A piece is what a rank runs at once of a micro-batch: its stage, or one of the chunks of its stage; they are
+    numbered in the order of the model.
+    """
+
+    model: RoleModel
+    tokens: int
+    rows: int
+    count: int
+    on_gpu: bool
+    entropy: bool = False
+    chunk_tokens: int | None = None
+    recompute: RecomputeConfig | None = None
+    longest: int = 0
+    moe: MoeConfig | None = None
+    replays_routing: bool = False
+
+    def inputs(self) -> int:
+        """Ids, positions, places and rotary angles of all micro-batches; for routers, which sequence a token is of, and
+        its experts."""
+        shape = self.model.shape
+        each = 4 * INT64 + shape.rope_dim * FP32
+        each += INT64 if shape.num_experts else 0
+        each += INT16 * len(shape.moe_layers) * shape.moe_topk if self.replays_routing else 0
+        return self.count * (self.tokens * each + self.rows * 2 * INT64)
+
+    def gathered(self) -> int:
+        """The buffer into which sequence parallelism gathers a layer's input, which stays; frozen layers have none."""
+        return self._all_hidden if self.model.lora is None else 0
+
+    def pieces(self, stage: int) -> range:
+        """Of a pipeline stage, the first chunk first."""
+        layout = self.model.layout
+        return range(stage, layout.pp * layout.vpp, layout.pp)
+
+    @property
+    def _last(self) -> int:
+        return self.model.layout.pp * self.model.layout.vpp - 1
+
+    def _layers(self, piece: int) -> range:
+        return stage_layers(self.model.shape.num_layers, piece, self._last + 1)
+
+    def kept(self, piece: int) -> int:
+        """Of one micro-batch between its forward and its backward pass, without logits."""
+        model, shape = self.model, self.model.shape
+        units, whole = self._units(piece)
+        total = len(units) * self._hidden + sum(self._layer(shape.is_moe_layer(layer)) for layer in whole)
+        if piece == 0 and model.layout.tp > 1:
+            total += self.tokens * (INT64 + 1)  # ids of this rank's rows, and which those are
+        if piece > 0 and not self._norm_keeps_input:
+            total += self._hidden  # received, and kept for its gradient
+        if piece == self._last:
+            total += self._norm(self._local, shape.hidden_size) - self._hidden
+            total += self.rows * shape.hidden_size * self._head_itemsize
+        return total
+
+    def _units(self, piece: int) -> tuple[list[range], range]:
+        """Successive layers of a piece that are computed again together, and those that keep everything."""
+        layers = self._layers(piece)
+        again = self.recompute
+        if again is None or again.granularity != "full":
+            return [], layers
+        if again.method == "block":
+            return [range(layer, layer + 1) for layer in layers[: again.num_layers]], layers[again.num_layers :]
+        return [layers[first : first + again.num_layers] for first in range(0, len(layers), again.num_layers)], layers[
+            :0
+        ]
+
+    def _again(self, piece: int) -> int:
+        """What a unit, or a part of a layer, holds while it is computed again, beside its input and what is kept: by
+        then the layers behind it have been through their backward passes."""
+        is_moe = self.model.shape.is_moe_layer
+        if self._parts_again:
+            last = is_moe(self._layers(piece)[-1])
+            return max(self._attention() - self._kept_of_attention(), self._mlp(last) - self._kept_of_mlp(last))
+        units, whole = self._units(piece)
+        done = sum(self._layer(is_moe(layer)) for layer in whole)
+        largest = max((sum(self._layer(is_moe(layer)) for layer in unit) for unit in units), default=0)
+        return max(0, largest - self._hidden - done)
+
+    def logits(self, piece: int) -> Logits:
+        """All 0 where the piece has no language-model head."""
+        model = self.model
+        if model.head != "lm" or piece < self._last:
+            return Logits(0, 0, 0, 0)
+        widest = model.shape.padded_vocab_size // model.layout.tp
+        if self.on_gpu and self.chunk_tokens is not None:
+            # By columns, whose gradients have the dtype of the weight, beside that of the hidden states in fp32.
+            whole = self.rows * widest
+            raw, grad = (min(chunks * HEAD_CHUNK_BYTES // FP32, whole) for chunks in (1, HEAD_CHUNKS))
+            hidden = self.rows * model.shape.hidden_size
+            return Logits(raw * FP32, 0, raw * FP32, (raw + hidden) * FP32 + grad * model.itemsize)
+        columns = min(widest, model.shape.vocab_size)
+        return logits_bytes(
+            self.rows,
+            columns,
+            model.itemsize,
+            entropy=self.entropy,
+            chunk_tokens=self.chunk_tokens,
+            widest=widest,
+        )
+
+    def in_flight(self, stage: int) -> int:
+        """At most at once, of micro-batches that wait for their backward pass: what their pieces keep.
+
+        Under 1F1B, and under the interleaved schedule, in which a stage runs pp micro-batches of one chunk before it
+        turns to the next (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+        """
+        pp, vpp = self.model.layout.pp, self.model.layout.vpp
+        pieces = self.pieces(stage)
+        turns = [pieces[turn // pp % vpp] for turn in range(self.count * vpp)]
+        ahead = 2 * (pp - stage - 1) + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
+        forward = [self.kept(piece) for piece in turns]
+        backward = [self.kept(pieces[vpp - 1 - turn // pp % vpp]) for turn in range(self.count * vpp)]
+        first = min(ahead + 1, len(turns))
+        held = most = sum(forward[:first])
+        for done, more in zip(backward, forward[first:], strict=False):
+            held += more - done
+            most = max(most, held)
+        return most
+
+    def training(self, stage: int) -> tuple[int, int]:
+        """At most at once in forward and backward passes: activations, logits.
+
+        At the largest moment, which is the head's backward pass or that of the stage's last layer.
+        """
+        resident = self.inputs() + self.gathered() + self.in_flight(stage)
+        logits = self.logits(self.pieces(stage)[-1])
+        shape, tp = self.model.shape, self.model.layout.tp
+        weight = shape.padded_vocab_size // tp * shape.hidden_size * self.model.itemsize
+        # Chunks add their gradients of the head's weight up beside it.
+        at_head = max(logits.forward, logits.backward + (weight if logits.raw and self.chunk_tokens else 0))
+        at_layer = max(self._backward(piece) + self._again(piece) for piece in self.pieces(stage))
+        return (resident, at_head) if at_head >= at_layer else (resident + at_layer, 0)
+
+    def forward(self, stage: int) -> tuple[int, int]:
+        """At most at once without gradients: activations, logits. What the stage gave for the micro-batch before is
+        still there."""
+        shape, pieces = self.model.shape, self.pieces(stage)
+        logits = self.logits(pieces[-1])
+        resident = self.inputs() + self.gathered()
+        layers = (shape.is_moe_layer(layer) for piece in pieces for layer in self._layers(piece))
+        mlp = max(self._mlp(is_moe) + self._update(is_moe) for is_moe in layers)
+        attention = self._attention_forward() + (self._all_hidden if self.model.lora is not None else 0)
+        inside_layer = 3 * self._hidden + max(self._hidden + mlp, attention)
+        again = self.count > 1
+        if self.model.layout.vpp > 1:
+            resident += 2 * self._hidden  # received ahead, and given by another chunk
+        if stage < self.model.layout.pp - 1:
+            return resident + inside_layer + again * self._hidden, 0
+        if logits.forward >= inside_layer:
+            return resident + (stage > 0) * self._hidden + again * self._wanted, logits.forward
+        given = self._wanted if self.model.head == "lm" else 0  # scalar heads give one number per token
+        return resident + inside_layer + again * given, 0
+
+    @property
+    def _shares_tokens(self) -> bool:
+        return self.model.sequence_parallel and self.model.layout.tp > 1
+
+    @property
+    def _local(self) -> int:
+        """Tokens of this rank between tensor-parallel regions."""
+        return self.tokens // self.model.layout.tp if self._shares_tokens else self.tokens
+
+    @property
+    def _hidden(self) -> int:
+        """One hidden state of the rank's tokens."""
+        return self._local * self.model.shape.hidden_size * self.model.itemsize
+
+    @property
+    def _all_hidden(self) -> int:
+        """That of all ranks' tokens, where tensor-parallel ranks share them."""
+        return self._hidden * self.model.layout.tp if self._shares_tokens else 0
+
+    @property
+    def _head_itemsize(self) -> int:
+        """Of what the head multiplies: critics and reward models do so in fp32."""
+        return self.model.itemsize if self.model.head == "lm" else FP32
+
+    @property
+    def _wanted(self) -> int:
+        """Hidden states of the tokens whose head output is wanted: what a stage with a language-model head gives."""
+        return self.rows * self.model.shape.hidden_size * self.model.itemsize
+
+    @property
+    def _norm_keeps_input(self) -> bool:
+        """As it is; else as a copy in fp32."""
+        return self.on_gpu or self.model.itemsize == FP32
+
+    def _norm(self, rows: int, width: int) -> int:
+        """Input, scale and output of an RMSNorm; the CPU's also keeps the normalised input, in fp32 as its input, for
+        the gradient of its weight."""
+        inside = self.model.itemsize * width if self.on_gpu else self._norm_copies * FP32 * width
+        return rows * (inside + FP32 + self.model.itemsize * width)
+
+    @property
+    def _norm_copies(self) -> int:
+        return 2 if self.model.lora is None else 1
+
+    @property
+    def _parts_again(self) -> set[str]:
+        """Of a layer, those that are computed again while the rest is kept."""
+        again = self.recompute
+        return set(again.modules) if again is not None and again.granularity == "selective" else set()
+
+    def _layer(self, is_moe: bool) -> int:
+        norms = 2 * self._norm(self._local, self.model.shape.hidden_size)
+        return norms + self._kept_of_attention() + self._kept_of_mlp(is_moe) + self._adapters(is_moe)
+
+    def _kept_of_attention(self) -> int:
+        """Computed again, it keeps queries, keys and values as they go into it, and the output."""
+        if "core_attn" not in self._parts_again:
+            return self._attention()
+        shape, tp = self.model.shape, self.model.layout.tp
+        query, key = (n // tp * shape.head_dim for n in (shape.num_attention_heads, shape.num_query_groups))
+        return self.tokens * 2 * (query + key) * self.model.itemsize
+
+    def _kept_of_mlp(self, is_moe: bool) -> int:
+        return 0 if ("moe" if is_moe else "mlp") in self._parts_again else self._mlp(is_moe)
+
+    def _adapters(self, is_moe: bool) -> int:
+        """What A gives is kept for B. The inputs of a matrix without adapters, counted elsewhere, are not kept."""
+        model, shape, layout = self.model, self.model.shape, self.model.layout
+        if model.lora is None:
+            return 0
+        hidden, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim // layout.tp
+        copies = self._local * shape.moe_topk * layout.etp
+        ffn = shape.moe_ffn_hidden_size // layout.etp if is_moe else shape.ffn_hidden_size // layout.tp
+        sizes = {  # rows of what A gives, rows and columns of the input
+            "linear_qkv": (self.tokens, self._local, hidden),
+            "linear_proj": (self._local, self.tokens, query),
+            "linear_fc1": (copies, copies, hidden) if is_moe else (self.tokens, self._local, hidden),
+            "linear_fc2": (copies, copies, ffn) if is_moe else (self._local, self.tokens, ffn),
+        }
+        total = 0
+        for matrix, (low, rows, columns) in sizes.items():
+            count = len(set(PROJECTIONS[matrix]).intersection(model.lora.targets))
+            total += (count * low * model.lora.rank if count else -rows * columns) * model.itemsize
+        return total
+
+    def _attention(self) -> int:
+        """Queries, keys, values, output and its logarithmic sums, and the packed output; with context parallelism keys
+        and values of other ranks."""
+        shape, tp, itemsize = self.model.shape, self.model.layout.tp, self.model.itemsize
+        heads, groups = shape.num_attention_heads // tp, shape.num_query_groups // tp
+        query, key = heads * shape.head_dim, groups * shape.head_dim
+        packed = heads * shape.v_head_dim  # values are padded until then
+        total = self.tokens * ((2 * query + 2 * key + packed) * itemsize + heads * FP32)
+        tails = self._tails
+        total += sum(looked_at for _, looked_at in tails) * 2 * key * itemsize
+        if not self.on_gpu:  # where there is a mask
+            total += sum(queries * looked_at for queries, looked_at in tails) * itemsize
+        if shape.qk_norm:
+            # The inputs are parts of the projection's output, which stays whole; the rest is as in `_norm`.
+            both, whole = query + key, (query + 2 * key) * itemsize
+            inside = whole if self._norm_keeps_input else both * FP32
+            inside += 0 if self.on_gpu else (self._norm_copies - 1) * both * FP32
+            total += self.tokens * (inside + (heads + groups) * FP32)
+        return total + (self._latents(shape.mla) if shape.mla else 0)
+
+    @property
+    def _tails(self) -> list[tuple[int, int]]:
+        """Queries of sequences that began in an earlier chunk, and the keys that they look at: those of the rank with
+        most (see `hpcrl.model.context_parallel`)."""
+        cp, length = self.model.layout.cp, self.longest
+        if cp == 1:
+            return []
+        chunk = self.tokens // 2
+        cut = [start % length for start in range(0, 2 * cp * chunk, chunk)]
+        tails = [(min(chunk, length - before), before + min(chunk, length - before)) for before in cut]
+        of_ranks = [[tails[place] for place in (rank, 2 * cp - 1 - rank) if cut[place]] for rank in range(cp)]
+        return max(of_ranks, key=lambda tails: sum(queries * keys for queries, keys in tails))
+
+    def _latents(self, mla: LatentAttention) -> int:
+        """Their norms; in the input of one of them, the projection's output, lies the shared key."""
+        queries = self._norm(self._local, mla.q_lora_rank) if mla.q_lora_rank else 0
+        shared_key = self._local * mla.qk_rope_head_dim * self.model.itemsize
+        return queries + self._norm(self._local, mla.kv_lora_rank) + shared_key
+
+    def _attention_forward(self) -> int:
+        """With the projection's output; the CPU's norm of queries has four copies of them in fp32."""
+        shape, tp = self.model.shape, self.model.layout.tp
+        query, key = (n // tp * shape.head_dim for n in (shape.num_attention_heads, shape.num_query_groups))
+        projected = self.tokens * (query + 2 * key) * self.model.itemsize
+        norm = 4 * self.tokens * query * FP32 if shape.qk_norm and not self.on_gpu else 0
+        inside = self.tokens * (3 * query + 2 * key) * self.model.itemsize
+        if shape.mla:
+            # Queries, keys, and the product that values and a part of the keys are taken from; the packed output.
+            heads, from_latent = shape.num_attention_heads // tp, shape.mla.qk_nope_head_dim + shape.mla.v_head_dim
+            projected = self.tokens * (query + key + heads * from_latent) * self.model.itemsize
+            inside += self.tokens * heads * shape.v_head_dim * self.model.itemsize
+        if self.model.layout.cp > 1:
+            queries, looked_at = max(self._tails, default=(0, 0))
+            gathered = (self.model.layout.cp + 2) * self.tokens + looked_at
+            inside += (2 * key * gathered + self.tokens * query) * self.model.itemsize
+            inside += self.tokens * (query + key) * self.model.itemsize if shape.qk_norm else 0
+            inside += 0 if self.on_gpu else queries * looked_at * self.model.itemsize
+        return projected + max(norm, inside)
+
+    def _mlp(self, is_moe: bool) -> int:
+        """SwiGLU keeps gate and up together, the gate's activation, a copy of up (megatron adds an offset of 0), and
+        their product."""
+        shape, layout, itemsize = self.model.shape, self.model.layout, self.model.itemsize
+        if not is_moe:
+            return self.tokens * 5 * shape.ffn_hidden_size // layout.tp * itemsize
+        # Routing: probabilities and which experts; ids, weights and order of those that were chosen.
+        routing = self._local * (shape.num_experts * (FP32 + 1) + shape.moe_topk * (2 * INT64 + FP32))
+        if self.moe is not None:
+            # Probabilities and each one's weight; the logits.
+            planes = 2 * bool(self.moe.aux_loss_coeff) + bool(self.moe.z_loss_coeff)
+            routing += self._local * shape.num_experts * planes * FP32
+        copies = self._local * shape.moe_topk * layout.etp
+        expert = shape.hidden_size + 6 * shape.moe_ffn_hidden_size // layout.etp  # weighting the product makes a sixth
+        shared = self.tokens * 5 * shape.moe_shared_ffn_hidden_size // layout.tp * itemsize
+        return routing + copies * (expert * itemsize + FP32) + shared
+
+    def _update(self, is_moe: bool) -> int:
+        """Of a model with adapters: the gathered input, and what an adapter of gate or up makes beside what it is added
+        to, more than SwiGLU holds later. Experts come one after another."""
+        model = self.model
+        if is_moe or model.lora is None:
+            return 0
+        is_adapted = bool(set(PROJECTIONS["linear_fc1"]).intersection(model.lora.targets))
+        width = model.shape.ffn_hidden_size // model.layout.tp
+        return self._all_hidden + is_adapted * self.tokens * width * model.itemsize
+
+    def _backward(self, piece: int) -> int:
+        """Beside what is kept, in the backward pass of the last layer of a piece, at its end, or in the embedding."""
+        model, shape, layout = self.model, self.model.shape, self.model.layout
+        is_moe = shape.is_moe_layer(self._layers(piece)[-1])
+        width = shape.moe_ffn_hidden_size // layout.etp if is_moe else shape.ffn_hidden_size // layout.tp
+        rows = self._local * shape.moe_topk * layout.etp if is_moe else self.tokens
+        product = rows * width * model.itemsize
+        weight = width * shape.hidden_size * model.itemsize
+        if model.lora is not None:
+            return 2 * self._hidden + product + max(self._all_hidden, product)
+        at_layer = 2 * self._hidden + product + max(self.gathered() + weight, product)
+        if piece > 0:
+            return at_layer
+        embedding = next(shard for shard in model.shards(0) if shard.name == EMBEDDING)
+        rows, columns = embedding.local_shape
+        last = rows * columns * model.itemsize + self.gathered() + self._hidden - self.kept(0)
+        return max(at_layer, last)

@@ -1,0 +1,190 @@
+"""`hpcrl plan CONFIG [key=value ...]`: whether a training job fits its GPUs, phase by phase, and what it costs.
+
+The job is as large as `job.nodes` x `job.ntasks_per_node` says; nothing of it runs. Where torch and megatron-core are
+installed, every stage of every model is built on torch's meta device, which takes no memory. With --refit: bytes and
+memory of a refit alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import NoReturn
+
+from hpcrl.config.job_time import node_hours
+from hpcrl.config.loader import load_config
+from hpcrl.config.placement import format_ranks
+from hpcrl.launch import exits
+from hpcrl.launch.exits import InputError
+from hpcrl.plan import refit
+from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes, staged_bytes
+from hpcrl.plan.memory import GIB, Job, Phase, Row, cheapest_fix, tightest
+from hpcrl.plan.refit import size
+
+USAGE = "hpcrl plan [--refit] CONFIG [key=value ...]"
+COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "refit", "total")
+MIB = 2**20
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """The subcommand; exit code 2 with one line for a config that cannot run."""
+    if {"-h", "--help"}.intersection(arguments):
+        print(f"usage: {USAGE}\n\n{(__doc__ or '').split(': ', 1)[1]}")
+        sys.exit(exits.DONE)
+    if "--refit" in arguments:
+        refit.main(arguments)
+    refit.show(lambda: describe(*_parse(arguments)))
+
+
+def _parse(arguments: list[str]) -> tuple[str, list[str]]:
+    """The config's path and the overrides."""
+    unknown = next((argument for argument in arguments if argument.startswith("-")), None)
+    if unknown is not None:
+        raise InputError(f"unknown option {unknown!r}; plan has --refit: {USAGE}")
+    if not arguments or ("=" in arguments[0] and not os.path.exists(arguments[0])):
+        raise InputError(f"plan needs a YAML file: {USAGE}")
+    return arguments[0], arguments[1:]
+
+
+def describe(path: str, overrides: Sequence[str] = ()) -> list[str]:
+    """The table, line by line."""
+    job = Job(load_config(path, overrides))
+    rows = job.rows()
+    in_gib = tightest(rows).total >= GIB
+    unit, name = (GIB, "GiB") if in_gib else (MIB, "MiB")
+
+    def cells(numbers: Sequence[int]) -> str:
+        return "".join(f"{number / unit:>12.2f}" for number in numbers)
+
+    def head(title: str, columns: Sequence[str]) -> str:
+        return f"  {title:<14}{'stages':<8}{'ranks':<12}" + "".join(f"{name:>12}" for name in columns)
+
+    return [
+        *_heading(path, job),
+        "",
+        head(f"role, {name}", COLUMNS[:3]),
+        *_states(job, cells),
+        "",
+        head(f"phase, {name}", COLUMNS),
+        *_phases(job, rows, cells),
+        "",
+        *_fit(job, rows),
+        *_costs(job),
+        *_built(job),
+    ]
+
+
+def _heading(path: str, job: Job) -> Iterator[str]:
+    its = job.config.job
+    gpus = f"GPUs of {its.gpu_memory_gib:g} GiB" if job.on_gpu else "no GPUs (job.gpus_per_node=0)"
+    yield f"plan of {path}: {job.derived.world_size} ranks, {its.nodes} nodes of {its.ntasks_per_node}, {gpus}"
+    works = {phase.role: phase.work for phase in job.phases if phase.work}
+    for role, placed in job.derived.roles.items():
+        layout = f"tp {placed.tp}  pp {placed.pp}  dp {placed.dp}"
+        line = f"  {role:<8} {layout:<20} ranks {format_ranks(placed.ranks)}"
+        if role in works:
+            work = works[role]
+            line += f", micro-batches of {work.tokens} tokens, {work.rows} with outputs"
+        yield line
+
+
+def _states(job: Job, cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    for role, model in job.models.items():
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for stage in range(model.layout.pp):
+            groups.setdefault(job.state(role, stage), []).append(stage)
+        for state, stages in groups.items():
+            ranks = sorted(rank for rank in model.layout.ranks if model.layout.coord(rank).pp in stages)
+            yield f"  {role:<14}{format_ranks(stages):<8}{_ranks(ranks):<12}{cells(state)}"
+
+
+def _phases(job: Job, rows: Sequence[Row], cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Places of equal numbers share a line."""
+    for phase in job.phases:
+        groups: dict[tuple[int, ...], list[Row]] = {}
+        for row in rows:
+            if row.phase == phase.name:
+                groups.setdefault((*row[2:], row.total), []).append(row)
+        for numbers, members in groups.items():
+            ranks = sorted(rank for row in members for rank in row.place.ranks)
+            yield f"  {phase.name:<14}{_stages(phase, members):<8}{_ranks(ranks):<12}{cells(numbers)}"
+
+
+def _stages(phase: Phase, rows: Sequence[Row]) -> str:
+    """Of the role that works."""
+    stages = sorted({row.place.stages[phase.role] for row in rows if phase.role in row.place.stages})
+    return format_ranks(stages) if stages and phase.work else "-"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    text = format_ranks(ranks)
+    return text if len(text) < 12 else f"{len(ranks)} from {ranks[0]}"
+
+
+def _fit(job: Job, rows: list[Row]) -> Iterator[str]:
+    row, capacity = tightest(rows), job.capacity
+    where = f"{row.phase} on ranks {_ranks(row.place.ranks)}: {_binary(row.total)}"
+    if capacity is None:
+        yield f"  {'tightest phase':<22}{where}; there is no GPU to fit it into"
+        return
+    if row.total <= capacity:
+        yield f"  {'tightest phase':<22}{where}, it fits; {_binary(capacity - row.total)} are left"
+    else:
+        yield f"  {'tightest phase':<22}{where}, IT DOES NOT FIT; {_binary(row.total - capacity)} too many"
+        found = cheapest_fix(job)
+        if found is None:
+            yield f"  {'cheapest fix':<22}none found: layouts, micro-batches, KV cache, offload and nodes were tried"
+        else:
+            keys, then = found
+            change = " ".join(f"{key}={value}" for key, value in keys.items())
+            yield f"  {'cheapest fix':<22}{change}: then {_binary(then.total)}, in {then.phase}"
+    yield f"  {'not counted':<22}CUDA context, NCCL's buffers, fragmentation; activations of generation are estimated"
+
+
+def _costs(job: Job) -> Iterator[str]:
+    roles, kept, config = checkpoint_bytes(job), kept_checkpoints(job), job.config
+    if offloaded := max(job.on_hosts().values(), default=0):
+        rank = max(map(job.on_host, job.places))
+        yield f"  {'offloaded':<22}{_binary(offloaded)} of a node's host memory, {_binary(rank)} of a rank's"
+    each = sum(roles.values())
+    parts = ", ".join(f"{role} {size(nbytes)}" for role, nbytes in roles.items())
+    if kept == 0:
+        yield f"  {'checkpoints':<22}none (trainer.save_freq=-1)"
+    else:
+        most = "all are kept" if kept is None else f"at most {kept} at once, {size(kept * each)}"
+        yield f"  {'checkpoints':<22}{size(each)} each ({parts}); {most}"
+        yield f"  {'host copy of a save':<22}{size(staged_bytes(job))} per rank"
+    if archive := rollout_bytes(job):
+        steps = config.trainer.total_training_steps
+        total = "" if steps is None else f", {size(archive * steps)} in {steps} steps"
+        yield f"  {'rollout archive':<22}at most {size(archive)} per step{total}"
+    yield f"  {'node-hours':<22}{node_hours(config.job):g} at most per slice ({config.job.nodes} x {config.job.time})"
+
+
+def _built(job: Job) -> Iterator[str]:
+    """Every distinct rank of every model, on the meta device."""
+    if not (find_spec("torch") and find_spec("megatron")):
+        yield f"  {'models':<22}not built: torch or megatron-core is missing here"
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron's, of what a login node lacks
+        from hpcrl.plan.meta import parameter_bytes
+
+    start, count = time.perf_counter(), 0
+    for role, model in job.models.items():
+        for stage in range(model.layout.pp):
+            built, planned = parameter_bytes(model, stage), replace(model, optim=None).state(stage).parameters
+            if built != planned:
+                raise RuntimeError(f"{role} of stage {stage} has {built} bytes of parameters, planned were {planned}")
+            count += 1
+    seconds = time.perf_counter() - start
+    yield f"  {'models':<22}{count} stages built on the meta device in {seconds:.1f} s; their parameters are as planned"
+
+
+def _binary(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

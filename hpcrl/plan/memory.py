@@ -1,0 +1,458 @@
+"""What every rank of a job holds in each phase of a step, in bytes, and what would make it fit. No torch.
+
+A rank has a place: the pipeline stage of each role that it is in. Ranks of one place hold the same but for their share
+of the optimizer, of which the largest is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from hpcrl.config.derive import Derived, check
+from hpcrl.config.offload import KEYS, Part, offloaded
+from hpcrl.config.placement import architecture
+from hpcrl.config.schema import Config
+from hpcrl.grid.layout import Layout
+from hpcrl.launch.exits import InputError
+from hpcrl.model.architecture import shape_from_yaml
+from hpcrl.model.kv_memory import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_kv_bytes
+from hpcrl.model.lora import Lora
+from hpcrl.model.params import Head, check_adapters, role_layout
+from hpcrl.model.shape import ModelShape
+from hpcrl.plan.activations import Pass
+from hpcrl.plan.refit import Question, job_shape, question
+from hpcrl.plan.state import ITEMSIZE, RoleModel, State
+
+GIB = 2**30
+HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "ref": "lm", "teacher": "lm", "reward": "reward"}
+ROW_MULTIPLE = 8  # of hpcrl.engine.microbatch
+Kind = Literal["generate", "forward", "train", "refit", "save"]
+NEEDED: dict[Kind, tuple[Part, ...]] = {  # of the role that works
+    "generate": (),
+    "forward": ("parameters",),
+    "train": ("parameters", "gradients", "optimizer"),
+    "refit": ("parameters",),
+    "save": ("parameters", "optimizer"),
+}
+
+
+class Phase(NamedTuple):
+    """A part of a step, and the role that works in it; `work`: its micro-batches."""
+
+    name: str
+    role: str
+    kind: Kind
+    work: Pass | None = None
+
+
+class Place(NamedTuple):
+    """Ranks that hold the same, and the pipeline stage that they have in each of their roles."""
+
+    ranks: tuple[int, ...]
+    stages: Mapping[str, int]
+
+
+class Row(NamedTuple):
+    """Bytes of a rank of a place in a phase."""
+
+    phase: str
+    place: Place
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    kv_cache: int
+    refit: int
+
+    @property
+    def total(self) -> int:
+        return sum(self[2:])
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job. Raises ConfigError or InputError, one line, where it cannot run."""
+
+    config: Config
+
+    @cached_property
+    def derived(self) -> Derived:
+        job = self.config.job
+        return check(self.config, job.nodes * job.ntasks_per_node)
+
+    @cached_property
+    def refit(self) -> Question:
+        return question(self.config)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.config.job.gpus_per_node > 0
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes of a rank's GPU; None where it has none."""
+        return int(self.config.job.gpu_memory_gib * GIB) if self.on_gpu else None
+
+    @cached_property
+    def models(self) -> dict[str, RoleModel]:
+        """Of the roles that megatron builds."""
+        config = self.config
+        shape = job_shape(config)
+        optims = {"actor": config.actor.optim, "critic": config.critic.optim}
+        models = {}
+        for role, placed in self.derived.roles.items():
+            if role != "rollout":
+                own = _role_shape(config, role, shape)
+                layout = role_layout(own, role, **placed.grid)
+                if own.mla and layout.cp > 1:
+                    raise InputError(
+                        f"placement.{role}.cp={layout.cp} with latent attention is not counted yet; plan with cp=1"
+                    )
+                itemsize = ITEMSIZE[architecture(config, role).dtype]
+                exact = config.rollout.exact and role in ("actor", "ref")
+                lora = Lora.from_config(config.model) if role == "actor" else None
+                if lora is not None:
+                    check_adapters(own, layout, lora)
+                models[role] = RoleModel(own, layout, HEADS[role], itemsize, optims.get(role), not exact, lora)
+        return models
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        rollout = role_layout(self.refit.resharding.shape, "rollout", **self.derived.roles["rollout"].grid)
+        return {**{role: model.layout for role, model in self.models.items()}, "rollout": rollout}
+
+    @cached_property
+    def places(self) -> list[Place]:
+        ranks: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in range(self.derived.world_size):
+            stages = tuple((role, layout.coord(rank).pp) for role, layout in self.layouts.items() if rank in layout)
+            if stages:
+                ranks.setdefault(stages, []).append(rank)
+        return [Place(tuple(members), dict(stages)) for stages, members in ranks.items()]
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """In the order of a step."""
+        config, derived = self.config, self.derived
+        step, actor, critic = derived.samples_per_step, config.actor, config.critic
+        budgets = {
+            "actor": actor.ppo_max_token_len_per_gpu,
+            "critic": critic.ppo_max_token_len_per_gpu,
+            "ref": derived.ref_max_tokens,
+            "teacher": derived.teacher_max_tokens,
+            "reward": config.reward.reward_model.max_token_len_per_gpu,
+        }
+
+        def phase(name: str, role: str, kind: Kind, samples: int, entropy: bool = False) -> Phase:
+            return Phase(name, role, kind, self._work(role, budgets[role], samples, entropy))
+
+        entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
+        wanted = {
+            "old_log_prob": derived.needs_old_log_prob,
+            "ref": derived.needs_ref,
+            "teacher": derived.needs_teacher,
+            "reward": derived.needs_reward_model,
+            "values": derived.needs_critic,
+            "update_critic": derived.needs_critic,
+        }
+        passes = [
+            ("old_log_prob", "actor", "forward", step, False),
+            ("ref", "actor" if derived.ref_in_actor else "ref", "forward", step, False),
+            ("teacher", "teacher", "forward", step, False),
+            ("reward", "reward", "forward", step, False),
+            ("values", "critic", "forward", step, False),
+            ("update_critic", "critic", "train", derived.critic_mini_batch_samples, False),
+            ("update_actor", "actor", "train", derived.actor_mini_batch_samples, entropy),
+        ]
+        return [
+            Phase("rollout", "rollout", "generate"),
+            *(phase(*each) for each in passes if wanted.get(each[0], True)),  # type: ignore[arg-type]
+            Phase("refit", "rollout", "refit"),
+            *(Phase(f"save_{role}", role, "save") for role, model in self.models.items() if model.optim is not None),
+        ]
+
+    def rows(self) -> list[Row]:
+        """Of every phase and the places that take part in it."""
+        return [
+            self._row(phase, place)
+            for phase in self.phases
+            for place in self.places
+            if not place.stages.keys().isdisjoint(self._taking_part(phase))
+        ]
+
+    def _taking_part(self, phase: Phase) -> set[str]:
+        if phase.kind == "refit":
+            return {"actor", "rollout"}
+        return {phase.role}
+
+    def on_device(self, phase: Phase, place: Place) -> list[State]:
+        """Of each of the place's roles, what of it is there in a phase."""
+        found = []
+        for role in self._roles(place):
+            needed: tuple[Part, ...] = ()
+            if role == phase.role or (role == "actor" and phase.kind == "refit"):
+                needed = NEEDED[phase.kind]
+            away = [part for part in offloaded(self.config, role) if part not in needed]
+            found.append(self.state(role, place.stages[role]).without(away))
+        return found
+
+    def on_host(self, place: Place) -> int:
+        """Bytes of a rank's host memory that are kept for what is offloaded."""
+        return sum(
+            self.state(role, place.stages[role]).on_host(offloaded(self.config, role)) for role in self._roles(place)
+        )
+
+    def on_hosts(self) -> dict[int, int]:
+        """The same of every node."""
+        found: dict[int, int] = {}
+        for place in self.places:
+            nbytes = self.on_host(place)
+            for rank in place.ranks:
+                node = rank // self.config.job.ntasks_per_node
+                found[node] = found.get(node, 0) + nbytes
+        return found
+
+    def _roles(self, place: Place) -> list[str]:
+        return [role for role in self.models if role in place.stages]
+
+    def state(self, role: str, stage: int) -> State:
+        if (role, stage) not in self._states:
+            self._states[role, stage] = self.models[role].state(stage)
+        return self._states[role, stage]
+
+    @cached_property
+    def _states(self) -> dict[tuple[str, int], State]:
+        return {}
+
+    def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass:
+        """Micro-batches as full as they can be, of prompts and responses as long as they may be."""
+        data, model, longest = self.config.data, self.models[role], self.derived.max_sequence_length
+        layout = model.layout
+        of_replica = math.ceil(samples / layout.dp)
+        sequences = max_tokens // longest
+        multiple = layout.token_multiple(ROW_MULTIPLE)
+        count = layout.scheduled(math.ceil(of_replica / sequences))
+        if layout.vpp > 1:  # with more micro-batches than it takes, each is less full
+            sequences = math.ceil(of_replica / count)
+            max_tokens = min(max_tokens, sequences * longest)
+        rows = sequences if model.head == "reward" else math.ceil(max_tokens * data.max_response_length / longest)
+        chunk = None if self.config.rollout.exact else self.config.trainer.head_chunk_tokens
+        return Pass(
+            model,
+            -(-max_tokens // multiple) * multiple // layout.cp,
+            math.ceil(rows / layout.cp),
+            count,
+            self.on_gpu,
+            entropy,
+            chunk,
+            self.config.model.recompute,
+            longest,
+            self.config.model.moe if model.optim is not None else None,
+            role == "actor" and self.config.actor.router_replay.mode != "disabled",
+        )
+
+    def _row(self, phase: Phase, place: Place) -> Row:
+        states = self.on_device(phase, place)
+        parameters, gradients, optimizer = (sum(state[column] for state in states) for column in range(3))
+        kv_cache = activations = logits = 0
+        buffers, own, whole = self._engine[place.ranks]
+        if phase.kind == "refit":
+            buffers += self.models["actor"].merged(place.stages["actor"]) if "actor" in place.stages else 0
+        elif self.on_gpu:
+            buffers = 0  # in host memory they stay
+        if "rollout" in place.stages:
+            parameters += own
+            generates = phase.kind == "generate" or self.config.async_training.mode != "sync"
+            if generates or not self.config.rollout.free_cache_engine:
+                idle = self.on_device(self.phases[0], place)  # the engine is built while others do nothing
+                kv_cache = self._kv_cache(sum(state.total for state in idle), own)
+            if generates:
+                activations, logits = self._generation()
+            if phase.kind == "refit":
+                parameters += whole - own
+        gathered = [p.work.gathered() for p in self.phases if p.work and p.role in place.stages]
+        if phase.work is not None and phase.role in place.stages:
+            stage, work = place.stages[phase.role], phase.work
+            activations, logits = work.training(stage) if phase.kind == "train" else work.forward(stage)
+            activations -= work.gathered()
+        activations += max(gathered, default=0)
+        return Row(phase.name, place, parameters, gradients, optimizer, activations, logits, kv_cache, buffers)
+
+    @cached_property
+    def _engine(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
+        """By place: buffers of a refit, the engine's own weights, and those that it has before the first refit."""
+        asked = self.refit
+        traffic, bucket = asked.resharding.traffic(), self.config.rollout.checkpoint_engine
+        limit = bucket.update_weights_bucket_megabytes * 2**20
+        found = {}
+        for place in self.places:
+            buffers = own = whole = 0
+            for rank in place.ranks:
+                if rank in traffic:
+                    its = traffic[rank]
+                    shared = sum(each.nbytes for each in asked.resharding.shared(rank)) if asked.aliases else 0
+                    buffers = max(buffers, min(limit, its.sent + its.received))
+                    own = max(own, its.received + its.copied - shared)
+                    whole = max(whole, its.received + its.copied)
+            found[place.ranks] = buffers, own, whole
+        return found
+
+    def _kv_cache(self, taken: int, weights: int) -> int:
+        """Of a rank, besides `taken` bytes and the engine's `weights`; at least one sequence has to fit."""
+        rollout, shape = self.config.rollout, self.refit.resharding.shape
+        itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
+        tp, longest = self.layouts["rollout"].tp, self.derived.max_sequence_length
+        native = rollout.engine == "native"
+        if native:
+            most = most_kv_bytes(shape, tp, itemsize, rollout.max_num_seqs, longest)
+            least = most_kv_bytes(shape, tp, itemsize, 1, longest)
+        else:
+            least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
+            most = rollout.max_num_seqs * least
+        if rollout.kv_cache_gib is not None:
+            given = int(rollout.kv_cache_gib * GIB)
+            return given if native else min(given, most)
+        if self.capacity is None:
+            return most
+        free = max(0, self.capacity - taken - (0 if native else weights))
+        return max(least, min(most, int(free * rollout.gpu_memory_utilization)))
+
+    def _generation(self) -> tuple[int, int]:
+        """Activations of a prefill, and logits of all running sequences over the whole vocabulary with what sampling
+        makes of them; an estimate."""
+        rollout, shape, tp = self.config.rollout, self.refit.resharding.shape, self.layouts["rollout"].tp
+        itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
+        tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs)
+        width = shape.num_experts and shape.moe_topk * shape.moe_ffn_hidden_size or shape.ffn_hidden_size
+        activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // tp)
+        return activations, rollout.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
+
+
+def _role_shape(config: Config, role: str, shape: ModelShape) -> ModelShape:
+    model = architecture(config, role)
+    if model is config.model:
+        return shape
+    if model.path is not None:
+        from hpcrl.model.hf.config_json import read_shape
+
+        return read_shape(Path(model.path))
+    return shape_from_yaml(model, shape.vocab_size)
+
+
+def tightest(rows: list[Row]) -> Row:
+    return max(rows, key=lambda row: row.total)
+
+
+def cheapest_fix(job: Job) -> tuple[dict[str, object], Row] | None:
+    """The first change that makes the job fit, as config keys, and the tightest row then; None where none does.
+
+    In this order: the layout of the role that takes most, micro-batches, the KV cache, offload, several of these, more
+    nodes.
+    """
+    capacity = job.capacity
+    assert capacity is not None
+    for change in _changes(job):
+        try:
+            changed = Job(with_keys(job.config, change))
+            row = tightest(changed.rows())
+        except Exception as error:
+            if getattr(error, "user_error", False):
+                continue
+            raise
+        if row.total <= capacity:
+            return change, row
+    return None
+
+
+def _changes(job: Job) -> Iterator[dict[str, object]]:
+    config = job.config
+    layouts = list(_layouts(job))
+    yield from layouts
+    budgets = list(_budgets(job))
+    yield from budgets
+    shares: list[dict[str, object]] = [
+        {"rollout.gpu_memory_utilization": share / 10}
+        for share in range(9, 0, -1)
+        if share / 10 < config.rollout.gpu_memory_utilization
+    ]
+    yield from shares
+    offloads = list(_offloads(job))
+    yield from offloads
+    least = budgets[-1] if budgets else {}
+    for layout in layouts:
+        yield layout | least
+    if shares:
+        yield least | shares[-1]
+    if offloads:
+        yield least | offloads[-1]
+    for factor in (2, 4, 8, 16):
+        nodes: dict[str, object] = {"job.nodes": config.job.nodes * factor}
+        yield nodes
+        for budget in budgets:
+            yield nodes | budget
+        for layout in layouts:
+            yield nodes | layout
+            yield nodes | layout | least
+
+
+def _layouts(job: Job) -> Iterator[dict[str, object]]:
+    """Larger pp, then larger tp inside a node, of the role that takes most on the fullest rank."""
+    row = tightest(job.rows())
+    working = next((phase.role for phase in job.phases if phase.name == row.phase), "")
+    roles = [role for role in job.models if role in row.place.stages]
+    if not roles:
+        return
+    sizes = {role: job.state(role, row.place.stages[role]).total for role in roles}
+    sizes[working] = sizes.get(working, 0) + row.activations + row.logits if working in sizes else 0
+    role = max(roles, key=lambda name: sizes[name])
+    layout = job.layouts[role]
+    for pp in (2 * layout.pp, 4 * layout.pp):
+        yield {f"placement.{role}.pp": pp}
+    tp = 2 * layout.tp
+    while tp <= job.config.job.ntasks_per_node:
+        yield {f"placement.{role}.tp": tp}
+        tp *= 2
+
+
+def _offloads(job: Job) -> Iterator[dict[str, object]]:
+    """Frozen models alone, and everything."""
+    frozen = {"ref": "ref", "teacher": "teacher", "reward": "reward.reward_model"}
+    changes: dict[str, object] = {f"{frozen[role]}.{KEYS['parameters']}": True for role in job.models if role in frozen}
+    if changes:
+        yield dict(changes)
+    changes |= {f"{role}.{key}": True for role in job.models if role not in frozen for key in KEYS.values()}
+    yield changes
+
+
+def _budgets(job: Job) -> Iterator[dict[str, object]]:
+    """Halves of the micro-batches of the trained roles, down to one sequence."""
+    longest = job.derived.max_sequence_length
+    budgets = {
+        f"{role}.ppo_max_token_len_per_gpu": getattr(job.config, role).ppo_max_token_len_per_gpu
+        for role in ("actor", "critic")
+        if role in job.models
+    }
+    while max(budgets.values()) > longest:
+        budgets = {key: max(longest, tokens // 2) for key, tokens in budgets.items()}
+        yield dict(budgets)
+
+
+def with_keys(config: Config, changes: Mapping[str, object]) -> Config:
+    """The config with other values of dotted keys."""
+    for key, value in changes.items():
+        sections = key.split(".")
+        changed: object = value
+        for depth in range(len(sections) - 1, -1, -1):
+            section = config
+            for name in sections[:depth]:
+                section = getattr(section, name)
+            changed = section.model_copy(update={sections[depth]: changed})
+        assert isinstance(changed, Config)
+        config = changed
+    return config

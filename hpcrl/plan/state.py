@@ -1,0 +1,220 @@
+"""What a role's model holds on a rank between its passes, in bytes: weights, gradients, optimizer. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from hpcrl.config.offload import HOST_BLOCK, Part
+from hpcrl.config.schema import OptimConfig
+from hpcrl.grid.layout import Layout
+from hpcrl.model.lora import PROJECTIONS, Lora, is_adapter, matrix_of
+from hpcrl.model.params import SCALAR_HEADS, Head, Shard, rank_shards
+from hpcrl.model.shape import ModelShape
+
+# Megatron's alignment of a buffer that its distributed optimizer divides, in elements.
+PARAMETER_MULTIPLE = 64
+BUCKET_MULTIPLE = 128
+FP32 = 4
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+class State(NamedTuple):
+    """scalars: bytes of what a megatron optimizer keeps beside, which is a part of `optimizer` and never offloaded."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    scalars: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    def without(self, away: Collection[Part]) -> State:
+        """What is left on the device."""
+        return State(
+            self.parameters * ("parameters" not in away),
+            self.gradients * ("gradients" not in away),
+            self.scalars if "optimizer" in away else self.optimizer,
+            self.scalars,
+        )
+
+    def on_host(self, away: Collection[Part]) -> int:
+        """Host memory for it; gradients are not kept."""
+        kept = (self.parameters * ("parameters" in away), (self.optimizer - self.scalars) * ("optimizer" in away))
+        return sum(_up(nbytes, HOST_BLOCK) for nbytes in kept)
+
+
+class Bucket(NamedTuple):
+    """A part of a buffer that is divided over the replicas; places in elements."""
+
+    start: int
+    end: int
+    parameters: tuple[tuple[int, int], ...]  # first and behind the last element of each
+
+    def owned(self, replica: int, replicas: int) -> list[int]:
+        """Elements of each parameter that a replica's optimizer has a part of."""
+        size = (self.end - self.start) // replicas
+        first = self.start + replica * size
+        parts = (min(end, first + size) - max(start, first) for start, end in self.parameters)
+        return [part for part in parts if part > 0]
+
+
+@dataclass(frozen=True)
+class RoleModel:
+    """A role's model in its layout. `itemsize`: bytes of a weight or an activation. `optim` None: it is frozen.
+
+    `sequence_parallel` and `lora` are those of `hpcrl.model.build.build_model`.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    head: Head
+    itemsize: int
+    optim: OptimConfig | None = None
+    sequence_parallel: bool = True
+    lora: Lora | None = None
+
+    def shards(self, stage: int) -> list[Shard]:
+        """Of a rank of a pipeline stage; their sizes are the same on all of them."""
+        rank = self.layout.rank_of(pp=stage)
+        return rank_shards(self.shape, self.layout, rank, head=self.head, lora=self.lora)
+
+    def is_trained(self, shard: Shard) -> bool:
+        return self.optim is not None and not shard.is_frozen and (self.lora is None or is_adapter(shard.name))
+
+    def state(self, stage: int, rank: int | None = None) -> State:
+        """Of a rank of a stage: of `rank`, or the most over all of them."""
+        if self.optim is None or self.optim.optimizer != "adam":
+            return self._undivided(stage)
+        frozen = [shard for shard in self.shards(stage) if not self.is_trained(shard)]
+        numel = dict.fromkeys((FP32, self.itemsize), 0)
+        buffers = list(self._buffers(stage))
+        for buffer in buffers:
+            numel[buffer.itemsize] += buffer.buckets[-1].end
+        parameters = sum(itemsize * count for itemsize, count in numel.items())
+        parameters += sum(math.prod(shard.local_shape) * self._itemsize(shard) for shard in frozen)
+        ranks = [rank] if rank is not None else [it for it in self.layout.ranks if self.layout.coord(it).pp == stage]
+        # Dense weights and experts are divided over replicas of their own; context-parallel ranks are replicas here.
+        coords = [(self.layout.coord(it), self.layout.expert_coord(it)) for it in ranks]
+        places = {(dense.dp * self.layout.cp + dense.cp, expert.edp) for dense, expert in coords}
+        if not self.shape.num_experts:
+            places = {(dense, 0) for dense, _ in places}
+        most = max(sum(buffer.adam(place[buffer.is_expert]) for buffer in buffers) for place in places)
+        scalars = len({buffer.is_expert for buffer in buffers}) * self._scalars
+        return State(parameters, FP32 * sum(numel.values()), most + scalars, scalars)
+
+    def merged(self, stage: int) -> int:
+        """What it takes to merge adapters, a matrix at a time: in fp32, and rounded."""
+        if self.lora is None:
+            return 0
+        targets = self.lora.targets
+        merged = (
+            shard
+            for shard in self.shards(stage)
+            if not set(targets).isdisjoint(PROJECTIONS.get(matrix_of(shard.name)[1], ()))
+        )
+        largest = max(math.prod(shard.local_shape) for shard in merged)
+        return largest * (FP32 + (self.itemsize if self.itemsize < FP32 else 0))
+
+    def _undivided(self, stage: int) -> State:
+        """Frozen, or under SGD, which every replica holds whole."""
+        parameters = gradients = optimizer = 0
+        parts = set()
+        for shard in self.shards(stage):
+            numel, itemsize = math.prod(shard.local_shape), self._itemsize(shard)
+            parameters += numel * itemsize
+            if self.optim is not None and self.is_trained(shard):
+                gradients += numel * FP32
+                copies = (itemsize < FP32) + (self.optim.momentum > 0)
+                optimizer += numel * FP32 * copies
+                parts.add(shard.is_expert)
+        scalars = len(parts) * self._scalars
+        return State(parameters, gradients, optimizer + scalars, scalars)
+
+    @property
+    def _scalars(self) -> int:
+        """A loss scale and, of Adam without bf16, an overflow flag."""
+        if self.optim is None:
+            return 0
+        return 8 if self.optim.optimizer == "adam" and self.itemsize == FP32 else 4
+
+    def _itemsize(self, shard: Shard) -> int:
+        return FP32 if shard.name in SCALAR_HEADS.values() else self.itemsize
+
+    def _buffers(self, stage: int) -> Iterator[_Buffer]:
+        """One of each chunk and dtype and of dense weights and experts, as megatron's DistributedDataParallel makes
+        them."""
+        groups: dict[tuple[int, bool, int], list[Shard]] = {}
+        for shard in filter(self.is_trained, _as_made(self.shards(stage))):
+            groups.setdefault((shard.chunk, shard.is_expert, self._itemsize(shard)), []).append(shard)
+        for (_, is_expert, itemsize), members in groups.items():
+            replicas = self.layout.edp if is_expert else self.layout.dp * self.layout.cp
+            yield _Buffer(self, tuple(members), itemsize, is_expert, replicas)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    model: RoleModel
+    shards: tuple[Shard, ...]
+    itemsize: int
+    is_expert: bool
+    replicas: int
+
+    def adam(self, replica: int) -> int:
+        """Bytes: two moments and a step counter per parameter, and a copy in fp32 of weights that are not."""
+        optim = self.model.optim
+        assert optim is not None
+        owned = [part for bucket in self.buckets for part in bucket.owned(replica, self.replicas)]
+        moments = ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype]
+        return sum(owned) * (moments + FP32 * (self.itemsize < FP32)) + FP32 * len(owned)
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """From the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
+        made: list[Bucket] = []
+        inside: list[tuple[int, int]] = []
+        start = place = 0
+
+        def close() -> None:
+            nonlocal start, place, inside
+            end = _up(place, math.lcm(self.replicas, BUCKET_MULTIPLE))
+            made.append(Bucket(start, end, tuple(inside)))
+            start, place, inside = end, end, []
+
+        for shard in reversed(self.shards):
+            place = _up(place, PARAMETER_MULTIPLE)
+            alone = self._is_tied(shard)
+            if alone and inside:
+                close()
+            inside.append((place, place + math.prod(shard.local_shape)))
+            place = inside[-1][1]
+            if alone:
+                close()
+        if inside:
+            close()
+        return made
+
+    def _is_tied(self, shard: Shard) -> bool:
+        model = self.model
+        tied = model.shape.tie_word_embeddings and model.head == "lm" and model.layout.pp > 1
+        return tied and "word_embeddings" in shard.name
+
+
+def _as_made(table: list[Shard]) -> list[Shard]:
+    """In the order of megatron's modules: of an attention, the output projection is made first."""
+    made: list[Shard] = []
+    for shard in table:
+        place = len(made)
+        if shard.name.endswith("linear_proj.weight"):
+            place = 1 + max(n for n, other in enumerate(made) if other.name.endswith("input_layernorm.weight"))
+        made.insert(place, shard)
+    return made
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

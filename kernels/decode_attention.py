@@ -1,0 +1,114 @@
+"""Attention of one query token per sequence over a KV cache in blocks (PagedAttention, Kwon et al. 2023,
+arXiv:2309.06180). Sequences are cut into parts, so that a few long ones fill a GPU too (flash decoding)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcrl.kernels.dispatch import use_triton
+
+WIDEST = 512  # of a value, and of a key but for what is behind a power of 2
+PROGRAMS = 4096  # that parts are to make: some dozen for each processor of a GPU
+LEAST = 256  # tokens of a part, for its output is moved as well
+WIDE = 2048  # numbers of the output of one KV head: where it has several times as many, there are fewer parts
+
+
+class Cut(NamedTuple):
+    """Rows are cut into about `wanted` parts in all, at most one more for each row, of `least` tokens or more."""
+
+    wanted: int
+    least: int
+
+    @classmethod
+    def of(cls, groups: int, per_head: int, value_dim: int) -> Cut:
+        """For `groups` KV heads with `per_head` queries each."""
+        times = max(1, per_head * value_dim // WIDE)
+        return cls(max(1, PROGRAMS // (groups * times)), LEAST * min(times, 4))
+
+
+class PagedRows(NamedTuple):
+    """Where n rows have their tokens.
+
+    Row i has `lengths[i]` of them, at least 1, in the blocks `blocks[starts[i]]`, `blocks[starts[i] + 1]` and so on,
+    all full but the last. The kernels go by `parts` int32 (m, 4): the place in `blocks` of a part's first block, its
+    row, its tokens (0: nothing is to be done), and 0; and by `parts_of` int32 (n, 2): a row's first part and how many
+    it has. `blocks` is int32 (any,); `starts` and `lengths` are int64 (n,), on the host.
+    """
+
+    blocks: Tensor
+    starts: np.ndarray
+    lengths: np.ndarray
+    parts: Tensor
+    parts_of: Tensor
+
+    @classmethod
+    def of(
+        cls, blocks: np.ndarray, starts: np.ndarray, lengths: np.ndarray, size: int, cut: Cut, device: torch.device
+    ) -> PagedRows:
+        """The lengths alone say how rows, of blocks of `size` tokens, are cut: into parts of much the same length."""
+        longest = max(cut.least, -(-int(lengths.sum()) // cut.wanted))
+        counts = -(-lengths // longest)
+        tokens = size * -(-lengths // (size * counts))  # of a part, but the last of a row
+        counts = -(-lengths // tokens)
+        firsts = counts.cumsum() - counts
+        rows = np.arange(len(lengths)).repeat(counts)
+        begins = (np.arange(len(rows)) - firsts[rows]) * tokens[rows]
+        taken = np.minimum(tokens[rows], lengths[rows] - begins)
+        parts = np.stack([starts[rows] + begins // size, rows, taken, np.zeros_like(rows)], 1)
+        arrays = blocks, parts, np.stack([firsts, counts], 1)
+        found = [torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays]
+        return cls(found[0], starts, lengths, found[1], found[2])
+
+
+def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
+    """softmax(scale q k) v over the tokens of a row, for each row and each of its queries.
+
+    queries: (n, KV heads, queries of a head, key_dim); keys: (blocks, KV heads, key_dim, block size), contiguous;
+    values: (blocks, KV heads, block size, value_dim), contiguous, or the view of the first columns of the keys,
+    `keys[:, :, :value_dim].transpose(2, 3)`, which are then read once. All fp32, bf16 or fp16; the result (n, KV heads,
+    queries of a head, value_dim) too, computed in fp32. What blocks hold behind a row's last token has to be finite.
+    Without a gradient.
+
+    Moves the keys and values of all rows once, and for each part an output in fp32 twice; 2 (key_dim + value_dim)
+    operations for each query and token.
+    """
+    if is_fused(keys, values):
+        from hpcrl.kernels.decode_attention_triton import decode_attention as fused
+
+        return fused(queries, keys, values, rows, scale)
+    return reference(queries, keys, values, rows, scale)
+
+
+def is_fused(keys: Tensor, values: Tensor) -> bool:
+    """Whether the kernels run for such a cache."""
+    return use_triton("decode_attention", keys, unless=_why_not(keys, values))
+
+
+def _why_not(keys: Tensor, values: Tensor) -> str:
+    size, width = keys.size(-1), max(first_width(keys, values), values.size(-1))
+    if size < 16 or size & (size - 1):
+        return f"blocks of {size} tokens, which is no power of 2 from 16 on"
+    return f"heads of {width} are wider than {WIDEST}" if width > WIDEST else ""
+
+
+def values_are_keys(keys: Tensor, values: Tensor) -> bool:
+    return values.data_ptr() == keys.data_ptr()
+
+
+def first_width(keys: Tensor, values: Tensor) -> int:
+    """How many columns of a key are one matrix: those that are its value too, else the largest power of 2."""
+    return values.size(-1) if values_are_keys(keys, values) else 1 << (keys.size(-2).bit_length() - 1)
+
+
+def reference(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
+    outputs = []
+    for query, start, length in zip(queries.float(), rows.starts.tolist(), rows.lengths.tolist(), strict=True):
+        blocks = rows.blocks[start : start - -length // keys.size(-1)]
+        key = keys[blocks].float().permute(1, 2, 0, 3).flatten(2)[..., :length]
+        value = values[blocks].float().transpose(0, 1).flatten(1, 2)[:, :length]
+        outputs.append((query @ key * scale).softmax(-1) @ value)
+    return torch.stack(outputs).to(queries.dtype)

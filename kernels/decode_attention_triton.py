@@ -1,0 +1,184 @@
+"""Decode attention in Triton: a program has a part of a row's tokens, for one KV head and some of its queries; other
+programs put the parts of a row together. It has not been measured on a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hpcrl.kernels.decode_attention import PagedRows, first_width, values_are_keys
+from hpcrl.kernels.specimen import Specimen
+
+MASKED = tl.constexpr(-1e30)  # finite: the difference of two is no NaN
+LOG2_E = math.log2(math.e)
+SMALLEST_DOT = 16  # products have at least so many rows and columns
+MOST_OUTPUTS = 16384  # numbers of a program, in registers
+TILE_BYTES = 36864  # of keys and values in one step, two of which are under way
+PARTS_AT_ONCE = 16
+
+
+@triton.jit
+def attend(
+    queries, keys, values, blocks, parts, totals, maxima, sums, scale,
+    HEADS: tl.constexpr, PER_HEAD: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
+    FIRST: tl.constexpr, FIRST_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_IN_KEY: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in powers of 2, over TILE tokens at a time.
+
+    Keys are read as FIRST columns and the REST of them, each padded to a power of 2.
+    """
+    GROUPS: tl.constexpr = (PER_HEAD + QUERIES - 1) // QUERIES
+    KEY: tl.constexpr = FIRST + REST
+    program = tl.program_id(0)
+    part, head = program // (HEADS * GROUPS), program // GROUPS % HEADS
+    start, row = tl.load(parts + part * 4), tl.load(parts + part * 4 + 1)
+    tokens = tl.load(parts + part * 4 + 2)
+    if tokens > 0:
+        query = program % GROUPS * QUERIES + tl.arange(0, QUERIES)
+        real = (query < PER_HEAD)[:, None]
+        of_first, of_rest, of_value = tl.arange(0, FIRST_BLOCK), tl.arange(0, REST_BLOCK), tl.arange(0, VALUE_BLOCK)
+        place = tl.arange(0, TILE)
+        offset = place % SIZE
+        at = queries + ((row.to(tl.int64) * HEADS + head) * PER_HEAD + query[:, None]) * KEY
+        first_query = tl.load(at + of_first[None, :], mask=real & (of_first < FIRST)[None, :], other=0.0)
+        if REST > 0:
+            rest_query = tl.load(at + FIRST + of_rest[None, :], mask=real & (of_rest < REST)[None, :], other=0.0)
+        maximum = tl.full((QUERIES,), MASKED, tl.float32)
+        total_weight = tl.zeros((QUERIES,), tl.float32)
+        total = tl.zeros((QUERIES, VALUE_BLOCK), tl.float32)
+        num_blocks = tl.cdiv(tokens, SIZE)
+        number = place // SIZE
+        here = number < num_blocks
+        block = tl.load(blocks + start + number, mask=here, other=0)
+        for tile in tl.range(0, tl.cdiv(tokens, TILE), num_stages=STAGES):
+            # The compiler is told what a block number that comes from memory hides: a block's tokens lie together.
+            item = tl.max_constancy(block.to(tl.int64) * HEADS + head, SIZE)
+            keys_at = keys + tl.multiple_of(item * (KEY * SIZE), SIZE) + offset
+            key = tl.load(
+                keys_at[None, :] + of_first[:, None] * SIZE, mask=here[None, :] & (of_first < FIRST)[:, None], other=0.0
+            )
+            scores = tl.dot(first_query, key, input_precision="ieee")
+            if REST > 0:
+                inside = here[None, :] & (of_rest < REST)[:, None]
+                rest = tl.load(keys_at[None, :] + (FIRST + of_rest)[:, None] * SIZE, mask=inside, other=0.0)
+                scores = tl.dot(rest_query, rest, scores, input_precision="ieee")
+            if VALUE_IN_KEY:
+                value = tl.trans(key)
+            else:
+                values_at = values + item * (SIZE * VALUE) + offset * VALUE
+                inside = here[:, None] & (of_value < VALUE)[None, :]
+                value = tl.load(values_at[:, None] + of_value[None, :], mask=inside, other=0.0)
+            # The next tile's, so that loads of keys and values need not wait for them.
+            number += TILE // SIZE
+            here = number < num_blocks
+            block = tl.load(blocks + start + number, mask=here, other=0)
+            scores = tl.where((tile * TILE + place < tokens)[None, :], scores * scale, MASKED)
+            higher = tl.maximum(maximum, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+            kept = tl.exp2(maximum - higher)
+            total_weight = total_weight * kept + tl.sum(weights, 1)
+            total = tl.dot(weights.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
+            maximum = higher
+        found = (part.to(tl.int64) * HEADS + head) * PER_HEAD + query
+        tl.store(maxima + found, maximum, mask=query < PER_HEAD)
+        tl.store(sums + found, total_weight, mask=query < PER_HEAD)
+        tl.store(totals + found[:, None] * VALUE + of_value[None, :], total, mask=real & (of_value < VALUE)[None, :])
+
+
+@triton.jit
+def combine(
+    totals, maxima, sums, parts_of, outputs,
+    QUERIES: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The output of one row and one of its QUERIES (of all KV heads) from those of the row's parts."""
+    program = tl.program_id(0).to(tl.int64)
+    row, query = program // QUERIES, program % QUERIES
+    first, count = tl.load(parts_of + row * 2).to(tl.int64), tl.load(parts_of + row * 2 + 1)
+    column, number = tl.arange(0, VALUE_BLOCK), tl.arange(0, AT_ONCE)
+    maximum = tl.full((1,), MASKED, tl.float32)
+    total_weight = tl.zeros((1,), tl.float32)
+    total = tl.zeros((VALUE_BLOCK,), tl.float32)
+    for begin in range(0, count, AT_ONCE):
+        here = begin + number < count
+        found = (first + begin + number) * QUERIES + query
+        part_maxima = tl.load(maxima + found, mask=here, other=MASKED)
+        part_sums = tl.load(sums + found, mask=here, other=0.0)
+        inside = here[:, None] & (column < VALUE)[None, :]
+        part_totals = tl.load(totals + found[:, None] * VALUE + column[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(maximum, tl.max(part_maxima, 0))
+        kept, factors = tl.exp2(maximum - higher), tl.exp2(part_maxima - higher)
+        total_weight = total_weight * kept + tl.sum(part_sums * factors, 0)
+        total = total * kept + tl.sum(part_totals * factors[:, None], 0)
+        maximum = higher
+    tl.store(outputs + program * VALUE + column, (total / total_weight).to(outputs.dtype.element_ty), column < VALUE)
+
+
+class Launch(NamedTuple):
+    constants: dict[str, Any]
+    num_warps: int
+
+
+def _padded(width: int) -> int:
+    return max(SMALLEST_DOT, triton.next_power_of_2(width))
+
+
+def _attend(
+    groups: int, per_head: int, key: int, value: int, first: int, value_in_key: bool, size: int, itemsize: int
+) -> Launch:
+    block = _padded(value)
+    queries = min(_padded(per_head), max(SMALLEST_DOT, MOST_OUTPUTS // block))
+    token_bytes = (key if value_in_key else key + value) * itemsize
+    tile = max(size, min(128, 1 << (max(TILE_BYTES // token_bytes, 1).bit_length() - 1)))
+    constants = {
+        "HEADS": groups, "PER_HEAD": per_head, "SIZE": size, "TILE": tile, "QUERIES": queries,
+        "FIRST": first, "FIRST_BLOCK": _padded(first), "REST": key - first, "REST_BLOCK": _padded(key - first),
+        "VALUE": value, "VALUE_BLOCK": block, "VALUE_IN_KEY": value_in_key,
+        "STAGES": 3 if tile * token_bytes <= TILE_BYTES else 2,  # blocks of many bytes would not fit twice
+    }  # fmt: skip
+    return Launch(constants, 8 if queries * block * itemsize >= 8192 else 4)
+
+
+def _combine(groups: int, per_head: int, value: int) -> Launch:
+    sizes = {"QUERIES": groups * per_head, "VALUE": value, "VALUE_BLOCK": _padded(value), "AT_ONCE": PARTS_AT_ONCE}
+    return Launch(sizes, 1 if value <= 128 else 4)
+
+
+def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
+    n, groups, per_head, key = queries.shape
+    value, parts = values.size(-1), len(rows.parts)
+    first, value_in_key = first_width(keys, values), values_are_keys(keys, values)
+    totals = queries.new_empty((parts, groups, per_head, value), dtype=torch.float32)
+    maxima, sums = totals.new_empty((2, parts, groups, per_head))
+    outputs = queries.new_empty((n, groups, per_head, value))
+    how = _attend(groups, per_head, key, value, first, value_in_key, keys.size(-1), keys.element_size())
+    tiles = triton.cdiv(per_head, how.constants["QUERIES"])
+    attend[(parts * groups * tiles,)](
+        queries.contiguous(), keys, values, rows.blocks, rows.parts, totals, maxima, sums, scale * LOG2_E,
+        **how.constants, num_warps=how.num_warps,
+    )  # fmt: skip
+    how = _combine(groups, per_head, value)
+    combine[(n * groups * per_head,)](
+        totals, maxima, sums, rows.parts_of, outputs, **how.constants, num_warps=how.num_warps
+    )
+    return outputs
+
+
+def specimens() -> list[Specimen]:
+    """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries."""
+    found = []
+    for groups, per_head, key, value in ((8, 4, 128, 128), (8, 4, 64, 64), (1, 16, 576, 512)):
+        how = _attend(groups, per_head, key, value, value, key > value, 32, 2)
+        inputs = dict.fromkeys(("queries", "keys", "values"), "*bf16") | dict.fromkeys(("blocks", "parts"), "*i32")
+        space = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
+        name = f"decode_attention {per_head} x {key}/{value}"
+        found.append(Specimen(name, attend, inputs | space | {"scale": "fp32"}, how.constants, how.num_warps))
+        how = _combine(groups, per_head, value)
+        pointers = space | {"parts_of": "*i32", "outputs": "*bf16"}
+        found.append(Specimen(f"{name} combine", combine, pointers, how.constants, how.num_warps))
+    return found

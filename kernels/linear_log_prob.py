@@ -1,0 +1,152 @@
+"""Log-probability, entropy and likeliest tokens from hidden states, without the logits of all rows and columns at once.
+
+The plain path runs the output layer on a few rows at a time, as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989,
+fused linear cross entropy); on CUDA it runs on a few columns at a time. What the loss does with a log-probability is
+not known here, so the backward pass computes the logits anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.vocabulary import RowSums, SplitSoftmax, vocab_parallel_topk_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import ProcessGroup
+
+
+MOST_TARGETS = 8  # of a row, in Triton: each is looked for in every column
+
+
+class HeadOutputs(NamedTuple):
+    """fp32, or fp64 where the hidden states are; None where not asked for."""
+
+    log_probs: Tensor  # (R, K) at the targets
+    entropies: Tensor | None  # (R,) -sum p log p
+    squares: Tensor | None  # (R,) sum p^2, without a gradient
+    topk_ids: Tensor | None = None  # (R, k) int64, the likeliest first
+    topk_log_probs: Tensor | None = None  # (R, k) at these, without a gradient
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_rows: int,
+    group: ProcessGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+    k: int = 0,
+) -> HeadOutputs:
+    """Of logits hidden @ weight^T, which exist in part, forward and backward: for `chunk_rows` rows at a time, or in
+    Triton for some columns at a time.
+
+    hidden: (R, hidden); weight: (V / tp, hidden), this rank's rows; targets: (R, K) int64 and the rest as in
+    `vocab_parallel_log_probs`, and k as in `vocab_parallel_topk_ids`. The gradient of `hidden` is this rank's part, to
+    be summed over the group; that of the weight is summed over the chunks in fp32. Collective over `group` in the
+    forward pass alone.
+
+    2 R (V / tp) hidden operations forward and 6 backward, a third of them for the logits again. At the sizes of
+    language models these take longer than the bytes.
+    """
+    softmax = SplitSoftmax(group, vocab_size, temperature or 1.0)
+    if use_triton("linear_log_prob", hidden, unless=_why_not(targets, k)):
+        from hpcrl.kernels.linear_log_prob_triton import LinearLogProbs
+
+        return HeadOutputs(*LinearLogProbs.apply(hidden, weight, targets, softmax, entropy, sum_pi_squared))
+    return HeadOutputs(*_ChunkedHead.apply(hidden, weight, targets, chunk_rows, softmax, entropy, sum_pi_squared, k))
+
+
+def _why_not(targets: Tensor, k: int) -> str:
+    if k:
+        return "the likeliest tokens are asked for"
+    return f"a row has more than {MOST_TARGETS} targets" if targets.size(1) > MOST_TARGETS else ""
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Three numbers per row are kept for the backward pass, beside the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk_rows: int,
+        softmax: SplitSoftmax,
+        entropy: bool,
+        sum_pi_squared: bool,
+        k: int,
+    ) -> tuple[Tensor | None, ...]:
+        ids, chunks = [], []
+        for rows in slices(len(hidden), chunk_rows):
+            likeliest, sums = _chunk_sums(hidden[rows], weight, targets[rows], softmax, entropy, sum_pi_squared, k)
+            ids.append(likeliest)
+            chunks.append(sums)
+        whole = RowSums._make(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, whole.top, whole.log_sum, whole.entropies)
+        ctx.softmax, ctx.chunk_rows = softmax, chunk_rows
+        ctx.set_materialize_grads(False)
+        log_probs, topk_log_probs = whole.log_probs.tensor_split([targets.size(1)], dim=1)
+        topk = [torch.cat(ids), topk_log_probs.contiguous()] if k else [None, None]
+        ctx.mark_non_differentiable(*(output for output in (whole.squares, *topk) if output is not None))
+        return log_probs.contiguous(), whole.entropies, whole.squares, *topk
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, top, log_sum, entropies = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=top.dtype) if ctx.needs_input_grad[1] else None
+        for rows in slices(len(hidden), ctx.chunk_rows):
+            logits = hidden[rows] @ weight.T
+            log_p = ctx.softmax.log_p(logits, top[rows], log_sum[rows])
+            del logits
+            grad = ctx.softmax.gradient(
+                log_p,
+                targets[rows],
+                None if entropies is None else entropies[rows],
+                None if grad_log_probs is None else grad_log_probs[rows],
+                None if grad_entropies is None else grad_entropies[rows],
+                len(weight),
+            ).to(weight.dtype)
+            del log_p
+            torch.matmul(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None and grad_weight.dtype == weight.dtype:
+                grad_weight.addmm_(grad.T, hidden[rows])
+            elif grad_weight is not None:
+                grad_weight.add_(grad.T @ hidden[rows])
+            del grad
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+
+
+def _chunk_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softmax: SplitSoftmax,
+    entropy: bool,
+    sum_pi_squared: bool,
+    k: int,
+) -> tuple[Tensor, RowSums]:
+    """Ids of the k likeliest, and the sums of the targets and these."""
+    logits = hidden @ weight.T
+    ids = targets[:, :0]
+    if k:
+        ids = vocab_parallel_topk_ids(logits, k, group=softmax.group, vocab_size=softmax.vocab_size)
+    return ids, softmax.sums(logits, torch.cat([targets, ids], dim=1), entropy, sum_pi_squared)[0]
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    """Of `count` rows or columns, `size` at a time."""
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))

@@ -1,0 +1,239 @@
+"""Log-probabilities from hidden states by columns of the vocabulary: the library's matrix products, and kernels that
+read what these give while it is there.
+
+Columns rather than rows, as a chunk's gradient of the weight is then complete: nothing of the weight's size is summed
+up. Logits and their sums are fp32, also where the operands are bf16: products give their accumulators.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
+from hpcrl.kernels.linear_log_prob import slices
+from hpcrl.kernels.specimen import Specimen
+from hpcrl.kernels.vocabulary import OwnSums, SplitSoftmax
+
+MOST_COLUMNS, FEWEST_COLUMNS = 16384, 256  # of a chunk: a program goes through a row; a product needs some width
+BLOCK = 1024  # columns that a program has at once
+SLICE = 2048  # rows of a product that is only there to be added
+
+
+@triton.jit(do_not_specialize=["first"])
+def add_columns(
+    logits, targets, top, total, weighted, squares, at_targets, stride, first, columns, temperature, num_targets,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, TARGETS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds a chunk of logits, `columns` from `first` on, to the sums of `OwnSums`: a program has a row.
+
+    Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_max, e_sum = tl.load(top + row), tl.load(total + row)
+    if ENTROPY:
+        ez_sum = tl.load(weighted + row)
+    if SQUARES:
+        ee_sum = tl.load(squares + row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+        new_max = tl.maximum(x_max, tl.max(x, 0))
+        # While there is nothing but -inf, differences have no value.
+        shift = tl.where(e_sum > 0, (x_max - new_max) / temperature, 0.0)
+        kept = tl.exp(shift)
+        z = (x - tl.where(new_max == -float("inf"), 0.0, new_max)) / temperature
+        e = tl.exp(z)
+        if ENTROPY:
+            ez_sum = kept * (ez_sum + shift * e_sum) + tl.sum(e * tl.where(e > 0, z, 0.0), 0)
+        if SQUARES:
+            ee_sum = kept * kept * ee_sum + tl.sum(e * e, 0)
+        e_sum = kept * e_sum + tl.sum(e, 0)
+        x_max = new_max
+    tl.store(top + row, x_max)
+    tl.store(total + row, e_sum)
+    if ENTROPY:
+        tl.store(weighted + row, ez_sum)
+    if SQUARES:
+        tl.store(squares + row, ee_sum)
+    number = tl.arange(0, TARGETS)
+    place = row * num_targets + number
+    target = tl.load(targets + place, mask=number < num_targets, other=-1) - first
+    here = (target >= 0) & (target < columns)
+    x = tl.load(logits + row * stride + target, mask=here, other=0.0).to(tl.float32)
+    tl.store(at_targets + place, x, mask=here)
+
+
+@triton.jit(do_not_specialize=["first"])
+def logits_gradient(
+    logits, grad, targets, top, log_sum, entropies, grad_log_probs, grad_entropies, stride, grad_stride, first, columns,
+    temperature, num_targets, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a chunk of logits as in `SplitSoftmax.gradient`: a program has BLOCK columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+    log_p = (x - tl.load(top + row)) / temperature - tl.load(log_sum + row)
+    p = tl.exp(log_p)
+    found = tl.zeros((BLOCK,), tl.float32)
+    if ENTROPY:
+        log_p = tl.where(p > 0, log_p, 0.0)
+        found -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
+    if LOG_PROBS:
+        for number in range(num_targets):
+            upstream = tl.load(grad_log_probs + row * num_targets + number)
+            target = tl.load(targets + row * num_targets + number) - first
+            found += upstream * (tl.where(column == target, 1.0, 0.0) - p)
+    found = (found / temperature).to(grad.dtype.element_ty)
+    tl.store(grad + row * grad_stride + column, found, mask=column < columns)
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """Three numbers per row are kept for the backward pass, beside the inputs.
+
+    Beside inputs and results there are HEAD_CHUNK_BYTES of logits, in the backward pass the gradients of HEAD_CHUNKS
+    times as many in the dtype of the weight, and the gradient of the hidden states in fp32. The more columns go into
+    the product that is added to that, the less often it is read and written.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        softmax: SplitSoftmax,
+        entropy: bool,
+        sum_pi_squared: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        hidden, targets = hidden.contiguous(), targets.contiguous()
+        sums = softmax.combined(_own_sums(hidden, weight, targets, softmax, entropy, sum_pi_squared))
+        ctx.save_for_backward(hidden, weight, targets, sums.top, sums.log_sum, sums.entropies)
+        ctx.softmax = softmax
+        ctx.set_materialize_grads(False)
+        if sums.squares is not None:
+            ctx.mark_non_differentiable(sums.squares)
+        return sums.log_probs, sums.entropies, sums.squares
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, top, log_sum, entropies = ctx.saved_tensors
+        rows, softmax = len(hidden), ctx.softmax
+        wanted = [None if grad is None else grad.contiguous() for grad in (grad_log_probs, grad_entropies)]
+        first, valid = softmax.group.rank() * len(weight), softmax.num_columns(len(weight))
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        if grad_weight is not None:  # the other columns only pad the vocabulary
+            grad_weight[valid if rows else 0 :] = 0
+        for columns in _chunks(rows, valid, HEAD_CHUNKS):
+            part = weight[columns]
+            grad = torch.empty(rows, len(part), dtype=weight.dtype, device=weight.device)
+            for some in _chunks(rows, len(part)):
+                logits, place = product(hidden, part[some].T), grad[:, some]
+                logits_gradient[(rows, triton.cdiv(logits.size(1), BLOCK))](
+                    logits, place, targets, top, log_sum, entropies, *wanted, logits.stride(0), place.stride(0),
+                    first + columns.start + some.start, logits.size(1), softmax.temperature, targets.size(1),
+                    LOG_PROBS=wanted[0] is not None, ENTROPY=wanted[1] is not None, BLOCK=BLOCK,
+                )  # fmt: skip
+                del logits  # before the next are made
+            if grad_hidden is not None:
+                add_product(grad_hidden, grad, part)
+            if grad_weight is not None:
+                torch.mm(grad.T, hidden, out=grad_weight[columns])
+            del grad, place
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, *[None] * 4
+
+
+def _own_sums(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: SplitSoftmax, entropy: bool, sum_pi_squared: bool
+) -> OwnSums:
+    rows, valid = len(hidden), softmax.num_columns(len(weight))
+    begin = softmax.group.rank() * len(weight)
+    top, total, weighted, squares = hidden.new_zeros(4, rows, dtype=torch.float32)
+    top.fill_(-torch.inf)
+    at_targets = torch.zeros_like(targets, dtype=torch.float32)
+    for columns in _chunks(rows, valid):
+        logits = product(hidden, weight[columns].T)
+        add_columns[(rows,)](
+            logits, targets, top, total, weighted, squares, at_targets, logits.stride(0), begin + columns.start,
+            logits.size(1), softmax.temperature, targets.size(1),
+            ENTROPY=entropy, SQUARES=sum_pi_squared, TARGETS=triton.next_power_of_2(targets.size(1)), BLOCK=BLOCK,
+        )  # fmt: skip
+        del logits  # before the next are made
+    here = (targets >= begin) & (targets < begin + valid)
+    return OwnSums(top, total, weighted if entropy else None, squares if sum_pi_squared else None, at_targets, here)
+
+
+def _chunks(rows: int, columns: int, times: int = 1) -> Iterator[slice]:
+    """`columns` in chunks whose logits take `times` HEAD_CHUNK_BYTES; none without rows."""
+    width = HEAD_CHUNK_BYTES // (4 * max(rows, 1)) // FEWEST_COLUMNS * FEWEST_COLUMNS
+    width = times * min(max(width, FEWEST_COLUMNS), MOST_COLUMNS)
+    return slices(columns if rows else 0, width)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32, from operands of any dtype; rounded to theirs where torch is older than 2.8."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.device.type == "cpu":
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32) if _gives_fp32() else a @ b
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (fp32) += a @ b."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda" and _adds_to_fp32():
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        for some in slices(len(a), SLICE):
+            total[some] += product(a[some], b)
+
+
+@functools.cache
+def _gives_fp32() -> bool:
+    one = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    try:
+        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
+    except (TypeError, RuntimeError):
+        return False
+
+
+@functools.cache
+def _adds_to_fp32() -> bool:
+    """torch 2.8 and some after it want the sum to have the dtype of the operands."""
+    one, total = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16), torch.ones(16, 16, device="cuda")
+    try:
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except (TypeError, RuntimeError):
+        return False
+    return bool((total == 17).all())
+
+
+def specimens() -> list[Specimen]:
+    rows = dict.fromkeys(("top", "total", "weighted", "squares", "at_targets"), "*fp32")
+    integers = dict.fromkeys(("stride", "first", "columns", "num_targets"), "i32") | {"temperature": "fp32"}
+    grads = dict.fromkeys(("top", "log_sum", "entropies", "grad_log_probs", "grad_entropies"), "*fp32")
+    return [
+        Specimen(
+            "linear_log_prob add_columns",
+            add_columns,
+            {"logits": "*fp32", "targets": "*i64"} | rows | integers,
+            {"ENTROPY": True, "SQUARES": True, "TARGETS": 1, "BLOCK": BLOCK},
+        ),
+        Specimen(
+            "linear_log_prob logits_gradient",
+            logits_gradient,
+            {"logits": "*fp32", "grad": "*bf16", "targets": "*i64", "grad_stride": "i32"} | grads | integers,
+            {"LOG_PROBS": True, "ENTROPY": True, "BLOCK": BLOCK},
+        ),
+    ]

@@ -1,0 +1,158 @@
+"""Copies of rectangles in Triton: a program moves one tile, and a table says of which rectangle."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hpcrl.kernels.pack import Pairs
+from hpcrl.kernels.specimen import Specimen
+
+TILE_BYTES = 2**15  # of the wider dtype
+MOST_VECTORS = 2048  # in a tile: what 256 threads keep addresses for
+WIDEST = 16  # bytes of one access
+LONGEST_ROW = 2**30  # numbers; places within a tile are counted in 32 bits from the start of a row
+NUM_WARPS = 8
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+# columns of a table: the first tile of a rectangle; both addresses; rows, vectors in a row; numbers from row to row
+FIELDS = tl.constexpr(7)
+
+
+@triton.jit
+def copy(
+    table, owner, FROM: tl.constexpr, TO: tl.constexpr, FROM_BYTES: tl.constexpr, TO_BYTES: tl.constexpr,
+    VECTOR: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tile i is TILE vectors of rectangle owner[i], row after row. VECTOR neighbours go at once: their addresses are
+    multiples of FROM_BYTES and TO_BYTES, which the compiler cannot see in a table."""
+    tile = tl.program_id(0).to(tl.int64)
+    entry = table + tl.load(owner + tile).to(tl.int64) * FIELDS
+    first = (tile - tl.load(entry)) * TILE
+    source = tl.load(entry + 1).to(tl.pointer_type(FROM))
+    destination = tl.load(entry + 2).to(tl.pointer_type(TO))
+    rows, width = tl.load(entry + 3), tl.load(entry + 4)
+    source_stride, destination_stride = tl.load(entry + 5), tl.load(entry + 6)
+
+    top = first // width
+    place = (first - top * width).to(tl.int32) + tl.arange(0, TILE)
+    down = place // width.to(tl.int32)
+    column = (place - down * width.to(tl.int32)).to(tl.int64)
+    row = top + down
+    inside = (row < rows)[:, None]
+    lane = tl.arange(0, VECTOR)[None, :]
+    source += (row * source_stride + column * VECTOR)[:, None] + lane
+    destination += (row * destination_stride + column * VECTOR)[:, None] + lane
+    values = tl.load(tl.multiple_of(source, (FROM_BYTES, FROM_BYTES)), mask=inside)
+    tl.store(tl.multiple_of(destination, (TO_BYTES, TO_BYTES)), values.to(TO), mask=inside)
+
+
+class Launch(NamedTuple):
+    """table: int64 (rectangles, FIELDS); owner: int32 (tiles,)."""
+
+    table: Tensor
+    owner: Tensor
+    source: torch.dtype
+    destination: torch.dtype
+    vector: int
+
+
+def launches(pairs: Pairs, device: torch.device) -> list[Launch]:
+    """The fewest launches that copy all of `pairs`, each as wide as addresses and sizes allow."""
+    by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]] = defaultdict(list)
+    for source, destination in pairs:
+        (rows, cols), (source_stride, _), (destination_stride, _) = source.shape, source.stride(), destination.stride()
+        if rows and cols:
+            ends = source.data_ptr(), destination.data_ptr(), rows, cols, source_stride, destination_stride
+            by_dtypes[source.dtype, destination.dtype].append(ends)
+    made = []
+    for (source_dtype, destination_dtype), its in by_dtypes.items():
+        rectangles = _merged(np.array(its, np.int64))
+        vectors = _vectors(rectangles, source_dtype.itemsize, destination_dtype.itemsize)
+        for vector in np.unique(vectors).tolist():
+            table, owner = _tiled(rectangles[vectors == vector], vector, _tile(source_dtype, destination_dtype, vector))
+            on_device = [torch.from_numpy(part).to(device) for part in (table, owner)]
+            made.append(Launch(on_device[0], on_device[1], source_dtype, destination_dtype, vector))
+    return made
+
+
+def copy_all(launches: list[Launch]) -> None:
+    for table, owner, source, destination, vector in launches:
+        copy[(len(owner),)](table, owner, **_constants(source, destination, vector), num_warps=NUM_WARPS)
+
+
+def _constants(source: torch.dtype, destination: torch.dtype, vector: int) -> dict[str, Any]:
+    return {
+        "FROM": DTYPES[source],
+        "TO": DTYPES[destination],
+        "FROM_BYTES": min(WIDEST, vector * source.itemsize),
+        "TO_BYTES": min(WIDEST, vector * destination.itemsize),
+        "VECTOR": vector,
+        "TILE": _tile(source, destination, vector),
+    }
+
+
+def _tile(source: torch.dtype, destination: torch.dtype, vector: int) -> int:
+    """Vectors that a program moves."""
+    return min(MOST_VECTORS, TILE_BYTES // (vector * max(source.itemsize, destination.itemsize)))
+
+
+def _merged(rectangles: np.ndarray) -> np.ndarray:
+    """Rectangles without gaps between their rows as one long row. (n, 6): addresses, rows, cols, strides."""
+    source, destination, rows, cols, source_stride, destination_stride = rectangles.T
+    dense = (rows == 1) | ((source_stride == cols) & (destination_stride == cols) & (rows * cols < LONGEST_ROW))
+    rows, cols = np.where(dense, 1, rows), np.where(dense, rows * cols, cols)
+    strides = (np.where(dense, cols, stride) for stride in (source_stride, destination_stride))
+    return np.stack([source, destination, rows, cols, *strides], 1)
+
+
+def _vectors(rectangles: np.ndarray, source_size: int, destination_size: int) -> np.ndarray:
+    """For each rectangle how many numbers go in one access, a power of 2: all rows start and end at a multiple."""
+    source, destination, _, *sizes = rectangles.T
+    found = np.ones(len(rectangles), np.int64)
+    vector = 2
+    while vector * min(source_size, destination_size) <= WIDEST:
+        fits = np.all([size % vector == 0 for size in sizes], axis=0)
+        for address, size in ((source, source_size), (destination, destination_size)):
+            fits &= address % min(WIDEST, vector * size) == 0
+        found[fits] = vector
+        vector *= 2
+    return found
+
+
+def _tiled(rectangles: np.ndarray, vector: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """A launch's table and owners."""
+    source, destination, rows, cols, source_stride, destination_stride = rectangles.T
+    width = cols // vector
+    tiles = -(-rows * width // tile)
+    first = np.cumsum(tiles) - tiles
+    table = np.stack([first, source, destination, rows, width, source_stride, destination_stride], 1)
+    return np.ascontiguousarray(table), np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
+
+
+def specimens() -> list[Specimen]:
+    """Copies within bf16 and from fp32 to it, as wide as can be, and number by number."""
+    found = []
+    for source, destination, vector in (
+        (torch.bfloat16, torch.bfloat16, 8),
+        (torch.float32, torch.bfloat16, 8),
+        (torch.float32, torch.float32, 4),
+        (torch.bfloat16, torch.bfloat16, 1),
+    ):
+        names = (str(dtype).removeprefix("torch.") for dtype in (source, destination))
+        found.append(
+            Specimen(
+                f"pack {' to '.join(names)}, {vector} at once",
+                copy,
+                {"table": "*i64", "owner": "*i32"},
+                _constants(source, destination, vector),
+                NUM_WARPS,
+            )
+        )
+    return found

@@ -1,0 +1,147 @@
+"""Causal attention inside each of several sequences that lie one after the other, by FlashAttention (Dao 2023,
+arXiv:2307.08691) of a library where there is one for them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from hpcrl.kernels.dispatch import VARIABLE
+
+WIDEST = 256  # head that FlashAttention takes
+
+log = logging.getLogger(__name__)
+
+# query, key and value, bounds, longest, scale -> output, as `packed_attention` has them
+Library = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+
+
+class Sequences(NamedTuple):
+    """N sequences of T tokens in all: `bounds` int32 (N + 1,) from 0 to T; the `longest`; and int64 (T,) of each token
+    the number of its sequence and its position there."""
+
+    bounds: Tensor
+    longest: int
+    numbers: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, device: torch.device) -> Sequences:
+        """`lengths` int64 (N,)."""
+        bounds = np.concatenate([[0], lengths.cumsum()])
+        numbers = np.arange(len(lengths)).repeat(lengths)
+        arrays = bounds.astype(np.int32), numbers, np.arange(bounds[-1]) - bounds[numbers]
+        found = [torch.from_numpy(array).to(device) for array in arrays]
+        return cls(found[0], int(lengths.max()), found[1], found[2])
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None = None
+) -> Tensor:
+    """softmax(scale q k) v over the tokens of the same sequence up to each one's own.
+
+    query: (T, heads, key_dim); key: (T, KV heads, key_dim); value: (T, KV heads, value_dim), no wider; fp32, bf16 or
+    fp16. The result is (T, heads, value_dim). `scale`: None is 1 / sqrt(key_dim).
+    Moves all of them once; about heads (key_dim + value_dim) operations for each pair of tokens of a sequence, two and
+    a half times as many backward.
+
+    Nobody has run it with a library on a GPU yet. Without one, tokens are padded to the longest sequence.
+    """
+    if is_fused(query):
+        return by_library(query, key, value, sequences.bounds, sequences.longest, scale)
+    width = value.size(-1)
+    return _padded(query, key, _as_wide(value, key), sequences, scale)[..., :width]
+
+
+def by_library(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None = None
+) -> Tensor:
+    """The same where `is_fused(query)`, of sequences of which that much is known."""
+    library, width = _library(), value.size(-1)
+    assert library is not None
+    return library(query, key, _as_wide(value, key), bounds, longest, scale)[..., :width]
+
+
+def is_fused(query: Tensor) -> bool:
+    """Whether a library has a kernel for such queries."""
+    why = _why_not(os.environ.get(VARIABLE, "auto"), query.device.type, query.dtype, query.size(-1))
+    return not why
+
+
+@functools.cache
+def _why_not(choice: str, device: str, dtype: torch.dtype, width: int) -> str:
+    """Empty where a library is to run; says it once on GPUs."""
+    if device != "cuda":
+        return f"no library for {device}"
+    why = ""
+    if choice == "torch":
+        why = f"{VARIABLE}=torch"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        why = f"no library for {dtype}"
+    elif width > WIDEST or width % 8:
+        why = f"heads of {width} are no multiple of 8 up to {WIDEST}"
+    elif torch.cuda.get_device_capability()[0] < 8:
+        why = "the GPU is older than an A100"
+    elif _library() is None:
+        why = "neither torch 2.11 nor flash_attn is there"
+    log.info("packed_attention on %s, %s: %s", device, dtype, f"padded, {why}" if why else "a library")
+    return why
+
+
+@functools.cache
+def _library() -> Library | None:
+    """torch's, from 2.11 on, which is the first that takes a scale; else that of the package flash_attn."""
+    name = "torch.nn.attention.varlen"
+    varlen_attn: Any = getattr(importlib.import_module(name), "varlen_attn", None) if find_spec(name) else None
+    known = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+    if "window_size" in known:
+        # Older ones take fewer key heads than query heads without being told.
+        grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
+
+        def of_torch(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
+            sizes = bounds, bounds, longest, longest
+            return varlen_attn(q, k, v, *sizes, scale=scale, window_size=(-1, 0), **grouped)
+
+        return of_torch
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+
+    def of_package(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
+        exact = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        sizes = bounds, bounds, longest, longest
+        return flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=True, **exact)
+
+    return of_package
+
+
+def _as_wide(value: Tensor, key: Tensor) -> Tensor:
+    """Fused attention has one width."""
+    missing = key.size(-1) - value.size(-1)
+    return pad(value, (0, missing)) if missing else value
+
+
+def _padded(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None) -> Tensor:
+    """Padding is at the end, where the causal mask hides it from every token."""
+    queries, keys, values = (_pad(part, sequences) for part in (query, key, value))
+    outputs = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+    return outputs.transpose(1, 2)[sequences.numbers, sequences.positions]
+
+
+def _pad(flat: Tensor, sequences: Sequences) -> Tensor:
+    """(T, heads, width) -> (N, heads, longest, width)"""
+    padded = flat.new_zeros((len(sequences.bounds) - 1, sequences.longest, *flat.shape[1:]))
+    padded[sequences.numbers, sequences.positions] = flat
+    return padded.transpose(1, 2)

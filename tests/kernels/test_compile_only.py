@@ -1,0 +1,25 @@
+"""Every kernel is compiled for GPUs that are not here, and its registers hold what it needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernels_compile_for_three_chips_and_spill_nothing(tmp_path: Path) -> None:
+    """As `tools/bench_kernels.py --compile-only` says it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tools" / "bench_kernels.py"), "--compile-only"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^(\w+) .*?" + r"\s+(\d+)" * 9 + r"\s+[\d.]+$", done.stdout, re.MULTILINE)
+    assert {row[0] for row in rows} == {path.stem.removesuffix("_triton") for path in ROOT.glob("kernels/*_triton.py")}
+    for name, *numbers in rows:
+        registers, shared, spilled = (list(map(int, numbers[first::3])) for first in range(3))
+        assert max(registers) <= 255 and max(shared) <= 160 * 1024 and not any(spilled), (name, numbers)

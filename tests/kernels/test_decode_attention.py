@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpcrl.kernels.decode_attention import PROGRAMS, WIDEST, Cut, PagedRows, decode_attention, is_fused
+from hpcrl.model.kv_memory import CachedHeads
+from hpcrl.rollout.native.attention import DecodeAttention, NewTokens
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.paged_attention import PagedAttention
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from tests.kernels.close import DTYPES, assert_near
+from tests.rollout.small_model import SHAPE, draw_weights
+
+SIZE = 16
+# more blocks than fit in a tile, ends inside a block, at its end and in the first
+LENGTHS = (1, 16, 150, 33)
+
+
+class Shape(NamedTuple):
+    groups: int
+    per_head: int
+    key: int
+    value: int
+    value_in_key: bool = False
+
+
+SHAPES = (
+    Shape(2, 3, 32, 32),
+    Shape(1, 1, 16, 16),
+    Shape(2, 4, 80, 48),  # no powers of 2, and not the same
+    Shape(1, 33, 8, 512),  # more queries than a program has
+    Shape(1, 5, 40, 24, value_in_key=True),
+    Shape(1, 16, 96, 64, value_in_key=True),
+)
+
+
+class Cache(NamedTuple):
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    rows: PagedRows
+
+
+def make(shape: Shape, dtype: torch.dtype, device: torch.device, least: int = 64) -> Cache:
+    """Rows with their blocks in no order; memory that is nobody's tells when it is read."""
+    lengths = np.array(LENGTHS)
+    counts = -(-lengths // SIZE)
+    num_blocks = int(counts.sum()) + 3
+    order = np.random.default_rng(0).permutation(num_blocks)
+    blocks, unused = order[:-3], order[-3:]
+    keys = torch.randn(num_blocks, shape.groups, shape.key, SIZE, device=device).to(dtype)
+    values = torch.randn(num_blocks, shape.groups, SIZE, shape.value, device=device).to(dtype)
+    for plane in (keys, values):
+        plane[torch.from_numpy(unused)] = float("nan")
+    if shape.value_in_key:
+        values = keys[:, :, : shape.value].transpose(2, 3)
+    queries = torch.randn(len(lengths), shape.groups, shape.per_head, shape.key, device=device).to(dtype)
+    rows = PagedRows.of(blocks, counts.cumsum() - counts, lengths, SIZE, Cut(1000, least), device)
+    return Cache(queries, keys, values, rows)
+
+
+def exact(cache: Cache, scale: float) -> Tensor:
+    """One token at a time."""
+    outputs = []
+    for query, start, length in zip(cache.queries.double(), cache.rows.starts, cache.rows.lengths, strict=True):
+        places = [(int(cache.rows.blocks[start + token // SIZE]), token % SIZE) for token in range(length)]
+        keys = torch.stack([cache.keys[block, :, :, offset] for block, offset in places]).double()
+        values = torch.stack([cache.values[block, :, offset] for block, offset in places]).double()
+        weights = (torch.einsum("hqd,thd->hqt", query, keys) * scale).softmax(-1)
+        outputs.append(torch.einsum("hqt,thd->hqd", weights, values))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_attention(
+    device: torch.device, dtype: torch.dtype, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make(shape, dtype, device)
+    scale = shape.key**-0.5
+    found = decode_attention(*cache, scale=scale)
+    assert found.dtype == dtype
+    assert_near(found, exact(cache, scale), dtype)
+    monkeypatch.setenv("HPCRL_KERNELS", "torch")
+    assert_near(found, decode_attention(*cache, scale=scale), dtype, factor=2)
+
+
+def test_it_does_not_matter_how_rows_are_cut(device: torch.device) -> None:
+    """Into more parts, too, than are put together at once."""
+    cache = make(SHAPES[0], torch.float32, device)
+    whole = decode_attention(*make_cut(cache, 1000), scale=0.3)
+    parts = make_cut(cache, 1)
+    assert parts.rows.parts_of[:, 1].max() > 4
+    assert_near(decode_attention(*parts, scale=0.3), whole, torch.float32)
+
+
+def make_cut(cache: Cache, least: int) -> Cache:
+    rows = cache.rows
+    cut = PagedRows.of(rows.blocks.cpu().numpy(), rows.starts, rows.lengths, SIZE, Cut(1000, least), rows.blocks.device)
+    return cache._replace(rows=cut)
+
+
+def test_large_scores(device: torch.device) -> None:
+    """Of either sign, in one part and over parts: a softmax that picks one token, or none before the last part."""
+    cache = make(Shape(1, 2, 16, 16), torch.float32, device)
+    cache.keys.mul_(300)
+    assert_near(decode_attention(*cache, scale=1.0), exact(cache, 1.0), torch.float32)
+    cache.keys.nan_to_num_(0.0).abs_().mul_(-1e6)
+    cache.queries.abs_()
+    assert_near(decode_attention(*cache, scale=1.0), exact(cache, 1.0), torch.float32)
+
+
+def test_rows_that_repeat_others_and_parts_without_tokens(device: torch.device) -> None:
+    """What a captured graph is given for fewer rows than it has."""
+    cache = make(SHAPES[0], torch.float32, device)
+    expected = decode_attention(*cache, scale=1.0)
+    rows = cache.rows
+    padded = rows._replace(
+        parts=torch.cat([rows.parts, rows.parts.new_zeros(5, 4)]),
+        parts_of=torch.cat([rows.parts_of, rows.parts_of[:1].expand(2, 2)]),
+    )
+    queries = torch.cat([cache.queries, torch.full_like(cache.queries[:2], float("nan"))])
+    found = decode_attention(queries, cache.keys, cache.values, padded, scale=1.0)
+    assert torch.equal(found, torch.cat([expected, expected[:1].expand(2, -1, -1, -1)]))
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 128), (1, 16, 512), (1, 128, 512), (128, 1, 64)])
+def test_parts_hold_each_token_once_and_stay_in_bounds(shape: tuple[int, int, int]) -> None:
+    generator = np.random.default_rng()
+    cut = Cut.of(*shape)
+    for _ in range(50):
+        lengths = generator.integers(1, 10 ** generator.integers(1, 6), generator.integers(1, 300))
+        counts = -(-lengths // SIZE)
+        starts = counts.cumsum() - counts
+        rows = PagedRows.of(np.arange(counts.sum()), starts, lengths, SIZE, cut, torch.device("cpu"))
+        assert len(rows.parts) <= len(lengths) + cut.wanted
+        for row, (first, count) in enumerate(rows.parts_of.tolist()):
+            place = starts[row]
+            for start, owner, tokens, _ in rows.parts[first : first + count].tolist():
+                assert (start, owner) == (place, row)
+                assert tokens > 0
+                place += -(-tokens // SIZE)
+            taken = rows.parts[first : first + count, 2]
+            assert taken.sum() == lengths[row]
+            assert (taken[:-1] % SIZE == 0).all()
+    assert cut.wanted <= PROGRAMS
+
+
+def test_what_the_kernel_does_not_take_goes_to_torch(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hpcrl.kernels.dispatch")
+    values = torch.zeros(1, 1, 16, 2 * WIDEST, device=device)
+    assert not is_fused(torch.zeros(1, 1, 8, 16, device=device), values)
+    assert "torch, heads of 1024 are wider than 512" in caplog.text
+    assert not is_fused(torch.zeros(1, 1, 8, 24, device=device), values[..., :8])
+
+
+@pytest.mark.parametrize("heads", [CachedHeads(2, 3, 32, 32), CachedHeads(1, 4, 40, 24, value_in_key=True)])
+def test_what_the_engine_has_in_its_place_on_the_cpu(device: torch.device, heads: CachedHeads) -> None:
+    """And a graph's, which has room for more rows than it is given, and was filled before."""
+    cache = KVCache(2, 40, heads, SIZE, 5, torch.float32, device)
+    cache.keys.normal_()
+    if not heads.value_in_key:
+        cache.values.normal_()
+    # Blocks in no order: rows grow in turns, and one goes.
+    lengths = np.array([20, 33, 1, 64, 50])
+    for tokens in range(1, 65):
+        rows = np.flatnonzero(lengths >= tokens)
+        cache.pool.grow(rows, np.full(len(rows), tokens))
+    cache.pool.release(np.array([4]))
+    rows = np.arange(4)
+    new = NewTokens(cache, rows, lengths[:4] - 1, np.ones_like(rows))
+    queries = torch.randn(4, heads.groups, heads.queries, heads.key_dim, device=device)
+    keys = torch.randn(4, heads.groups, heads.key_dim, device=device)
+    values = keys[..., : heads.value_dim] if heads.value_in_key else torch.randn_like(keys)
+    expected = DecodeAttention(new)(1, queries, keys, values)
+    paged = PagedAttention(new)
+    assert PagedAttention.fits(cache)
+    assert_near(paged(1, queries, keys, values), expected, torch.float32)
+    room = paged.with_room(6)
+    room.load(paged)
+    fewer = PagedAttention(NewTokens(cache, rows[:3], lengths[:3] - 1, np.ones_like(rows[:3])))
+    room.load(fewer)
+    more = [torch.cat([part[:3], part[:1].expand(3, *part.shape[1:])]) for part in (queries, keys, values)]
+    found = room(1, *more)
+    assert_near(found[:3], expected[:3], torch.float32)
+    assert torch.equal(found[3:], found[:1].expand(3, -1, -1, -1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_generation_draws_what_it_draws_without_kernels(
+    device: torch.device, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows cross blocks of the cache and are cut, end at different times, and others take their places."""
+    monkeypatch.setattr("hpcrl.kernels.decode_attention.LEAST", 1)
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(0, SHAPE.vocab_size, length) for length in (31, 3, 34)]
+    requests = [Request(prompt, f"file:{len(prompt)}:0", sample) for prompt in prompts for sample in range(2)]
+    sampling = SamplingParams(6, temperature=temperature, eos_token_ids=(13, 15, 29))
+
+    def generate() -> list[Completion]:
+        engine = NativeEngine(
+            SHAPE, None, 0, 1, torch.float32, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40, device=device
+        )
+        draw_weights(engine)
+        return engine.generate(requests, sampling, seed=0, step=0)
+
+    found = generate()
+    monkeypatch.setenv("HPCRL_KERNELS", "torch")
+    expected = generate()
+    lengths = [len(completion.token_ids) for completion in expected]
+    assert max(lengths[:2]) == 6 and len(set(lengths)) > 2
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.finish_reason == other.finish_reason
+        np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=0, atol=1e-5)

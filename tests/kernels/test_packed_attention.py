@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpcrl.kernels import packed_attention as kernel
+from hpcrl.kernels.packed_attention import Sequences, packed_attention
+from hpcrl.model.attention import PackedAttention
+from hpcrl.model.packed import pack
+from hpcrl.model.shape import ModelShape
+from tests.kernels.close import DTYPES, assert_near
+
+LENGTHS = np.array([5, 1, 9, 0, 17])
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, lengths: np.ndarray, scale: float) -> Tensor:
+    """In fp64, one sequence at a time, with all pairs of tokens."""
+    times = query.size(1) // key.size(1)
+    outputs = []
+    for q, k, v in zip(*(part.double().split(lengths.tolist()) for part in (query, key, value)), strict=True):
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def made(dtype: torch.dtype, heads: int, groups: int, key_dim: int, value_dim: int, tokens: int) -> list[Tensor]:
+    sizes = (heads, key_dim), (groups, key_dim), (groups, value_dim)
+    return [torch.randn(tokens, *size, device=DEVICE).to(dtype).requires_grad_() for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "groups", "key_dim", "value_dim"), [(2, 2, 64, 64), (6, 2, 24, 16), (4, 1, 12, 12)])
+def test_forward_and_backward(dtype: torch.dtype, heads: int, groups: int, key_dim: int, value_dim: int) -> None:
+    """By a library on a GPU for the first two shapes in 16 bits, else padded."""
+    inputs = made(dtype, heads, groups, key_dim, value_dim, int(LENGTHS.sum()))
+    found = packed_attention(*inputs, Sequences.of(LENGTHS, DEVICE), 0.3)
+    expected = exact(*inputs, LENGTHS, 0.3)
+    assert found.dtype == dtype
+    assert_near(found, expected, dtype)
+    grad = torch.randn_like(found)
+    wanted = torch.autograd.grad(expected, inputs, grad.double())
+    for one, other in zip(torch.autograd.grad(found, inputs, grad), wanted, strict=True):
+        assert_near(one, other, dtype, factor=2)
+
+
+def test_the_installed_torch_takes_what_it_is_given() -> None:
+    library = kernel._library()
+    if library is None:
+        pytest.skip("no library is installed")
+    query, key = (
+        torch.empty(9, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (4, 2)
+    )
+    found = library(query, key, key, torch.empty(3, dtype=torch.int32, device="meta"), 6, 0.3)
+    assert found.shape == query.shape
+    grads = torch.autograd.grad(found.sum(), (query, key))
+    assert [grad.shape for grad in grads] == [query.shape, key.shape]
+
+
+def test_training_with_a_library_is_training_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU with one that is written here."""
+    shape = ModelShape(1, 32, 32, num_attention_heads=4, num_query_groups=2, head_dim=8, vocab_size=10)
+    lengths, size = torch.tensor([5, 1, 9]), 24
+    packed = pack(torch.arange(15), lengths, shape, size=size)
+    tensors = [torch.randn(size, heads, width, requires_grad=True) for heads, width in ((4, 8), (2, 8), (2, 6))]
+    weight = torch.randn(size, 24)
+
+    def run() -> tuple[Tensor, ...]:
+        output = PackedAttention(softmax_scale=0.3)(*tensors, None, packed_seq_params=packed)
+        return output, *torch.autograd.grad((output * weight).sum(), tensors)
+
+    def library(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
+        assert bounds.dtype == torch.int32
+        assert longest == 9
+        return exact(q, k, v, bounds.diff().numpy(), scale or 1.0).float()
+
+    expected = run()
+    monkeypatch.setattr("hpcrl.model.attention.is_fused", lambda query: True)
+    monkeypatch.setattr(kernel, "is_fused", lambda query: True)
+    monkeypatch.setattr(kernel, "_library", lambda: library)
+    for one, other in zip(run(), expected, strict=True):
+        assert_near(one, other, torch.float32)

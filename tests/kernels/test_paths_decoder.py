@@ -1,0 +1,71 @@
+"""The native engine's decoder with kernels and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpcrl.kernels import dispatch
+from hpcrl.model.kv_memory import BLOCK_SIZE, cached_heads
+from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.rollout.native.attention import DecodeAttention, NewTokens, PrefillAttention
+from hpcrl.rollout.native.decoder import Decoder
+from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.tensor_parallel import TensorParallel
+from tests.rollout.small_model import SHAPE
+
+LENGTHS = np.array([5, 1, 3])
+SHAPES = {
+    "dense": SHAPE,
+    "normed heads, biases": replace(SHAPE, num_layers=1, qk_norm=True, qkv_bias=True),
+    "experts": replace(
+        SHAPE, num_layers=1, num_experts=4, moe_topk=2, moe_ffn_hidden_size=24, moe_shared_ffn_hidden_size=16
+    ),
+    "latent": replace(
+        SHAPE,
+        num_layers=1,
+        head_dim=12,
+        num_query_groups=4,
+        mla=LatentAttention(q_lora_rank=16, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
+    ),
+}
+
+
+def run(shape: ModelShape, device: torch.device) -> list[Tensor]:
+    """Logits of three prompts, and of one more token of each."""
+    torch.manual_seed(0)
+    decoder = Decoder(shape, TensorParallel(None, 0, 1), torch.float32, device)
+    for name, weight in decoder.weights.items():
+        noise = torch.randn(weight.shape)
+        weight.copy_(1 + 0.1 * noise if "norm" in name else 0.2 * noise)
+    cache = KVCache(shape.num_layers, 8, cached_heads(shape, 1), BLOCK_SIZE, len(LENGTHS), torch.float32, device)
+    rows, ids = np.arange(len(LENGTHS)), torch.randint(shape.vocab_size, (LENGTHS.sum() + len(LENGTHS),)).to(device)
+    logits = []
+    for starts, lengths, attention in (
+        (np.zeros_like(LENGTHS), LENGTHS, PrefillAttention),
+        (LENGTHS, np.ones_like(LENGTHS), DecodeAttention),
+    ):
+        cache.pool.grow(rows, starts + lengths)
+        new, ids = ids[: lengths.sum()], ids[lengths.sum() :]
+        logits.append(decoder.forward(new, attention(NewTokens(cache, rows, starts, lengths))))
+    return logits
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_logits_are_the_same(
+    device: torch.device, shape: ModelShape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", dispatch.__name__)
+    dispatch._say.cache_clear()
+    with torch.no_grad():
+        found = run(shape, device)
+        for kernel in ("rms_norm", "add_rms_norm", "rope", "swiglu"):
+            assert f"{kernel} on {device.type}, float32: Triton" in caplog.messages
+        monkeypatch.setenv("HPCRL_KERNELS", "torch")
+        expected = run(shape, device)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)

@@ -1,0 +1,44 @@
+"""What can be known of Transformer Engine without a GPU: that it is left out, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from hpcrl.config.schema import TransformerEngineConfig
+from hpcrl.launch.exits import InputError
+from hpcrl.model.shape import ModelShape
+from hpcrl.model.transformer_engine import is_used, use_transformer_engine
+
+SHAPE = ModelShape(2, 64, 96, 4, 2, 16, 500)
+CPU = torch.device("cpu")
+
+
+def test_it_is_left_out_without_a_gpu():
+    for cfg in (None, TransformerEngineConfig(), TransformerEngineConfig(enable=False)):
+        assert not is_used(cfg, CPU, SHAPE, exact=False)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"enable": True}, "enable=true, and there is no GPU here; leave it out"),
+        ({"fp8": "hybrid"}, "fp8=hybrid needs Transformer Engine, and there is no GPU here; set fp8 to null"),
+    ],
+)
+def test_what_it_is_asked_for_in_vain(settings, message):
+    with pytest.raises(InputError, match=message):
+        is_used(TransformerEngineConfig(**settings), CPU, SHAPE, exact=False)
+
+
+@pytest.mark.parametrize("num_experts", [None, 4])
+def test_its_layers_take_the_places_of_megatrons(num_experts):
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False, normalization="RMSNorm")
+    use_transformer_engine(spec)
+    layer = spec.submodules
+    mlp = layer.mlp.submodules.experts.submodules if num_experts else layer.mlp.submodules
+    assert layer.input_layernorm is layer.pre_mlp_layernorm is te.TENorm
+    assert layer.self_attention.submodules.linear_qkv is mlp.linear_fc1 is te.TEColumnParallelLinear
+    assert layer.self_attention.submodules.linear_proj is mlp.linear_fc2 is te.TERowParallelLinear

@@ -1,0 +1,34 @@
+"""The planner's bytes against the live tensors of real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hpcrl.config.schema import OptimConfig
+from hpcrl.engine.engine import TrainEngine
+from hpcrl.plan.state import RoleModel
+from tests.live_bytes import LiveBytes
+from tests.mpi.layouts import LAYOUTS, SHAPE, role_groups
+from tests.plan.passes import TOKENS, loss, make_batch, make_pass
+
+OPTIM = OptimConfig(lr=1e-3)
+WIDE = replace(SHAPE, vocab_size=1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_holds_what_was_planned(world, layout, dtype) -> None:
+    groups = role_groups(world.rank, world.size)[layout]
+    model = RoleModel(WIDE, groups.layout, "lm", dtype.itemsize, OPTIM)
+    stage = groups.coord.pp
+    with LiveBytes() as live:
+        engine = TrainEngine(WIDE, groups, optim=OPTIM, dtype=dtype, total_steps=9, head_chunk_tokens=64)
+        resident = live.live()
+        assert resident == model.state(stage, world.rank).total
+        live.restart_peak()
+        engine.train(make_batch(), max_tokens=TOKENS, loss=loss, entropy=True)
+        planned = replace(make_pass(model, entropy=True), chunk_tokens=64)
+        assert sum(planned.training(stage)) == pytest.approx(live.peak - resident, rel=0.1)

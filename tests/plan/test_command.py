@@ -1,0 +1,189 @@
+"""`hpcrl plan CONFIG`: the table of templates against sizes worked out by hand, fixes, and the lines of bad input."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcrl.config.loader import load_config
+from hpcrl.model.shape import ModelShape
+from hpcrl.plan.command import describe
+from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints
+from hpcrl.plan.memory import GIB, Job, Row, cheapest_fix, tightest, with_keys
+from hpcrl.rollout.native.engine import NativeEngine
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = str(ROOT / "configs" / "ppo_70b.yaml")
+LAYER = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672 + 2 * 8192  # matrices and norms
+VOCABULARY = 128256 * 8192
+ON_DEVICE = [  # nothing is offloaded
+    *(f"{role}.{part}_offload=false" for role in ("actor", "critic") for part in ("param", "grad", "optimizer")),
+    "ref.param_offload=false",
+]
+ALL_KEPT = [*ON_DEVICE, "model.recompute.granularity=null"]
+
+
+def row(job: Job, phase: str, stage: int) -> Row:
+    return next(it for it in job.rows() if it.phase == phase and it.place.stages["actor"] == stage)
+
+
+def test_the_70b_template_fits() -> None:
+    job = Job(load_config(TEMPLATE))
+    assert tightest(job.rows()).total < 0.75 * job.capacity
+    kept = row(Job(load_config(TEMPLATE, ALL_KEPT)), "update_actor", 0).activations
+    inputs = 8 * 10 * 16384 * 2 * 8192 / 8  # of 10 layers, of 8 micro-batches that wait on the first stage
+    assert inputs < row(job, "update_actor", 0).activations < 0.1 * kept
+
+
+def test_each_role_of_the_70b_template_is_on_the_gpu_in_its_turn() -> None:
+    job, resident = Job(load_config(TEMPLATE)), Job(load_config(TEMPLATE, ON_DEVICE))
+    found = {phase.name: row(job, phase.name, 0) for phase in job.phases}
+    engine = found.pop("rollout")
+    assert engine.gradients == 0 and engine.optimizer < 20
+    assert engine.parameters == pytest.approx(2 * (80 * LAYER + 2 * VOCABULARY) / 8, rel=1e-3)
+    assert engine.kv_cache > 2 * row(resident, "rollout", 0).kv_cache
+    stage = 10 * LAYER / 8 + VOCABULARY / 8  # of the first
+    for phase, at_work in found.items():
+        assert at_work.parameters == pytest.approx(2 * stage + engine.parameters, rel=1e-3)
+        assert at_work.gradients == pytest.approx(4 * stage * phase.startswith("update"), rel=1e-3)
+        assert at_work.optimizer == pytest.approx(12 * stage * phase.startswith(("update", "save")), rel=1e-3, abs=20)
+    of_a_node = 8 * (3 * 2 + 2 * 12) * stage  # weights of three models, optimizers of two
+    assert max(job.on_hosts().values()) == pytest.approx(of_a_node, rel=0.01)
+    assert set(resident.on_hosts().values()) == {0}
+
+
+def test_the_70b_template_without_recomputation() -> None:
+    job = Job(load_config(TEMPLATE, ALL_KEPT))
+    stage = 10 * LAYER / 8 + VOCABULARY / 8  # of the first
+    first = row(job, "update_actor", 0)
+    engine = 2 * (80 * LAYER + 2 * VOCABULARY) / 8
+    assert first.parameters == pytest.approx(3 * 2 * stage + engine, rel=1e-3)
+    assert first.gradients == pytest.approx(2 * 4 * stage, rel=1e-3)
+    assert first.optimizer == pytest.approx(2 * 12 * stage, rel=1e-3)
+    assert row(job, "update_actor", 3).activations < first.activations
+    assert row(job, "rollout", 0).kv_cache <= 0.6 * (80 * GIB - first.parameters - first.gradients - first.optimizer)
+    # 8 micro-batches wait on the first stage: 2 hidden states per norm, attention, 5 widths of the SwiGLU layer.
+    token = 2 * (2 * 2 * 8192 / 8 + (3 * 64 + 2 * 8) * 128 / 8 + 5 * 28672 / 8)
+    assert first.activations == pytest.approx(8 * 10 * 16384 * token, rel=0.05)
+    # A chunk, the gradients of four in bf16, and those of the hidden states in fp32 and of the weight.
+    head = 3 * 32 * 2**20 + 4 * 13108 * 8192 + 2 * 128256 / 8 * 8192
+    assert row(job, "update_actor", 7).logits == pytest.approx(head, rel=1e-3)
+    last = row(Job(load_config(TEMPLATE, [*ALL_KEPT, "trainer.head_chunk_tokens=null"])), "update_actor", 7)
+    assert last.logits == pytest.approx((3 * 4 + 2) * 13108 * 128256 / 8, rel=1e-3)
+    assert tightest(job.rows()).total > job.capacity
+
+
+def test_the_fix_fits() -> None:
+    job = Job(load_config(TEMPLATE, ALL_KEPT))
+    change, then = cheapest_fix(job)
+    assert change == {"actor.ppo_max_token_len_per_gpu": 5120, "critic.ppo_max_token_len_per_gpu": 5120}
+    overrides = [*ALL_KEPT, *(f"{key}={value}" for key, value in change.items())]
+    fixed = Job(load_config(TEMPLATE, overrides))
+    assert tightest(fixed.rows()) == then
+    assert then.total <= job.capacity
+    assert any("it fits" in line for line in describe(TEMPLATE, overrides))
+    assert cheapest_fix(Job(with_keys(job.config, {"job.gpu_memory_gib": 1.0}))) is None
+
+
+def test_a_larger_layout_comes_first() -> None:
+    config = load_config(
+        TEMPLATE,
+        [*ALL_KEPT, "job.nodes=32", "actor.ppo_max_token_len_per_gpu=8192", "critic.ppo_max_token_len_per_gpu=5120"],
+    )
+    job = Job(with_keys(config, {"job.gpu_memory_gib": tightest(Job(config).rows()).total / GIB - 1.0}))
+    change, _ = cheapest_fix(job)
+    assert change == {"placement.actor.pp": 16}
+
+
+def test_offload_comes_before_more_nodes() -> None:
+    config = load_config(TEMPLATE, [*ON_DEVICE, "job.gpu_memory_gib=46.0"])
+    change, _ = cheapest_fix(Job(config))
+    assert {key for key in change if key.endswith("_offload")} == {key.split("=")[0] for key in ON_DEVICE}
+
+
+def test_disk() -> None:
+    job = Job(load_config(TEMPLATE))
+    parameters = 80 * LAYER + 2 * VOCABULARY + 8192
+    assert checkpoint_bytes(job)["actor"] == 14 * parameters
+    assert kept_checkpoints(job) == 4  # three, and the one that is written
+    everything = with_keys(job.config, {"trainer.max_ckpt_to_keep": None})
+    assert kept_checkpoints(Job(everything)) == 50
+
+
+def test_an_engine_has_the_planned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    job = Job(load_config("configs/ppo_countdown_cpu.yaml"))
+    generation, refit = (next(row for row in job.rows() if row.phase == name) for name in ("rollout", "refit"))
+    shape: ModelShape = job.models["actor"].shape
+    longest, seqs = job.derived.max_sequence_length, job.config.rollout.max_num_seqs
+    engine = NativeEngine(
+        shape, None, 0, 1, torch.float32, max_num_seqs=seqs, max_num_batched_tokens=64, max_model_len=longest
+    )
+    cache = engine._cache
+    assert generation.kv_cache == sum(part.nbytes for part in (cache.keys, cache.values, *cache.scratch))
+    states = [job.state(role, stage).parameters for role, stage in refit.place.stages.items() if role in job.models]
+    assert refit.parameters - sum(states) == sum(weight.nbytes for weight in engine.weights().values())
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpcrl", "plan", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("template", ["ppo_70b", "grpo_8b", "ppo_countdown_cpu"])
+def test_the_command_takes_less_than_a_minute(template: str) -> None:
+    start = time.perf_counter()
+    done = run(f"configs/{template}.yaml")
+    assert time.perf_counter() - start < 60
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for found in ("update_actor", "tightest phase", "node-hours", "checkpoints", "built on the meta device"):
+        assert found in done.stdout
+    assert ("269.00 GiB of a node's host memory" in done.stdout) == (template == "ppo_70b")
+
+
+def test_the_arithmetic_needs_no_torch() -> None:
+    program = (
+        "import sys\nfrom hpcrl.config.loader import load_config\nfrom hpcrl.plan.memory import Job\n"
+        f"Job(load_config({TEMPLATE!r})).rows()\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "mpi4py", "numpy", "megatron", "transformers"}.intersection(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ([TEMPLATE, "placement.actor.tp=3"], "placement.actor.tp=3 does not divide"),
+        ([TEMPLATE, "placement.critic.pp=16"], "does not divide the 64 ranks"),
+        ([TEMPLATE, "actor.ppo_max_token_len_per_gpu=100"], "less than the longest sequence"),
+        ([TEMPLATE, "job.gpu_memory_gb=80"], "gpu_memory_gib"),
+        (["nowhere.yaml"], "no such config file"),
+        (["--fast", TEMPLATE], "--fast"),
+        ([], "hpcrl plan [--refit] CONFIG"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(arguments: list[str], found: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert found in done.stderr
+    assert done.stderr.startswith("hpcrl: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_adapters_take_the_place_of_the_reference() -> None:
+    """No second model, and a checkpoint with moments of the adapters alone."""
+    job = Job(load_config(TEMPLATE))
+    lora = Job(with_keys(job.config, {"model.lora_rank": 16, "placement.ref": job.config.placement.actor}))
+    assert "ref" in job.models and "ref" not in lora.models
+    assert next(phase.role for phase in lora.phases if phase.name == "ref") == "actor"
+    update, smaller = (max(row.total for row in of.rows() if row.phase == "update_actor") for of in (job, lora))
+    assert smaller < 0.9 * update
+    parameters = 80 * LAYER + 2 * VOCABULARY + 8192
+    adapters = 80 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))  # q, o; k, v; gate, up, down
+    disk = checkpoint_bytes(lora)
+    assert disk["lora adapter"] == 2 * adapters and disk["actor"] == 2 * parameters + 14 * adapters
