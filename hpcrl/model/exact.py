@@ -20,9 +20,10 @@ from hpcrl.launch.exits import InputError
 if TYPE_CHECKING:
     from hpcrl.model.shape import ModelShape
 
-# A matrix product gives a row the same bits whatever its place and the number of rows, when these are 16 and more
-# (seen with MKL, AVX-512, 8 to 8192 columns; below 16 rows it splits sums in other ways). `check_exact` tries it.
-ROWS = 16
+# A matrix product gives a row the same bits whatever its place and the number of rows, when it has 16 rows and 16
+# columns and more (seen with MKL on Intel's and AMD's AVX-512, sums of 3 to 8192 terms; below 16 rows it splits sums in
+# other ways, and on AMD a row's place counts below 12 columns). `check_exact` tries it.
+ROWS, COLUMNS = 16, 16
 # Keys go in blocks of this many: a sum over keys is taken inside each block and then from block to block, so that
 # blocks without visible keys add zeros at the end.
 KEYS = 64
@@ -31,8 +32,10 @@ KEYS = 64
 def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` (..., k) times `weight` (n, k) transposed: (..., n)."""
     flat = x.reshape(-1, x.size(-1))
-    rows = len(flat)
-    return linear(pad(flat, (0, 0, 0, -rows % ROWS)), weight)[:rows].view(*x.shape[:-1], -1)
+    rows, columns = len(flat), len(weight)
+    if columns < COLUMNS:
+        weight = pad(weight, (0, 0, 0, COLUMNS - columns))
+    return linear(pad(flat, (0, 0, 0, -rows % ROWS)), weight)[:rows, :columns].reshape(*x.shape[:-1], columns)
 
 
 def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -119,8 +122,10 @@ def _blocks(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
     """(..., rows, k) times (..., k, n)."""
-    rows = x.size(-2)
-    return (pad(x, (0, 0, 0, -rows % ROWS)) @ y)[..., :rows, :]
+    rows, columns = x.size(-2), y.size(-1)
+    if columns < COLUMNS:
+        y = pad(y, (0, COLUMNS - columns))
+    return (pad(x, (0, 0, 0, -rows % ROWS)) @ y)[..., :rows, :columns]
 
 
 def _in_order(parts: tuple[Tensor, ...]) -> Tensor:

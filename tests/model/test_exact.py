@@ -35,7 +35,21 @@ def seeded(one_thread: None) -> None:
 
 
 # Products (columns, rows of the weight) of models, whole and in tensor-parallel parts, and odd ones.
-PRODUCTS = [(8, 16), (20, 36), (48, 50), (64, 32), (100, 3), (192, 64), (256, 768), (768, 256), (1000, 40), (4096, 48)]
+PRODUCTS = [
+    (8, 16),
+    (6, 8),
+    (65, 1),
+    (48, 10),
+    (20, 36),
+    (48, 50),
+    (64, 32),
+    (100, 3),
+    (192, 64),
+    (256, 768),
+    (768, 256),
+    (1000, 40),
+    (4096, 48),
+]
 
 
 @pytest.mark.parametrize(("columns", "outputs"), PRODUCTS)
@@ -75,7 +89,7 @@ def test_so_are_norm_softmax_and_rotation(width: int) -> None:
             assert torch.equal(function(whole[start : start + rows]), expected[start : start + rows])
 
 
-@pytest.mark.parametrize(("heads", "width"), [(1, 6), (3, 16), (8, 64)])
+@pytest.mark.parametrize(("heads", "width"), [(1, 6), (2, 10), (3, 16), (8, 64)])
 def test_a_decoded_token_attends_with_the_bits_of_the_packed_one(heads: int, width: int) -> None:
     """One sequence in a packed batch with longer ones; the same by prefill of a part and then token by token, from a
     cache that is longer still and full of what others left."""
