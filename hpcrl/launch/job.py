@@ -85,6 +85,9 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
         )
         logs.take_terminal_from_torch()
         numerics.settle_torch(config.run.full_determinism)
+        from hpcrl.launch import platform  # imports torch
+
+        platform.import_megatron()
         code = max(world.exchange(main(world, config)))
         whereabouts.role, whereabouts.phase = None, "end"
     except BaseException as error:

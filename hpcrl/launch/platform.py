@@ -26,6 +26,19 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
+def import_megatron() -> None:
+    """Import megatron-core. Call it before any other import of it: on the CPU its small fused functions stay as they
+    are, for `torch.compile`, which it puts around them, costs 2 of 6 seconds of start-up and needs a C++ compiler."""
+    if torch.cuda.is_available():
+        return
+    compiler = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compiler
+
+
 def install() -> None:
     """Prepare megatron-core for this machine. Call it before any model is built; calling it again does nothing."""
     global _installed

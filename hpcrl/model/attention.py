@@ -9,7 +9,6 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpcrl.kernels.packed_attention import by_library, is_fused
@@ -106,6 +105,8 @@ class ExactPackedAttention(PackedAttention):
 def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
     """The mask of queries that are the last ones of a causal sequence: on a GPU only its name, which kernels know."""
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # half a second: it brings the compiler
+
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 

@@ -173,6 +173,9 @@ def _built(job: Job) -> Iterator[str]:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, of what a login node lacks
+        from hpcrl.launch import platform
+
+        platform.import_megatron()
         from hpcrl.plan.meta import parameter_bytes
 
     start, count = time.perf_counter(), 0

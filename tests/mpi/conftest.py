@@ -146,6 +146,9 @@ class Ranks:
 @pytest.hookimpl(trylast=True)  # the terminal reporter must be there
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Ranks(config), "ranks")
+    from hpcrl.launch.platform import import_megatron  # not before MPI has started: it imports torch
+
+    import_megatron()
 
 
 @pytest.fixture(scope="session")
