@@ -123,6 +123,9 @@ class Splits:
             name: [self.batch[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
             for name, sizes in SHARES.items()
         }
+        advantages = self.batch.fetch("advantages")
+        one_sign = self.batch.tokens | {"advantages": Ragged(advantages.values.abs(), advantages.offsets)}
+        self.parts["one sign"] = [DataProto(one_sign, self.batch.samples)]
         self.budgets = {split: self.budget(*split) for split in SPLITS}
 
     def budget(self, layout: str, count: int) -> int:
@@ -132,7 +135,7 @@ class Splits:
         return next(number for number in tokens if max(needed_count(part, number) for part in parts) == count)
 
     def train(
-        self, layout: str, loss: str, mode: str, max_tokens: int
+        self, layout: str, loss: str, mode: str, max_tokens: int, parts: str | None = None
     ) -> tuple[dict[str, Metric], dict[str, torch.Tensor], int]:
         """This replica's metrics, this rank's gradients, and how many micro-batches with response tokens it had.
 
@@ -152,7 +155,7 @@ class Splits:
 
             return of_micro_batch
 
-        part = self.parts[layout][worker.groups.coord.dp]
+        part = self.parts[parts or layout][worker.groups.coord.dp]
         options = {"max_tokens": max_tokens, "temperature": 0.7, "entropy": True}
         metrics = worker.train(part, counted, loss_scale_factor=30.0, **options)
         kept = {
@@ -162,21 +165,29 @@ class Splits:
         }
         return kept, gradients(worker.engine), calls
 
+    def reference(self, loss: str, mode: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], float]:
+        """Of one rank: metrics, gradients, and the sum of |terms| of pg_loss, which cancel unless all have one sign."""
+        metrics, whole, _ = self.train("alone", loss, mode, WHOLE)
+        one_sign, _, _ = self.train("alone", loss, mode, WHOLE, parts="one sign")
+        return finish(metrics), whole, abs(finish(one_sign)["actor/pg_loss"])
+
     def compare(self, loss: str, mode: str, splits: list[tuple[str, int]]) -> None:
-        alone = self.train("alone", loss, mode, WHOLE) if self.world.rank == 0 else None
-        expected, whole, _ = self.world.broadcast(alone)
+        expected, whole, terms = self.world.broadcast(self.reference(loss, mode) if self.world.rank == 0 else None)
+        pg_loss = expected.pop("actor/pg_loss")
         for layout, count in splits:
             metrics: dict[str, Metric] = {}
             error, calls = 0.0, 0
             if layout in self.workers:
                 worker = self.workers[layout]
-                found, mine, calls = self.train(layout, loss, mode, self.budgets[layout, count])
-                metrics = found if worker.is_home else {}
+                own, mine, calls = self.train(layout, loss, mode, self.budgets[layout, count])
+                metrics = own if worker.is_home else {}
                 error = max(slice_errors(worker.engine, mine, whole).values())
             metrics_of, errors, calls_of = zip(*self.world.exchange((metrics, error, calls)), strict=True)
             assert max(calls_of) == count, (layout, count)
             assert max(errors) <= 1e-5, (layout, count)
-            assert finish(merge(metrics_of)) == pytest.approx(finish(expected), rel=1e-5, abs=1e-6), (layout, count)
+            found = finish(merge(metrics_of))
+            assert abs(found.pop("actor/pg_loss") - pg_loss) <= 1e-5 * terms, (layout, count)
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), (layout, count)
 
 
 @pytest.fixture(scope="module")
