@@ -110,6 +110,14 @@ def test_algorithms_need_torch_and_numpy_alone() -> None:
     assert not loaded.intersection({"megatron", "mpi4py", "pydantic", "yaml", "transformers", "h5py", "pyarrow"})
 
 
+def test_a_rank_on_the_cpu_starts_without_torchs_compiler() -> None:
+    """It would add a second or two to the start of each rank."""
+    code = "from hpcrl.launch import platform; platform.import_megatron(); import hpcrl.trainer.ppo, hpcrl.trainer.sft"
+    program = f"{code}; import sys, torch; assert torch.cuda.is_available() or 'torch._inductor' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_importing_starts_no_mpi() -> None:
     """`from mpi4py import MPI` initialises MPI; launch/mpi_*.py do so, and only start-up imports those."""
     apart = {"hpcrl.__main__", *(f"hpcrl.launch.{path.stem}" for path in (PACKAGE / "launch").glob("mpi_*.py"))}
