@@ -28,7 +28,8 @@ def device() -> torch.device:
 
 def import_megatron() -> None:
     """Import megatron-core. Call it before any other import of it: on the CPU its small fused functions stay as they
-    are, for `torch.compile`, which it puts around them, costs 2 of 6 seconds of start-up and needs a C++ compiler."""
+    are. `torch.compile`, which it puts around them, costs a rank a second of imports, and a C++ compiler when they run.
+    """
     if torch.cuda.is_available():
         return
     compiler = torch.compile
