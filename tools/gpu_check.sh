@@ -28,6 +28,7 @@ while (($#)); do
 done
 
 [[ $report == /* ]] || report=$here/$report
+[[ -d hpcrl/kernels ]] || ln -s ../kernels hpcrl/kernels # as setup.py does, for a clone that nobody has installed
 python=${PYTHON:-}
 if [[ -z $python ]]; then
     python=python3
