@@ -31,11 +31,7 @@ KEYS = 64
 
 def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` (..., k) times `weight` (n, k) transposed: (..., n)."""
-    flat = x.reshape(-1, x.size(-1))
-    rows, columns = len(flat), len(weight)
-    if columns < COLUMNS:
-        weight = pad(weight, (0, 0, 0, COLUMNS - columns))
-    return linear(pad(flat, (0, 0, 0, -rows % ROWS)), weight)[:rows, :columns].reshape(*x.shape[:-1], columns)
+    return _product(x.reshape(-1, x.size(-1)), weight.t()).reshape(*x.shape[:-1], len(weight))
 
 
 def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -123,7 +119,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """(..., rows, k) times (..., k, n)."""
+    """(..., rows, k) times (..., k, n), with `ROWS` and `COLUMNS` at least."""
     rows, columns = x.size(-2), y.size(-1)
     if columns < COLUMNS:
         y = pad(y, (0, COLUMNS - columns))
