@@ -21,6 +21,7 @@ from hpcrl.config.schema import Config
 from hpcrl.grid.groups import make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.launch.world import World
+from hpcrl.model.hf.families import hf_config
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
@@ -97,25 +98,7 @@ def job(world: World, tp: int, **rollout: Any) -> Iterator[Job]:
 
 def write_config(folder: Path, shape: ModelShape) -> None:
     """A Llama's config.json of `shape`."""
-    keys = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "torch_dtype": "bfloat16",
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_query_groups,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "tie_word_embeddings": shape.tie_word_embeddings,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "hidden_act": "silu",
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    }
+    keys = hf_config(shape) | {"torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(keys))
 
 
