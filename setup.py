@@ -8,7 +8,7 @@ COMMON = [
     "pydantic>=2.6",  # the YAML schema: types, bounds, unknown keys
     "pyyaml>=6",  # job templates
     "jinja2>=3.1",  # chat templates
-    "numpy",  # columns and statistics; no bound here, for TensorRT-LLM wants < 2
+    "numpy",  # columns and statistics; no bound here, because TensorRT-LLM wants < 2
     "h5py>=3.8",  # the rollout archive
     "pyarrow>=14",  # Parquet prompts
     "tensorboard>=2.14",  # the event files and the page that shows them
@@ -21,18 +21,33 @@ COMMON = [
     "psutil",  # megatron-core's dist_checkpointing imports it and does not require it; cores and memory in `check`
 ]
 
-CPU = [
-    "torch==2.13.0",  # what the tests run on; anything from 2.6 should work
-    "megatron-core==0.16.1",  # the last release for Python 3.10 and 3.11
+# What the native engine runs on, with a GPU or without. PyPI's torch brings CUDA and the triton that it was built with;
+# a CPU build (a wheel that pip can see, PyTorch's CPU index) brings neither, and `tools/environment.sh` adds the triton
+# of the same torch. The upper bounds are the newest versions that the tests have passed with.
+NATIVE = [
+    "torch>=2.11,<2.14",  # the first with variable-length attention
+    "megatron-core==0.16.1; python_version < '3.12'",  # the last release for Python 3.10 and 3.11
+    "megatron-core>=0.16.1,<0.20; python_version >= '3.12'",
     "mpi4py>=4.1,<5",  # control plane and the c10d backend
+    "transformers>=4.57,<6",  # tokenizers and configurations of Hugging Face directories
+]
+
+CPU = [
+    *NATIVE,
     "mpich>=5.0,<6",  # an MPI library and mpiexec without root
-    "transformers>=4.57",  # tokenizers and configurations of Hugging Face directories
+]
+
+GPU = [
+    *NATIVE,  # with the MPI library of the site, which mpi4py finds
+    "numpy>=2",
+    "transformers>=5",
+    "triton; sys_platform == 'linux'",  # kernels/; torch pins the version
 ]
 
 # TensorRT-LLM 1.2.1 decides this set (torch, transformers, numpy, MPI). Not all of it is on PyPI; the supported route
 # is NVIDIA's container with megatron-core added. NVIDIA's Apex is not on PyPI either (the project of that name there is
 # another one), so it is used when present and not listed.
-GPU = [
+TRTLLM = [
     "torch==2.9.1",
     "megatron-core==0.16.1",
     "mpi4py>=4.1,<5",  # on the container's Open MPI
@@ -50,9 +65,10 @@ TEST = [
     *MATH,
     "pytest>=8",
     "pytest-timeout>=2.3",  # a hung collective must end a session
+    "pytest-xdist>=3.6",  # the tests without MPI on all cores
     "hypothesis>=6.100",  # property tests
     "peft>=0.21",  # reads the adapters that training writes
-    "triton==3.5.1; sys_platform == 'linux'",  # that of the CUDA set; its interpreter and compiler need no GPU
+    "triton>=3.5; sys_platform == 'linux'",  # kernels in its interpreter and compiler, which need no GPU
     "ruff>=0.6",  # lint and format
     "mypy>=1.11",  # types
     "types-PyYAML",  # PyYAML's types
@@ -76,6 +92,6 @@ setup(
     packages=find_packages(include=["hpcrl", "hpcrl.*"]),
     package_data={"hpcrl": ["**/*.json", "**/*.jinja"]},
     install_requires=COMMON,
-    extras_require={"cpu": CPU, "gpu": GPU, "math": MATH, "test": TEST},
+    extras_require={"cpu": CPU, "gpu": GPU, "trtllm": TRTLLM, "math": MATH, "test": TEST},
     entry_points={"console_scripts": ["hpcrl=hpcrl.cli:main"]},
 )
