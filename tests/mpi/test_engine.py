@@ -116,6 +116,7 @@ def test_replica_without_samples(groups, layout, shape):
     assert_same_training(engine, mine, alone, batch, policy_loss)
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_bitwise_repeatable(groups, layout):
     mine = part_of(make_batch(), groups[layout])
@@ -130,6 +131,7 @@ def test_bitwise_repeatable(groups, layout):
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_bfloat16_log_probs(groups, layout):
     """Measured: bf16 layouts differ from one rank by at most 0.02 here, and all of them from fp32 by 0.04."""
@@ -144,6 +146,7 @@ def test_bfloat16_log_probs(groups, layout):
     assert 0 < engine.train(mine, max_tokens=64, loss=policy_loss, entropy=True)["grad_norm"] < 100
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_part_of_the_world(groups, world, optimizer):
     """A role on some of the ranks never waits for the others."""
@@ -181,6 +184,7 @@ def test_gradient_is_clipped_to_the_norm(groups):
     assert float(moved) == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_a_gradient_that_is_not_finite_moves_nothing(groups, layout):
     """One bad sample on one replica: every rank skips the step, and the next one is as if it had not been."""
@@ -205,6 +209,7 @@ def shard(world: World, whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(world.size, dim=1)[world.rank]
 
 
+@pytest.mark.ci_world(4)
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["fp32", "fp64"])
 @pytest.mark.parametrize(
     "entropy, squares, k", [(False, False, 0), (True, False, 0), (False, True, 5), (True, True, 5)]
@@ -251,6 +256,7 @@ def test_log_probs_of_a_split_vocabulary(world, groups, entropy, squares, k, dty
     torch.testing.assert_close(local.grad, shard(world, whole.grad), rtol=0, atol=atol)
 
 
+@pytest.mark.ci_world(4)
 @pytest.mark.parametrize("k", [1, 5, 13])
 def test_likeliest_tokens_of_a_split_vocabulary(world, k):
     """Against a stable sort of the whole; many logits are equal, 0 and -0 among them; the padding is the largest."""
@@ -269,6 +275,7 @@ def test_more_of_the_likeliest_tokens_than_there_are(groups):
         vocab_parallel_topk_ids(torch.zeros(2, 8), 6, group=groups["alone"].tp, vocab_size=5)
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_teacher_outputs_are_those_of_one_rank(groups, layout):
     batch = make_batch()
@@ -305,6 +312,7 @@ def distillation_loss(outputs: dict[str, torch.Tensor], batch: DataProto):
     return loss + kl.sum() / TOKENS, metrics
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_student_of_a_teacher_is_that_of_one_rank(groups, layout):
     """Gradients at the ids of a column, in every layout; then with all samples on one replica."""

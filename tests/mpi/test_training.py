@@ -72,6 +72,7 @@ def test_layouts_agree_on_recorded_rollouts(world, lab: Lab, alone: Path) -> Non
                 )
 
 
+@pytest.mark.ci_world(4)
 @pytest.mark.world(2, 4)
 def test_layouts_sample_the_same_tokens(world, lab: Lab, alone: Path) -> None:
     """Before any weight differs: the first step's prompts are the same, and so are at least 99% of the responses."""
@@ -89,6 +90,7 @@ def test_layouts_sample_the_same_tokens(world, lab: Lab, alone: Path) -> None:
         assert np.mean(same) >= 0.99, name
 
 
+@pytest.mark.ci_world(2)
 def _rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return np.split(column[0], column[1][1:-1])
 
@@ -114,6 +116,7 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, caplog) -> None:
         assert "using step_00000002 instead" in caplog.text
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.world(4)
 def test_resume_on_another_layout(world, lab: Lab) -> None:
     """Same data order, and the first step on recorded rollouts agrees, optimizer state included."""
@@ -141,6 +144,7 @@ def test_resume_on_another_layout(world, lab: Lab) -> None:
             np.testing.assert_allclose(other_tokens[column][0], tokens[column][0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.ci_world(2)
 def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab) -> None:
     run = lab.run("ten_steps", own_layout(world.size), trainer={"total_training_steps": 10, "save_rollouts": False})
     for step, line in metrics(run).items():
@@ -155,6 +159,8 @@ def test_ratio_stays_at_one_without_learning(world, lab: Lab) -> None:
         assert line["actor/pg_clipfrac"] == 0
 
 
+@pytest.mark.ci_world(2)
+@pytest.mark.ci_world(2)
 def test_rank_0_traffic_does_not_grow_with_the_response(world, lab: Lab) -> None:
     """Control messages in any layout; and all that rank 0 sends and receives, when it holds no columns itself."""
     cases = {"own": own_layout(world.size)}
@@ -183,6 +189,7 @@ def test_rank_0_traffic_does_not_grow_with_the_response(world, lab: Lab) -> None
         assert abs(traffic[256] - traffic[8]) <= 0.01 * traffic[8] + 64, case
 
 
+@pytest.mark.ci_world(2)
 def test_warm_start_then_ppo_on_the_task(world, lab: Lab) -> None:
     """SFT with evaluation, resumed; then PPO from its weights with the rule-based reward and validation."""
     options = {"eval_freq": 2, "eval_samples": 8, "batch_size": 16, "optim": {"lr": 1e-2}}
