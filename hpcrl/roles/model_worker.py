@@ -27,6 +27,7 @@ from hpcrl.model.hf.directory import open_weights
 from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
+from hpcrl.roles.columns import training_mask
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
@@ -56,16 +57,6 @@ class Updates:
             of_row = of_prompt[batch.samples["prompt"]]
             for index in range(int(of_prompt.max()) + 1):
                 yield batch[np.flatnonzero(of_row == index)]
-
-
-def training_mask(batch: DataProto) -> torch.Tensor:
-    """fp32 (N, longest response): 1 on the tokens that count, those that the model wrote without those rejected."""
-    return batch.padded("loss_mask" if "loss_mask" in batch.tokens else "response_mask").float()
-
-
-def padded_if_there(batch: DataProto, name: str) -> torch.Tensor | None:
-    """A column that only some jobs have, right-padded: (N, longest row)."""
-    return batch.padded(name) if name in batch.tokens else None
 
 
 class ModelWorker(Worker):
