@@ -44,7 +44,10 @@ def import_megatron() -> None:
     try:
         with light_imports.without(*OPTIONAL), light_imports.hollow(*UNUSED):
             import megatron.core
-            import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "Apex is not installed", as in `hpcrl.model.build`
+                import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     finally:
         torch.compile = compiler
 
