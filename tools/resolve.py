@@ -1,4 +1,4 @@
-"""Resolve hpcrl's requirements for the running interpreter: name==version lines on stdout, what pip will download on stderr.
+"""Resolve hpcrl's requirements for this interpreter: name==version lines on stdout, what pip downloads on stderr.
 
     .venv/bin/python tools/resolve.py cpu,test >pinned.txt
 

@@ -16,6 +16,12 @@ FOLDER = Path(__file__).parent
 RANK = (sys.executable, "-I", "-S", str(FOLDER / "rank.py"))
 
 
+def cpu_seconds() -> float:
+    """Of the ranks that this process's server has forked and that have ended; 0 without a server."""
+    spent = Path(f"{server()}.cpu") if server.cache_info().currsize else None
+    return float(spent.read_text() or 0) if spent is not None and spent.exists() else 0.0
+
+
 @functools.cache
 def server() -> str:
     """The socket of this process's server, which is started by the first call and ends with this process."""

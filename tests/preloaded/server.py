@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 PRELOADED = (
@@ -94,6 +95,7 @@ def serve(path: str) -> Request:
     selector.register(listener, selectors.EVENT_READ)
     selector.register(sys.stdin, selectors.EVENT_READ)  # closes when the parent is gone
     running: dict[int, Request] = {}
+    spent, cpu_file = 0.0, Path(f"{path}.cpu")
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
@@ -129,7 +131,9 @@ def serve(path: str) -> Request:
             else:
                 end = key.fd
                 request = running.pop(end)
-                status = os.waitpid(request.process, 0)[1]
+                _, status, usage = os.wait4(request.process, 0)
+                spent += usage.ru_utime + usage.ru_stime
+                cpu_file.write_text(f"{spent:.3f}")
                 selector.unregister(end)
                 os.close(end)
                 if request.connection in selector.get_map():
