@@ -83,7 +83,7 @@ def triton_of(version: str) -> list[str]:
 
 def resolve(requirement: str, more: list[str]) -> list[dict[str, Any]]:
     """What pip would install, as its report describes it."""
-    command = [*PIP, "install", "--dry-run", "--quiet", "--report", "-", requirement, *more]
+    command = [*PIP, "install", "--dry-run", "-qq", "--report", "-", requirement, *more]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
