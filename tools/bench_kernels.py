@@ -1,7 +1,7 @@
 """The kernels beside their floor and their peers, on a CUDA GPU; or what their machine code takes, without one.
 
     python tools/bench_kernels.py [NAME ...]
-    python tools/bench_kernels.py --compile-only [NAME ...]
+    python tools/bench_kernels.py --compile-only [NAME ...] [--chips 90]
 
 NAME is one of the files in tools/kernel_cases, such as rms_norm. The first form measures the ceilings (a copy, a matrix
 product) and then each case: median time, rate, the share of the floor, which is the time that the bytes and operations
@@ -91,15 +91,15 @@ def what(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def compile_only(names: list[str]) -> None:
+def compile_only(names: list[str], chosen: list[int]) -> None:
     print(f"triton {triton.__version__}; registers and spilled bytes of a thread, shared bytes of a program\n")
-    chips = "".join(f"{f'sm_{chip} ({what})':>26}" for chip, what in CHIPS.items())
+    chips = "".join(f"{f'sm_{chip} ({CHIPS[chip]})':>26}" for chip in chosen)
     print(f"{'kernel':<42}{chips}{'s':>8}")
-    print(" " * 42 + f"{'reg  shared  spill':>26}" * len(CHIPS))
+    print(" " * 42 + f"{'reg  shared  spill':>26}" * len(chosen))
     for name in names:
         for specimen in importlib.import_module(f"hpcrl.kernels.{name}_triton").specimens():
             begin = time.monotonic()
-            found = [specimen.compile(chip) for chip in CHIPS]
+            found = [specimen.compile(chip) for chip in chosen]
             columns = "".join(f"{each.registers:>11}{each.shared_bytes:>8}{each.spilled_bytes:>7}" for each in found)
             print(f"{specimen.name:<42}{columns}{time.monotonic() - begin:8.1f}", flush=True)
 
@@ -108,13 +108,14 @@ def main() -> int:
     known = sorted(path.stem.removesuffix("_triton") for path in (ROOT / "kernels").glob("*_triton.py"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
+    parser.add_argument("--chips", type=int, nargs="+", choices=CHIPS, default=list(CHIPS), help="to compile for")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all unless given")
     args = parser.parse_args()
     unknown = set(args.names) - set(known)
     if unknown:
         parser.error(f"unknown {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     if args.compile_only:
-        compile_only(args.names or known)
+        compile_only(args.names or known, args.chips)
     elif torch.cuda.is_available():
         bench(args.names or known)
     else:

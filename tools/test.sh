@@ -104,7 +104,7 @@ world() {
 mapfile -t plain < <(chosen tests tests/mpi tests/slurm)
 if ((${#plain[@]})); then
     pytest=("$python" -m pytest -p tests.costs "${plain[@]}" --ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds")
-    HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$(nproc)" --dist loadgroup "${options[@]}"
+    HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$(nproc)" --dist loadfile "${options[@]}"
     HPCRL_QUIET=only part "quiet" "${pytest[@]}" "${options[@]}"
 fi
 mapfile -t spmd < <(chosen tests/mpi)
