@@ -66,6 +66,7 @@ def install() -> None:
 def _install_on_cpu() -> None:
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]  # asked for, not used
     with warnings.catch_warnings():
         # "Transformer Engine and Apex are not installed": expected on the CPU, and said by `hpcrl check`.
         warnings.simplefilter("ignore")
