@@ -9,6 +9,7 @@ forward and backward. On a machine with CUDA both do nothing.
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 import warnings
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ def import_megatron() -> None:
     """
     if torch.cuda.is_available():
         return
+    # Megatron loads it, and it warns where there is a CUDA toolkit and no GPU, as on a login node.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     compiler = torch.compile
     torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
     try:
