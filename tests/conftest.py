@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The machines that run these tests are shared: a slow example is no finding.
@@ -12,3 +13,19 @@ settings.load_profile("hpcrl")
 # Without a GPU kernels run in Triton's interpreter. Triton asks for it when it is imported, which megatron does.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Their fixtures of a module are jobs that run for seconds: pytest-xdist gives each file to one worker.
+WITH_JOBS = ("tests/launch", "tests/trainer")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """HPCRL_QUIET=only keeps the tests that need a quiet machine, HPCRL_QUIET=no all others."""
+    quiet = os.environ.get("HPCRL_QUIET")
+    if quiet is not None:
+        left_out = [item for item in items if (item.get_closest_marker("quiet") is None) == (quiet == "only")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+    for item in items:
+        if item.nodeid.startswith(WITH_JOBS):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))

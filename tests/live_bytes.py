@@ -25,6 +25,7 @@ class LiveBytes(TorchDispatchMode):
         # Address of a storage -> weak reference to it, which keeps the address taken.
         self._apart = {each.untyped_storage()._cdata: each.untyped_storage()._weak_ref() for each in apart}
         self._made: dict[int, int] = {}
+        self._bound = 0  # bytes at most now: those of the last count and all made since, freed or not
         self.peak = 0  # bytes at once at most
         self.largest = 0  # bytes of the largest storage
 
@@ -38,7 +39,9 @@ class LiveBytes(TorchDispatchMode):
                 if storage._cdata not in self._apart and storage._cdata not in self._made:
                     self._made[storage._cdata] = storage._weak_ref()
                     self.largest = max(self.largest, storage.nbytes())
-        self.peak = max(self.peak, self.live())
+                    self._bound += storage.nbytes()
+        if self._bound > self.peak:
+            self.peak = max(self.peak, self.live())
         return result
 
     def live(self) -> int:
@@ -51,6 +54,7 @@ class LiveBytes(TorchDispatchMode):
                 del self._made[address]
             else:
                 total += storage.nbytes()
+        self._bound = total
         return total
 
     def restart_peak(self) -> None:

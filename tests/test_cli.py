@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl import cli
+from tests.launch.conftest import environment
+from tests.preloaded import RANK
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,8 +69,8 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def launch(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """A command line under mpiexec, as users run it."""
     mpiexec = str(Path(sys.executable).with_name("mpiexec"))
-    command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "hpcrl", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [mpiexec, "-n", str(ranks), *RANK, "-m", "hpcrl", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 def assert_one_line(run: subprocess.CompletedProcess[str], line: str) -> None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make or update .venv with pip alone. Quick when nothing changed. PYTHON=... chooses the interpreter (3.10 to 3.12).
+# Make or update .venv with pip alone. Quick when nothing changed. PYTHON=... chooses the interpreter (3.10 to 3.12). A
+# torch that it has, or that .venv has, is taken where setup.py admits it; tools/resolve.py says what is downloaded.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,11 +27,32 @@ choose_python() {
     die "found no Python 3.10 to 3.12 (python3 says version '$(version python3)'); install one, or name it: PYTHON=/path/to/python"
 }
 
+# has_torch PYTHON: as a module of a supercomputer has it, in the range of setup.py
+has_torch() {
+    local range
+    range=$(grep -om1 'torch>=[0-9.]*,<[0-9.]*' setup.py)
+    "$1" - "$range" 2>/dev/null <<'PY'
+import re
+import sys
+from importlib.metadata import version
+
+least, bound = re.findall(r"[\d.]+", sys.argv[1])
+key = lambda text: [int(part) for part in re.match(r"[\d.]+", text)[0].split(".")]
+sys.exit(not key(least) <= key(version("torch")) < key(bound))
+PY
+}
+
 make_venv() {
-    say "making .venv with Python $(version "$1")"
-    if ! "$1" -m venv --clear .venv >/dev/null 2>&1; then
+    local options=(--clear)
+    if has_torch "$1"; then
+        say "making .venv with Python $(version "$1") and the torch that it has"
+        options+=(--system-site-packages)
+    else
+        say "making .venv with Python $(version "$1")"
+    fi
+    if ! "$1" -m venv "${options[@]}" .venv >/dev/null 2>&1; then
         # Debian splits ensurepip off; the interpreter's own pip can install into the new environment
-        "$1" -m venv --clear --without-pip .venv || die "'$1 -m venv' fails; install Python's venv module"
+        "$1" -m venv "${options[@]}" --without-pip .venv || die "'$1 -m venv' fails; install Python's venv module"
         "$1" -m pip --python .venv/bin/python install --quiet pip ||
             die "'$1 -m venv' has no pip and '$1 -m pip' cannot give it one; install Python's venv and pip modules"
     fi
@@ -39,7 +61,7 @@ make_venv() {
 python=$(choose_python)
 stamp=.venv/.hpcrl_stamp
 # the paths stand in the stamp because a copied or moved environment points to the old place
-wanted="$(version "$python") $PWD $(cat setup.py pyproject.toml | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
+wanted="$(version "$python") $PWD $(cat setup.py pyproject.toml tools/resolve.py | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
 if [[ -d hpcrl/kernels && -f $stamp && $(<"$stamp") == "$wanted" && $(version .venv/bin/python) == "$(version "$python")" ]]; then
     exit 0
 fi
@@ -48,15 +70,19 @@ if [[ $(version .venv/bin/python) != "$(version "$python")" ]] || ! .venv/bin/py
     make_venv "$python"
 fi
 rm -f "$stamp"
-pip() {
-    .venv/bin/python -m pip --disable-pip-version-check install -qq "$@" ||
-        die "'pip install $*' failed; see above (is the package index reachable?)"
+run_pip() {
+    .venv/bin/python -m pip --disable-pip-version-check "$@" ||
+        die "'pip $*' failed; see above (is the package index reachable?)"
 }
 started=$SECONDS
-torch=$(grep -om1 'torch==[0-9.]*' setup.py) # the CPU's, the first in the file
-say "installing $torch (a few hundred megabytes the first time)"
-pip "$torch"
-say "installing hpcrl with its requirements"
-pip -e '.[cpu,test]'
+# pip of 2023, which Python 3.10 brings, tries versions for half an hour where a new one needs a minute
+run_pip install -qq --upgrade pip
+say "resolving hpcrl with its requirements"
+pinned=$(mktemp)
+trap 'rm -f "$pinned"' EXIT
+.venv/bin/python tools/resolve.py cpu,test >"$pinned" ||
+    die "pip cannot resolve the requirements; see above (is the package index reachable?)"
+[[ ! -s $pinned ]] || run_pip install -qq --no-deps -r "$pinned"
+run_pip install -qq --no-deps -e .
 printf '%s\n' "$wanted" >"$stamp"
 say "ready after $((SECONDS - started)) s"

@@ -11,7 +11,7 @@ import io
 import json
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from hpcrl.checkpoint.hashed_file import HashedFile
 from hpcrl.checkpoint.manifest import FileEntry, hash_file
+from hpcrl.checkpoint.saved_part import SavedPart, told
 from hpcrl.checkpoint.scratch import write_file
 from hpcrl.checkpoint.store import fsync
 from hpcrl.launch import platform
@@ -42,29 +43,6 @@ class Savable(Protocol):
     """What can be saved: `hpcrl.engine.engine.TrainEngine`."""
 
     def sharded_state_dict(self) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class SavedPart:
-    """What a rank tells of its part.
-
-    pieces: start and length in its file of each item of its plan, in bytes. problem: one line, where the part could not
-    be written.
-    """
-
-    rank: int
-    files: list[FileEntry]
-    pieces: list[tuple[int, int]]
-    problem: str | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> SavedPart:
-        found = json.loads(text)
-        files = [FileEntry(**entry) for entry in found.pop("files")]
-        return cls(files=files, pieces=[(start, length) for start, length in found.pop("pieces")], **found)
 
 
 class ShardedSave:
@@ -156,13 +134,6 @@ def describe(path: Path, plans: Sequence[SavePlan], parts: Sequence[SavedPart]) 
     ]
     dcp.FileSystemWriter(path).finish(metadata, results)
     return placed(path, hash_file(path / ".metadata", ".metadata"))
-
-
-def told(error: Exception) -> str:
-    """One line."""
-    if not isinstance(error, OSError):
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
 
 
 def placed(path: Path, entry: FileEntry) -> FileEntry:

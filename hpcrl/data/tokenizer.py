@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from hpcrl.launch.exits import InputError
@@ -21,9 +24,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     # Imported here: transformers takes seconds to import, and login-node tools use this package without it.
     try:
         if _is_plain(path):
-            from transformers import PreTrainedTokenizerFast
-
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+            tokenizer = _plain_class().from_pretrained(path)
         else:
             from transformers import AutoTokenizer
 
@@ -51,3 +52,23 @@ def _is_plain(path: str) -> bool:
             return json.load(file).get("tokenizer_class") == "PreTrainedTokenizerFast"
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _plain_class() -> type[PreTrainedTokenizerBase]:
+    """`PreTrainedTokenizerFast`, imported without `transformers/__init__.py`, which reads the source of all models that
+    there are. Importing transformers later gives it in full, with this very class."""
+    name = "transformers"
+    if name not in sys.modules and (spec := importlib.util.find_spec(name)):
+        package = sys.modules[name] = importlib.util.module_from_spec(spec)  # and not executed
+        package.__version__ = importlib.metadata.version(name)  # type: ignore[attr-defined]
+        try:
+            import transformers.tokenization_utils_tokenizers  # noqa: F401
+        except ImportError:  # a version that keeps it elsewhere
+            pass
+        finally:
+            del sys.modules[name]
+        if module := sys.modules.get(f"{name}.tokenization_utils_tokenizers"):
+            return module.PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast

@@ -150,13 +150,13 @@ def package(name: str, *, absent: str = "not installed", needed: bool = False) -
     return Finding(title, absent, f"`pip install {title}`" if needed else None)
 
 
-def attempt(name: str) -> Exception | None:
+def attempt(name: str, load: Callable[[str], object] = importlib.import_module) -> Exception | None:
     """Import a module, silently; the exception if it raises one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
         try:
-            importlib.import_module(name)
+            load(name)
         except Exception as error:
             return error
         finally:
@@ -202,13 +202,20 @@ def megatron_core() -> Finding:
     version = version_of("megatron-core")
     if version is None:
         return Finding("megatron-core", "not installed", "`pip install megatron-core`")
-    error = attempt("megatron.core")
+    error = attempt("megatron.core", _as_a_job_does)
     if error is None:
         return Finding("megatron-core", version)
     why = f"cannot be imported: {exits.summary(error)}"
     if importlib.util.find_spec("transformer_engine") is not None and attempt("transformer_engine") is not None:
         why = "cannot be imported because Transformer Engine is half-installed, see transformer-engine"
     return Finding("megatron-core", version, why)
+
+
+def _as_a_job_does(name: str) -> None:
+    from hpcrl.launch.platform import import_megatron
+
+    import_megatron()
+    importlib.import_module(name)
 
 
 def apex() -> Finding:

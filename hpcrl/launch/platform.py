@@ -18,6 +18,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hpcrl.launch import light_imports
+
+# of megatron, and of no use on a CPU
+OPTIONAL = ("torch.distributed._tensor", "torch.distributed.tensor", "torch.utils.tensorboard", "triton")
+UNUSED = ("torch.distributed.checkpoint", "torch.utils.cpp_extension")  # nor are these, without which it fails
 _CPU = torch.device("cpu")
 _installed = False
 
@@ -30,15 +35,22 @@ def device() -> torch.device:
 def import_megatron() -> None:
     """Import megatron-core. Call it before any other import of it: on the CPU its small fused functions stay as they
     are. `torch.compile`, which it puts around them, costs a rank a second of imports, and a C++ compiler when they run.
+    What it has optional support for, such as DTensor, costs another two.
     """
     if torch.cuda.is_available():
         return
     # Megatron loads it, and it warns where there is a CUDA toolkit and no GPU, as on a login node.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    light_imports.optimize_without_dynamo()
     compiler = torch.compile
     torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
     try:
-        import megatron.core  # noqa: F401
+        with light_imports.without(*OPTIONAL), light_imports.hollow(*UNUSED):
+            import megatron.core
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "Apex is not installed", as in `hpcrl.model.build`
+                import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     finally:
         torch.compile = compiler
 

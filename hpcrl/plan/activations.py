@@ -101,7 +101,7 @@ class Pass:
         """Of one micro-batch between its forward and its backward pass, without logits."""
         model, shape = self.model, self.model.shape
         units, whole = self._units(piece)
-        total = len(units) * self._hidden + sum(self._layer(shape.is_moe_layer(layer)) for layer in whole)
+        total = len(units) * self._hidden + self._kept_of_layers(whole)
         if piece == 0 and model.layout.tp > 1:
             total += self.tokens * (INT64 + 1)  # ids of this rank's rows, and which those are
         if piece > 0 and not self._norm_keeps_input:
@@ -131,9 +131,8 @@ class Pass:
             last = is_moe(self._layers(piece)[-1])
             return max(self._attention() - self._kept_of_attention(), self._mlp(last) - self._kept_of_mlp(last))
         units, whole = self._units(piece)
-        done = sum(self._layer(is_moe(layer)) for layer in whole)
-        largest = max((sum(self._layer(is_moe(layer)) for layer in unit) for unit in units), default=0)
-        return max(0, largest - self._hidden - done)
+        largest = max((self._kept_of_layers(unit) for unit in units), default=0)
+        return max(0, largest - self._hidden - self._kept_of_layers(whole))
 
     def logits(self, piece: int) -> Logits:
         """All 0 where the piece has no language-model head."""
@@ -167,8 +166,9 @@ class Pass:
         pieces = self.pieces(stage)
         turns = [pieces[turn // pp % vpp] for turn in range(self.count * vpp)]
         ahead = 2 * (pp - stage - 1) + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
-        forward = [self.kept(piece) for piece in turns]
-        backward = [self.kept(pieces[vpp - 1 - turn // pp % vpp]) for turn in range(self.count * vpp)]
+        kept = {piece: self.kept(piece) for piece in pieces}
+        forward = [kept[piece] for piece in turns]
+        backward = [kept[pieces[vpp - 1 - turn // pp % vpp]] for turn in range(self.count * vpp)]
         first = min(ahead + 1, len(turns))
         held = most = sum(forward[:first])
         for done, more in zip(backward, forward[first:], strict=False):
@@ -259,6 +259,11 @@ class Pass:
         """Of a layer, those that are computed again while the rest is kept."""
         again = self.recompute
         return set(again.modules) if again is not None and again.granularity == "selective" else set()
+
+    def _kept_of_layers(self, layers: range) -> int:
+        experts = sum(map(self.model.shape.is_moe_layer, layers))
+        counts = {True: experts, False: len(layers) - experts}
+        return sum(count * self._layer(is_moe) for is_moe, count in counts.items() if count)
 
     def _layer(self, is_moe: bool) -> int:
         norms = 2 * self._norm(self._local, self.model.shape.hidden_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,6 +27,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.refit import Question, job_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
+from hpcrl.reshard.planner import Resharding, Traffic
 
 GIB = 2**30
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "ref": "lm", "teacher": "lm", "reward": "reward"}
@@ -288,7 +289,7 @@ class Job:
     def _engine(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
         """By place: buffers of a refit, the engine's own weights, and those that it has before the first refit."""
         asked = self.refit
-        traffic, bucket = asked.resharding.traffic(), self.config.rollout.checkpoint_engine
+        traffic, bucket = _traffic(asked.resharding), self.config.rollout.checkpoint_engine
         limit = bucket.update_weights_bucket_megabytes * 2**20
         found = {}
         for place in self.places:
@@ -332,6 +333,12 @@ class Job:
         width = shape.num_experts and shape.moe_topk * shape.moe_ffn_hidden_size or shape.ffn_hidden_size
         activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // tp)
         return activations, rollout.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
+
+
+@lru_cache(maxsize=8)
+def _traffic(resharding: Resharding) -> dict[int, Traffic]:
+    """Kept because most changes that `cheapest_fix` tries leave the two layouts as they are."""
+    return resharding.traffic()
 
 
 def _role_shape(config: Config, role: str, shape: ModelShape) -> ModelShape:

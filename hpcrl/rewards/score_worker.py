@@ -5,7 +5,6 @@ Imported in the child: the standard library alone here, so that a worker starts 
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import inspect
 import math
@@ -17,10 +16,13 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.launch import family, supervisor
 from hpcrl.launch.user_code import import_file
+
+if TYPE_CHECKING:
+    import asyncio
 
 HIGH = 512  # file descriptors from here on are out of the way of those that a careless function closes
 MOST_BYTES = 4096  # of a result, each of whose numbers is 8: it travels to rank 0
@@ -104,6 +106,8 @@ def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
     except BaseException as error:  # the file is the user's: SystemExit too must become one line
         pipe.send(Ready(why=describe(error)))
         return
+    if inspect.iscoroutinefunction(function):
+        import asyncio  # half of what a worker imports, and most functions are plain
     if source.at_once is not None and inspect.iscoroutinefunction(function):
         pipe.send(Ready(source.at_once))
         asyncio.run(answer_concurrently(pipe, function, source))
@@ -179,6 +183,8 @@ def answer(function: Callable[..., Any], request: dict[str, Any], source: Source
     try:
         result = function(**request, **source.kwargs)
         if inspect.isawaitable(result):
+            import asyncio
+
             result = asyncio.run(_finish(result))
         return Outcome("ok", each(result, request) if source.batched else plain(result))
     except BaseException as error:
@@ -187,6 +193,8 @@ def answer(function: Callable[..., Any], request: dict[str, Any], source: Source
 
 async def answer_concurrently(pipe: Connection, function: Callable[..., Coroutine], source: Source) -> None:
     """Calls of a coroutine function as they come, each under its own timeout, until the pipe closes."""
+    import asyncio
+
     closed = asyncio.Event()
     under_way: set[asyncio.Task] = set()
     me = os.getpid()

@@ -30,7 +30,8 @@ from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.lora import Lora
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.actor_objective import ActorObjective
-from hpcrl.roles.model_worker import ModelWorker, Updates, padded_if_there, training_mask
+from hpcrl.roles.columns import padded_if_there, training_mask
+from hpcrl.roles.model_worker import ModelWorker, Updates
 
 
 class ActorWorker(ModelWorker):

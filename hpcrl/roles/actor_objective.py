@@ -14,11 +14,11 @@ from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
 from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
 from hpcrl.algorithms.policy_losses.lookup import get_policy_loss
-from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
+from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
-from hpcrl.roles.model_worker import padded_if_there, training_mask
+from hpcrl.roles.columns import padded_if_there, training_mask
 
 Outputs = dict[str, torch.Tensor]
 Loss = Callable[[Outputs, DataProto], tuple[torch.Tensor, dict[str, Metric]]]

@@ -16,7 +16,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
-from hpcrl.roles.model_worker import ModelWorker, Updates, training_mask
+from hpcrl.roles.columns import training_mask
+from hpcrl.roles.model_worker import ModelWorker, Updates
 
 
 class CriticWorker(ModelWorker):

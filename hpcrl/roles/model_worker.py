@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlan
 
 from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.mini_batches import mini_batch_of
-from hpcrl.checkpoint.sharded_load import load_sharded
-from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave
+from hpcrl.checkpoint.saved_part import SavedPart
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.offload import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
@@ -29,6 +27,10 @@ from hpcrl.model.hf.directory import open_weights
 from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
+from hpcrl.roles.columns import training_mask
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -55,16 +57,6 @@ class Updates:
             of_row = of_prompt[batch.samples["prompt"]]
             for index in range(int(of_prompt.max()) + 1):
                 yield batch[np.flatnonzero(of_row == index)]
-
-
-def training_mask(batch: DataProto) -> torch.Tensor:
-    """fp32 (N, longest response): 1 on the tokens that count, those that the model wrote without those rejected."""
-    return batch.padded("loss_mask" if "loss_mask" in batch.tokens else "response_mask").float()
-
-
-def padded_if_there(batch: DataProto, name: str) -> torch.Tensor | None:
-    """A column that only some jobs have, right-padded: (N, longest row)."""
-    return batch.padded(name) if name in batch.tokens else None
 
 
 class ModelWorker(Worker):
@@ -121,6 +113,8 @@ class ModelWorker(Worker):
         is written. scratch: see `checkpoint.scratch`. keep_memory: of the copy, for the next save. What is offloaded is
         on the device until it is copied.
         """
+        from hpcrl.checkpoint.sharded_save import ShardedSave  # a second of imports, for runs that save
+
         role, memory = self.groups.role, self._save_memory if keep_memory else []
 
         def tell(part: SavedPart) -> None:
@@ -138,6 +132,8 @@ class ModelWorker(Worker):
         if weights_only and is_hugging_face(Path(folder)):
             self.engine.load_hugging_face(open_weights(Path(folder), self.engine.shape))
             return
+        from hpcrl.checkpoint.sharded_load import load_sharded
+
         source = Path(folder) / (role or self.groups.role)
         with self.engine.offload.on_device("parameters", "optimizer"):
             load_sharded(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.offload import offloaded
 from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
@@ -35,6 +34,8 @@ class RewardModelWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def load_model(self, folder: str) -> None:
         """The weights of a step folder of `hpcrl rm`, head included."""
+        from hpcrl.checkpoint.sharded_load import load_sharded
+
         with self.engine.offload.on_device("parameters"):
             load_sharded(self.engine, Path(folder) / "reward", self.groups, optimizer=False)
 

@@ -19,13 +19,14 @@ import re
 import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 
 from hpcrl.telemetry.record_log import Record, RecordLog, read_records
-from hpcrl.telemetry.untrusted_hdf5 import column, member
+
+if TYPE_CHECKING:
+    import h5py
 
 SCHEMA = 1
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(h5|h5\.tmp|rank_\d+\.log)")
@@ -92,6 +93,8 @@ def finish_step(
 
     Rank 0 calls it after all ranks have closed their logs. A kill at any point leaves the logs or the whole file.
     """
+    import h5py  # only rank 0 needs it, and readers
+
     logs = sorted(Path(folder).glob(f"step_{step:08d}.rank_*[0-9].log"))
     records = [record for log in logs for record in read_records(log, report)]
     records.sort(key=lambda record: record["samples"]["position"])
@@ -146,12 +149,15 @@ def _write_tokens(group: h5py.Group, records: list[Record]) -> None:
 
 
 def _write_samples(group: h5py.Group, records: list[Record]) -> None:
+    import h5py
+
+    text = h5py.string_dtype("utf-8")
     for name in sorted(records[0]["samples"]) if records else ():
         values = [record["samples"][name] for record in records]
         if any(isinstance(value, str) for value in values):
             if not all(isinstance(value, str) for value in values):
                 raise ArchiveError(f"samples/{name} holds strings and numbers; use one kind")
-            group.create_dataset(name, data=values, dtype=h5py.string_dtype("utf-8"))
+            group.create_dataset(name, data=values, dtype=text)
         else:
             _write(group, name, np.array(values))
 
@@ -182,6 +188,10 @@ def read_step(
     `names`: which token columns, one with a "?" where the file has it; None: all. Raises ArchiveError for a missing,
     foreign or damaged file.
     """
+    import h5py
+
+    from hpcrl.telemetry.untrusted_hdf5 import column, member
+
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ArchiveError(f"{path}: not a file")

@@ -10,9 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams as hparams_summaries
-
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
@@ -49,6 +46,8 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 has a writer
+
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._last_step = _drop_steps_from(folder / METRICS_FILE, first_step)
@@ -106,6 +105,8 @@ class MetricsWriter:
 
     def hparams(self, config: Mapping[str, object], metrics: Mapping[str, float]) -> None:
         """Flat configuration and final metrics for TensorBoard's HParams tab; metrics appear as `hparam/<key>`."""
+        from torch.utils.tensorboard.summary import hparams as hparams_summaries
+
         values = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in config.items()}
         finals = {f"hparam/{key}": float(value) for key, value in metrics.items()}
         with self._without_disk():

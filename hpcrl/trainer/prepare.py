@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
 
-from hpcrl.algorithms.advantages.lookup import get_adv_estimator
 from hpcrl.algorithms.registry import UnknownName
-from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
 from hpcrl.algorithms.rollout_correction.presets import preset
+from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
@@ -46,7 +45,8 @@ def derive(config: Config, world_size: int) -> Derived:
 
     Loads run.plugins first: they may register what the config names.
     """
-    from hpcrl.roles.actor_objective import ActorObjective  # megatron with it, whose warnings are for the log files
+    from hpcrl.algorithms.advantages.lookup import get_adv_estimator  # with torch
+    from hpcrl.roles.actor_objective import ActorObjective
 
     for path in config.run.plugins:
         load_plugin(path)

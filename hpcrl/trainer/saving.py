@@ -9,18 +9,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.planner import SavePlan
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.checkpoint.retention import Retention
-from hpcrl.checkpoint.sharded_save import SavedPart, describe, told
+from hpcrl.checkpoint.saved_part import SavedPart, told
 from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import TrainerConfig
 from hpcrl.controller.controller import Controller
 from hpcrl.launch.board import Board
 from hpcrl.launch.exits import InputError
 from hpcrl.telemetry.timers import PhaseTimers
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,8 @@ class Saver:
 
     def _commit(self, save: Save) -> float:
         """On the thread: gives the seconds that the save took."""
+        from hpcrl.checkpoint.sharded_save import describe
+
         parts = {role: [self._part(save, role, rank) for rank in plans] for role, plans in save.plans.items()}
         everyone = [part for found in parts.values() for part in found]
         problems = [part.problem for part in everyone if part.problem is not None]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
-from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
 from hpcrl.algorithms.rollout_correction.presets import preset
+from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
 from hpcrl.config.schema import Config
 
 of = PolicyLossConfig.from_mapping

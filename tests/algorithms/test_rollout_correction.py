@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.algorithms.metrics import finish, merge, to_floats
-from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection, correct_rollout
+from hpcrl.algorithms.rollout_correction.correction import correct_rollout
 from hpcrl.algorithms.rollout_correction.presets import PRESETS, preset
-from hpcrl.algorithms.rollout_correction.rejection import OPTIONS
+from hpcrl.algorithms.rollout_correction.settings import OPTIONS, RolloutCorrection
 from tests.algorithms.replicas import on_replicas
 from tests.algorithms.verl_cases import rollout_correction as family
 from tests.algorithms.verl_cases import rollout_presets

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from hpcrl.launch.children import cleaned
+from tests import preloaded
 
 REPOSITORY = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -29,8 +30,9 @@ class Ended:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without what launchers leave in it, one thread per rank."""
-    return cleaned(dict(os.environ)) | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | more
+    """This process's environment without launchers' variables, with one thread per rank and the server of ranks."""
+    here = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HPCRL_TEST_SERVER": preloaded.server()}
+    return cleaned(dict(os.environ)) | here | more
 
 
 @pytest.fixture
@@ -79,6 +81,6 @@ def run_job(run: Callable[..., Ended]) -> Callable[..., Ended]:
     """`run_job(3, "raise")`: small_job.py in one of its modes on that many ranks; its run directory is ./runs/small."""
 
     def run_job(ranks: int, mode: str, **more: str) -> Ended:
-        return run(MPIEXEC, "-n", str(ranks), sys.executable, SMALL_JOB, mode, **more)
+        return run(MPIEXEC, "-n", str(ranks), *preloaded.RANK, SMALL_JOB, mode, **more)
 
     return run_job

@@ -11,12 +11,13 @@ import pytest
 
 from hpcrl.launch import check
 from hpcrl.launch.isolation_probe import Isolation
+from tests.preloaded import RANK
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 
 def test_one_table_for_all_ranks(run: Callable) -> None:
-    ended = run(MPIEXEC, "-n", "2", sys.executable, "-m", "hpcrl", "check")
+    ended = run(MPIEXEC, "-n", "2", *RANK, "-m", "hpcrl", "check")
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("megatron-core") == 1 and "2 in one world on 1 node(s)" in ended.stdout
     assert ended.stdout.count("  code sandbox  ") == 1

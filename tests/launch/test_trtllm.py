@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.launch import trtllm
+from tests.preloaded import RANK
 
 REPOSITORY = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -36,7 +37,7 @@ def test_a_job_under_mpich_ends_in_one_line_before_anything_hangs(run: Callable,
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('it was imported')\n")
     (tmp_path / "job.py").write_text(JOB)
-    ended = run(MPIEXEC, "-n", "2", sys.executable, "job.py")
+    ended = run(MPIEXEC, "-n", "2", *RANK, "job.py")
     assert ended.code == 2, ended.stdout + ended.stderr
     assert ended.stderr.count("hpcrl: error: TensorRT-LLM needs Open MPI, and mpi4py found MPICH") == 1
     assert "rollout.engine=native" in ended.stderr and "it was imported" not in ended.stderr + ended.stdout
@@ -57,7 +58,7 @@ def test_an_import_that_fails_on_one_rank_ends_the_job(run: Callable, tmp_path: 
     (tmp_path / "program.py").write_text(
         "from hpcrl.launch import trtllm\ntrtllm.refusal = lambda library, thread_multiple: None\n" + start
     )
-    ended = run(MPIEXEC, "-n", "3", sys.executable, "program.py")
+    ended = run(MPIEXEC, "-n", "3", *RANK, "program.py")
     assert ended.code == 2, ended.stdout + ended.stderr
     assert ended.stderr.count("hpcrl: error: tensorrt_llm cannot be imported: OSError: libcuda.so.1") == 1
     assert "Traceback" not in ended.stderr
@@ -76,9 +77,9 @@ gpu_check.main("one")
 
 def test_a_gpu_check_does_not_pass_where_one_rank_fails(run: Callable, tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text(ONE_GPU_CHECK)
-    alone = run(MPIEXEC, "-n", "1", sys.executable, "check.py")
+    alone = run(MPIEXEC, "-n", "1", *RANK, "check.py")
     assert alone.code == 0 and alone.stdout == "pass: as expected\n"
-    ended = run(MPIEXEC, "-n", "2", sys.executable, "check.py")
+    ended = run(MPIEXEC, "-n", "2", *RANK, "check.py")
     assert ended.code == 1, ended.stdout + ended.stderr
     assert ended.stdout == "fail: weights differ\n"
 
@@ -100,14 +101,14 @@ run_spmd(lambda: SimpleNamespace(run=run), main)
 
 def test_threads_that_use_mpi_are_ended_before_mpi_is(run: Callable, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(CLOSING)
-    ended = run(MPIEXEC, "-n", "2", sys.executable, "job.py")
+    ended = run(MPIEXEC, "-n", "2", *RANK, "job.py")
     assert ended.code == 0, ended.stdout + ended.stderr
     for rank in (0, 1):
         assert (tmp_path / f"ended_{rank}").read_text() == "last False\nfirst False\n"
 
 
 def test_the_check_says_why_not(run: Callable) -> None:
-    ended = run(MPIEXEC, "-n", "2", sys.executable, "-m", "hpcrl", "check", "--trtllm")
+    ended = run(MPIEXEC, "-n", "2", *RANK, "-m", "hpcrl", "check", "--trtllm")
     assert ended.code == 1, ended.stdout + ended.stderr
     assert ended.stdout.count("wrong: TensorRT-LLM: TensorRT-LLM needs Open MPI") == 1
     assert "before TensorRT-LLM can run" in ended.stdout

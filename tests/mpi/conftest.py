@@ -5,7 +5,8 @@ tear-down) the ranks agree on the outcome: a failure on one rank is a failure on
 report. A rank that fails while others are stuck inside the test prints its report and ends the job.
 
 Fixtures: `world` (hpcrl.launch.world.World, started once per session), `world_tmp_path` (one folder for all ranks).
-Marker: `world(2, 4)` runs a test at these world sizes only.
+Markers: `world(2, 4)` runs a test at these world sizes only; `ci_world(2)` runs it at these always, and at the others
+that it is valid for under --exhaustive.
 """
 
 from __future__ import annotations
@@ -149,6 +150,15 @@ def pytest_configure(config: pytest.Config) -> None:
     from hpcrl.launch.platform import import_megatron  # not before MPI has started: it imports torch
 
     import_megatron()
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest's -m must see the markers that are added here
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    size = config.pluginmanager.getplugin("ranks").size
+    for item in items:
+        usual = item.get_closest_marker("ci_world")
+        if usual is not None and size not in usual.args:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session")

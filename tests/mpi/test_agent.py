@@ -34,6 +34,8 @@ import time
 from hpcrl.rollout.agent.parsers import ToolCall, register_tool_parser
 from hpcrl.rollout.agent.tools import tool
 
+pytestmark = pytest.mark.ci_world(2)
+
 @tool
 def ponder(text: str) -> str:
     "Thinks."

@@ -14,6 +14,8 @@ from hpcrl.algorithms import advantage
 from hpcrl.telemetry.archive import read_step, step_path
 from tests.mpi.lab import Lab, metrics, on, own_layout
 
+pytestmark = pytest.mark.ci_world(2)
+
 # Samples of a prompt seldom score alike; `coarse` does in half of the groups of two.
 SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

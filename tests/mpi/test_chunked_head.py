@@ -11,6 +11,8 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
 from tests.mpi.layouts import SGD, SHAPE, SOME_LAYOUTS, TIED, gradients, make_batch, part_of, policy_loss, role_groups
 
+pytestmark = pytest.mark.ci_world(2)
+
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
     from hpcrl.launch.world import World

@@ -17,6 +17,8 @@ from hpcrl.controller.register import Dispatch, DispatchMode, register, register
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
 
+pytestmark = pytest.mark.ci_world(4)
+
 if not hasattr(Dispatch, "LAST_RANK"):
     register_dispatch_mode(
         DispatchMode(

@@ -19,6 +19,8 @@ from tests.mpi.lab import metrics, on
 from tests.mpi.layouts import make_batch, part_of
 from tests.mpi.pairs import Pair, train, training_engine
 
+pytestmark = pytest.mark.ci_world(2)
+
 if TYPE_CHECKING:
     from hpcrl.launch.world import World
     from tests.mpi.lab import Lab

@@ -20,6 +20,8 @@ from hpcrl.trainer.inference import inside_run
 from hpcrl.trainer.prepare import with_presets
 from tests.mpi.lab import Lab, metrics, own_layout
 
+pytestmark = pytest.mark.ci_world(2)
+
 ROLES = ("actor", "critic", "ref", "rollout", "reward")
 ALONE = {"pools": {"one": "0"}, **{role: {"pool": "one"} for role in ROLES}}
 PLACEMENTS: dict[int, dict[str, dict[str, Any]]] = {

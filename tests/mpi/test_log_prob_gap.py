@@ -22,6 +22,8 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.protocol import Request, SamplingParams
 from tests.mpi.pairs import Pair, train, training_engine
 
+pytestmark = pytest.mark.ci_world(4)
+
 if TYPE_CHECKING:
     from hpcrl.launch.world import World
 

@@ -16,7 +16,10 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 if TYPE_CHECKING:
     from hpcrl.launch.world import World
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames what 2.9 calls
+pytestmark = [
+    pytest.mark.ci_world(2, 3),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch 2.13 renames what 2.9 calls
+]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -22,6 +22,8 @@ from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.mpi.layouts import DEEPSEEK
 
+pytestmark = pytest.mark.ci_world(2)
+
 if TYPE_CHECKING:
     from hpcrl.launch.world import World
 

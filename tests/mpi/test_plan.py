@@ -14,6 +14,8 @@ from tests.live_bytes import LiveBytes
 from tests.mpi.layouts import LAYOUTS, SHAPE, role_groups
 from tests.plan.passes import TOKENS, loss, make_batch, make_pass
 
+pytestmark = pytest.mark.ci_world(4)
+
 OPTIM = OptimConfig(lr=1e-3)
 WIDE = replace(SHAPE, vocab_size=1000)
 

@@ -30,6 +30,8 @@ from tests.live_bytes import LiveBytes, all_tensors
 from tests.mpi.layouts import SHAPE as TRAINED
 from tests.mpi.layouts import TIED, make_batch, part_of, policy_loss, role_groups
 
+pytestmark = pytest.mark.ci_world(4)
+
 SHAPE = ModelShape(
     num_layers=3,
     hidden_size=8,

@@ -31,6 +31,8 @@ from hpcrl.roles.team import read_rm_inputs
 from hpcrl.trainer import rm
 from tests.mpi.layouts import SGD, SHAPE, SOME_LAYOUTS, assert_slices, gradients, make_batch, save_sharded
 
+pytestmark = pytest.mark.ci_world(2)
+
 ROOT = Path(__file__).parents[2]
 NUM_PAIRS = 7
 

@@ -24,6 +24,8 @@ from tests.mpi.layouts import (
     policy_loss,
 )
 
+pytestmark = pytest.mark.ci_world(2)
+
 ADAM = OptimConfig(lr=1e-2, weight_decay=0.1)
 
 

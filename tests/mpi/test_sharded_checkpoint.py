@@ -107,6 +107,7 @@ def test_a_frozen_parameter_is_saved_and_left_alone(groups, world_tmp_path):
     assert_slices(engine, engine.named_shards(), weights(alone))
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("optim", [ADAM, SGD], ids=["adam", "sgd"])
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_same_layout_goes_on_bitwise(groups, world_tmp_path, layout, optim):
@@ -134,6 +135,7 @@ def test_a_run_goes_on_with_another_learning_rate(groups, world_tmp_path, optim)
     assert train(again, make_batch(), 1)["lr"] == other.lr and again.steps == 2
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_actor_weights_start_a_critic_and_a_reference(groups, world_tmp_path, layout):
     actor = TrainEngine(SHAPE, groups[layout], optim=ADAM, seed=3)
@@ -156,6 +158,7 @@ def test_actor_weights_start_a_critic_and_a_reference(groups, world_tmp_path, la
             assert torch.equal(tensor, critic.named_shards()[name])
 
 
+@pytest.mark.ci_world(2)
 def test_bfloat16_keeps_its_fp32_weights(groups, world_tmp_path, world):
     make = lambda seed: TrainEngine(  # noqa: E731
         SHAPE, groups["alone"], optim=OptimConfig(lr=1e-4), dtype=torch.bfloat16, seed=seed
@@ -171,6 +174,7 @@ def test_bfloat16_keeps_its_fp32_weights(groups, world_tmp_path, world):
         assert torch.equal(tensor, again.named_shards()[name])
 
 
+@pytest.mark.ci_world(2)
 def test_what_is_no_checkpoint_is_refused(groups, world_tmp_path, world):
     engine = TrainEngine(SHAPE, groups["alone"], seed=3)
     with pytest.raises(InputError, match="cannot load checkpoint"):

@@ -72,6 +72,7 @@ def test_layouts_agree_on_recorded_rollouts(world, lab: Lab, alone: Path) -> Non
                 )
 
 
+@pytest.mark.ci_world(4)
 @pytest.mark.world(2, 4)
 def test_layouts_sample_the_same_tokens(world, lab: Lab, alone: Path) -> None:
     """Before any weight differs: the first step's prompts are the same, and so are at least 99% of the responses."""
@@ -93,6 +94,7 @@ def _rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return np.split(column[0], column[1][1:-1])
 
 
+@pytest.mark.ci_world(2)
 def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, caplog) -> None:
     placement = own_layout(world.size)
     straight = lab.run("straight", placement, trainer={"total_training_steps": 4})
@@ -141,6 +143,7 @@ def test_resume_on_another_layout(world, lab: Lab) -> None:
             np.testing.assert_allclose(other_tokens[column][0], tokens[column][0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.ci_world(2)
 def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab) -> None:
     run = lab.run("ten_steps", own_layout(world.size), trainer={"total_training_steps": 10, "save_rollouts": False})
     for step, line in metrics(run).items():
@@ -148,6 +151,7 @@ def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab) ->
         assert line["training/rollout_log_probs_diff_mean"] < 1e-5, step
 
 
+@pytest.mark.ci_world(2)
 def test_ratio_stays_at_one_without_learning(world, lab: Lab) -> None:
     run = lab.run("frozen", own_layout(world.size), actor={"optim": {"lr": 0.0}, "ppo_epochs": 2})
     for line in metrics(run).values():
@@ -155,6 +159,7 @@ def test_ratio_stays_at_one_without_learning(world, lab: Lab) -> None:
         assert line["actor/pg_clipfrac"] == 0
 
 
+@pytest.mark.ci_world(2)
 def test_rank_0_traffic_does_not_grow_with_the_response(world, lab: Lab) -> None:
     """Control messages in any layout; and all that rank 0 sends and receives, when it holds no columns itself."""
     cases = {"own": own_layout(world.size)}
@@ -183,6 +188,7 @@ def test_rank_0_traffic_does_not_grow_with_the_response(world, lab: Lab) -> None
         assert abs(traffic[256] - traffic[8]) <= 0.01 * traffic[8] + 64, case
 
 
+@pytest.mark.ci_world(2)
 def test_warm_start_then_ppo_on_the_task(world, lab: Lab) -> None:
     """SFT with evaluation, resumed; then PPO from its weights with the rule-based reward and validation."""
     options = {"eval_freq": 2, "eval_samples": 8, "batch_size": 16, "optim": {"lr": 1e-2}}
@@ -219,6 +225,7 @@ def test_warm_start_then_ppo_on_the_task(world, lab: Lab) -> None:
         assert "validation/samples/text_summary" in events.Tags()["tensors"]
 
 
+@pytest.mark.ci_world(2)
 def test_grpo_and_others_run_without_a_critic(world, lab: Lab) -> None:
     for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
         run = lab.run(

@@ -17,6 +17,8 @@ from hpcrl.launch.world import World
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.generation import Generation
 
+pytestmark = pytest.mark.ci_world(2)
+
 
 class Engine:
     """Ends request after request, the newest first, with its prompt's first token."""

@@ -25,6 +25,7 @@ from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.meta import DTYPES, fake_rank, parameter_bytes
 from hpcrl.plan.state import RoleModel
+from tests.covering import covering
 from tests.live_bytes import LiveBytes
 from tests.plan.passes import TOKENS, loss, make_batch, make_pass
 
@@ -54,7 +55,8 @@ DEEPSEEK = replace(
     moe_topk_groups=2,
     moe_group_best=2,
 )
-SHAPES = pytest.mark.parametrize("shape", [SHAPE, TIED, MOE], ids=["dense", "tied", "experts"])
+SHAPES = {"dense": SHAPE, "tied": TIED, "experts": MOE}
+HEADS: tuple[Head, ...] = ("lm", "value")
 
 LAYOUTS = {
     "alone": Layout((0,)),
@@ -77,8 +79,8 @@ ADAM, SGD, MOMENTUM = (
 COMPACT = OptimConfig(exp_avg_dtype="bfloat16", betas=[0.9, 0.95], exp_avg_sq_dtype="bfloat16")
 
 
-@SHAPES
-@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("layout", [*LAYOUTS, *EXPERTS])
 def test_parameters_are_those_of_megatrons_modules(shape: ModelShape, head: Head, itemsize: int, layout: str) -> None:
@@ -119,15 +121,13 @@ def host_order(model: RoleModel, stage: int) -> int:
     return sum(model.shape.is_moe_layer(layer) for layer in layers) * model.shape.num_experts * 8
 
 
-@SHAPES
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(
-    ("optim", "layout", "head"),
-    [
-        *((ADAM, layout, head) for layout in ("alone", "pp2", "dp3", "pp2vpp2", "cp2dp2") for head in ("lm", "value")),
-        *(pytest.param(ADAM, "tp4pp3dp2", head, marks=pytest.mark.slow) for head in ("lm", "value")),
-        *((optim, "pp2", "value") for optim in (None, SGD, MOMENTUM, COMPACT)),
-    ],
+@covering(
+    ["tp4pp3dp2"],
+    shape=SHAPES,
+    itemsize=(2, 4),
+    optim={"adam": ADAM, "frozen": None, "sgd": SGD, "momentum": MOMENTUM, "compact": COMPACT},
+    layout=("pp2", "alone", "dp3", "pp2vpp2", "cp2dp2", "tp4pp3dp2"),
+    head=HEADS,
 )
 def test_weights_gradients_and_optimizer_are_the_live_bytes(
     shape: ModelShape, head: Head, itemsize: int, optim: OptimConfig | None, layout: str
@@ -145,9 +145,11 @@ def test_weights_gradients_and_optimizer_are_the_live_bytes(
                 del engine
 
 
-@pytest.mark.parametrize("shape", [TIED, DEEPSEEK], ids=["tied", "latent_attention"])
-@pytest.mark.parametrize("optim", [ADAM, COMPACT, SGD, None], ids=["adam", "compact", "sgd", "frozen"])
-@pytest.mark.parametrize("itemsize", [2, 4])
+@covering(
+    shape={"tied": TIED, "latent_attention": DEEPSEEK},
+    itemsize=(2, 4),
+    optim={"adam": ADAM, "compact": COMPACT, "sgd": SGD, "frozen": None},
+)
 def test_offloaded_parts_are_where_they_were_planned(
     shape: ModelShape, itemsize: int, optim: OptimConfig | None
 ) -> None:
@@ -165,11 +167,12 @@ def test_offloaded_parts_are_where_they_were_planned(
         del engine
 
 
-@pytest.mark.parametrize("shape", [SHAPE, MOE], ids=["dense", "experts"])
-@pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(
-    "layout", ["alone", "tp2pp2", "pp2vpp2", "cp3pp2", pytest.param("tp4pp3dp2", marks=pytest.mark.slow)]
+@covering(
+    ["tp4pp3dp2"],
+    shape={"dense": SHAPE, "experts": MOE},
+    head=HEADS,
+    itemsize=(2, 4),
+    layout=("alone", "tp2pp2", "pp2vpp2", "cp3pp2", "tp4pp3dp2"),
 )
 def test_activations_are_the_live_bytes(shape: ModelShape, head: Head, itemsize: int, layout: str) -> None:
     model = RoleModel(shape, LAYOUTS[layout], head, itemsize, ADAM)
@@ -209,7 +212,7 @@ def test_all_of_these_with_latent_attention(itemsize: int, layout: str) -> None:
     ],
     ids=["chunks", "all_again", "first_again", "attention_again", "both_again"],
 )
-@pytest.mark.parametrize("layout", ["alone", "tp2pp2"])
+@pytest.mark.parametrize("layout", ["alone", pytest.param("tp2pp2", marks=pytest.mark.slow)])
 def test_chunks_and_layers_that_are_computed_again(
     layout: str, chunk: int | None, again: RecomputeConfig | None
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tests.launch.conftest import MPIEXEC, REPOSITORY, environment
+from tests.preloaded import RANK
 
 # Random weights do not all miss it in the same way: with equal scores nothing would be learnt.
 SCORE = """
@@ -99,7 +100,8 @@ def train(
     if script is not None:
         (folder / "script.py").write_text(script + START)
         program = [str(folder / "script.py")]
-    command = [*before, str(MPIEXEC), "-n", str(ranks), sys.executable, *program, "train", str(config)]
+    python = (sys.executable,) if before else RANK  # a preloaded rank is in none of the namespaces that `before` makes
+    command = [*before, str(MPIEXEC), "-n", str(ranks), *python, *program, "train", str(config)]
     return subprocess.run(command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, timeout=300).returncode
 
 

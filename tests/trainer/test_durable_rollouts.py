@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from hpcrl.telemetry.record_log import read_records
 from hpcrl.trainer.durable_rollouts import DurableRollouts, bring_back
 from hpcrl.trainer.run import set_aside
 from tests.launch.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
+from tests.preloaded import RANK
 from tests.trainer.small_run import write_config
 from tests.trainer.test_ends import ranks_of
 
@@ -133,7 +133,7 @@ def job(start: Callable, run: Callable, tmp_path: Path) -> Iterator[Callable[...
     """`job(name, *overrides)`: run it to its end; `kill_in=step`: until then. Gives its folder."""
     (tmp_path / "score.py").write_text(SCORE)
     config = write_config(tmp_path, **SLOW)
-    command = [MPIEXEC, "-n", "2", sys.executable, "-m", "hpcrl", "train", config]
+    command = [MPIEXEC, "-n", "2", *RANK, "-m", "hpcrl", "train", config]
 
     def job(name: str, *overrides: str, kill_in: int | None = None) -> Path:
         folder = tmp_path / "runs" / name

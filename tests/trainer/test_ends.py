@@ -15,6 +15,7 @@ import pytest
 
 from tests.launch.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
 from tests.launch.test_ends import left_of
+from tests.preloaded import RANK
 from tests.trainer.small_run import write_config
 
 TP2 = {**dict.fromkeys(("actor", "ref"), {"tp": 2}), "rollout": {"tp": 2}}  # on 4 ranks, homes are 0 and 2
@@ -105,7 +106,7 @@ def test_a_worker_that_raises_ends_the_job_and_tells_where(run: Callable, tmp_pa
     script = tmp_path / "fails_on_rank_2.py"
     script.write_text(FAILS_ON_RANK_2)
     config = write_config(tmp_path, placement=TP2)
-    ended = run(MPIEXEC, "-n", "4", sys.executable, script, "train", config)
+    ended = run(MPIEXEC, "-n", "4", *RANK, script, "train", config)
     exit_json = tmp_path / "runs" / "ends" / "exit.json"
     seconds = time.time() - exit_json.stat().st_mtime  # the failing rank writes it first
     print(f"gone {seconds:.2f} s after the error")
@@ -160,7 +161,7 @@ def test_a_bad_data_file_is_one_line_and_code_2(
     config = write_config(tmp_path)
     write(tmp_path / name)
     override = f"data.train_files=[{tmp_path / name}]"
-    ended = run(MPIEXEC, "-n", "2", sys.executable, "-m", "hpcrl", "train", config, override)
+    ended = run(MPIEXEC, "-n", "2", *RANK, "-m", "hpcrl", "train", config, override)
     assert ended.code == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith(f"hpcrl: error: {tmp_path / name}: ") and told in line

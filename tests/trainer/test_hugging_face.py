@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.launch.conftest import MPIEXEC, REPOSITORY, environment
 from tests.model.families import make_model
+from tests.preloaded import RANK
 from tests.trainer.small_run import SCORE, write_config
 
 BUDGET = "actor.ppo_max_token_len_per_gpu=999"
@@ -23,7 +23,7 @@ TOKENIZER = REPOSITORY / "configs" / "tokenizer"
 
 
 def hpcrl(folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "hpcrl", *arguments]
+    command = [str(MPIEXEC), "-n", str(ranks), *RANK, "-m", "hpcrl", *arguments]
     return subprocess.run(
         command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launch.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
+from tests.preloaded import RANK
 from tests.trainer.small_run import NOT_COMPARED, write_config
 
 HELD_JOB = REPOSITORY / "tests" / "slurm" / "held_job.py"
@@ -47,7 +47,7 @@ def test_an_asynchronous_run_stops_between_two_steps_and_goes_on(
         async_training={"mode": mode},
         trainer={"total_training_steps": 4},
     )
-    command = [MPIEXEC, "-n", "3", sys.executable, "-m", "hpcrl", "train", config]
+    command = [MPIEXEC, "-n", "3", *RANK, "-m", "hpcrl", "train", config]
     options = {"HOLD_FOLDER": str(hold)}
     if mode == "one_step_off":
         assert run(*command, "run.name=whole", **options).code == 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hpcrl.algorithms.config_keys import expect_numbers, flat_config
-from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
 from hpcrl.algorithms.rollout_correction.presets import preset
+from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
 
 # the actor's other keys, verl's and hpcrl's, so that a whole `actor` section can be given
 OTHER_KEYS = frozenset(

@@ -7,7 +7,6 @@ the current policy's log-probs. "When Speed Kills Stability", Liu et al. 2025, r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,49 +14,9 @@ import torch
 from hpcrl.algorithms.masked import Reduce, one_replica
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.algorithms.rollout_correction.metrics import off_policy_metrics
-from hpcrl.algorithms.rollout_correction.rejection import Criterion, parse_criteria, reject
-from hpcrl.algorithms.rollout_correction.weights import LEVELS, Bounds, importance_weights, parse_bounds
-
-LOSS_TYPES = ("ppo_clip", "reinforce")
-
-
-@dataclass(frozen=True)
-class RolloutCorrection:
-    """`algorithm.rollout_correction`, with the names and defaults of verl's YAML (its dataclass says sequence).
-
-    rollout_is: importance weights per `token` or `sequence`; None: none.
-    rollout_is_threshold: an upper bound truncates weights (TIS); "lower_upper" zeroes those outside (IcePop).
-    rollout_is_batch_normalize: divide the weights by their mean over the batch.
-    rollout_rs: rejection options, comma separated; all must pass. See `rejection`.
-    rollout_rs_threshold: one for all options, or one for each, comma separated.
-    bypass_mode: old log-probs are the rollout's, and loss_type (ppo_clip or reinforce) is the loss.
-    """
-
-    rollout_is: str | None = None
-    rollout_is_threshold: float | str = 2.0
-    rollout_is_batch_normalize: bool = False
-    rollout_rs: str | None = None
-    rollout_rs_threshold: float | str | None = None
-    bypass_mode: bool = False
-    loss_type: str = "ppo_clip"
-
-    def __post_init__(self) -> None:
-        if self.rollout_is not in (None, *LEVELS):
-            raise ValueError(f"rollout_is is {self.rollout_is!r}; expected null, {' or '.join(LEVELS)}")
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(f"loss_type is {self.loss_type!r}; expected {' or '.join(LOSS_TYPES)}")
-        if self.rollout_is is not None:
-            parse_bounds(self.rollout_is_threshold)
-        if self.rollout_rs is not None:
-            parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
-
-    @property
-    def bounds(self) -> Bounds:
-        return parse_bounds(self.rollout_is_threshold)
-
-    @property
-    def criteria(self) -> tuple[Criterion, ...]:
-        return () if self.rollout_rs is None else parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
+from hpcrl.algorithms.rollout_correction.rejection import reject
+from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
+from hpcrl.algorithms.rollout_correction.weights import importance_weights
 
 
 class Corrected(NamedTuple):

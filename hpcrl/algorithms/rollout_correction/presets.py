@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hpcrl.algorithms.registry import Registry
-from hpcrl.algorithms.rollout_correction.correction import RolloutCorrection
+from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
 
 TOKEN_TIS: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 SEQ_TIS: dict[str, Any] = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}

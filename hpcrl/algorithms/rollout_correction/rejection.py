@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -11,59 +10,7 @@ from torch.nn import functional
 from hpcrl.algorithms.masked import masked_mean, masked_sum
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min, Spread
 from hpcrl.algorithms.rollout_correction.metrics import SAFETY_BOUND
-
-OPTIONS = (
-    *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
-    *("seq_max_k2", "seq_max_k3"),
-)
-
-
-class Criterion(NamedTuple):
-    """What a statistic, in nats, must not exceed; k1 has a lower bound too."""
-
-    level: str  # token, seq_sum, seq_mean, seq_max
-    estimator: str  # k1, k2, k3
-    upper: float
-    lower: float | None = None
-
-    @property
-    def option(self) -> str:
-        return f"{self.level}_{self.estimator}"
-
-
-def parse_criteria(options: str, threshold: float | str | None) -> tuple[Criterion, ...]:
-    """options: comma separated, repeated ones dropped; threshold: one for all, or as many as options.
-
-    A k1 threshold bounds a ratio: "lower_upper", or u for "1/u_u", kept as logarithms; those of k2 and k3 are upper
-    bounds. Quirk of verl: k1 is -log_ratio, so that the ratio bounded is rollout / training, not its inverse.
-    """
-    names = list(dict.fromkeys(name.strip() for name in options.split(",") if name.strip()))
-    unknown = [name for name in names if name not in OPTIONS]
-    if unknown or not names:
-        raise ValueError(f"rollout_rs is {options!r}; expected, comma separated, some of {', '.join(OPTIONS)}")
-    specs = [] if threshold is None else [part.strip() for part in str(threshold).split(",") if part.strip()]
-    if len(specs) not in (1, len(names)):
-        found = f"rollout_rs_threshold is {threshold!r}"
-        raise ValueError(f"{found}; expected one for all, or {len(names)}, comma separated, for {', '.join(names)}")
-    return tuple(map(_criterion, names, specs * len(names) if len(specs) == 1 else specs))
-
-
-def _criterion(option: str, spec: str) -> Criterion:
-    level, estimator = option.rsplit("_", 1)
-    parts = spec.split("_", 1)
-    try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        numbers = []
-    positive = bool(numbers) and all(number > 0 for number in numbers)
-    if estimator == "k1" and positive:
-        lower, upper = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
-        if lower <= upper:
-            return Criterion(level, estimator, math.log(upper), math.log(lower))
-    elif positive and len(numbers) == 1:
-        return Criterion(level, estimator, numbers[0])
-    expected = '"lower_upper" or an upper bound of 1 or more' if estimator == "k1" else "one positive number"
-    raise ValueError(f"rollout_rs_threshold for {option} is {spec!r}; expected {expected}")
+from hpcrl.algorithms.rollout_correction.settings import Criterion
 
 
 def reject(

@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from hpcrl.algorithms.masked import Reduce, masked_mean, masked_sum
 from hpcrl.algorithms.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Spread
 from hpcrl.algorithms.rollout_correction.metrics import SAFETY_BOUND, bounded_exp
-
-LEVELS = ("token", "sequence")
-
-
-class Bounds(NamedTuple):
-    """Of a weight. Without lower it is truncated at upper (TIS); with lower it is 0 outside [lower, upper] (IcePop)."""
-
-    upper: float
-    lower: float | None = None
-
-
-def parse_bounds(threshold: float | str) -> Bounds:
-    """2.0 or "2.0": upper; "0.5_5.0": lower and upper."""
-    expected = 'expected an upper bound such as 2.0, or "lower_upper" such as "0.5_5.0", positive'
-    try:
-        if isinstance(threshold, bool):
-            raise ValueError
-        numbers = [float(part) for part in str(threshold).split("_", 1)]
-    except ValueError:
-        raise ValueError(f"rollout_is_threshold is {threshold!r}; {expected}") from None
-    if not all(number > 0 for number in numbers) or numbers[0] > numbers[-1]:
-        raise ValueError(f"rollout_is_threshold is {threshold!r}; {expected}, lower <= upper")
-    return Bounds(numbers[-1], numbers[0] if len(numbers) == 2 else None)
+from hpcrl.algorithms.rollout_correction.settings import Bounds
 
 
 def importance_weights(

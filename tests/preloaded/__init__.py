@@ -1,0 +1,40 @@
+"""Ranks of jobs under test that start in milliseconds, see server.py."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+# in the place of sys.executable
+RANK = (sys.executable, "-I", "-S", str(FOLDER / "rank.py"))
+
+
+def cpu_seconds() -> float:
+    """Of the ranks that this process's server has forked and that have ended; 0 without a server."""
+    spent = Path(f"{server()}.cpu") if server.cache_info().currsize else None
+    return float(spent.read_text() or 0) if spent is not None and spent.exists() else 0.0
+
+
+@functools.cache
+def server() -> str:
+    """The socket of this process's server, which is started by the first call and ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="hpcrl_ranks_")
+    address = Path(folder.name, "socket")
+    path = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([sys.executable, FOLDER / "server.py", address], stdin=subprocess.PIPE, env=environment)
+    atexit.register(folder.cleanup)
+    atexit.register(process.wait)
+    atexit.register(process.stdin.close)  # type: ignore[union-attr]
+    while not address.exists():
+        if process.poll() is not None:
+            raise RuntimeError(f"tests/preloaded/server.py ended with code {process.returncode}")
+        time.sleep(0.02)
+    return str(address)
