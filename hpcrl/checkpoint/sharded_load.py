@@ -13,11 +13,13 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, check_is_distributed_checkpoint
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcrl.checkpoint.untrusted import check_archive, check_metadata, size_of_plain_file
@@ -71,13 +73,7 @@ def load_sharded(
                     for name, entry in state["model"].items()
                     if entry.key in stored or not (entry.key in HEADS or is_adapter(entry.key))
                 }
-            loaded = dist_checkpointing.load(
-                state,
-                str(path),
-                sharded_strategy=_LoadAlone(),
-                common_strategy=_SafeCommonStrategy(),
-                validate_access_integrity=False,
-            )
+            loaded = _load(state, path)
     except InputError:
         raise
     except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
@@ -97,36 +93,45 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-class _LoadAlone(torch_dist.TorchDistLoadShardedStrategy):
-    """Megatron's loading of the torch_dist format without its collectives over the world."""
-
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
-        wanted = [entry for entry in nested_values(sharded_state_dict) if isinstance(entry, ShardedTensor)]
-        entries, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        tensors = torch_dist.mcore_to_pyt_state_dict(entries, is_loading=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*single process.*")
-            dcp.load(
-                tensors,
-                storage_reader=_MetadataReader(checkpoint_dir),
-                planner=torch_dist.MCoreLoadPlanner(shapes_validation_sharded_tensors=wanted),
-                no_dist=True,
-            )
-        state = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in tensors.items()}
-        state = torch_dist._replace_sharded_keys_with_state_dict_keys(state, flat, renamed)
-        torch_dist._restore_dict_types(state, sharded_state_dict)
-        return state
+def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Megatron's `dist_checkpointing.load` without its collectives over the world, and without its unpickling."""
+    if not check_is_distributed_checkpoint(path):
+        raise ValueError(f"there is no {CONFIG_FNAME}")
+    force_all_tensors_to_non_fp8(state)
+    loaded = _same_on_all_ranks(path)
+    sharded, others, factories = load_preprocess(state)
+    merge(loaded, others)
+    sharded, _ = extract_sharded_base(sharded)
+    merge(loaded, _tensors(sharded, path))
+    return apply_factory_merges(loaded, factories)
 
 
-class _SafeCommonStrategy(TorchCommonLoadStrategy):
+def _same_on_all_ranks(path: Path) -> dict[str, Any]:
     """Whatever the version of torch, no pickle is executed."""
+    size = size_of_plain_file(path, COMMON_STATE_FNAME)
+    with open(path / COMMON_STATE_FNAME, "rb") as file:
+        check_archive(file, 0, size, COMMON_STATE_FNAME)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
 
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        size = size_of_plain_file(Path(checkpoint_dir), COMMON_STATE_FNAME)
-        with open(Path(checkpoint_dir) / COMMON_STATE_FNAME, "rb") as file:
-            check_archive(file, 0, size, COMMON_STATE_FNAME)
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
+
+def _tensors(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
+    """As megatron's `TorchDistLoadShardedStrategy`."""
+    wanted = [entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)]
+    entries, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded)
+    tensors = torch_dist.mcore_to_pyt_state_dict(entries, is_loading=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        dcp.load(
+            tensors,
+            storage_reader=_MetadataReader(path),
+            planner=torch_dist.MCoreLoadPlanner(shapes_validation_sharded_tensors=wanted),
+            no_dist=True,
+        )
+    state = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in tensors.items()}
+    state = torch_dist._replace_sharded_keys_with_state_dict_keys(state, flat, renamed)
+    torch_dist._restore_dict_types(state, sharded)
+    return state
 
 
 class _MetadataReader(dcp.FileSystemReader):

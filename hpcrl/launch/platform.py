@@ -1,4 +1,4 @@
-"""The device of this process, and the bridge that lets megatron-core 0.16 run on a CPU.
+"""The device of this process, and the bridge that lets megatron-core run on a CPU.
 
 Megatron names CUDA in four ways: `torch.cuda.current_device()`, `device="cuda"` literals, `.cuda()`, and checks such as
 `grad.type() == "torch.cuda.FloatTensor"`. `install` answers the first for good; `cpu_bridge` rewrites the others while
@@ -9,6 +9,7 @@ forward and backward. On a machine with CUDA both do nothing.
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 import warnings
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ def import_megatron() -> None:
     """
     if torch.cuda.is_available():
         return
+    # Megatron loads it, and it warns where there is a CUDA toolkit and no GPU, as on a login node.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     light_imports.optimize_without_dynamo()
     compiler = torch.compile
     torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
@@ -62,15 +65,15 @@ def install() -> None:
         _install_on_cpu()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
 
+    from hpcrl.launch import megatron_versions
+
+    megatron_versions.install()
     # No layer draws random numbers, as there is no dropout, so there are no states to keep, nor to ask a GPU for.
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoRandomStates(), True
     random._get_all_rng_states = lambda: ()  # type: ignore[assignment,return-value]
     random._set_all_rng_states = lambda *states: None
     random._fork_rng = contextlib.nullcontext  # type: ignore[assignment]
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 asks for it by name even where Transformer Engine is missing
     # No parallel state, only memory: what sequence parallelism gathers one layer's input into.
     parallel_state._set_global_memory_buffer()
 
@@ -78,6 +81,7 @@ def install() -> None:
 def _install_on_cpu() -> None:
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]  # asked for, not used
     with warnings.catch_warnings():
         # "Transformer Engine and Apex are not installed": expected on the CPU, and said by `hpcrl check`.
         warnings.simplefilter("ignore")

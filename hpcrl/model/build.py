@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
-from hpcrl.kernels.swiglu import swiglu
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
 from hpcrl.model import params, transformer_engine
@@ -27,6 +26,8 @@ with warnings.catch_warnings():
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from hpcrl.launch.megatron_versions import mlp_submodules, use_mixture
+    from hpcrl.model.activation import SwiGLU
     from hpcrl.model.adapters import add_adapters
     from hpcrl.model.attention import ExactPackedAttention, PackedAttention
     from hpcrl.model.exact import check_exact
@@ -274,15 +275,10 @@ def _layer_spec(shape: ModelShape, groups: RoleGroups, is_moe: bool, exact: bool
     if uses_te:
         transformer_engine.use_transformer_engine(spec)
     if is_moe:
-        mixture = spec.submodules.mlp
-        spec.module, mixture.module = MixtureLayer, Mixture
-        mixture.submodules.router = functools.partial(Router, shape=shape)
-        mixture.params = {"pg_collection": groups.pgc}
-        mlps = [mixture.submodules.experts.submodules, mixture.submodules.shared_experts.submodules]
-    else:
-        mlps = [spec.submodules.mlp.submodules]
-    for mlp in mlps:
-        mlp.activation_func = swiglu
+        spec.module = MixtureLayer
+        use_mixture(spec, Mixture, functools.partial(Router, shape=shape), groups.pgc)
+    for mlp in mlp_submodules(spec):
+        mlp.activation_func = SwiGLU
     if shape.mla is not None:
         spec.submodules.self_attention = latent_attention(shape, shape.mla)
         return spec

@@ -93,7 +93,9 @@ class Router(TopKRouter):
     and has their dtype.
     """
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self, config: TransformerConfig, shape: ModelShape, pg_collection: ProcessGroupCollection, **_: object
+    ) -> None:
         super().__init__(config, pg_collection)
         self._shape = shape
         if shape.moe_score_bias:

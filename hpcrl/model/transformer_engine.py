@@ -73,10 +73,10 @@ def use_transformer_engine(spec: ModuleSpec) -> None:
     """
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
+    from hpcrl.launch.megatron_versions import mlp_submodules
+
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
-    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    attention, mlp = layer.self_attention.submodules, mlp_submodules(spec)[0]
     attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
-    if hasattr(mlp, "experts"):
-        mlp = mlp.experts.submodules
     mlp.linear_fc1, mlp.linear_fc2 = TEColumnParallelLinear, TERowParallelLinear

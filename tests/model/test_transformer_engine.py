@@ -9,6 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from hpcrl.config.schema import TransformerEngineConfig
 from hpcrl.launch.exits import InputError
+from hpcrl.launch.megatron_versions import mlp_submodules
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.transformer_engine import is_used, use_transformer_engine
 
@@ -38,7 +39,7 @@ def test_its_layers_take_the_places_of_megatrons(num_experts):
     spec = get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False, normalization="RMSNorm")
     use_transformer_engine(spec)
     layer = spec.submodules
-    mlp = layer.mlp.submodules.experts.submodules if num_experts else layer.mlp.submodules
+    mlp = mlp_submodules(spec)[0]
     assert layer.input_layernorm is layer.pre_mlp_layernorm is te.TENorm
     assert layer.self_attention.submodules.linear_qkv is mlp.linear_fc1 is te.TEColumnParallelLinear
     assert layer.self_attention.submodules.linear_proj is mlp.linear_fc2 is te.TERowParallelLinear

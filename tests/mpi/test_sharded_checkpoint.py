@@ -122,7 +122,19 @@ def test_same_layout_goes_on_bitwise(groups, world_tmp_path, layout, optim):
         assert torch.equal(tensor, again.named_shards()[name]), name
 
 
-@pytest.mark.ci_world(2)
+@pytest.mark.world(1)
+@pytest.mark.parametrize("optim", [ADAM, SGD], ids=["adam", "sgd"])
+def test_a_run_goes_on_with_another_learning_rate(groups, world_tmp_path, optim):
+    other = optim.model_copy(update={"lr": optim.lr / 2, "min_lr": optim.lr / 4, "lr_warmup_steps": 0})
+    engine = TrainEngine(SHAPE, groups["alone"], optim=optim, total_steps=9, seed=3)
+    again = TrainEngine(SHAPE, groups["alone"], optim=other, total_steps=9, seed=4)
+    train(engine, make_batch(), 1)
+    save_sharded(engine, world_tmp_path / "actor", groups["alone"])
+    load_sharded(again, world_tmp_path / "actor", groups["alone"])
+    assert_slices(again, again.named_shards(), weights(engine))
+    assert train(again, make_batch(), 1)["lr"] == other.lr and again.steps == 2
+
+
 @pytest.mark.ci_world(2)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_actor_weights_start_a_critic_and_a_reference(groups, world_tmp_path, layout):
@@ -162,6 +174,7 @@ def test_bfloat16_keeps_its_fp32_weights(groups, world_tmp_path, world):
         assert torch.equal(tensor, again.named_shards()[name])
 
 
+@pytest.mark.ci_world(2)
 def test_what_is_no_checkpoint_is_refused(groups, world_tmp_path, world):
     engine = TrainEngine(SHAPE, groups["alone"], seed=3)
     with pytest.raises(InputError, match="cannot load checkpoint"):

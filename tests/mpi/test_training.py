@@ -90,11 +90,11 @@ def test_layouts_sample_the_same_tokens(world, lab: Lab, alone: Path) -> None:
         assert np.mean(same) >= 0.99, name
 
 
-@pytest.mark.ci_world(2)
 def _rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return np.split(column[0], column[1][1:-1])
 
 
+@pytest.mark.ci_world(2)
 def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, caplog) -> None:
     placement = own_layout(world.size)
     straight = lab.run("straight", placement, trainer={"total_training_steps": 4})
@@ -116,7 +116,6 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, caplog) -> None:
         assert "using step_00000002 instead" in caplog.text
 
 
-@pytest.mark.ci_world(2)
 @pytest.mark.world(4)
 def test_resume_on_another_layout(world, lab: Lab) -> None:
     """Same data order, and the first step on recorded rollouts agrees, optimizer state included."""
@@ -152,6 +151,7 @@ def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab) ->
         assert line["training/rollout_log_probs_diff_mean"] < 1e-5, step
 
 
+@pytest.mark.ci_world(2)
 def test_ratio_stays_at_one_without_learning(world, lab: Lab) -> None:
     run = lab.run("frozen", own_layout(world.size), actor={"optim": {"lr": 0.0}, "ppo_epochs": 2})
     for line in metrics(run).values():
@@ -159,7 +159,6 @@ def test_ratio_stays_at_one_without_learning(world, lab: Lab) -> None:
         assert line["actor/pg_clipfrac"] == 0
 
 
-@pytest.mark.ci_world(2)
 @pytest.mark.ci_world(2)
 def test_rank_0_traffic_does_not_grow_with_the_response(world, lab: Lab) -> None:
     """Control messages in any layout; and all that rank 0 sends and receives, when it holds no columns itself."""
@@ -226,6 +225,7 @@ def test_warm_start_then_ppo_on_the_task(world, lab: Lab) -> None:
         assert "validation/samples/text_summary" in events.Tags()["tensors"]
 
 
+@pytest.mark.ci_world(2)
 def test_grpo_and_others_run_without_a_critic(world, lab: Lab) -> None:
     for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
         run = lab.run(
