@@ -34,8 +34,6 @@ import time
 from hpcrl.rollout.agent.parsers import ToolCall, register_tool_parser
 from hpcrl.rollout.agent.tools import tool
 
-pytestmark = pytest.mark.ci_world(2)
-
 @tool
 def ponder(text: str) -> str:
     "Thinks."
@@ -46,6 +44,8 @@ def ponder(text: str) -> str:
 def nearly_all(text):
     return [] if text[-1:].isalpha() else [ToolCall("ponder", {"text": text})]
 """
+
+pytestmark = pytest.mark.ci_world(2)
 
 LAYOUTS = {1: Layout((0,)), 2: Layout((0, 1), tp=2), 4: Layout((0, 1, 2, 3), tp=2)}
 LIMIT = 48

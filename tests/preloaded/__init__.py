@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,15 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 # in the place of sys.executable
 RANK = (sys.executable, "-I", "-S", str(FOLDER / "rank.py"))
+
+
+def environment(folder: Path) -> str:
+    """Make `folder` a virtual environment for job scripts (HPCRL_VENV) whose python is RANK; its path."""
+    python = folder / "bin" / "python3"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(RANK)} "$@"\n')
+    python.chmod(0o755)
+    return str(folder)
 
 
 def cpu_seconds() -> float:

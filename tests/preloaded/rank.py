@@ -3,8 +3,9 @@
     mpiexec -n 4 python -I -S tests/preloaded/rank.py -m hpcrl train job.yaml
 
 `server.py`, at the socket that HPCRL_TEST_SERVER names, forks a process that has torch and megatron-core already, with
-this process's arguments, environment, directory, limits and files. This process passes its signals on and ends as that
-one ends; when this one is killed, that one is killed. Without a server it becomes `python ...` itself.
+this process's arguments, environment, directory, limits, files and host name. This process passes its signals on and
+ends as that one ends; when this one is killed, that one is killed. Without a server, and for `-c`, it becomes
+`python ...` itself.
 
 It imports little on purpose: a rank costs 20 ms to start this way, not seconds.
 """
@@ -23,7 +24,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, sign
 
 def main() -> None:
     address = os.environ.pop("HPCRL_TEST_SERVER", "")
-    if not address:
+    if not address or sys.argv[1] == "-c":
         # -S hid the environment's packages from this process only
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -38,10 +39,11 @@ def main() -> None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
     body = json.dumps(request).encode()
-    files = array.array("i", request["files"]).tobytes()
+    host = os.open("/proc/self/ns/uts", os.O_RDONLY)  # a node of tools/slurm_lab.sh has a host name of its own
+    files = array.array("i", [*request["files"], host]).tobytes()
     connection.sendmsg([len(body).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
     connection.sendall(body)
-    for file in launcher:
+    for file in (*launcher, host):
         os.close(file)
     answers = connection.makefile("rb")
     rank = int(answers.readline())

@@ -10,6 +10,7 @@ what a rank imports start real ranks.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -68,11 +69,16 @@ class Request:
             pass  # rank.py was killed
 
     def enter(self) -> None:
-        """In the forked process: take over files, limits, environment and directory."""
+        """In the forked process: take over host name, files, limits, environment and directory."""
         self.connection.close()
+        *files, host = self.files
+        if os.fstat(host).st_ino != os.stat("/proc/self/ns/uts").st_ino:
+            if ctypes.CDLL(None, use_errno=True).setns(host, 0) < 0:
+                raise OSError(ctypes.get_errno(), "cannot take over the host name")
+        os.close(host)
         # above all numbers that are asked for, so that none is overwritten before it is copied
-        high = [os.dup2(file, 200 + file) for file in self.files]
-        for file in self.files:
+        high = [os.dup2(file, 200 + file) for file in files]
+        for file in files:
             os.close(file)
         for source, target in zip(high, self.asked["files"], strict=True):
             os.dup2(source, target)

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from tests import preloaded
 from tests.launch.conftest import REPOSITORY
 from tests.slurm.conftest import Lab
 from tests.trainer.small_run import MODEL, NOT_COMPARED, write_rows
@@ -57,7 +58,8 @@ def environment(lab: Lab, folder: Path) -> Lab:
     """The lab for jobs of `folder`: what their scripts expect of the environment that they are submitted from."""
     hold = folder / "hold"
     hold.mkdir(exist_ok=True)
-    more = {"REPOSITORY": REPOSITORY, "HPCRL_VENV": REPOSITORY / ".venv", "PYTHONPATH": REPOSITORY, "HOLD_FOLDER": hold}
+    more = {"REPOSITORY": REPOSITORY, "PYTHONPATH": REPOSITORY, "HOLD_FOLDER": hold}
+    more |= {"HPCRL_VENV": preloaded.environment(folder / "venv"), "HPCRL_TEST_SERVER": preloaded.server()}
     return Lab(lab.folder, lab.env | {name: str(value) for name, value in more.items()})
 
 
