@@ -49,7 +49,7 @@ def samples(run: Path, steps: int) -> dict[int, dict[str, np.ndarray]]:
     return {step: read_samples(step_path(run / "rollouts", step)) for step in range(1, steps + 1)}
 
 
-@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize("filtering", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_step_off_resumed_equals_uninterrupted_bitwise(world, lab: Lab, filtering: bool) -> None:
     name, options = f"one_step_off_{filtering}", dict[str, Any]()
     if filtering:
@@ -134,7 +134,9 @@ def test_generation_goes_on_while_the_actor_trains(world, lab: Lab, monkeypatch)
 RANDOM_LENGTHS = {"data": {"max_response_length": 40}}
 
 
-@pytest.mark.parametrize(("threshold", "partial"), [(1, True), (1, False), (3, True)])
+@pytest.mark.parametrize(
+    ("threshold", "partial"), [(1, True), pytest.param(1, False, marks=pytest.mark.slow), (3, True)]
+)
 def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, partial: bool) -> None:
     """Random lengths: an untrained model stops where it likes. More schedules: tests/trainer/test_stream.py."""
     found = run(
@@ -217,7 +219,7 @@ def test_interrupted_responses_go_on_under_new_weights(world, lab: Lab, monkeypa
         assert line["training/rollout_log_probs_diff_max"] < 1e-4
 
 
-@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize("filtering", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_prompt_is_lost_or_trained_twice(world, lab: Lab, filtering: bool) -> None:
     """Over a resume, too: all prompts of the order up to some place are trained, dropped, or waiting."""
     name, steps = f"whole_{filtering}", 6

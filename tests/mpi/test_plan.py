@@ -18,10 +18,15 @@ pytestmark = pytest.mark.ci_world(4)
 
 OPTIM = OptimConfig(lr=1e-3)
 WIDE = replace(SHAPE, vocab_size=1000)
+DTYPES = (torch.float32, torch.bfloat16)
+CASES = [  # the dtypes take turns
+    pytest.param(*layout.values, dtype, marks=[*layout.marks, *([] if index % 2 == turn else [pytest.mark.exhaustive])])
+    for index, layout in enumerate(LAYOUTS)
+    for turn, dtype in enumerate(DTYPES)
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), CASES)
 def test_a_rank_holds_what_was_planned(world, layout, dtype) -> None:
     groups = role_groups(world.rank, world.size)[layout]
     model = RoleModel(WIDE, groups.layout, "lm", dtype.itemsize, OPTIM)
