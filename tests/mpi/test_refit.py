@@ -26,11 +26,15 @@ from hpcrl.reshard.verification import ChecksumMismatch
 from hpcrl.roles.refit import refit_metrics
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from tests.covering import covering
 from tests.live_bytes import LiveBytes, all_tensors
 from tests.mpi.layouts import SHAPE as TRAINED
 from tests.mpi.layouts import TIED, make_batch, part_of, policy_loss, role_groups
 
 pytestmark = pytest.mark.ci_world(4)
+
+DTYPES = (torch.float32, torch.bfloat16)
+TRANSPORTS = {"windows": None, "mixed": 2, "messages": 1}  # ranks of a node
 
 SHAPE = ModelShape(
     num_layers=3,
@@ -141,9 +145,7 @@ class Sides:
             self.refit.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bucket_bytes", [100, 3000, 2**20])
-@pytest.mark.parametrize("ranks_per_node", [None, 2, 1], ids=["windows", "mixed", "messages"])
+@covering(dtype=DTYPES, bucket_bytes=(100, 3000, 2**20), ranks_per_node=TRANSPORTS)
 def test_engine_buffers_are_filled_in_place(world, ranks_per_node, bucket_bytes, dtype) -> None:
     verify = "never" if bucket_bytes == 100 else "always"  # checksums of one element at a time take their time
     for source, destination in LAYOUTS[world.size]:
@@ -197,11 +199,14 @@ def test_device_messages(world, bucket_bytes, dtype) -> None:
 
 
 @pytest.mark.world(2, 4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "bucket_bytes", "verify"), [(MEDIUM, 240, "never"), (LARGE, 2**18, "always")])
-@pytest.mark.parametrize("ranks_per_node", [None, 2, 1], ids=["windows", "mixed", "messages"])
-def test_memory_stays_within_the_bucket(world, ranks_per_node, shape, bucket_bytes, verify, dtype) -> None:
+@covering(
+    dtype=DTYPES,
+    case={"rows_larger": (MEDIUM, 240, "never"), "large": (LARGE, 2**18, "always")},
+    ranks_per_node=TRANSPORTS,
+)
+def test_memory_stays_within_the_bucket(world, ranks_per_node, case, dtype) -> None:
     """Also where a row is larger than the bucket."""
+    shape, bucket_bytes, verify = case
     layouts = ALL_TO_TWO[world.size]
     options = {"ranks_per_node": ranks_per_node, "bucket_bytes": bucket_bytes, "verify": verify}
     sides = Sides(world, *layouts, shape=shape, dtype=dtype, **options)
