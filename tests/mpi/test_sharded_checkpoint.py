@@ -55,7 +55,7 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_load_under_other_layouts(groups, world_tmp_path, world, layout, optim, shape, every):
-    """Saved after two steps in `layout` and loaded in every layout, or some of them, it takes the steps that would have come."""
+    """Saved after two steps in `layout` and loaded in all or some layouts, it takes the steps that would have come."""
     make = lambda name, seed: TrainEngine(shape, groups[name], optim=optim, total_steps=9, seed=seed)  # noqa: E731
     batch = make_batch()
     engine = make(layout, 3)
