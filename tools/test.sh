@@ -39,6 +39,7 @@ trap 'rm -rf "$logs"' EXIT
 costs=${HPCRL_TEST_COSTS:-$logs/costs}
 mkdir -p "$costs"
 : >"$costs/parts.jsonl"
+cores=$(env -u OMP_NUM_THREADS nproc) # which counts no more than OMP_NUM_THREADS says
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 # ranks outnumber cores
 export HPCRL_TEST_SECONDS=$seconds # tests/mpi/conftest.py keeps time itself: it ends the job, not one rank
 unset PYTHONDONTWRITEBYTECODE      # else every process of a job under test compiles the package anew
@@ -104,7 +105,7 @@ world() {
 mapfile -t plain < <(chosen tests tests/mpi tests/slurm)
 if ((${#plain[@]})); then
     pytest=("$python" -m pytest -p tests.costs "${plain[@]}" --ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds")
-    HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$(nproc)" --dist loadfile "${options[@]}"
+    HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$cores" --dist loadfile "${options[@]}"
     HPCRL_QUIET=only part "quiet" "${pytest[@]}" "${options[@]}"
 fi
 mapfile -t spmd < <(chosen tests/mpi)
