@@ -8,7 +8,6 @@ import hashlib
 import random
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def operators() -> dict[str, Any]:
 
 
 def is_of_use(operator: str) -> bool:
-    """Not `a & b` for `a + b`, which is a TypeError that any test finds, nor `is` for `==`, which mostly is the same."""
+    """Not `a & b` for `a + b`, which is a TypeError that any test finds, nor `is` for `==`, mostly the same."""
     kind, _, replaced = operator.partition("Operator_")
     old, _, new = replaced.partition("_")
     if kind.endswith("ReplaceBinary"):
@@ -92,8 +91,12 @@ def of_package(root: Path, package: str, files: list[Path], count: int, seed: in
                 file = str(path.relative_to(root))
                 found.append(
                     {
-                        **{"package": package, "file": file, "line": place[0], "operator": operator},
-                        **{"occurrence": occurrence, "sha256": digest(source)},
+                        "package": package,
+                        "file": file,
+                        "line": place[0],
+                        "operator": operator,
+                        "occurrence": occurrence,
+                        "sha256": digest(source),
                         "diff": diff(file, source, mutated),
                     }
                 )
@@ -155,7 +158,7 @@ def lines_with_code(code: Any) -> set[int]:
 
 
 def not_mutated(source: str) -> list[tuple[Place, Place]]:
-    """Type hints, what only a type checker reads, messages (text, arguments of errors and loggers), dataclass's options."""
+    """Type hints, what type checkers read, messages (text, arguments of errors and loggers), dataclass's options."""
     lines = source.splitlines()
 
     def span(first: ast.AST, last: ast.AST | None = None) -> tuple[Place, Place]:

@@ -125,8 +125,12 @@ class Suite:
             with (self.folder / "log").open("w") as log:
                 process = subprocess.Popen(
                     command,
-                    **{"cwd": self.root, "env": given, "stdin": subprocess.DEVNULL},
-                    **{"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True},
+                    cwd=self.root,
+                    env=given,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
             try:
                 while said.code is None:
@@ -183,7 +187,7 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def measure(suite: Suite, part: str, tests: list[str], workers: int) -> dict[str, Any]:
-    """The tests of a part with their seconds, and file -> test's number -> lines (a hexadecimal mask: bit n is line n)."""
+    """A part's tests with their seconds, and file -> test's number -> lines (hexadecimal; bit n is line n)."""
     import coverage
 
     data = suite.folder / "data"
