@@ -369,7 +369,8 @@ def patience(seconds: float) -> int:
 def verdict(said: Session, covering: Covering, part: str, suite: Suite) -> dict[str, str] | None:
     """None: nothing was noticed."""
     if said.failed is not None:
-        return {"result": "killed", "by": said.failed, "why": said.ended[said.failed][2]}
+        why = said.ended[said.failed][2]
+        return {"result": "timeout" if "Timeout (>" in why else "killed", "by": said.failed, "why": why}
     if said.code in (0, 5):  # 5: the mutant has renamed the tests' parameters
         return None
     test = said.running
