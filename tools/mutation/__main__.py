@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,8 @@ def main() -> int:
     command = commands.add_parser("report", help="compare results")
     command.add_argument("results", type=Path, nargs="+")
     arguments = parser.parse_args()
+    # so that a session under way is ended, and its folder removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("mutation: stopped; the same command goes on"))
     try:
         {"sample": draw, "coverage": cover, "run": run, "report": report}[arguments.command](arguments)
     except (Problem, OSError, json.JSONDecodeError) as error:

@@ -338,6 +338,8 @@ def try_mutant(suite: Suite, covering: Covering, mutant: dict[str, Any], seconds
     start = time.monotonic()
     try:
         for part, chosen in parts.items():
+            if time.monotonic() - start >= seconds:
+                break
             slowest = max(covering.seconds[part, test] for test in chosen)
             said = suite.session(
                 part,
