@@ -200,6 +200,11 @@ def measure(suite: Suite, part: str, tests: list[str], workers: int) -> dict[str
     said = suite.session(part, of_part(part, tests), *options, environment=environment)
     if said.code not in (0, 1, 5):
         raise Problem(f"{part}: pytest ended with code {said.code}: {suite.last_line()}")
+    if said.running is not None:
+        raise Problem(
+            f"{part}: the session ended inside {said.running}: {suite.last_line()}; "
+            f"PYTEST_ADDOPTS=--deselect={said.running} leaves it out"
+        )
     numbers = {test: number for number, test in enumerate(said.ended)}
     lines: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for path in data.glob("lines.*"):
