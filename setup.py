@@ -74,6 +74,12 @@ TEST = [
     "types-PyYAML",  # PyYAML's types
 ]
 
+# tools/mutation, in an environment of its own: cosmic-ray's dependencies are of no use to the tests
+MUTATION = [
+    "cosmic-ray>=8.7,<9",  # mutation operators; a sample names its mutants by their numbers, which a release may change
+    "coverage>=7.10",  # which test executes which lines; the first that saves its data in os._exit
+]
+
 readme = Path(__file__).with_name("README.md")
 
 # hpcrl.kernels stands in kernels/: the link is made here, because archives and some checkouts lose one that git keeps
@@ -92,6 +98,6 @@ setup(
     packages=find_packages(include=["hpcrl", "hpcrl.*"]),
     package_data={"hpcrl": ["**/*.json", "**/*.jinja"]},
     install_requires=COMMON,
-    extras_require={"cpu": CPU, "gpu": GPU, "trtllm": TRTLLM, "math": MATH, "test": TEST},
+    extras_require={"cpu": CPU, "gpu": GPU, "trtllm": TRTLLM, "math": MATH, "test": TEST, "mutation": MUTATION},
     entry_points={"console_scripts": ["hpcrl=hpcrl.cli:main"]},
 )
