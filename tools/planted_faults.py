@@ -1,0 +1,664 @@
+"""Plant one fault per claim of README's section "What the tests hold", and see a test of CI fail for each.
+
+    tools/planted_faults.py                    # all; hours
+    tools/planted_faults.py --list
+    tools/planted_faults.py gae loops --check  # these, and that their tests pass without the fault
+
+Faults are planted in a copy of the checkout, one at a time. Exit code 1 if a test passes in spite of its fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.launch import family
+
+ROOT = Path(__file__).parents[1]
+LONGEST = 3600  # seconds of one test; those of tests/mpi end themselves before that
+FAILED = re.compile(r"^=+ .*\b\d+ failed\b", re.M)
+ENDED = ("the other ranks did not come", "ranks are at different places")  # tests/mpi/conftest.py ends the job so
+SLURM = -1  # in place of a number of ranks: plain pytest that has to find a Slurm
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` is once in `file`, below hpcrl/. tests: arguments of pytest. ranks: 0 is without MPI."""
+
+    name: str
+    claim: str
+    file: str
+    old: str
+    new: str
+    ranks: int
+    tests: str
+
+
+FAULTS = [
+    # Layouts agree.
+    Fault(
+        "layouts-log-probs",
+        "layouts against one rank: log-probs and values",
+        "kernels/vocabulary.py",
+        "            dist.all_reduce(sums, group=self.group)",
+        "            pass",
+        2,
+        "tests/mpi/test_engine.py::test_policy_is_that_of_one_rank -k tp2",
+    ),
+    Fault(
+        "layouts-gradients",
+        "layouts against one rank: gradient norms",
+        "roles/model_worker.py",
+        "num_tokens, num_sequences = self.sum_over_replicas(counts).tolist()",
+        "num_tokens, num_sequences = counts.tolist()",
+        2,
+        "tests/mpi/test_training.py::test_layouts_agree_on_recorded_rollouts",
+    ),
+    Fault(
+        "layouts-responses",
+        "layouts against one rank: equal responses",
+        "rollout/native/running_batch.py",
+        "self.sample_indices[row] = sequence.sample_index",
+        "self.sample_indices[row] = row",
+        4,
+        "tests/mpi/test_training.py::test_layouts_sample_the_same_tokens",
+    ),
+    # Resume.
+    Fault(
+        "resume-optimizer",
+        "run(2N) is run(N), resume, run(N), bit for bit",
+        "engine/engine.py",
+        'self.optimizer.load_state_dict(state["optimizer"])',
+        "self.optimizer.reload_model_params()",
+        2,
+        "tests/mpi/test_training.py::test_resumed_equals_uninterrupted_bitwise",
+    ),
+    Fault(
+        "resume-order",
+        "on another layout the data order is equal",
+        "data/sampler.py",
+        'self.position = int(state["position"])',
+        'self.position = int(state["position"]) + 1',
+        4,
+        "tests/mpi/test_training.py::test_resume_on_another_layout",
+    ),
+    # Rollout and training agree.
+    Fault(
+        "gap-ten-steps",
+        "rollout and training log-probs over ten steps",
+        "rollout/native/decoder.py",
+        "        eps = self._shape.rms_norm_eps\n        rotate",
+        "        eps = 1e-3\n        rotate",
+        2,
+        "tests/mpi/test_training.py::test_rollout_and_training_log_probs_agree_over_ten_steps",
+    ),
+    Fault(
+        "gap-layouts",
+        "rollout and training log-probs for every pair of layouts",
+        "kernels/vocabulary.py",
+        "            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)\n        x = (x",
+        "            pass\n        x = (x",
+        4,
+        "tests/mpi/test_log_prob_gap.py::test_every_pair_of_layouts_stays_below_the_bound",
+    ),
+    Fault(
+        "gap-exact",
+        "rollout and training log-probs are equal in exact mode",
+        "rollout/native/generation.py",
+        "            return ExactAttention(new)\n        return ContinuedAttention(new)",
+        "            return PrefillAttention(new)\n        return ContinuedAttention(new)",
+        2,
+        "tests/mpi/test_exact.py::test_rollout_and_training_log_probs_are_equal",
+    ),
+    # Plans and refits.
+    Fault(
+        "plan-local",
+        "a plan moves nothing that is there",
+        "reshard/streams.py",
+        "targets += [Target(cell, rank) for rank in here if rank not in self.place]",
+        "targets += [Target(cell, rank) for rank in here]",
+        0,
+        "tests/reshard/test_planner.py::test_bytes_received_are_the_lower_bound_and_nothing_local_is_sent",
+    ),
+    Fault(
+        "plan-once",
+        "a plan moves all else once",
+        "reshard/streams.py",
+        "if start + unit.start >= high:",
+        "if start + unit.start > high:",
+        0,
+        "tests/reshard/test_planner.py::test_moves_give_every_destination_element_its_value_once",
+    ),
+    Fault(
+        "plan-balance",
+        "senders are balanced as an exact flow would",
+        "reshard/balance.py",
+        "SWEEPS = 200",
+        "SWEEPS = 1",
+        0,
+        "tests/reshard/test_balance.py::test_the_largest_load_is_the_least_possible",
+    ),
+    Fault(
+        "refit-memory",
+        "100 refits leave memory flat",
+        "reshard/executor.py",
+        "        events = Events()\n",
+        "        events = Events()\n        old = vars(self).setdefault('_old', [])\n"
+        "        old.append([tensor.clone() for tensor in source.values()])\n",
+        4,
+        "tests/mpi/test_refit.py::test_a_hundred_refits_leave_memory_flat[windows]",
+    ),
+    Fault(
+        "refit-checksum",
+        "a corrupted byte is found: every bit counts",
+        "reshard/checksum.py",
+        "return (x ^ _shifted(x, 31)) | 1",
+        "return x ^ _shifted(x, 31)",
+        0,
+        "tests/reshard/test_checksum.py",
+    ),
+    Fault(
+        "refit-corrupted",
+        "a corrupted byte is found and named",
+        "reshard/executor.py",
+        "self._num_runs <= VERIFIED_FIRST",
+        "self._num_runs < VERIFIED_FIRST",
+        4,
+        "tests/mpi/test_refit.py::test_one_corrupted_byte_is_caught_and_named",
+    ),
+    # The engine.
+    Fault(
+        "engine-memory",
+        "the engine's memory does not grow with the response limit",
+        "rollout/native/running_batch.py",
+        "self._part_ids = np.zeros((capacity, PART), np.int32)",
+        "self._part_ids = np.zeros((capacity, max(PART, sampling.max_new_tokens)), np.int32)",
+        0,
+        "tests/rollout/test_native_memory.py::test_memory_does_not_grow_with_the_longest_response",
+    ),
+    Fault(
+        "engine-batching",
+        "batching does not change what is drawn",
+        "rollout/native/running_batch.py",
+        "self.sample_indices[row] = sequence.sample_index",
+        "self.sample_indices[row] = row",
+        0,
+        "tests/rollout/test_native_engine.py::test_the_batching_does_not_change_what_is_drawn",
+    ),
+    Fault(
+        "engine-preemption",
+        "preemption does not change what is drawn",
+        "rollout/native/running_batch.py",
+        "self.num_drawn[row] = sequence.num_drawn",
+        "self.num_drawn[row] = 0",
+        0,
+        "tests/rollout/test_native_scheduling.py::test_sequences_that_do_not_fit_start_again_with_the_same_result",
+    ),
+    Fault(
+        "engine-shared-prompts",
+        "shared prompts do not change what is drawn",
+        "rollout/native/generation.py",
+        "pool.blocks_of(source)[: len(blocks)], blocks)",
+        "pool.blocks_of(source)[: len(blocks) - 1], blocks[:-1])",
+        0,
+        "tests/rollout/test_native_scheduling.py::test_a_prompt_is_prefilled_once_for_its_group",
+    ),
+    Fault(
+        "engine-aborts",
+        "aborts and resumption do not change what is drawn",
+        "rollout/native/running_batch.py",
+        "self.first_positions[row] = sequence.first_position",
+        "self.first_positions[row] = 0",
+        0,
+        "tests/rollout/test_native_scheduling.py::test_an_aborted_generation_goes_on_as_if_nothing_had_happened",
+    ),
+    # Asynchronous training.
+    Fault(
+        "stale-samples",
+        "no sample that is staler than the bound is trained",
+        "trainer/stream.py",
+        "later = max(0, version + 1 + threshold - step) * size",
+        "later = max(0, version + 2 + threshold - step) * size",
+        0,
+        "tests/trainer/test_stream.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
+    ),
+    Fault(
+        "trained-twice",
+        "no prompt is trained twice",
+        "trainer/stream.py",
+        "self.surplus = ready[~taken] if not taken.all() else None",
+        "self.surplus = ready if not taken.all() else None",
+        0,
+        "tests/trainer/test_stream.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
+    ),
+    Fault(
+        "lost-over-resume",
+        "no prompt is lost over a resume",
+        "trainer/stream.py",
+        "under_way = [self.prompts[number] for number in sorted(self.prompts)]",
+        "under_way = [self.prompts[number] for number in sorted(self.prompts)[1:]]",
+        4,
+        "tests/mpi/test_async.py::test_no_prompt_is_lost_or_trained_twice[False]",
+    ),
+    Fault(
+        "lost-over-kill",
+        "no prompt is lost or trained twice over a kill",
+        "trainer/durable_rollouts.py",
+        "return checkpoint < step <= checkpoint + 1 + self._num_ahead",
+        "return checkpoint + 1 < step <= checkpoint + 1 + self._num_ahead",
+        0,
+        "tests/trainer/test_durable_rollouts.py::test_a_killed_step_reuses_what_was_drawn_or_repeats_itself_bit_for_bit",
+    ),
+    # Algorithms.
+    Fault(
+        "gae",
+        "estimators give verl's numbers",
+        "kernels/segmented_scan.py",
+        "valid, gamma * lam)",
+        "valid, lam)",
+        0,
+        "tests/algorithms/test_advantages_verl.py",
+    ),
+    Fault(
+        "gae-by-hand",
+        "each estimator has a hand-computed case",
+        "kernels/segmented_scan.py",
+        "rewards + gamma * next_values - values",
+        "rewards + next_values - values",
+        0,
+        "tests/algorithms/test_advantages_by_hand.py::test_gae",
+    ),
+    Fault(
+        "losses",
+        "losses give verl's numbers",
+        "algorithms/policy_losses/surrogate.py",
+        "return torch.maximum(unclipped, clipped), clipped > unclipped",
+        "return torch.minimum(unclipped, clipped), clipped > unclipped",
+        0,
+        "tests/algorithms/test_policy_losses_verl.py",
+    ),
+    Fault(
+        "losses-by-hand",
+        "each loss has a hand-computed case",
+        "algorithms/policy_losses/surrogate.py",
+        "ratio.clamp(1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high)",
+        "ratio.clamp(1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_low)",
+        0,
+        "tests/algorithms/test_policy_losses_by_hand.py",
+    ),
+    Fault(
+        "losses-gradients",
+        "gradients equal those of the plain formula in fp64",
+        "algorithms/policy_losses/surrogate.py",
+        "log_prob - log_prob.detach() + of_sequence.detach()",
+        "of_sequence.detach()",
+        0,
+        "tests/algorithms/test_policy_losses_gradients.py",
+    ),
+    Fault(
+        "kl",
+        "KL gives verl's numbers",
+        "algorithms/kl.py",
+        "(back.exp() - back - 1)",
+        "(back.exp() + back - 1)",
+        0,
+        "tests/algorithms/test_kl_verl.py",
+    ),
+    Fault(
+        "rollout-correction",
+        "rollout correction gives verl's numbers",
+        "algorithms/rollout_correction/weights.py",
+        "weights = raw.clamp(max=bounds.upper)",
+        "weights = raw",
+        0,
+        "tests/algorithms/test_rollout_correction.py::test_as_verl",
+    ),
+    Fault(
+        "scorers",
+        "scorers give verl's numbers",
+        "rewards/scorers/gsm8k.py",
+        'numbers[-1].replace(",", "")',
+        "numbers[-1]",
+        0,
+        "tests/rewards/test_scorers_verl.py",
+    ),
+    Fault(
+        "validation-statistics",
+        "validation statistics give verl's numbers",
+        "trainer/validation_metrics.py",
+        "self.values.std(axis=2)",
+        "self.values.std(axis=2, ddof=1)",
+        0,
+        "tests/trainer/test_validation_metrics.py::test_numbers_and_names_are_verls",
+    ),
+    # Splits.
+    Fault(
+        "splits-fp64",
+        "a split step has the same loss and gradients, in fp64",
+        "algorithms/aggregation.py",
+        "/ max(norm.batch_num_tokens, 1)",
+        "/ response_mask.sum().clamp(min=1)",
+        0,
+        "tests/algorithms/test_policy_losses_split.py",
+    ),
+    Fault(
+        "splits-engine",
+        "a split step has the same loss and gradients, through the engine",
+        "algorithms/aggregation.py",
+        "/ max(norm.batch_num_tokens, 1)",
+        "/ response_mask.sum().clamp(min=1)",
+        4,
+        "tests/mpi/test_loss_splits.py::test_any_split_is_the_whole -k 'vanilla and token-mean'",
+    ),
+    # Templates and dynamic sampling.
+    Fault(
+        "templates",
+        "every template in configs/ runs",
+        "config/loader.py",
+        "_merge(merged[key], child) if key in merged else child",
+        "child",
+        2,
+        "tests/mpi/test_templates.py::test_a_template_runs_three_steps[rm_countdown_cpu]",
+    ),
+    Fault(
+        "surplus",
+        "a resumed run with dynamic sampling is the uninterrupted one, surplus included",
+        "trainer/experience.py",
+        'if state["surplus"]:',
+        'if not state["surplus"]:',
+        2,
+        "tests/mpi/test_algorithms.py::test_dynamic_sampling_fills_every_step_and_resumes_with_its_surplus",
+    ),
+    # Scorers that misbehave.
+    Fault(
+        "scorer-loops",
+        "a scorer that loops costs one sample and is counted",
+        "rewards/pool.py",
+        'self._end(worker, "timeouts", f"longer',
+        'self._end(worker, "crashes", f"longer',
+        0,
+        "tests/rewards/test_hostile_scorers.py",
+    ),
+    Fault(
+        "scorer-forks",
+        "a scorer that forks leaves nothing",
+        "rewards/score_worker.py",
+        "    for orphan in family.children_of(parent):",
+        "    for orphan in ():",
+        0,
+        "tests/rewards/test_hostile_scorers.py",
+    ),
+    Fault(
+        "scorer-memory",
+        "a scorer that takes 10 GB costs one sample",
+        "rewards/score_worker.py",
+        "(memory_limit_mb << 20, memory_limit_mb << 20)",
+        "(memory_limit_mb << 30, memory_limit_mb << 30)",
+        0,
+        "tests/rewards/test_hostile_scorers.py",
+    ),
+    Fault(
+        "scorer-raises",
+        "a scorer that raises costs one sample",
+        "rewards/score_worker.py",
+        "    except BaseException as error:\n        return Outcome(",
+        "    except ValueError as error:\n        return Outcome(",
+        0,
+        "tests/rewards/test_hostile_scorers.py",
+    ),
+    Fault(
+        "scorer-prints",
+        "what a scorer prints is bounded",
+        "launch/supervisor.py",
+        "elif log is not None and num_logged < LOG_BYTES:",
+        "elif log is not None:",
+        0,
+        "tests/rewards/test_hostile_scorers.py::test_what_scorers_print_is_kept_up_to_a_size",
+    ),
+    Fault(
+        "scorer-nan",
+        "a scorer that returns NaN costs one sample",
+        "rewards/score_worker.py",
+        "if not abs(float(score)) <= MOST_SCORE:",
+        "if abs(float(score)) > MOST_SCORE:",
+        0,
+        "tests/rewards/test_hostile_scorers.py",
+    ),
+    # What rank 0 moves.
+    Fault(
+        "rank-0-control",
+        "rank 0's control messages do not grow with responses",
+        "controller/executor.py",
+        "output.samples, output.meta_info)",
+        "output.samples, output.meta_info | {'rows': output.tokens})",
+        4,
+        "tests/mpi/test_controller.py::test_rank_0_moves_no_tokens",
+    ),
+    Fault(
+        "rank-0-all",
+        "what rank 0 sends and receives does not grow with responses",
+        "controller/executor.py",
+        "output.samples, output.meta_info)",
+        "output.samples, output.meta_info | {'rows': output.tokens})",
+        2,
+        "tests/mpi/test_training.py::test_rank_0_traffic_does_not_grow_with_the_response",
+    ),
+    # Ends.
+    Fault(
+        "kill-9",
+        "kill -9 of a rank ends the job and leaves no process of a reward function",
+        "launch/supervisor.py",
+        "if rank in ready or (",
+        "if (",
+        0,
+        "tests/trainer/test_ends.py::test_kill_9_in_the_middle_of_training_leaves_no_process[3]",
+    ),
+    Fault(
+        "slurm-stops",
+        "a run stopped in each phase and resumed has the metrics of an unbroken one",
+        "trainer/ppo.py",
+        'self.kl_controller.load_state_dict(start.state["kl_ctrl"])',
+        "pass",
+        SLURM,
+        "tests/slurm/test_slices.py::test_a_run_stopped_in_each_phase_equals_an_unbroken_one",
+    ),
+    Fault(
+        "slurm-kills",
+        "a run of which a rank is killed in each phase has the metrics of an unbroken one",
+        "trainer/ppo.py",
+        'self.kl_controller.load_state_dict(start.state["kl_ctrl"])',
+        "pass",
+        SLURM,
+        "tests/slurm/test_kills.py::test_a_kill_costs_what_came_after_the_last_checkpoint",
+    ),
+    Fault(
+        "stopped-rank",
+        "a rank that is stopped is named with its phase and node, and the job ends",
+        "launch/verdict.py",
+        "stale = [sighting for sighting in everyone if sighting.is_stale or sighting.record is None]",
+        "stale = [sighting for sighting in everyone if sighting.record is None]",
+        0,
+        "tests/launch/test_watchdog.py::test_a_stopped_rank_is_blamed_before_those_who_wait_for_it",
+    ),
+    Fault(
+        "looping-rank",
+        "a rank that loops is named with its phase, and the job ends",
+        "launch/verdict.py",
+        "working = [sighting for sighting in first if not _waits(sighting)]",
+        "working = [sighting for sighting in first if _waits(sighting)]",
+        0,
+        "tests/trainer/test_hangs.py -k 'update_actor and spin'",
+    ),
+    # Checkpoints.
+    Fault(
+        "damage-flipped",
+        "a flipped file of a checkpoint is found by name",
+        "checkpoint/manifest.py",
+        "return None if found == expected else",
+        "return None if found[:0] == expected[:0] else",
+        0,
+        "tests/checkpoint/test_manifest.py",
+    ),
+    Fault(
+        "damage-removed",
+        "a removed file of a checkpoint is found by name",
+        "checkpoint/manifest.py",
+        '    if not path.is_file():\n        return f"{name} is missing"\n',
+        "    if not path.exists():\n        return None\n",
+        0,
+        "tests/checkpoint/test_manifest.py",
+    ),
+    Fault(
+        "damage-fallback",
+        "the checkpoint before the damaged one is used",
+        "checkpoint/store.py",
+        "sorted(found, reverse=True)",
+        "sorted(found)",
+        0,
+        "tests/checkpoint/test_store.py",
+    ),
+    Fault(
+        "short-write",
+        "a short write during a save is noticed",
+        "checkpoint/hashed_file.py",
+        "rest = rest[written:]",
+        "rest = rest[len(rest) :]",
+        0,
+        "tests/checkpoint/test_hashed_file.py",
+    ),
+    Fault(
+        "quota",
+        "a quota during a save is noticed",
+        "checkpoint/hashed_file.py",
+        "            self._error = error\n        return len(view)",
+        "            pass\n        return len(view)",
+        0,
+        "tests/checkpoint/test_hashed_file.py",
+    ),
+    Fault(
+        "full-disk",
+        "a full disk during a save costs that checkpoint alone",
+        "checkpoint/sharded_save.py",
+        "problem = told(error)",
+        "problem = None",
+        0,
+        "tests/trainer/test_saving.py::test_a_full_disk_costs_checkpoints_and_not_the_run",
+    ),
+    Fault(
+        "save-process",
+        "a save starts no process",
+        "checkpoint/sharded_save.py",
+        "        self._path.mkdir(parents=True, exist_ok=True)\n",
+        '        __import__("subprocess").run(["mkdir", "-p", self._path], check=True)\n',
+        2,
+        "tests/mpi/test_saving.py::test_no_process_is_started_by_a_save_and_all_ranks_write_as_much",
+    ),
+]
+
+
+def main() -> None:
+    names = [fault.name for fault in FAULTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults to plant; all, if there are none")
+    parser.add_argument("--list", action="store_true", help="print names and claims")
+    parser.add_argument("--check", action="store_true", help="run each test without its fault first; it has to pass")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(names):
+        parser.error(f"no fault is called {', '.join(sorted(unknown))}; see --list")
+    chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
+    for fault in chosen:
+        check_place(fault)
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.name:24} {fault.claim}")
+        return
+    family.adopt_orphans()  # a fault may leave processes behind
+    with tempfile.TemporaryDirectory(prefix="planted_", ignore_cleanup_errors=True) as folder:
+        copy = copied(Path(folder) / "hpcrl")
+        missed = [fault.name for fault in chosen if not tried(fault, copy, options.check)]
+    if missed:
+        print(f"{len(missed)} of {len(chosen)} not caught: {' '.join(missed)}")
+    sys.exit(bool(missed))
+
+
+def check_place(fault: Fault) -> None:
+    times = (ROOT / "hpcrl" / fault.file).read_text(encoding="utf-8").count(fault.old) if fault.old else 0
+    if times != 1:
+        sys.exit(f"planted_faults.py: {fault.name}: its text is {times} times in hpcrl/{fault.file}; expected once")
+
+
+def copied(copy: Path) -> Path:
+    """The files that git knows, as they are in the checkout, with their times: what is planted is newer, so that no
+    compiled file of an earlier fault is taken for it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    if not (copy / "hpcrl" / "kernels").exists():
+        (copy / "hpcrl" / "kernels").symlink_to("../kernels")
+    code = [sys.executable, "-c", "import hpcrl; print(hpcrl.__file__)"]
+    found = subprocess.run(code, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True).stdout
+    if Path(found.strip()) != copy / "hpcrl" / "__init__.py":
+        sys.exit(f"planted_faults.py: the copy imports {found.strip()}; expected its own hpcrl")
+    return copy
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """As tools/test.sh has it."""
+    ours = {"PYTHONPATH": str(copy), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return os.environ | ours | {"HPCRL_REQUIRE_SLURM": "1"}
+
+
+def tried(fault: Fault, copy: Path, check: bool) -> bool:
+    """Whether the fault is caught; prints its line."""
+    start = time.monotonic()
+    place = copy / "hpcrl" / fault.file
+    verdict = "caught"
+    if check and (code := run(fault, copy)[0]) != 0:
+        verdict = f"NOT CAUGHT: its test has exit code {code} without the fault"
+    else:
+        place.write_text(place.read_text(encoding="utf-8").replace(fault.old, fault.new), encoding="utf-8")
+        code, output = run(fault, copy)
+        shutil.copy2(ROOT / "hpcrl" / fault.file, place)
+        if not is_failure(fault, code, output):
+            verdict = f"NOT CAUGHT: exit code {code}, {output.strip().splitlines()[-1] if output.strip() else 'silent'}"
+    print(f"{fault.name:24} {verdict}  {time.monotonic() - start:.0f} s", flush=True)
+    return verdict == "caught"
+
+
+def run(fault: Fault, copy: Path) -> tuple[int, str]:
+    """Exit code and output of the fault's tests in the copy."""
+    command = [sys.executable, "-m", "pytest", *shlex.split(fault.tests), "-m", "not exhaustive"]
+    if fault.ranks > 0:
+        # Its conftest keeps time itself: it ends the job, not one rank.
+        launcher = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(fault.ranks)]
+        command = [*launcher, *command, "--timeout", "0"]
+    with tempfile.TemporaryFile("w+", errors="replace") as file:  # a pipe would be held by what is left behind
+        job = subprocess.Popen(
+            command, cwd=copy, env=environment(copy), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            code = job.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            code = 124
+        family.kill_descendants()
+        file.seek(0)
+        return code, file.read()
+
+
+def is_failure(fault: Fault, code: int, output: str) -> bool:
+    """Of a test, not of what collects or prepares it."""
+    return code == 1 and bool(FAILED.search(output) or (fault.ranks > 0 and any(line in output for line in ENDED)))
+
+
+if __name__ == "__main__":
+    main()
