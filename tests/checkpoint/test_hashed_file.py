@@ -100,6 +100,16 @@ def test_a_disk_that_takes_less_is_an_error_that_names_the_file(tmp_path: Path, 
     assert caught.value.strerror
 
 
+def test_a_quota_that_shows_only_in_the_flush_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    def over_quota(file: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", over_quota)
+    with pytest.raises(OSError) as caught:
+        write_file(tmp_path / "part", write_tensors, None, nothing)
+    assert caught.value.errno == errno.EDQUOT and caught.value.filename == str(tmp_path / "part")
+
+
 def test_a_file_size_limit_is_an_error(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (WHOLE, hard))
