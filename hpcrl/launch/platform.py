@@ -13,6 +13,7 @@ import logging
 import types
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from hpcrl.launch import light_imports
 
-# of megatron, and of no use on a CPU
+# Of megatron-core 0.16, and of no use on a CPU. 0.19 derives classes of its own from what they hold.
 OPTIONAL = ("torch.distributed._tensor", "torch.distributed.tensor", "torch.utils.tensorboard", "triton")
 UNUSED = ("torch.distributed.checkpoint", "torch.utils.cpp_extension")  # nor are these, without which it fails
 _CPU = torch.device("cpu")
@@ -45,7 +46,9 @@ def import_megatron() -> None:
     compiler = torch.compile
     torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
     try:
-        with light_imports.without(*OPTIONAL), light_imports.hollow(*UNUSED):
+        can_do_without = metadata.version("megatron-core").startswith("0.16.")
+        optional, unused = (OPTIONAL, UNUSED) if can_do_without else ((), ())
+        with light_imports.without(*optional), light_imports.hollow(*unused):
             import megatron.core
 
             with warnings.catch_warnings():
