@@ -163,7 +163,8 @@ def test_runs_on_any_layout_agree(world, folder):
         for step, line in expected.items():
             assert found[step].keys() == line.keys()
             for key, value in line.items():
-                assert found[step][key] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, step, key)
+                # rewards of both signs cancel in their means, so that a share of the mean bounds nothing
+                assert found[step][key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, step, key)
 
 
 def test_resumed_equals_uninterrupted_bitwise(world, folder):
