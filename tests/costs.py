@@ -1,7 +1,7 @@
 """A pytest plugin that writes what each test cost: `-p tests.costs`, with HPCRL_TEST_COSTS=<folder>.
 
 Each process of a session, be it a rank or a worker of pytest-xdist, writes a file of JSON lines [test, seconds, CPU
-seconds, outcome]; `tools/test_report.py` makes the tables. CPU seconds are those of the process, of its children that
+seconds]; `tools/test_report.py` makes the tables. CPU seconds are those of the process, of its children that
 have ended, and of the ranks that its server of preloaded ranks has forked. "" is what lies outside the tests: imports,
 collection, fixtures' ends.
 """
@@ -33,10 +33,9 @@ class Costs:
         self.file = (folder / f"{os.getpid()}.jsonl").open("w")
         self.begin = time.monotonic()
         self.inside = 0.0  # CPU seconds of tests
-        self.failed: set[str] = set()
 
-    def write(self, test: str, seconds: float, spent: float, outcome: str) -> None:
-        self.file.write(json.dumps([test, round(seconds, 3), round(spent, 3), outcome]) + "\n")
+    def write(self, test: str, seconds: float, spent: float) -> None:
+        self.file.write(json.dumps([test, round(seconds, 3), round(spent, 3)]) + "\n")
         self.file.flush()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -47,16 +46,11 @@ class Costs:
         finally:
             spent = cpu_seconds() - before
             self.inside += spent
-            outcome = "failed" if item.nodeid in self.failed else "passed"
-            self.write(item.nodeid, time.monotonic() - begin, spent, outcome)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failed.add(report.nodeid)
+            self.write(item.nodeid, time.monotonic() - begin, spent)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        self.write("", time.monotonic() - self.begin, cpu_seconds() - self.inside, "")
+        self.write("", time.monotonic() - self.begin, cpu_seconds() - self.inside)
         self.file.close()
 
 

@@ -74,8 +74,9 @@ def test_package_files_are_empty() -> None:
     """An __init__ that imports would make every module of its folder as heavy as the heaviest."""
     for path in PACKAGE.rglob("__init__.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body
-        if path.parent.name != "algorithms":  # its names are imported when they are asked for
-            assert all(isinstance(node, ast.Expr) for node in body), f"{path} holds code"
+        # names of hpcrl.algorithms are imported when they are asked for
+        lazy = (ast.ImportFrom, ast.Assign, ast.If, ast.FunctionDef) if path.parent.name == "algorithms" else ()
+        assert all(isinstance(node, (ast.Expr, *lazy)) for node in body), f"{path} holds code"
 
 
 def test_every_folder_is_a_package() -> None:

@@ -75,7 +75,7 @@ def torch_metadata(requirement: str) -> dict[str, Any] | None:
 
 
 def triton_of(version: str) -> list[str]:
-    """The requirement of triton of PyPI's torch of that version."""
+    """The triton that PyPI's torch of this version requires, such as triton==3.7.1; empty where it requires none."""
     taken = resolve(f"torch==={version}", ["--no-deps", "--ignore-installed"])  # === leaves local versions out
     wanted = (each.partition(";")[0] for each in taken[0]["metadata"].get("requires_dist", []))
     return [each.strip() for each in wanted if each.startswith("triton")]

@@ -4,7 +4,7 @@
 
 FOLDER has a folder for each part with what tests/costs.py writes, and `parts.jsonl` of `tools/test.sh`: [part, seconds,
 exit code, pytest's last line]. Budgets are CPU seconds of a test file over all parts and ranks (tests/budgets.yaml). A
-file that takes more than FACTOR times its budget fails the run; one without a budget may take LEAST.
+file that takes more than FACTOR times its budget fails the run; one without a budget has LEAST.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     for name, seconds, code, closing in parts:
         spent = 0.0
         for path in (arguments.folder / name).glob("*.jsonl"):
-            for test, wall, cpu, _ in map(json.loads, path.read_text().splitlines()):
+            for test, wall, cpu in map(json.loads, path.read_text().splitlines()):
                 spent += cpu
                 if test:
                     by_file[test.partition("::")[0]] += cpu

@@ -29,7 +29,7 @@ def environment(folder: Path) -> str:
 def cpu_seconds() -> float:
     """Of the ranks that this process's server has forked and that have ended; 0 without a server."""
     spent = Path(f"{server()}.cpu") if server.cache_info().currsize else None
-    return float(spent.read_text() or 0) if spent is not None and spent.exists() else 0.0
+    return float(spent.read_text()) if spent is not None and spent.exists() else 0.0
 
 
 @functools.cache
