@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Run the tests, and say what they cost: those without MPI on all cores; those that need a quiet machine; one SPMD pytest
-# session under mpiexec for each of 4, 2 and 1 ranks, one of 3 ranks for the torch.distributed backend, with --all one of
-# 8 for the layouts that need as many; at last those on a private Slurm, which is installed where apt and root are there.
+# Run the tests, and say what they cost: those without MPI on all cores, and beside them the session of 1 rank; those
+# that need a quiet machine; one SPMD pytest session under mpiexec for each of 4 and 2 ranks, one of 3 ranks for the
+# torch.distributed backend, with --all one of 8 for the layouts that need as many; at last those on a private Slurm,
+# which is installed where apt and root are there.
 # Without a Slurm they are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 makes that a failure.
 #   tools/test.sh [--all | --exhaustive | --changed] [-k EXPR] [--write-budgets]
 # --all adds the tests marked slow, --exhaustive also those marked exhaustive; --changed runs only the files that test what
@@ -34,6 +35,7 @@ done
 
 tools/environment.sh
 
+started=$SECONDS
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 costs=${HPCRL_TEST_COSTS:-$logs/costs}
@@ -44,7 +46,6 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 # ranks outnumber c
 export HPCRL_TEST_SECONDS=$seconds # tests/mpi/conftest.py keeps time itself: it ends the job, not one rank
 unset PYTHONDONTWRITEBYTECODE      # else every process of a job under test compiles the package anew
 python=.venv/bin/python
-failed=0
 
 files=(tests)
 if [[ $changed == yes ]]; then
@@ -72,12 +73,11 @@ part() {
     shift
     mkdir -p "$costs/$name"
     printf '\n== %s\n' "$name"
-    HPCRL_TEST_COSTS=$costs/$name "$@" 2>&1 | tee "$logs/out" || code=$?
-    closing=$(grep -E '^=+ .* in [0-9.]+s.* =+$' "$logs/out" | tail -n 1 | sed 's/^=* //; s/ =*$//' || true)
-    if ((code == 5)) && [[ $selected == yes ]]; then
-        code=0 # nothing is selected here
+    HPCRL_TEST_COSTS=$costs/$name "$@" 2>&1 | tee "$logs/$name" || code=$?
+    closing=$(grep -E '^=+ .* in [0-9.]+s.* =+$' "$logs/$name" | tail -n 1 | sed 's/^=* //; s/ =*$//' || true)
+    if ((code == 5)) && [[ $selected == yes || $name == quiet ]]; then
+        code=0 # nothing is selected here, or what needs quiet is slow
     fi
-    ((code == 0)) || failed=1
     printf '["%s", %d, %d, "%s"]\n' "$name" $((SECONDS - started)) "$code" "$closing" >>"$costs/parts.jsonl"
 }
 
@@ -103,15 +103,30 @@ world() {
 }
 
 mapfile -t plain < <(chosen tests tests/mpi tests/slurm)
-if ((${#plain[@]})); then
-    pytest=("$python" -m pytest -p tests.costs "${plain[@]}" --ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds")
-    HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$cores" --dist loadfile "${options[@]}"
-    HPCRL_QUIET=only part "quiet" "${pytest[@]}" "${options[@]}"
-fi
 mapfile -t spmd < <(chosen tests/mpi)
 if ((${#spmd[@]})); then
-    for size in 4 2 1; do
-        part "$size rank(s)" world "$size" "${spmd[@]}"
+    set -m # a process group of its own, which an interrupt does not reach
+    part "1 rank" world 1 "${spmd[@]}" >"$logs/beside" 2>&1 &
+    beside=$!
+    set +m
+    trap 'kill -- "-$beside" 2>/dev/null || true; rm -rf "$logs"' EXIT
+fi
+if ((${#plain[@]})); then
+    pytest=("$python" -m pytest -p tests.costs --ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds" "${options[@]}")
+    HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$cores" --dist loadfile "${plain[@]}"
+fi
+if ((${#spmd[@]})); then
+    wait "$beside"
+    trap 'rm -rf "$logs"' EXIT
+    cat "$logs/beside"
+fi
+if ((${#plain[@]})); then
+    mapfile -t quiet < <(grep -rlF --include=test_*.py --exclude-dir={mpi,slurm} pytest.mark.quiet "${plain[@]}")
+    ((${#quiet[@]} == 0)) || HPCRL_QUIET=only part "quiet" "${pytest[@]}" "${quiet[@]}"
+fi
+if ((${#spmd[@]})); then
+    for size in 4 2; do
+        part "$size ranks" world "$size" "${spmd[@]}"
     done
     [[ $changed == yes ]] || part "3 ranks" world 3 tests/mpi/test_mpi_backend.py
     [[ $all == no ]] || part "8 ranks" world 8 tests/mpi/test_layout_matrix.py
@@ -122,5 +137,4 @@ if ((${#slurm[@]})); then
     part "Slurm" "$python" -m pytest -p tests.costs "${slurm[@]}" --timeout "$((3 * seconds))" -rs "${options[@]}"
 fi
 
-$python tools/test_report.py "$costs" "${report[@]}" || failed=1
-exit "$failed"
+$python tools/test_report.py "$costs" --seconds $((SECONDS - started)) "${report[@]}"

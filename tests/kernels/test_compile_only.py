@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chips", [("90",), pytest.param(("80", "100"), marks=pytest.mark.exhaustive)], ids="-".join)
 def test_kernels_compile_and_spill_nothing(tmp_path: Path, chips: tuple[str, ...]) -> None:
     """As `tools/bench_kernels.py --compile-only` says it."""

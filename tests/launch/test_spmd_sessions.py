@@ -64,7 +64,7 @@ def test_it(world):
         pytest.param(OTHERS_HANG, [ILL, "the other ranks did not come"], id="one rank fails, the others wait for it"),
         pytest.param(OTHER_TESTS, [ILL, "rank 1 collected other tests"], id="one rank cannot import"),
         pytest.param(ONE_SKIPS, ["the ranks differ: rank 0 passed, rank 1 skipped"], id="one rank skips"),
-        pytest.param(ALL_HANG, ["Timeout", "test_it.py"], id="all ranks hang"),
+        pytest.param(ALL_HANG, ["Timeout", "test_it.py"], id="all ranks hang", marks=pytest.mark.slow),
     ],
 )
 def test_trouble_on_one_rank_fails_the_session(run: Callable, tmp_path: Path, tests: str, told: list[str]) -> None:

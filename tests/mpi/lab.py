@@ -84,6 +84,7 @@ class Lab:
             "run": {"name": name, "dir": str(self.folder)},
             "model": {
                 "tokenizer": str(ROOT / "configs" / "tokenizer"),
+                "vocab_size": 60,  # more than the tokenizer's 25 ids: with tp 2 each rank has columns that are drawn
                 "num_layers": 2,
                 "hidden_size": 64,
                 "ffn_hidden_size": 96,
@@ -94,6 +95,7 @@ class Lab:
             "placement": placement,
             "data": {
                 "train_files": [str(self.data / "train.parquet")],
+                "train_max_samples": 256,
                 "train_batch_size": 12,
                 "max_prompt_length": 16,
                 "max_response_length": 12,
@@ -101,12 +103,12 @@ class Lab:
             "rollout": {"n": 2},
             "actor": {
                 "ppo_mini_batch_size": 6,
-                "ppo_max_token_len_per_gpu": 128,
+                "ppo_max_token_len_per_gpu": 256,
                 "use_kl_loss": True,
                 "entropy_coeff": 0.01,
                 "optim": {"lr": 1e-3},
             },
-            "critic": {"optim": {"lr": 1e-3}, "ppo_max_token_len_per_gpu": 128},
+            "critic": {"optim": {"lr": 1e-3}, "ppo_max_token_len_per_gpu": 256},
             "algorithm": {"lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 100}},
             "trainer": {"total_training_steps": 2},
             "reward": {"custom_reward_function": {"path": str(self.folder / "score.py")}},

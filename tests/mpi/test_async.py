@@ -135,7 +135,8 @@ RANDOM_LENGTHS = {"data": {"max_response_length": 40}}
 
 
 @pytest.mark.parametrize(
-    ("threshold", "partial"), [(1, True), pytest.param(1, False, marks=pytest.mark.slow), (3, True)]
+    ("threshold", "partial"),
+    [(1, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (3, True)))],
 )
 def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, partial: bool) -> None:
     """Random lengths: an untrained model stops where it likes. More schedules: tests/trainer/test_stream.py."""
@@ -185,7 +186,9 @@ def _rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return np.split(column[0], column[1][1:-1])
 
 
-@pytest.mark.parametrize("placement", [APART, TP2], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    "placement", [pytest.param(APART, id="dp2"), pytest.param(TP2, id="tp2", marks=pytest.mark.slow)]
+)
 def test_interrupted_responses_go_on_under_new_weights(world, lab: Lab, monkeypatch, placement: dict[str, Any]) -> None:
     """Once the first step has its prompts, replicas wait for the refit in the middle of others."""
     pump, told = ResponseStream._pump, Counter[int]()

@@ -78,28 +78,38 @@ def policy(groups: dict[str, RoleGroups]) -> Callable[[ModelShape], Policy]:
     return cache(partial(Policy, groups["alone"]))
 
 
-QUICK = ("tp2", "cp2", "tp2ep2")
-DEEPSEEK_LAYOUTS = [
-    pytest.param(*each.values, marks=[*each.marks, *([] if each.values[0] in QUICK else [pytest.mark.slow])])
-    for each in (*LAYOUTS, *EXPERT_LAYOUTS)
-]
+# On 4 ranks a mixture, which has a dense layer too, says what dense models would, and 2 ranks have said what latent
+# attention does to each size; these have what they have not.
+OF_FOUR = {
+    "untied": ("tp4", "pp2cp2vpp2"),
+    "tied": ("tp2pp2", "tp2pp2vpp2"),
+    "deepseek": ("tp2pp2", "tp2cp2", "tp2ep2etp2", "pp2vpp2ep2"),
+}
+QUICK = {  # the others are slow; on 2 ranks so are a mixture's and latent attention's others
+    2: {"mixture": ("tp2", "pp2", "cp2", "tp2ep2"), "deepseek": ("tp2", "cp2", "tp2ep2")},
+    4: {"untied": ("tp4",), "tied": ("tp2pp2",), "mixture": ("tp2pp2", "pp2cp2vpp2", "tp2ep2etp2", "pp2vpp2ep2")},
+}
+
+
+def case(name: str, layout: str, size: int) -> list[pytest.MarkDecorator]:
+    if size == 4 and layout not in OF_FOUR.get(name, (layout,)):
+        return [pytest.mark.exhaustive]
+    quick = QUICK.get(size, {}).get(name, () if size == 4 else (layout,))
+    return [] if layout in quick else [pytest.mark.slow]
+
+
 CASES = {
-    f"{name}-{layout.values[0]}-{layout.marks[0].args[0]}": pytest.param(*layout.values, shape, marks=layout.marks)
+    f"{name}-{layout.values[0]}-{size}": pytest.param(
+        *layout.values, shape, marks=[*layout.marks, *case(name, layout.values[0], size)]
+    )
     for name, shape, layouts in (
         ("untied", SHAPE, LAYOUTS),
         ("tied", TIED, LAYOUTS),
         ("mixture", MIXTURE, [*LAYOUTS, *EXPERT_LAYOUTS]),
-        ("deepseek", DEEPSEEK, DEEPSEEK_LAYOUTS),
+        ("deepseek", DEEPSEEK, [*LAYOUTS, *EXPERT_LAYOUTS]),
     )
     for layout in layouts
-}
-# On 4 ranks a mixture, which has a dense layer too, says what dense models would; these have what it has not.
-DENSE_OF_FOUR = ("untied-tp4-4", "untied-pp2cp2vpp2-4", "tied-tp2pp2-4", "tied-tp2pp2vpp2-4")
-CASES = {
-    name: case
-    if not name.endswith("-4") or name.startswith(("mixture", "deepseek")) or name in DENSE_OF_FOUR
-    else pytest.param(*case.values, marks=[*case.marks, pytest.mark.exhaustive])
-    for name, case in CASES.items()
+    for size in layout.marks[0].args
 }
 
 

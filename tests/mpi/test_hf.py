@@ -22,19 +22,24 @@ CASES = [(name, layout) for name in MODELS for layout in LAYOUTS]
 CASES += [(name, layout) for name in EXPERTS for layout in EXPERT_LAYOUTS]
 
 
-# On 4 ranks each layout runs with one model always; with the others, which 2 ranks meet in every layout, under
-# --exhaustive, but for the SLOW layouts of 4 ranks.
-QUICK = ("llama-3.1", "qwen3-moe")
-SLOW = ("tp2pp2", "tp2ep2etp2")
-DEEPSEEK = {"deepseek-v2": ("tp2",), "deepseek-v2-lite": ("tp2ep2",), "deepseek-v3": ("single", "tp2", "pp2", "ep2")}
+# Families differ in the tensors that are sliced: on 2 ranks each is sliced by rows, by layers and by experts. Two of
+# them meet every layout of 2 ranks, and share those of 4.
+EVERYWHERE = ("llama-3.1", "qwen3-moe")
+SLICED = ("single", "tp2", "pp2vpp2", "tp2ep2")
+MORE_OF_FOUR = (("qwen2-tied", "tp2pp2"), ("deepseek-v3", "tp2pp2"), ("deepseek-v3", "tp2ep2etp2"))
+QUICK = {1: ("single",), 2: ("tp2", "tp2ep2"), 4: ("tp2pp2", "pp2cp2vpp2", "tp2ep2etp2", "pp2vpp2ep2")}
 
 
 def case(name: str, layout) -> object:
-    place = layout.values[0]
-    marks = list(layout.marks)
-    if layout in OF_FOUR and name != QUICK[OF_FOUR.index(layout) % 2 if layout in LAYOUTS else 1]:
-        marks.append(pytest.mark.slow if place in SLOW else pytest.mark.exhaustive)
-    elif name in DEEPSEEK and place not in DEEPSEEK[name]:
+    place, marks, size = layout.values[0], list(layout.marks), layout.marks[0].args[0]
+    if size == 4:
+        shared = EVERYWHERE[OF_FOUR.index(layout) % 2 if layout in LAYOUTS else 1]
+        usual = name == shared or (name, place) in MORE_OF_FOUR
+    else:
+        usual = name in EVERYWHERE or place in SLICED
+    if not usual:
+        marks.append(pytest.mark.exhaustive)
+    elif place not in QUICK[size] or (name, place) in MORE_OF_FOUR:
         marks.append(pytest.mark.slow)
     return pytest.param(name, place, marks=marks)
 

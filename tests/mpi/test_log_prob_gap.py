@@ -113,12 +113,17 @@ def pairs(size: int) -> dict[Layout, list[Layout]]:
     return found
 
 
-@pytest.mark.parametrize("case", BOUNDS)
+SLOWER = [pytest.param(name, marks=[pytest.mark.slow] if name != "float32" else []) for name in BOUNDS]
+
+
+@pytest.mark.parametrize("case", SLOWER)
 def test_every_pair_of_layouts_stays_below_the_bound(world: World, cache: GroupCache, case: str) -> None:
     shape, dtype, rollout_dtype = CASES[case]
     chosen = pairs(world.size)
     if dtype is not rollout_dtype:  # what is new is the rounding, which knows no layouts
         chosen = dict([chosen.popitem()])
+    elif dtype is torch.bfloat16:  # on all ranks, or on all but one
+        chosen = {training: chosen[training] for training in chosen if training.size >= world.size - 1}
     for training, rollouts in chosen.items():
         actor = training_engine(world, cache, shape, training, dtype=dtype)
         train(actor)
@@ -135,7 +140,7 @@ def test_every_pair_of_layouts_stays_below_the_bound(world: World, cache: GroupC
 WRONG = ("stale weights", "QKV rows one head off", "up and gate swapped")
 
 
-@pytest.mark.parametrize("case", BOUNDS)
+@pytest.mark.parametrize("case", SLOWER)
 def test_what_the_bounds_are_for_is_far_above_them(world: World, cache: GroupCache, case: str) -> None:
     """One weight of one layer on one rank is enough, whatever the pair."""
     shape, dtype, rollout_dtype = CASES[case]

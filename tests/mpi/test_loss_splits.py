@@ -201,7 +201,12 @@ def test_each_loss_and_each_mode_meets_every_split():
     assert {(mode, split) for _, mode, split in cells} == {(mode, split) for mode in MODES for split in SPLITS}
 
 
-@pytest.mark.parametrize(("loss", "mode"), CELLS)
+def quick(loss: str, mode: str) -> list[pytest.MarkDecorator]:
+    """Each loss once, and each mode; the others are slow."""
+    return [] if (LOSSES.index(loss) - MODES.index(mode)) % len(MODES) == 0 else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("loss", "mode"), [pytest.param(*cell, marks=quick(*cell)) for cell in CELLS])
 def test_any_split_is_the_whole(splits, loss, mode):
     splits.compare(loss, mode, covering(loss, mode))
 

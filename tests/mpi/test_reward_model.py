@@ -112,7 +112,7 @@ def folder(world: World, tmp_path_factory) -> Path:
     return Path(folder)
 
 
-def make_config(folder: Path, name: str, placement: dict[str, Any], **options: Any) -> Config:
+def make_config(folder: Path, name: str, placement: dict[str, Any], pairs: int = 64, **options: Any) -> Config:
     return Config.model_validate(
         {
             "run": {"name": name, "dir": str(folder / "runs")},
@@ -121,10 +121,11 @@ def make_config(folder: Path, name: str, placement: dict[str, Any], **options: A
             "data": {
                 "train_files": [str(folder / "preference.parquet")],
                 "val_files": [str(folder / "preference_val.parquet")],
+                "train_max_samples": pairs,
                 "max_prompt_length": 16,
                 "max_response_length": 18,
             },
-            "rm": {"batch_size": 3, "max_token_len_per_gpu": 96, "eval_freq": 2, "eval_samples": 9, **options},
+            "rm": {"batch_size": 3, "max_token_len_per_gpu": 192, "eval_freq": 2, "eval_samples": 9, **options},
             "trainer": {"save_freq": 2},
         }
     )
@@ -186,7 +187,7 @@ def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
         "eval_freq": 40,
         "eval_samples": 300,
     }
-    config = make_config(folder, "learned", {"reward": {"pp": 2}}, **options)
+    config = make_config(folder, "learned", {"reward": {"pp": 2}}, pairs=-1, **options)
     last = run(world, config)[40]
     assert last["val/accuracy"] > 0.65
     assert last["val/margin"] > 0.5 and last["val/loss"] < 0.6

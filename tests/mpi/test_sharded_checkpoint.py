@@ -21,6 +21,7 @@ from tests.mpi.layouts import (
     DEEPSEEK,
     SHAPE,
     SIZES,
+    SOME,
     SOME_LAYOUTS,
     TIED,
     assert_slices,
@@ -48,12 +49,28 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_shards().items()}
 
 
+# of which optimizer and model, how many of the layouts are saved, and every how many-th of them is loaded
+LOADED = {
+    "adam": (ADAM, SHAPE, SOME, 3),
+    "adam-tied": (ADAM, TIED, ("single", "pp2", "pp2vpp2", "tp2pp2"), 4),
+    "sgd": (SGD, SHAPE, ("single", "dp2", "tp2dp2"), 4),
+    "adam-everywhere": (ADAM, SHAPE, (), 1),
+}
+
+
+def saved(kind: str, layout) -> object:
+    optim, shape, chosen, every = LOADED[kind]
+    place, marks = layout.values[0], list(layout.marks)
+    if place not in chosen:
+        marks.append(pytest.mark.exhaustive)
+    elif kind != "adam":
+        marks.append(pytest.mark.slow)
+    return pytest.param(place, optim, shape, every, id=f"{kind}-{place}", marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("optim", "shape", "every"),
-    [(ADAM, SHAPE, 3), (ADAM, TIED, 4), (SGD, SHAPE, 4), pytest.param(ADAM, SHAPE, 1, marks=pytest.mark.exhaustive)],
-    ids=["adam", "adam-tied", "sgd", "adam-everywhere"],
+    ("layout", "optim", "shape", "every"), [saved(kind, layout) for kind in LOADED for layout in SOME_LAYOUTS]
 )
-@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_load_under_other_layouts(groups, world_tmp_path, world, layout, optim, shape, every):
     """Saved after two steps in `layout` and loaded in all or some layouts, it takes the steps that would have come."""
     make = lambda name, seed: TrainEngine(shape, groups[name], optim=optim, total_steps=9, seed=seed)  # noqa: E731

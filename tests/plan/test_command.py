@@ -135,7 +135,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("template", ["ppo_70b", "grpo_8b", "ppo_countdown_cpu"])
+@pytest.mark.parametrize(
+    "template", ["ppo_70b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo_8b", "ppo_countdown_cpu"))]
+)
 def test_the_command_takes_less_than_a_minute(template: str) -> None:
     start = time.perf_counter()
     done = run(f"configs/{template}.yaml")

@@ -28,6 +28,7 @@ PRELOADED = (
     *("hpcrl.cli", "hpcrl.config.loader", "hpcrl.config.derive", "hpcrl.trainer.prepare", "hpcrl.trainer.ppo"),
     *("hpcrl.trainer.sft", "hpcrl.trainer.rm", "hpcrl.trainer.generate", "hpcrl.trainer.evaluate"),
     *("hpcrl.trainer.convert", "hpcrl.trainer.score", "hpcrl.trainer.of_weights"),
+    *("numpy.random", "h5py", "torch.utils.tensorboard.writer"),
 )
 
 
@@ -39,6 +40,9 @@ def preload() -> None:
     for name in PRELOADED:
         __import__(name)
     platform.install()
+    from hpcrl.data.tokenizer import load_tokenizer
+
+    load_tokenizer(str(Path(__file__).parents[2] / "configs" / "tokenizer"))
     if "mpi4py.MPI" in sys.modules:
         raise SystemExit("preloaded/server.py: error: MPI is loaded; no imported module may do that")
     threads = len(os.listdir("/proc/self/task"))
@@ -103,7 +107,8 @@ def serve(path: str) -> Request:
     running: dict[int, Request] = {}
     spent, cpu_file = 0.0, Path(f"{path}.cpu")
     while True:
-        for key, _ in selector.select():
+        # one event at a time: handling it may close what another of the same call is about
+        for key, _ in selector.select()[:1]:
             if key.fileobj is sys.stdin:
                 for request in running.values():
                     os.kill(request.process, signal.SIGKILL)

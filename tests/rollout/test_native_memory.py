@@ -92,6 +92,7 @@ def peak_bytes(max_model_len: int, sampling: SamplingParams) -> tuple[int, list[
     return sum(tensor.nbytes for tensor in constant) + tensors.peak + others, completions
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_longest_response() -> None:
     stops = tuple(range(2, 12))
     # What is imported and cached the first time, by preemption too, is not the engine's.

@@ -16,6 +16,7 @@ import pytest
 from hpcrl.launch.heartbeat import read
 from tests.launch.conftest import MPIEXEC, start  # noqa: F401  # fixture
 from tests.launch.test_ends import left_of
+from tests.preloaded import RANK
 from tests.trainer.small_run import write_config
 from tests.trainer.test_ends import TP2
 
@@ -51,14 +52,15 @@ def assert_verdict(run: Path, rank: int, phase: str, why: str = "", node: str | 
     return verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "phase", "how", "why"),
     [
         (0, "update_actor", "stop", STOPPED),
-        pytest.param(3, "update_actor", "stop", STOPPED, marks=pytest.mark.slow),
-        pytest.param(2, "update_actor", "lock", STOPPED, marks=pytest.mark.slow),
-        pytest.param(3, "update_actor", "spin", "the other 3 wait in update_actor", marks=pytest.mark.slow),
-        pytest.param(3, "generate", "spin", "the other 3 wait in ", marks=pytest.mark.slow),
+        pytest.param(3, "update_actor", "stop", STOPPED, marks=pytest.mark.exhaustive),
+        (2, "update_actor", "lock", STOPPED),
+        pytest.param(3, "update_actor", "spin", "the other 3 wait in update_actor", marks=pytest.mark.exhaustive),
+        (3, "generate", "spin", "the other 3 wait in "),
     ],
 )
 def test_a_rank_that_hangs_is_named_and_the_job_ends(
@@ -73,7 +75,8 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(
     section = {"name": "ends", "dir": str(tmp_path / "runs"), "watchdog": PATIENCE}
     config = write_config(tmp_path, placement=TP2, run=section)
     hang = f"{rank} {STEP} {phase} {how}"
-    process = start(MPIEXEC, "-n", "4", sys.executable, HANGING_JOB, "train", config, HANG=hang)
+    python = (sys.executable,) if how == "stop" else RANK  # preloaded ranks are not mpiexec's family
+    process = start(MPIEXEC, "-n", "4", *python, HANGING_JOB, "train", config, HANG=hang)
     wait_for_hang(process, run, rank, phase)
     begin, family = time.monotonic(), psutil.Process(process.pid).children(recursive=True)
 

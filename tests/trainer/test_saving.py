@@ -111,6 +111,7 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_used(unbroken:
     assert found is not None and found[0] == 4
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path: Path, unbroken: Path) -> None:
     code = train(tmp_path, 2, script=FULL_DISK)
     assert compared(tmp_path) == compared(unbroken)
