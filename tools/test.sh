@@ -134,7 +134,8 @@ fi
 mapfile -t slurm < <(chosen tests/slurm)
 if ((${#slurm[@]})); then
     why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
-    part "Slurm" "$python" -m pytest -p tests.costs "${slurm[@]}" --timeout "$((3 * seconds))" -rs "${options[@]}"
+    part "Slurm" "$python" -m pytest -p tests.costs -n "$cores" --dist loadfile "${slurm[@]}" --timeout "$((3 * seconds))" -rs \
+        "${options[@]}"
 fi
 
 $python tools/test_report.py "$costs" --seconds $((SECONDS - started)) "${report[@]}"

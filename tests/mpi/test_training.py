@@ -202,6 +202,7 @@ def test_warm_start_then_ppo_on_the_task(world, lab: Lab) -> None:
     options = {"eval_freq": 2, "eval_samples": 8, "batch_size": 16, "optim": {"lr": 1e-2}}
     placement = {1: {}, 2: on(2, pp=2), 4: on(4, tp=2)}[world.size]
     model: dict[str, Any] = {"vocab_size": None}  # the tokenizer's, so that some answers score
+    data = {"val_files": [str(lab.data / "val.parquet")]}
     straight = lab.run_sft("sft_straight", placement, model=model, sft={**options, "total_training_steps": 4})
     for total in (2, 4):
         resumed = lab.run_sft("sft_resumed", placement, model=model, sft={**options, "total_training_steps": total})
@@ -214,7 +215,7 @@ def test_warm_start_then_ppo_on_the_task(world, lab: Lab) -> None:
         "after_sft",
         own_layout(world.size),
         model={**model, "init_from": str(straight)},
-        data={"val_files": [str(lab.data / "val.parquet")], "val_max_samples": 8, "max_response_length": 18},
+        data={**data, "val_max_samples": 8, "max_response_length": 18, "train_batch_size": 96},
         rollout={"val_kwargs": [{"n": 1, "temperature": 0.0}, {"n": 2, "temperature": 1.0}]},
         reward={"custom_reward_function": {"path": None}},
         trainer={"test_freq": 1, "critic_warmup": 1},

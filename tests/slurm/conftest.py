@@ -103,7 +103,7 @@ def start(nodes: int) -> Iterator[Lab]:
     # A rank's address is short then. Slurm's pmi2 sometimes takes half of a line for the whole of MPICH's long ones.
     env["UCX_TLS"] = "self,posix,tcp"
     env["HPCRL_MPI_START_SECONDS"] = "60"  # where it takes half of a line, ranks may also wait for each other
-    env["SLURM_LAB_KILL_WAIT"] = "5"  # seconds that the other ranks live on after a kill
+    env["SLURM_LAB_KILL_WAIT"] = "1"  # seconds that the other ranks live on after a kill
     try:
         subprocess.run([LAB, "up", folder, str(nodes)], check=True, env=env, stdout=subprocess.DEVNULL, timeout=60)
         yield Lab(folder, env)
