@@ -52,7 +52,7 @@ FAULTS = [
         "            dist.all_reduce(sums, group=self.group)",
         "            pass",
         2,
-        "tests/mpi/test_engine.py::test_policy_is_that_of_one_rank -k tp2",
+        "tests/mpi/test_training.py::test_layouts_agree_on_recorded_rollouts",
     ),
     Fault(
         "layouts-gradients",
@@ -98,6 +98,15 @@ FAULTS = [
         "rollout/native/decoder.py",
         "        eps = self._shape.rms_norm_eps\n        rotate",
         "        eps = 1e-3\n        rotate",
+        2,
+        "tests/mpi/test_training.py::test_rollout_and_training_log_probs_agree_over_ten_steps",
+    ),
+    Fault(
+        "gap-refit",
+        "rollout and training log-probs over ten steps: weights that a later refit does not send",
+        "reshard/executor.py",
+        "        for transport in self._transports:\n            transport.start(events",
+        "        for transport in self._transports * (self._num_runs < 3):\n            transport.start(events",
         2,
         "tests/mpi/test_training.py::test_rollout_and_training_log_probs_agree_over_ten_steps",
     ),
@@ -496,7 +505,7 @@ FAULTS = [
         "working = [sighting for sighting in first if not _waits(sighting)]",
         "working = [sighting for sighting in first if _waits(sighting)]",
         0,
-        "tests/trainer/test_hangs.py -k 'update_actor and spin'",
+        "tests/trainer/test_hangs.py -k 'generate and spin'",
     ),
     # Checkpoints.
     Fault(
