@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.data.prompts import TOKENISE_ROWS, PromptDataset, encode_texts, is_conversation
+from hpcrl.data.spread import spread
 from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.launch.world import World
 
 
 class Answers:
@@ -21,18 +23,26 @@ class Answers:
     An answer is text, or messages: the assistant's alone, or the row's prompt followed by it. Its tokens are those of
     the text and the end-of-sequence token, as a policy would write it. One that does not fit into
     `data.max_response_length` is an error under `truncation: error`; otherwise its end is cut off, the end-of-sequence
-    token with it.
+    token with it. With a `world` its ranks share the work.
     """
 
     def __init__(
-        self, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, name: str, key: str
+        self,
+        prompts: PromptDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: DataConfig,
+        name: str,
+        key: str,
+        world: World | None = None,
     ) -> None:
         texts = [
             self._text(prompts, row, value, cfg.prompt_key, name, key) for row, value in enumerate(prompts.values(name))
         ]
-        limit, ids = cfg.max_response_length, []
-        for start in range(0, len(prompts), TOKENISE_ROWS):
-            rows = range(start, min(start + TOKENISE_ROWS, len(prompts)))
+        limit, every = cfg.max_response_length, range(len(prompts))
+
+        def encode(rows: range) -> tuple[list[int], np.ndarray]:
+            """Tokens of each answer, and the token ids of all, int32."""
+            lengths, ids = [], list[int]()
             places = [prompts.where(row) for row in rows]
             encoded = encode_texts(tokenizer, texts[rows.start : rows.stop], places, False)
             for text_ids, where in zip(encoded, places, strict=True):
@@ -42,9 +52,14 @@ class Answers:
                         f"{where}: the answer in {name!r} has {len(answer)} tokens with its end-of-sequence token, "
                         f"more than data.max_response_length={limit}; raise the limit, or set data.truncation=right"
                     )
-                ids.append(np.asarray(answer[:limit], dtype=np.int32))
-        self._offsets = np.concatenate([[0], np.cumsum([len(answer) for answer in ids])])
-        self._values = np.concatenate(ids)
+                lengths.append(min(len(answer), limit))
+                ids += answer[:limit]
+            return lengths, np.array(ids, dtype=np.int32)
+
+        pieces = [every[start : start + TOKENISE_ROWS] for start in every[::TOKENISE_ROWS]]
+        lengths, values = zip(*spread(world, pieces, encode), strict=True)
+        self._offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+        self._values = np.concatenate(values)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.launch.world import World
 
 CHOSEN, REJECTED = 0, 1  # the sides of a pair
 
@@ -33,11 +34,12 @@ class PreferenceDataset:
         chosen_key: str = "chosen",
         rejected_key: str = "rejected",
         max_samples: int = -1,
+        world: World | None = None,
     ) -> None:
-        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples)
+        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world)
         self._sides = (
-            Answers(self.prompts, tokenizer, cfg, chosen_key, "rm.chosen_key"),
-            Answers(self.prompts, tokenizer, cfg, rejected_key, "rm.rejected_key"),
+            Answers(self.prompts, tokenizer, cfg, chosen_key, "rm.chosen_key", world),
+            Answers(self.prompts, tokenizer, cfg, rejected_key, "rm.rejected_key", world),
         )
         # Such rows teach nothing and count as wrong.
         self.num_equal = sum(

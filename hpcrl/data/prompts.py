@@ -12,25 +12,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.data.row_file import RowFile, short_names
+from hpcrl.data.spread import spread
 from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.launch.world import World
 
-TOKENISE_ROWS = 4096  # prompts handed to the tokenizer at once: enough to keep its threads busy
+TOKENISE_ROWS = 1024  # prompts handed to the tokenizer at once, by one rank
 
 
 class PromptDataset:
     """The rows of `files` in order, without those that the over-long filter leaves out.
 
     Everything is read, tokenised and checked here, so that a bad row stops the job before its first step.
-    `max_samples` (-1: all) takes the first rows of all files together, before the filter, as verl does.
+    `max_samples` (-1: all) takes the first rows of all files together, before the filter, as verl does. With a `world`
+    its ranks share the work: all of them make the same dataset together.
     """
 
     def __init__(
-        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, max_samples: int = -1
+        self,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: DataConfig,
+        max_samples: int = -1,
+        world: World | None = None,
     ) -> None:
         if not files:
             raise InputError(
@@ -44,21 +52,23 @@ class PromptDataset:
             file.require(cfg.prompt_key, "data.prompt_key")
 
         num_left = sum(len(file) for file in self._files) if max_samples < 0 else max_samples
-        ids: list[np.ndarray] = []
-        rows: list[tuple[int, int]] = []
+        pieces: list[tuple[int, range]] = []
         num_found = 0
         for index, file in enumerate(self._files):
-            num_rows = min(len(file), num_left - num_found)
-            num_found += num_rows
-            for start in range(0, num_rows, TOKENISE_ROWS):
-                self._tokenise(index, start, min(start + TOKENISE_ROWS, num_rows), ids, rows)
-        self._file_of, self._row_of = np.array(rows, dtype=np.int64).reshape(-1, 2).T
-        self.num_filtered = num_found - len(rows)
+            rows = range(min(len(file), num_left - num_found))
+            num_found += len(rows)
+            pieces += [(index, rows[start : start + TOKENISE_ROWS]) for start in rows[::TOKENISE_ROWS]]
+        found = spread(world, pieces, lambda piece: self._tokenise(*piece))
+        self._file_of = np.repeat([index for index, _ in pieces], [len(numbers) for numbers, _, _ in found])
+        self._row_of, lengths, self._values = (
+            np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+            for parts in ([one[part] for one in found] for part in range(3))
+        )
+        self.num_filtered = num_found - len(self)
         if not len(self):
             why = f"all {num_found} prompts are longer than {self._limit}" if num_found else "no rows"
             raise InputError(f"{', '.join(files)}: empty dataset: {why}; expected at least one prompt to use")
-        self._offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
-        self._values = np.concatenate(ids)
+        self._offsets = np.concatenate([[0], np.cumsum(lengths)])
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -127,15 +137,18 @@ class PromptDataset:
     def _where(self, file: int, row: int) -> str:
         return f"{self._files[file].path}: row {row}"
 
-    def _tokenise(self, file: int, start: int, stop: int, ids: list[np.ndarray], rows: list[tuple[int, int]]) -> None:
-        """Appends token ids and (file, row) of the rows [start, stop) of a file, without those that are filtered."""
-        prompts = self._files[file].column(self._cfg.prompt_key, start, stop)
-        places = [self._where(file, row) for row in range(start, stop)]
-        for row, tokens, where in zip(range(start, stop), self._encode(prompts, places), places, strict=True):
-            fitted = self._fit(tokens, where)
-            if fitted is not None:
-                ids.append(np.asarray(fitted, dtype=np.int32))
-                rows.append((file, row))
+    def _tokenise(self, file: int, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of these rows of a file, without those that are filtered: numbers and lengths, int64, and all ids, int32."""
+        prompts = self._files[file].column(self._cfg.prompt_key, rows.start, rows.stop)
+        places = [self._where(file, row) for row in rows]
+        encoded = zip(rows, self._encode(prompts, places), places, strict=True)
+        fitted = [(row, self._fit(ids, where)) for row, ids, where in encoded]
+        kept = [(row, ids) for row, ids in fitted if ids is not None]
+        return (
+            np.array([row for row, _ in kept], dtype=np.int64),
+            np.array([len(ids) for _, ids in kept], dtype=np.int64),
+            np.array([token for _, ids in kept for token in ids], dtype=np.int32),
+        )
 
     def _encode(self, prompts: list[Any], places: list[str]) -> list[list[int]]:
         ids: list[list[int]] = [[] for _ in prompts]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.launch.world import World
 
 
 class SftDataset:
@@ -26,9 +27,10 @@ class SftDataset:
         cfg: DataConfig,
         answer_key: str = "answer",
         max_samples: int = -1,
+        world: World | None = None,
     ) -> None:
-        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples)
-        self._answers = Answers(self.prompts, tokenizer, cfg, answer_key, "sft.answer_key")
+        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world)
+        self._answers = Answers(self.prompts, tokenizer, cfg, answer_key, "sft.answer_key", world)
 
     def __len__(self) -> int:
         return len(self.prompts)

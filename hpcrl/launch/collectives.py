@@ -55,8 +55,8 @@ def together(comm: MPI.Intracomm, fn: Callable[[], T]) -> T:
     try:
         result = fn()
     except Exception as error:
-        if not exits.is_user_error(error):
-            raise
+        if not exits.is_user_error(error) or getattr(error, "everywhere", False):
+            raise  # the latter by all ranks: `fn` has agreed on it, perhaps with ranks whose error is their own
         line = str(error)
     lines = [line for line in exchange(comm, line) if line is not None]
     if lines:

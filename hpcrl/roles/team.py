@@ -78,18 +78,18 @@ class Team:
     layouts: dict[str, Layout]
 
 
-def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
-    """Tokenizer, datasets and the model's shape."""
+def read_inputs(config: Config, world: World, *, sft: bool = False) -> Inputs:
+    """Tokenizer, datasets and the model's shape; collective, as the ranks share the work."""
     tokenizer, shape = _read_model(config)
     data = _data_config(config)
     answers = None
     if sft:
-        answers = SftDataset(data.train_files, tokenizer, data, config.sft.answer_key, data.train_max_samples)
+        answers = SftDataset(data.train_files, tokenizer, data, config.sft.answer_key, data.train_max_samples, world)
         prompts = {"train": answers.prompts}
     else:
-        prompts = {"train": PromptDataset(data.train_files, tokenizer, data, data.train_max_samples)}
+        prompts = {"train": PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, world)}
     if data.val_files:
-        prompts["val"] = PromptDataset(data.val_files, tokenizer, data, data.val_max_samples)
+        prompts["val"] = PromptDataset(data.val_files, tokenizer, data, data.val_max_samples, world)
     check_rewards(config.reward, [source for dataset in prompts.values() for source in dataset.data_sources()])
     others = {}
     if config.distillation.enabled and not sft:
@@ -99,12 +99,12 @@ def read_inputs(config: Config, *, sft: bool = False) -> Inputs:
     return Inputs(tokenizer, prompts, answers, shape, others)
 
 
-def read_generation_inputs(config: Config, split: str, *, scored: bool = True) -> Inputs:
+def read_generation_inputs(config: Config, split: str, world: World, *, scored: bool = True) -> Inputs:
     """As `read_inputs`, of the one data set that samples are drawn for."""
     tokenizer, shape = _read_model(config)
     data = _data_config(config)
     files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}[split]
-    prompts = PromptDataset(files[0], tokenizer, data, files[1])
+    prompts = PromptDataset(files[0], tokenizer, data, files[1], world)
     others = {}
     if scored:
         check_rewards(config.reward, prompts.data_sources())
@@ -113,7 +113,7 @@ def read_generation_inputs(config: Config, split: str, *, scored: bool = True) -
     return Inputs(tokenizer, {split: prompts}, None, shape, others)
 
 
-def read_rm_inputs(config: Config) -> RmInputs:
+def read_rm_inputs(config: Config, world: World) -> RmInputs:
     """As `read_inputs`, for `hpcrl rm`."""
     tokenizer, shape = _read_model(config)
     shape = shape_of(architecture(config, "reward"), shape.vocab_size)
@@ -128,6 +128,7 @@ def read_rm_inputs(config: Config) -> RmInputs:
                 chosen_key=config.rm.chosen_key,
                 rejected_key=config.rm.rejected_key,
                 max_samples=max_samples,
+                world=world,
             )
     return RmInputs(pairs, shape)
 

@@ -29,7 +29,7 @@ RESULT_FILE = "evaluation.json"
 
 def run(world: World, config: Config, derived: DerivedGenerate) -> int:
     """`hpcrl evaluate` on every rank; `config` is that of `inside_run`."""
-    inputs = world.together(lambda: read_generation_inputs(config, "val"))
+    inputs = world.together(lambda: read_generation_inputs(config, "val", world))
     start = find_weights(world, config, derived)
     team = build_generation_team(world, config, derived, inputs)
     run_program(

@@ -49,7 +49,7 @@ def run(world: World, config: Config, derived: DerivedGenerate) -> int:
     """`hpcrl generate` on every rank; `config` is that of `inside_run`."""
     split = "val" if config.data.val_files else "train"
     scores = config.generate.score
-    inputs = world.together(lambda: read_generation_inputs(config, split, scored=scores))
+    inputs = world.together(lambda: read_generation_inputs(config, split, world, scored=scores))
     start = find_weights(world, config, derived)
     file = world.together(lambda: open_file(config, inputs, split, start) if world.rank == 0 else None)
     if world.broadcast(file is not None and file.is_complete):

@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 def run(world: World, config: Config, derived: Derived) -> int:
     """`hpcrl train` on every rank."""
-    inputs = world.together(lambda: read_inputs(config))
+    inputs = world.together(lambda: read_inputs(config, world))
     world.together(lambda: check_recording(config))
     sampler = world.together(lambda: make_sampler(inputs.prompts["train"], config.data, config.run.seed))
     start = find_start(

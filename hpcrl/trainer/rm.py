@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def run(world: World, config: Config, derived: DerivedRm) -> int:
     """`hpcrl rm` on every rank."""
-    inputs = world.together(lambda: read_rm_inputs(config))
+    inputs = world.together(lambda: read_rm_inputs(config, world))
     start = find_start(world, config, trained="reward", job="rm")
     start_slice(world, config, start, config.rm.total_training_steps)
     team = build_rm_team(world, config, derived, inputs)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def run(world: World, config: Config, derived: DerivedSft) -> int:
     """`hpcrl sft` on every rank."""
-    inputs = world.together(lambda: read_inputs(config, sft=True))
+    inputs = world.together(lambda: read_inputs(config, world, sft=True))
     start = find_start(world, config, job="sft")
     start_slice(world, config, start, 0 if start.state.get("reached") else config.sft.total_training_steps)
     team = build_sft_team(world, config, derived, inputs)

@@ -192,7 +192,7 @@ def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
     assert last["val/accuracy"] > 0.65
     assert last["val/margin"] > 0.5 and last["val/loss"] < 0.6
 
-    inputs = read_rm_inputs(config)
+    inputs = read_rm_inputs(config, world)
     layouts = {"reward": Layout((0, 1))}  # two replicas
     worker = RewardModelWorker(make_groups(layouts, world.rank)["reward"], inputs.shape, config)
     checkpoint = world.broadcast(load_path(run_directory(config), print))
@@ -219,7 +219,7 @@ def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
 def test_weights_of_another_head_are_no_reward_model(world, folder, world_tmp_path):
     """A critic's number means something else; an actor's checkpoint has no `reward` at all."""
     config = make_config(folder, "refused", {})
-    inputs = read_rm_inputs(config)
+    inputs = read_rm_inputs(config, world)
     groups = make_groups({"reward": Layout(tuple(range(world.size)))}, world.rank)["reward"]
     save_sharded(TrainEngine(inputs.shape, groups, head="value"), world_tmp_path / "reward", groups)
     worker = RewardModelWorker(groups, inputs.shape, config)
