@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,10 @@ assert whole.apply_chat_template(chat)["input_ids"] == tokenizer.apply_chat_temp
 """
 
 
+@pytest.mark.skipif(
+    not metadata.version("megatron-core").startswith("0.16."),
+    reason="later versions of megatron-core derive classes from what 0.16 does without",
+)
 def test_a_rank_on_the_cpu_imports_no_more_than_it_uses() -> None:
     """Each of these would add up to two seconds to the start of each rank."""
     run = subprocess.run([sys.executable, "-c", RANK], cwd=PACKAGE.parent, capture_output=True, text=True)
