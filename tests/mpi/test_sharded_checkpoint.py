@@ -51,7 +51,7 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
 
 # of which optimizer and model, how many of the layouts are saved, and every how many-th of them is loaded
 LOADED = {
-    "adam": (ADAM, SHAPE, SOME, 3),
+    "adam": (ADAM, SHAPE, SOME, 5),
     "adam-tied": (ADAM, TIED, ("single", "pp2", "pp2vpp2", "tp2pp2"), 4),
     "sgd": (SGD, SHAPE, ("single", "dp2", "tp2dp2"), 4),
     "adam-everywhere": (ADAM, SHAPE, (), 1),
