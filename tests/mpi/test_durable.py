@@ -85,7 +85,7 @@ def cases(lab: Lab, world) -> dict[str, dict[str, Any]]:
         "remax": {**plain, "algorithm": {**plain["algorithm"], "adv_estimator": "remax"}},
         "agent": {
             **plain,
-            "model": {"tokenizer": str(Path(__file__).parents[2] / "configs" / "tool_tokenizer")},
+            "model": {"tokenizer": str(Path(__file__).parents[2] / "configs" / "tool_tokenizer"), "vocab_size": None},
             "data": {"max_response_length": 60},
             "rollout": {"multi_turn": multi_turn},
             "actor": {"ppo_max_token_len_per_gpu": 512},
