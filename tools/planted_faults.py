@@ -376,7 +376,7 @@ FAULTS = [
         "_merge(merged[key], child) if key in merged else child",
         "child",
         2,
-        "tests/mpi/test_templates.py::test_a_template_runs_three_steps[rm_countdown_cpu]",
+        "tests/mpi/test_templates.py::test_a_template_runs_two_steps[rm_countdown_cpu]",
     ),
     Fault(
         "surplus",

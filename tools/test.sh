@@ -134,7 +134,7 @@ fi
 mapfile -t slurm < <(chosen tests/slurm)
 if ((${#slurm[@]})); then
     why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
-    part "Slurm" "$python" -m pytest -p tests.costs -n "$cores" --dist loadfile "${slurm[@]}" --timeout "$((3 * seconds))" -rs \
+    part "Slurm" "$python" -m pytest -p tests.costs -n "$cores" --dist worksteal "${slurm[@]}" --timeout "$((3 * seconds))" -rs \
         "${options[@]}"
 fi
 

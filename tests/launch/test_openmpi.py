@@ -40,11 +40,10 @@ def test_one_world(run: Callable, mpirun: tuple[str, ...]) -> None:
     assert "Open MPI" in ended.stdout and "2 in one world" in ended.stdout
 
 
-@pytest.mark.parametrize("name", ["test_world.py", "test_mpi_backend.py"])
-def test_spmd_session(run: Callable, mpirun: tuple[str, ...], name: str) -> None:
-    test = REPOSITORY / "tests" / "mpi" / name
+def test_spmd_session(run: Callable, mpirun: tuple[str, ...]) -> None:
+    tests = [REPOSITORY / "tests" / "mpi" / name for name in ("test_world.py", "test_mpi_backend.py")]
     options = ["-q", "-c", REPOSITORY / "pyproject.toml", "--rootdir", REPOSITORY]
-    ended = run(*mpirun, "-m", "pytest", *options, test, **AS_ROOT)
+    ended = run(*mpirun, "-m", "pytest", *options, *tests, **AS_ROOT)
     assert ended.code == 0, ended.stdout + ended.stderr
 
 

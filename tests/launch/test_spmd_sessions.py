@@ -45,8 +45,9 @@ assert os.environ["PMI_RANK"] != "1", "rank one is ill"
 def test_it(world): pass
 """
 ALL_HANG = """
+import time
 def test_it(world):
-    world.comm.recv()
+    time.sleep(1000)
 """
 ONE_SKIPS = """
 import pytest
@@ -73,7 +74,7 @@ def test_trouble_on_one_rank_fails_the_session(run: Callable, tmp_path: Path, te
     # Both ranks of ALL_HANG end at once, and mpiexec may kill a process that stands for one before it has its code.
     python = (sys.executable,) if tests == ALL_HANG else RANK
     pytest_command = [*python, "-m", "pytest", "-q", "-c", REPOSITORY / "pyproject.toml", "--rootdir", tmp_path]
-    seconds = "15" if tests == ALL_HANG else "100"
+    seconds = "3" if tests == ALL_HANG else "100"
     ended = run(MPIEXEC, "-n", "2", *pytest_command, tmp_path / "test_it.py", HPCRL_TEST_SECONDS=seconds)
     assert ended.code == 1, ended.stdout + ended.stderr
     for words in told:

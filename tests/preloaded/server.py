@@ -29,6 +29,7 @@ PRELOADED = (
     *("hpcrl.trainer.sft", "hpcrl.trainer.rm", "hpcrl.trainer.generate", "hpcrl.trainer.evaluate"),
     *("hpcrl.trainer.convert", "hpcrl.trainer.score", "hpcrl.trainer.of_weights"),
     *("numpy.random", "h5py", "torch.utils.tensorboard.writer"),
+    *("hpcrl.checkpoint.sharded_load", "hpcrl.checkpoint.sharded_save", "hpcrl.plan.dry_run"),
 )
 
 

@@ -40,6 +40,7 @@ class LiveTensors(TorchDispatchMode):
         self.peak = 0
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._nbytes = 0  # of `_live`, in which storages may have expired
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -48,9 +49,13 @@ class LiveTensors(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._known:
                     reference = StorageWeakRef(storage)
-                    self._live[reference.cdata] = reference, storage.nbytes()
-        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+                    if reference.cdata not in self._live:
+                        self._live[reference.cdata] = reference, storage.nbytes()
+                        self._nbytes += storage.nbytes()
+        if self._nbytes > self.peak:
+            self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+            self._nbytes = sum(nbytes for _, nbytes in self._live.values())
+            self.peak = max(self.peak, self._nbytes)
         return result
 
 

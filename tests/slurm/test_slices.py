@@ -1,4 +1,4 @@
-"""A run in slices: stopped in every phase by signals and by its time limit, requeued by Slurm, resumed, and equal."""
+"""A run in slices: stopped in every phase by signals and by its time limit, requeued or submitted again, and equal."""
 
 from __future__ import annotations
 
@@ -20,16 +20,27 @@ def test_a_run_stopped_in_each_phase_equals_an_unbroken_one(
     lab: Lab, unbroken: Path, tmp_path: Path, turn: int
 ) -> None:
     """In each phase by one of the signals, which some rank or other gets in the middle of it, and at last by the time
-    limit. --exhaustive adds the other pairs of phase and signal."""
+    limit. After each second stop Slurm requeues the job, which takes it 8 seconds; after the others it is submitted
+    again. --exhaustive adds the other pairs of phase and signal, and exchanges the two."""
     lab = environment(lab, tmp_path)
-    job = lab.sbatch([write_job(tmp_path), "stopped"], cwd=tmp_path)
-    for restart, place in enumerate(places(tmp_path)):
-        hold(lab, job, place, rank_for(place, restart))
-        lab.run("scancel", f"--signal={SIGNALS[(restart + turn) % 3]}", job)
-        lab.until(lambda restart=restart: lab.restarts(job) > restart, f"requeued after {place.name}", job)
-    hold(lab, job, tmp_path / "hold" / "12.generate", 1)
-    lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")  # less than the signal's lead: it comes
-    lab.until(lambda: lab.restarts(job) > len(PHASES), "requeued at its time limit", job)
+    script = write_job(tmp_path)
+
+    def submit(requeues: int) -> str:
+        once_more = Lab(lab.folder, lab.env | {"HPCRL_MAX_RESTARTS": str(requeues)})
+        return once_more.sbatch([script, "stopped"], cwd=tmp_path)
+
+    job = submit(turn % 2)
+    for number, place in enumerate([*places(tmp_path), tmp_path / "hold" / "12.generate"]):
+        hold(lab, job, place, rank_for(place, number))
+        if number < len(PHASES):
+            lab.run("scancel", f"--signal={SIGNALS[(number + turn) % 3]}", job)
+        else:
+            lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")  # less than the signal's lead: it comes
+        if (number + turn) % 2 == 1:
+            lab.until(lambda job=job: lab.restarts(job) == 1, f"requeued after {place.name}", job)
+        else:
+            assert (lab.wait(job), lab.exit_code(job)) == ("FAILED", 85), place.name
+            job = submit(1)
     lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     assert lab.wait(job) == "COMPLETED", (tmp_path / "job.out").read_text()
     run = tmp_path / "runs" / "stopped"

@@ -45,6 +45,7 @@ def test_large_templates_are_accepted_and_place_every_rank(
 def test_the_main_job_runs_from_a_fresh_clone(lab: Lab, clone: Path) -> None:
     """On 2 nodes x 2 ranks."""
     few = ["sft.total_training_steps=2", "sft.eval_freq=-1", "sft.stop_at_score=null"]
+    few += ["data.train_max_samples=256", "data.train_batch_size=64", "actor.ppo_mini_batch_size=32"]
     few += ["trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=false"]
     job = lab.sbatch(["slurm/ppo_countdown_cpu.sbatch", *few], clone)
     assert lab.wait(job) == "COMPLETED", output(clone, job)

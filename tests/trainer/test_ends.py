@@ -85,7 +85,7 @@ def ranks_of(family: list[psutil.Process]) -> dict[int, psutil.Process]:
         0,  # the controller
         pytest.param(1, marks=pytest.mark.exhaustive),
         pytest.param(2, marks=pytest.mark.exhaustive),
-        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_kill_9_in_the_middle_of_training_leaves_no_process(start: Callable, tmp_path: Path, rank: int) -> None:  # noqa: F811
