@@ -38,6 +38,15 @@ def covering(seldom: Iterable[Any] = (), /, **axes: Axis) -> pytest.MarkDecorato
     return pytest.mark.parametrize(tuple(axes), params)
 
 
+def slow_but(usual: str, names: Iterable[Any]) -> list[Any]:
+    """Values for `pytest.mark.parametrize`, names or `pytest.param` of a name: all but one have the marker `slow`."""
+    params = [name if isinstance(name, type(pytest.param())) else pytest.param(name) for name in names]
+    return [
+        param if param.values[0] == usual else pytest.param(*param.values, marks=[*param.marks, pytest.mark.slow])
+        for param in params
+    ]
+
+
 def choose(cases: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Cases in which every pair of values meets that meets in any case; of equally good ones the first."""
     met: set[tuple[tuple[int, str], ...]] = set()

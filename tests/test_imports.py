@@ -104,12 +104,14 @@ def test_config_needs_neither_torch_nor_mpi() -> None:
     assert not loaded_after(code).intersection({"torch", "mpi4py", "numpy", "megatron"})
 
 
+@pytest.mark.slow
 def test_algorithms_need_torch_and_numpy_alone() -> None:
     modules = ", ".join(f"hpcrl.algorithms.{path.stem}" for path in (PACKAGE / "algorithms").glob("[!_]*.py"))
     loaded = loaded_after(f"import hpcrl.algorithms, {modules}")
     assert not loaded.intersection({"megatron", "mpi4py", "pydantic", "yaml", "transformers", "h5py", "pyarrow"})
 
 
+@pytest.mark.slow
 def test_importing_starts_no_mpi() -> None:
     """`from mpi4py import MPI` initialises MPI; launch/mpi_*.py do so, and only start-up imports those."""
     apart = {"hpcrl.__main__", *(f"hpcrl.launch.{path.stem}" for path in (PACKAGE / "launch").glob("mpi_*.py"))}
@@ -163,6 +165,7 @@ assert whole.apply_chat_template(chat)["input_ids"] == tokenizer.apply_chat_temp
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not metadata.version("megatron-core").startswith("0.16."),
     reason="later versions of megatron-core derive classes from what 0.16 does without",

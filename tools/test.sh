@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests, and say what they cost: those without MPI on all cores, and beside them the session of 1 rank; those
-# that need a quiet machine; one SPMD pytest session under mpiexec for each of 4 and 2 ranks, one of 3 ranks for the
-# torch.distributed backend, with --all one of 8 for the layouts that need as many; at last those on a private Slurm,
-# which is installed where apt and root are there.
+# that need a quiet machine, with --all; one SPMD pytest session under mpiexec for each of 4 and 2 ranks, one of 3 ranks
+# for the torch.distributed backend, with --all one of 8 for the layouts that need as many; at last those on a private
+# Slurm, which is installed where apt and root are there.
 # Without a Slurm they are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 makes that a failure.
 #   tools/test.sh [--all | --exhaustive | --changed] [-k EXPR] [--write-budgets]
 # --all adds the tests marked slow, --exhaustive also those marked exhaustive; --changed runs only the files that test what
@@ -75,9 +75,7 @@ part() {
     printf '\n== %s\n' "$name"
     HPCRL_TEST_COSTS=$costs/$name "$@" 2>&1 | tee "$logs/$name" || code=$?
     closing=$(grep -E '^=+ .* in [0-9.]+s.* =+$' "$logs/$name" | tail -n 1 | sed 's/^=* //; s/ =*$//' || true)
-    if ((code == 5)) && [[ $selected == yes || $name == quiet ]]; then
-        code=0 # nothing is selected here, or what needs quiet is slow
-    fi
+    ((code != 5)) || [[ $selected == no ]] || code=0 # nothing is selected here
     printf '["%s", %d, %d, "%s"]\n' "$name" $((SECONDS - started)) "$code" "$closing" >>"$costs/parts.jsonl"
 }
 
@@ -88,10 +86,10 @@ world() {
     export RANK_LOGS=$logs/world_$size
     mkdir "$RANK_LOGS"
     # shellcheck disable=SC2016 # each rank expands these for itself
-    .venv/bin/mpiexec -n "$size" bash -c '
+    HPCRL_TEST_SERVER=$logs/ranks .venv/bin/mpiexec -n "$size" bash -c '
         rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}
         [[ $rank == 0 ]] || exec >"$RANK_LOGS/$rank" 2>&1
-        exec .venv/bin/python -m pytest -p tests.costs "$@"
+        exec .venv/bin/python -I -S tests/preloaded/rank.py -m pytest -p tests.costs "$@"
     ' pytest "$@" --timeout 0 "${options[@]}" </dev/null || code=$?
     if ((code != 0)) && ! ((code == 5 && ${#options[@]})); then
         for ((rank = 1; rank < size; rank++)); do
@@ -105,6 +103,13 @@ world() {
 mapfile -t plain < <(chosen tests tests/mpi tests/slurm)
 mapfile -t spmd < <(chosen tests/mpi)
 if ((${#spmd[@]})); then
+    # It forks the sessions' ranks, and ends when this script does, whose pipe it reads; TRITON_INTERPRET as tests/conftest.py
+    interpret=$([[ -e /dev/nvidiactl ]] || echo TRITON_INTERPRET=1)
+    exec {server}> >(exec env $interpret PYTHONPATH="$PWD" "$python" tests/preloaded/server.py "$logs/ranks" pytest hypothesis)
+    until [[ -S $logs/ranks ]]; do
+        kill -0 $! || { echo "test.sh: error: tests/preloaded/server.py has ended" >&2; exit 1; }
+        sleep 0.05
+    done
     set -m # a process group of its own, which an interrupt does not reach
     part "1 rank" world 1 "${spmd[@]}" >"$logs/beside" 2>&1 &
     beside=$!
@@ -120,7 +125,7 @@ if ((${#spmd[@]})); then
     trap 'rm -rf "$logs"' EXIT
     cat "$logs/beside"
 fi
-if ((${#plain[@]})); then
+if [[ $all == yes ]] && ((${#plain[@]})); then
     mapfile -t quiet < <(grep -rlF --include=test_*.py --exclude-dir={mpi,slurm} pytest.mark.quiet "${plain[@]}")
     ((${#quiet[@]} == 0)) || HPCRL_QUIET=only part "quiet" "${pytest[@]}" "${quiet[@]}"
 fi

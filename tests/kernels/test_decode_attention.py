@@ -162,6 +162,7 @@ def test_what_the_kernel_does_not_take_goes_to_torch(device: torch.device, caplo
     assert not is_fused(torch.zeros(1, 1, 8, 24, device=device), values[..., :8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [CachedHeads(2, 3, 32, 32), CachedHeads(1, 4, 40, 24, value_in_key=True)])
 def test_what_the_engine_has_in_its_place_on_the_cpu(device: torch.device, heads: CachedHeads) -> None:
     """And a graph's, which has room for more rows than it is given, and was filled before."""
@@ -194,6 +195,7 @@ def test_what_the_engine_has_in_its_place_on_the_cpu(device: torch.device, heads
     assert torch.equal(found[3:], found[:1].expand(3, -1, -1, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.exhaustive), 1.0])
 def test_a_generation_draws_what_it_draws_without_kernels(
     device: torch.device, temperature: float, monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,7 @@ def extreme_rows(width: int) -> Tensor:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", [(1.0, -1, 1.0), (1.5, -1, 1.0), (0.0, -1, 1.0), (1.0, 4, 1.0), (1.0, -1, 0.6), (2.0, 16, 0.6)]
 )

@@ -28,6 +28,7 @@ def test_ranks_that_are_no_world_are_wrong(run: Callable) -> None:
     assert ended.code == 1 and "wrong: MPI: 4 ranks were started (PMI_SIZE=4)" in ended.stdout
 
 
+@pytest.mark.slow
 def test_half_installed_transformer_engine_is_named(run: Callable, tmp_path: Path) -> None:
     package = tmp_path / "transformer_engine"
     package.mkdir()

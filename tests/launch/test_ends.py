@@ -127,6 +127,7 @@ def test_kill_9_of_a_rank_ends_the_job_and_leaves_no_process(start: Callable, tm
     assert left_of(family, 10 - (time.monotonic() - begin)) == []
 
 
+@pytest.mark.slow
 def test_kill_9_of_mpiexec_leaves_no_process(start: Callable, tmp_path: Path) -> None:
     process = start_children(start)
     family = family_when_ready(process, tmp_path)

@@ -39,6 +39,7 @@ def addresses(process: psutil.Popen, family: list[psutil.Process]) -> dict[int, 
     return found
 
 
+@pytest.mark.slow
 def test_a_job_on_one_node_listens_on_loopback_and_writes_for_its_user_alone(start: Callable, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "score.py").write_text(BUSY.replace('"metrics.jsonl"', '"checkpoints" / "latest"'))
     function = {"path": str(tmp_path / "score.py"), "reward_kwargs": {"folder": str(tmp_path)}}

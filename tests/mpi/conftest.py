@@ -6,7 +6,7 @@ report. A rank that fails while others are stuck inside the test prints its repo
 
 Fixtures: `world` (hpcrl.launch.world.World, started once per session), `world_tmp_path` (one folder for all ranks).
 Markers: `world(2, 4)` runs a test at these world sizes only; `ci_world(2)` runs it at these always, and at the others
-that it is valid for under --exhaustive.
+that it is valid for under --exhaustive; `slow_world(4)` makes it slow at these.
 """
 
 from __future__ import annotations
@@ -159,6 +159,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         usual = item.get_closest_marker("ci_world")
         if usual is not None and size not in usual.args:
             item.add_marker(pytest.mark.exhaustive)
+        seldom = item.get_closest_marker("slow_world")
+        if seldom is not None and size in seldom.args:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -110,7 +110,7 @@ def role_groups(rank: int, size: int) -> dict[str, RoleGroups]:
     return {"alone" if name.startswith("alone") else name: of for name, of in made.items()}
 
 
-def make_batch(num_samples: int = 13, seed: int = 0) -> DataProto:
+def make_batch(num_samples: int = 9, seed: int = 0) -> DataProto:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 28, (num_samples,), generator=generator)
     responses = (lengths * torch.rand(num_samples, generator=generator)).long().clamp(min=1)

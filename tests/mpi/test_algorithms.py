@@ -111,6 +111,7 @@ def test_remax_subtracts_the_greedy_score(world, lab: Lab) -> None:
     assert np.mean(cold["score"] == samples["reward_baseline"]) >= 0.9  # all but ties
 
 
+@pytest.mark.slow
 def test_pf_ppo_trains_on_samples_drawn_by_their_scores(world, lab: Lab) -> None:
     """Without learning, what the update sees shows in the mean of its old advantages."""
     options = without(PLAIN, algorithm={"adv_estimator": "gae", "use_pf_ppo": True, "lam": 1.0})
@@ -146,6 +147,7 @@ def test_token_baselines_have_what_they_need(world, lab: Lab) -> None:
         assert line["variance_proxy/proxy2_total_power"] > 0
 
 
+@pytest.mark.slow
 def test_rollout_correction_in_both_modes(world, lab: Lab) -> None:
     """Engines agree, so weights are 1 and nothing is rejected by wide bounds; by narrow ones everything is."""
     wide = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
@@ -179,6 +181,7 @@ def distilled(folder: Path, **loss: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_a_student_comes_closer_to_its_teacher(world, lab: Lab) -> None:
     """A student that is its own teacher has nothing to learn; another one learns, by either kind of loss."""
     placement = {**own_layout(world.size), "teacher": {"tp": 2} if world.size > 1 else {}}

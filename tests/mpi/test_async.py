@@ -49,7 +49,8 @@ def samples(run: Path, steps: int) -> dict[int, dict[str, np.ndarray]]:
     return {step: read_samples(step_path(run / "rollouts", step)) for step in range(1, steps + 1)}
 
 
-@pytest.mark.parametrize("filtering", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("filtering", [False, True])
 def test_one_step_off_resumed_equals_uninterrupted_bitwise(world, lab: Lab, filtering: bool) -> None:
     name, options = f"one_step_off_{filtering}", dict[str, Any]()
     if filtering:
@@ -164,6 +165,7 @@ def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, part
         assert 0 <= line["fully_async/trainer/idle_ratio"] <= 1 and 0 <= line["fully_async/rollouter/idle_ratio"] <= 1
 
 
+@pytest.mark.slow
 def test_threshold_0_is_synchronous(world, lab: Lab) -> None:
     found = run(lab, "stream_sync", "bounded_staleness", steps=2, async_training={"staleness_threshold": 0}, data=BIG)
     expected = run(lab, "sync_apart", "sync", steps=2, data=BIG)
@@ -249,6 +251,7 @@ def test_no_prompt_is_lost_or_trained_twice(world, lab: Lab, filtering: bool) ->
     assert counted + evicted / 2 == drawn
 
 
+@pytest.mark.slow
 def test_validation_pauses_generation(world, lab: Lab) -> None:
     """Of one_step_off, with a step that what is left over of another one fills."""
     filtering = {"algorithm": {"filter_groups": {"enable": True}}, "data": {"gen_batch_size": 32}}

@@ -13,6 +13,7 @@ from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.telemetry.generation_log import generation_logs
 from hpcrl.telemetry.record_log import RecordLog, read_records
 from hpcrl.trainer.durable_rollouts import DurableRollouts
+from tests.covering import slow_but
 from tests.mpi.lab import Lab, metrics, on, own_layout
 from tests.mpi.test_async import APART, TP2
 
@@ -94,7 +95,7 @@ def cases(lab: Lab, world) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("case", ["ppo", "filter_groups", "remax", "agent"])
+@pytest.mark.parametrize("case", slow_but("ppo", ["ppo", "filter_groups", "remax", "agent"]))
 def test_a_step_of_which_all_was_drawn_is_repeated_bitwise(world, lab: Lab, straight, case: str) -> None:
     """On two ranks of one replica, who have to skip the same requests."""
     sections = cases(lab, world)[case]
@@ -122,6 +123,7 @@ def test_half_a_step_is_reused_on_another_layout(world, lab: Lab, straight) -> N
     assert tokens[0].tolist() == other[0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.world(4)
 def test_a_step_drawn_ahead_is_reused(world, lab: Lab, straight) -> None:
     """The weights of step 2 draw the responses of step 4; those of step 3 are in the checkpoint."""
@@ -138,6 +140,7 @@ def test_a_step_drawn_ahead_is_reused(world, lab: Lab, straight) -> None:
         assert metrics(found)[step] == metrics(whole)[step], step
 
 
+@pytest.mark.slow
 @pytest.mark.world(4)
 def test_a_stream_that_starts_anew_reuses_what_the_start_weights_have_drawn(world, lab: Lab, straight) -> None:
     options = {

@@ -88,6 +88,7 @@ def of_validation(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name.startswith("val-")}
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_validation_of_training(world, lab: Lab, inference: Inference) -> None:
     """Bit for bit, of the start weights and of those of the last step, and the run's own files stay as they are."""
     placement = own_layout(world.size)
@@ -106,6 +107,7 @@ def test_evaluation_is_the_validation_of_training(world, lab: Lab, inference: In
     assert {name: (run / name).read_bytes() for name in before} == before
 
 
+@pytest.mark.slow
 @pytest.mark.world(2)
 def test_evaluation_with_a_reward_model(world, lab: Lab, inference: Inference) -> None:
     rewards = lab.run_rm("rewards", {"reward": {"pp": 2}}, trainer={"save_freq": 2})

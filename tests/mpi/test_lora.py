@@ -77,7 +77,7 @@ def case(size: int, layout: str, shape: ModelShape, lora: Lora = LORA, *, slow: 
         case(2, "etp2", MIXTURE),
         case(4, "tp2pp2", SHAPE, slow=True),
         case(4, "tp2cp2", TIED, SOME),
-        case(4, "tp2ep2etp2", MIXTURE),
+        case(4, "tp2ep2etp2", MIXTURE, slow=True),
         case(4, "pp2vpp2ep2", MIXTURE),
     ],
 )
@@ -151,7 +151,7 @@ def test_offloaded_between_phases(groups):
     ("layout", "other", "shape"),
     [
         pytest.param("tp2", "pp2", TIED, marks=[pytest.mark.world(2), pytest.mark.slow]),
-        pytest.param("pp2ep2", "tp2ep2etp2", SMALL, marks=pytest.mark.world(4)),
+        pytest.param("pp2ep2", "tp2ep2etp2", SMALL, marks=[pytest.mark.world(4), pytest.mark.slow]),
     ],
 )
 def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path: Path):
@@ -182,7 +182,7 @@ def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path:
         pytest.param("qwen2", "pp2", marks=[pytest.mark.world(2), pytest.mark.slow]),
         pytest.param("mixtral", "etp2", marks=pytest.mark.world(2)),
         pytest.param("llama", "tp2pp2", marks=[pytest.mark.world(4), pytest.mark.slow]),
-        pytest.param("qwen3-moe", "pp2ep2", marks=pytest.mark.world(4)),
+        pytest.param("qwen3-moe", "pp2ep2", marks=[pytest.mark.world(4), pytest.mark.slow]),
     ],
 )
 def test_peft_computes_what_was_trained(world, world_tmp_path: Path, name: str, layout: str) -> None:

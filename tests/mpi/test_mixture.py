@@ -27,6 +27,7 @@ def actor(mode: str, **options: Any) -> dict[str, Any]:
     return {"router_replay": {"mode": mode}, **options}
 
 
+@pytest.mark.slow
 def test_resumed_and_recorded_runs_are_the_same(world, lab: Lab) -> None:
     first = {**GRPO, "actor": actor("R3", optim=SGD)}
     straight = lab.run("straight_moe", on(2, ep=2), trainer={"total_training_steps": 3}, **first)

@@ -20,6 +20,7 @@ from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from tests.covering import slow_but
 from tests.mpi.layouts import DEEPSEEK
 
 pytestmark = pytest.mark.ci_world(2)
@@ -134,7 +135,7 @@ def as_batch(completions: list[Completion]) -> DataProto:
     return DataProto(tokens={"input_ids": Ragged.from_rows(rows), "response_mask": Ragged.from_rows(masks)})
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", slow_but("deepseek", SHAPES))
 def test_rollout_and_training_agree_on_log_probs_after_a_refit(world: World, cache: GroupCache, name: str) -> None:
     for training, rollout in LAYOUTS[world.size]:
         if SHAPES[name].num_experts:

@@ -176,6 +176,7 @@ def test_resumed_equals_uninterrupted_bitwise(world, folder):
     assert run(world, make("halted", 4)) == straight
 
 
+@pytest.mark.slow
 @pytest.mark.world(2)
 def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
     """Accuracy on held-out problems; a frozen reward model of another layout gives the numbers of the trained one."""

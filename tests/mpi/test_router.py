@@ -95,7 +95,11 @@ def test_losses_are_those_of_their_papers(world) -> None:
 
 
 LAYOUTS = {1: ("single",), 2: ("tp2ep2", "cp2", "pp2vpp2"), 4: ("tp2pp2vpp2", "cp2ep2")}
-PLACES = [pytest.param(name, marks=pytest.mark.world(size)) for size, names in LAYOUTS.items() for name in names]
+PLACES = [
+    pytest.param(name, marks=[pytest.mark.world(size), *([] if name in ("single", "tp2ep2") else [pytest.mark.slow])])
+    for size, names in LAYOUTS.items()
+    for name in names
+]
 WIDTH = len(MIXTURE.moe_layers) * MIXTURE.moe_topk
 
 
@@ -140,7 +144,7 @@ def test_a_replayed_choice_is_kept_by_other_routers(world, layout: str) -> None:
     [
         pytest.param("single", DEEPSEEK, {}, marks=pytest.mark.world(1)),
         pytest.param("single", MIXTURE, {"max_num_batched_tokens": 7, "num_blocks": 9}, marks=pytest.mark.world(1)),
-        pytest.param("etp2", MIXTURE, {}, marks=pytest.mark.world(2)),
+        pytest.param("etp2", MIXTURE, {}, marks=[pytest.mark.world(2), pytest.mark.slow]),
     ],
     ids=["roomy, groups of experts", "prompts in parts, sequences sent back", "two ranks"],
 )

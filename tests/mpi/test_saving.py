@@ -13,6 +13,7 @@ from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.checkpoint.sharded_save import ShardedSave
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
+from tests.covering import slow_but
 from tests.mpi.lab import Lab, own_layout
 from tests.mpi.layouts import (
     SHAPE,
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.ci_world(2)
 ADAM = OptimConfig(lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("layout", SOME_LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but("tp2", SOME_LAYOUTS))
 def test_training_goes_on_beside_a_save(groups, world_tmp_path, layout) -> None:
     batch = part_of(make_batch(), groups[layout])
     step = lambda engine: engine.train(batch, max_tokens=64, loss=policy_loss, entropy=True)  # noqa: E731

@@ -63,7 +63,7 @@ def saved(kind: str, layout) -> object:
     place, marks = layout.values[0], list(layout.marks)
     if place not in chosen:
         marks.append(pytest.mark.exhaustive)
-    elif kind != "adam":
+    elif kind != "adam" or place in ("tp2pp2", "pp2cp2vpp2"):
         marks.append(pytest.mark.slow)
     return pytest.param(place, optim, shape, every, id=f"{kind}-{place}", marks=marks)
 
@@ -104,6 +104,7 @@ def test_load_under_other_layouts(groups, world_tmp_path, world, layout, optim, 
             assert_slices(other, other.named_shards(), weights(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.world(2)
 def test_a_frozen_parameter_is_saved_and_left_alone(groups, world_tmp_path):
     """The bias by which experts are chosen is no optimizer's."""
@@ -174,6 +175,7 @@ def test_actor_weights_start_a_critic_and_a_reference(groups, world_tmp_path, la
             assert torch.equal(tensor, critic.named_shards()[name])
 
 
+@pytest.mark.slow
 @pytest.mark.ci_world(2)
 def test_bfloat16_keeps_its_fp32_weights(groups, world_tmp_path, world):
     make = lambda seed: TrainEngine(  # noqa: E731

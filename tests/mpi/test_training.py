@@ -48,6 +48,7 @@ def alone(lab: Lab) -> Path:
     return lab.run("alone", ALONE, **SGD)
 
 
+@pytest.mark.slow_world(4)
 @pytest.mark.world(2, 4)
 def test_layouts_agree_on_recorded_rollouts(world, lab: Lab, alone: Path) -> None:
     expected = metrics(alone)
@@ -122,6 +123,7 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, caplog) -> None:
         assert "using step_00000002 instead" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.world(4)
 def test_resume_on_another_layout(world, lab: Lab) -> None:
     """Same data order, and the first step on recorded rollouts agrees, optimizer state included."""
@@ -149,6 +151,7 @@ def test_resume_on_another_layout(world, lab: Lab) -> None:
             np.testing.assert_allclose(other_tokens[column][0], tokens[column][0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.ci_world(2)
 def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab) -> None:
     """With an engine whose layout is not the actor's: where it is, the weights are aliased and cannot be stale."""
@@ -167,6 +170,7 @@ def test_ratio_stays_at_one_without_learning(world, lab: Lab) -> None:
         assert line["actor/pg_clipfrac"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.ci_world(2)
 def test_rank_0_traffic_does_not_grow_with_the_response(world, lab: Lab) -> None:
     """Control messages in any layout; and all that rank 0 sends and receives, when it holds no columns itself."""
@@ -196,6 +200,7 @@ def test_rank_0_traffic_does_not_grow_with_the_response(world, lab: Lab) -> None
         assert abs(traffic[256] - traffic[8]) <= 0.01 * traffic[8] + 64, case
 
 
+@pytest.mark.slow
 @pytest.mark.ci_world(2)
 def test_warm_start_then_ppo_on_the_task(world, lab: Lab) -> None:
     """SFT with evaluation, resumed; then PPO from its weights with the rule-based reward and validation."""
@@ -235,6 +240,7 @@ def test_warm_start_then_ppo_on_the_task(world, lab: Lab) -> None:
         assert "validation/samples/text_summary" in events.Tags()["tensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.ci_world(2)
 def test_grpo_and_others_run_without_a_critic(world, lab: Lab) -> None:
     for estimator in ("grpo", "rloo", "reinforce_plus_plus"):

@@ -78,6 +78,7 @@ def test_the_70b_template_without_recomputation() -> None:
     assert tightest(job.rows()).total > job.capacity
 
 
+@pytest.mark.slow
 def test_the_fix_fits() -> None:
     job = Job(load_config(TEMPLATE, ALL_KEPT))
     change, then = cheapest_fix(job)

@@ -168,7 +168,7 @@ def test_offloaded_parts_are_where_they_were_planned(
 
 
 @covering(
-    ["tp4pp3dp2"],
+    ["tp4pp3dp2", "cp3pp2", "tp2pp2"],
     shape={"dense": SHAPE, "experts": MOE},
     head=HEADS,
     itemsize=(2, 4),

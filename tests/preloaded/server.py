@@ -1,6 +1,6 @@
 """Forks ranks of jobs under test from a process that has imported what they import; `rank.py` asks for them.
 
-    python tests/preloaded/server.py SOCKET
+    python tests/preloaded/server.py SOCKET [MODULE...]
 
 Starting Python with torch and megatron-core costs a rank seconds of CPU time, and the tests start hundreds of ranks. A
 forked rank runs the program that it is asked for from its first line on: MPI, torch's threads and the children's
@@ -33,12 +33,12 @@ PRELOADED = (
 )
 
 
-def preload() -> None:
-    """Import what a rank imports, and start nothing: a fork takes no thread along, and MPI must not start before it."""
+def preload(more: list[str]) -> None:
+    """Import what a rank imports, and `more`; start nothing: a fork takes no thread along, and MPI comes after it."""
     from hpcrl.launch import platform
 
     platform.import_megatron()
-    for name in PRELOADED:
+    for name in (*PRELOADED, *more):
         __import__(name)
     platform.install()
     from hpcrl.data.tokenizer import load_tokenizer
@@ -169,6 +169,6 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    preload()
+    preload(sys.argv[2:])
     request = serve(sys.argv[1])
     run(request.asked["argv"])

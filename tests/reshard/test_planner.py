@@ -103,6 +103,7 @@ def test_bytes_received_are_the_lower_bound_and_nothing_local_is_sent(resharding
 
 @settings(deadline=None, max_examples=200)
 @given(resharding=reshardings())
+@pytest.mark.slow
 def test_a_node_is_sent_only_what_none_of_its_ranks_holds(resharding: Resharding) -> None:
     masks = holders(resharding)
     least = sum(
@@ -116,6 +117,7 @@ def test_a_node_is_sent_only_what_none_of_its_ranks_holds(resharding: Resharding
 
 @settings(deadline=None, max_examples=200)
 @given(resharding=reshardings())
+@pytest.mark.slow
 def test_each_rank_finds_its_own_part_of_the_plan(resharding: Resharding) -> None:
     moves = resharding.plan().moves
     for rank in {*resharding.source.ranks, *resharding.destination.ranks}:
@@ -135,6 +137,7 @@ def larger(shape: ModelShape) -> ModelShape:
 
 @settings(deadline=None, max_examples=200)
 @given(resharding=reshardings(largest=16))
+@pytest.mark.slow
 def test_the_largest_sender_is_close_to_the_exact_optimum(resharding: Resharding) -> None:
     """Senders may be chosen among the holders on the receiver's node, or else among all."""
     if resharding.destination_format == "tensorrt_llm":

@@ -82,7 +82,7 @@ def ranks_of(family: list[psutil.Process]) -> dict[int, psutil.Process]:
 @pytest.mark.parametrize(
     "rank",
     [
-        0,  # the controller
+        pytest.param(0, marks=pytest.mark.slow),  # the controller
         pytest.param(1, marks=pytest.mark.exhaustive),
         pytest.param(2, marks=pytest.mark.exhaustive),
         pytest.param(3, marks=pytest.mark.exhaustive),

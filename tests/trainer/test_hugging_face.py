@@ -109,6 +109,7 @@ def test_training_from_a_directory_and_back(models: Path, tmp_path: Path) -> Non
     assert np.array_equal(exported_ones, saved_ones) and np.abs(saved_ones - first_ones).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_wrong_directory_ends_the_job_before_anything_is_built(models: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models / "llama-3.1", folder)

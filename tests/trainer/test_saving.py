@@ -183,6 +183,7 @@ def test_a_slow_save_for_which_all_wait_is_no_hang(tmp_path: Path) -> None:
     assert checkpoints(tmp_path)[-1] == "step_00000004"
 
 
+@pytest.mark.slow
 @pytest.mark.quiet
 def test_an_asynchronous_save_blocks_the_loop_for_less_than_a_quarter_of_a_synchronous_one(tmp_path: Path) -> None:
     """Both in one run, of a model of 160 MB; the disk is as fast as memory allows, so this is the hard case. The least
