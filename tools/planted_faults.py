@@ -469,7 +469,7 @@ FAULTS = [
         "if rank in ready or (",
         "if (",
         0,
-        "tests/trainer/test_ends.py::test_kill_9_in_the_middle_of_training_leaves_no_process[3]",
+        "tests/trainer/test_ends.py::test_kill_9_in_the_middle_of_training_leaves_no_process",
     ),
     Fault(
         "slurm-stops",

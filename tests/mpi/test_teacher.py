@@ -73,7 +73,7 @@ def config_of(**sections: Any) -> Config:
 
 
 def program(controller: Controller) -> dict[str, Any]:
-    batch = DataProto({}, {"position": np.arange(13)})
+    batch = DataProto({}, {"position": np.arange(len(make_batch()))})
     batch = batch.union(controller["actor"].write(batch).get())
     sampled = controller["teacher"].compute_teacher_log_prob(batch).get().fetch("teacher_log_prob")
     batch = batch.union(controller["teacher"].compute_teacher_topk(batch).get())
