@@ -142,7 +142,10 @@ WRONG = ("stale weights", "QKV rows one head off", "up and gate swapped")
 
 @pytest.mark.parametrize("case", SLOWER)
 def test_what_the_bounds_are_for_is_far_above_them(world: World, cache: GroupCache, case: str) -> None:
-    """One weight of one layer on one rank is enough, whatever the pair."""
+    """One weight of the first layer on one rank is enough, whatever the pair.
+
+    In bf16 k3_kl was 47 to 250 times its bound, and the mean difference of probabilities 4 to 13 times.
+    """
     shape, dtype, rollout_dtype = CASES[case]
     training, rollouts = pairs(world.size).popitem()
     rollout = rollouts[-1]
@@ -159,7 +162,7 @@ def test_what_the_bounds_are_for_is_far_above_them(world: World, cache: GroupCac
                 "QKV rows one head off": ("self_attention.linear_qkv", shape.head_dim),
                 "up and gate swapped": ("mlp.linear_fc1", shape.ffn_hidden_size // rollout.tp),
             }[wrong]
-            weight = pair.engine.weights()[f"decoder.layers.2.{name}.weight"]
+            weight = pair.engine.weights()[f"decoder.layers.0.{name}.weight"]
             weight.copy_(weight.roll(rows, dims=0))
         found = gap(pair, pair.generate(make_requests(), SAMPLING))
         above = {name: found[name] / bound for name, bound in BOUNDS[case].items()}
