@@ -37,7 +37,6 @@ tools/environment.sh
 
 started=$SECONDS
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
 costs=${HPCRL_TEST_COSTS:-$logs/costs}
 mkdir -p "$costs"
 : >"$costs/parts.jsonl"
@@ -100,6 +99,31 @@ world() {
     return "$code"
 }
 
+# beside NAME COMMAND...: a part in the background, in a process group that an interrupt does not reach; `heard` ends it
+besides=()
+beside() {
+    set -m
+    part "$@" >"$logs/beside ${#besides[@]}" 2>&1 &
+    besides+=($!)
+    set +m
+}
+heard() {
+    local number
+    for number in "${!besides[@]}"; do
+        wait "${besides[number]}"
+        cat "$logs/beside $number"
+    done
+    besides=()
+}
+leave() {
+    local each
+    for each in "${besides[@]}"; do
+        kill -- "-$each" 2>/dev/null || true
+    done
+    rm -rf "$logs"
+}
+trap leave EXIT
+
 mapfile -t plain < <(chosen tests tests/mpi tests/slurm)
 mapfile -t spmd < <(chosen tests/mpi)
 if ((${#spmd[@]})); then
@@ -110,21 +134,19 @@ if ((${#spmd[@]})); then
         kill -0 $! || { echo "test.sh: error: tests/preloaded/server.py has ended" >&2; exit 1; }
         sleep 0.05
     done
-    set -m # a process group of its own, which an interrupt does not reach
-    part "1 rank" world 1 "${spmd[@]}" >"$logs/beside" 2>&1 &
-    beside=$!
-    set +m
-    trap 'kill -- "-$beside" 2>/dev/null || true; rm -rf "$logs"' EXIT
+    beside "1 rank" world 1 "${spmd[@]}"
+fi
+mapfile -t slurm < <(chosen tests/slurm)
+if ((${#slurm[@]})); then
+    why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
+    beside "Slurm" "$python" -m pytest -p tests.costs -n "$cores" --dist worksteal "${slurm[@]}" --timeout "$((3 * seconds))" -rs \
+        "${options[@]}"
 fi
 if ((${#plain[@]})); then
     pytest=("$python" -m pytest -p tests.costs --ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds" "${options[@]}")
     HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$cores" --dist loadfile "${plain[@]}"
 fi
-if ((${#spmd[@]})); then
-    wait "$beside"
-    trap 'rm -rf "$logs"' EXIT
-    cat "$logs/beside"
-fi
+heard
 if [[ $all == yes ]] && ((${#plain[@]})); then
     mapfile -t quiet < <(grep -rlF --include=test_*.py --exclude-dir={mpi,slurm} pytest.mark.quiet "${plain[@]}")
     ((${#quiet[@]} == 0)) || HPCRL_QUIET=only part "quiet" "${pytest[@]}" "${quiet[@]}"
@@ -135,12 +157,6 @@ if ((${#spmd[@]})); then
     done
     [[ $changed == yes ]] || part "3 ranks" world 3 tests/mpi/test_mpi_backend.py
     [[ $all == no ]] || part "8 ranks" world 8 tests/mpi/test_layout_matrix.py
-fi
-mapfile -t slurm < <(chosen tests/slurm)
-if ((${#slurm[@]})); then
-    why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
-    part "Slurm" "$python" -m pytest -p tests.costs -n "$cores" --dist worksteal "${slurm[@]}" --timeout "$((3 * seconds))" -rs \
-        "${options[@]}"
 fi
 
 $python tools/test_report.py "$costs" --seconds $((SECONDS - started)) "${report[@]}"

@@ -111,7 +111,8 @@ def test_memory_does_not_grow_with_the_longest_response() -> None:
     long, completions = peak_bytes(TIMES * SHORT + 130, SamplingParams(TIMES * SHORT, ignore_eos=True))
     assert {len(c.token_ids) for c in completions} == {TIMES * SHORT}
     assert TIMES * SHORT * 8 > NUM_BLOCKS * 32
-    assert long < 1.02 * short + 16 * NUM_REQUESTS * TIMES * SHORT
+    # Garbage that waits for Python's collector is 1 to 3%; room for all the tokens at once would be 60%.
+    assert long < 1.1 * short + 16 * NUM_REQUESTS * TIMES * SHORT
 
 
 def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_use() -> None:
