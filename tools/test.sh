@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run the tests, and say what they cost: those without MPI on all cores, and beside them the session of 1 rank; those
-# that need a quiet machine, with --all; one SPMD pytest session under mpiexec for each of 4 and 2 ranks, one of 3 ranks
-# for the torch.distributed backend, with --all one of 8 for the layouts that need as many; at last those on a private
-# Slurm, which is installed where apt and root are there.
-# Without a Slurm they are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 makes that a failure.
+# Run the tests, and say what they cost: those without MPI on all cores, then one SPMD pytest session under mpiexec for each
+# of 4 and 2 ranks. Beside them, as tests wait for something a third of their time, run the sessions of 1 rank, of 3 for
+# the torch.distributed backend and, with --all, of 8 for the layouts that need as many, then the tests on a private Slurm,
+# which is installed where apt and root are there. At last, with --all, those that need a quiet machine.
+# Without a Slurm its tests are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 makes that a failure.
 #   tools/test.sh [--all | --exhaustive | --changed] [-k EXPR] [--write-budgets]
 # --all adds the tests marked slow, --exhaustive also those marked exhaustive; --changed runs only the files that test what
 # differs from HPCRL_BASE (origin/main, else the last commit). HPCRL_TEST_COSTS=DIR keeps what the tables are made of.
@@ -99,33 +99,26 @@ world() {
     return "$code"
 }
 
-# beside NAME COMMAND...: a part in the background, in a process group that an interrupt does not reach; `heard` ends it
-besides=()
-beside() {
-    set -m
-    part "$@" >"$logs/beside ${#besides[@]}" 2>&1 &
-    besides+=($!)
-    set +m
-}
-heard() {
-    local number
-    for number in "${!besides[@]}"; do
-        wait "${besides[number]}"
-        cat "$logs/beside $number"
-    done
-    besides=()
-}
-leave() {
-    local each
-    for each in "${besides[@]}"; do
-        kill -- "-$each" 2>/dev/null || true
-    done
-    rm -rf "$logs"
-}
-trap leave EXIT
-
 mapfile -t plain < <(chosen tests tests/mpi tests/slurm)
 mapfile -t spmd < <(chosen tests/mpi)
+mapfile -t slurm < <(chosen tests/slurm)
+pytest=("$python" -m pytest -p tests.costs "${options[@]}")
+
+run_beside() {
+    local why
+    if ((${#spmd[@]})); then
+        part "1 rank" world 1 "${spmd[@]}"
+        [[ $changed == yes ]] || part "3 ranks" world 3 tests/mpi/test_mpi_backend.py
+        [[ $all == no ]] || part "8 ranks" world 8 tests/mpi/test_layout_matrix.py
+    fi
+    if ((${#slurm[@]})); then
+        why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
+        part "Slurm" "${pytest[@]}" -n "$cores" --dist worksteal --timeout "$((3 * seconds))" -rs "${slurm[@]}"
+    fi
+}
+beside=
+trap '[[ ! $beside ]] || kill -- "-$beside" 2>/dev/null || true; rm -rf "$logs"' EXIT
+
 if ((${#spmd[@]})); then
     # It forks the sessions' ranks, and ends when this script does, whose pipe it reads; TRITON_INTERPRET as tests/conftest.py
     interpret=$([[ -e /dev/nvidiactl ]] || echo TRITON_INTERPRET=1)
@@ -134,29 +127,26 @@ if ((${#spmd[@]})); then
         kill -0 $! || { echo "test.sh: error: tests/preloaded/server.py has ended" >&2; exit 1; }
         sleep 0.05
     done
-    beside "1 rank" world 1 "${spmd[@]}"
 fi
-mapfile -t slurm < <(chosen tests/slurm)
-if ((${#slurm[@]})); then
-    why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
-    beside "Slurm" "$python" -m pytest -p tests.costs -n "$cores" --dist worksteal "${slurm[@]}" --timeout "$((3 * seconds))" -rs \
-        "${options[@]}"
-fi
+set -m # a process group of its own, which an interrupt does not reach
+run_beside >"$logs/beside" 2>&1 </dev/null &
+beside=$!
+set +m
 if ((${#plain[@]})); then
-    pytest=("$python" -m pytest -p tests.costs --ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds" "${options[@]}")
+    pytest+=(--ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds")
     HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$cores" --dist loadfile "${plain[@]}"
-fi
-heard
-if [[ $all == yes ]] && ((${#plain[@]})); then
-    mapfile -t quiet < <(grep -rlF --include=test_*.py --exclude-dir={mpi,slurm} pytest.mark.quiet "${plain[@]}")
-    ((${#quiet[@]} == 0)) || HPCRL_QUIET=only part "quiet" "${pytest[@]}" "${quiet[@]}"
 fi
 if ((${#spmd[@]})); then
     for size in 4 2; do
         part "$size ranks" world "$size" "${spmd[@]}"
     done
-    [[ $changed == yes ]] || part "3 ranks" world 3 tests/mpi/test_mpi_backend.py
-    [[ $all == no ]] || part "8 ranks" world 8 tests/mpi/test_layout_matrix.py
+fi
+wait "$beside"
+beside=
+cat "$logs/beside"
+if [[ $all == yes ]] && ((${#plain[@]})); then
+    mapfile -t quiet < <(grep -rlF --include=test_*.py --exclude-dir={mpi,slurm} pytest.mark.quiet "${plain[@]}")
+    ((${#quiet[@]} == 0)) || HPCRL_QUIET=only part "quiet" "${pytest[@]}" "${quiet[@]}"
 fi
 
 $python tools/test_report.py "$costs" --seconds $((SECONDS - started)) "${report[@]}"

@@ -50,7 +50,7 @@ def samples(run: Path, steps: int) -> dict[int, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize("filtering", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_one_step_off_resumed_equals_uninterrupted_bitwise(world, lab: Lab, filtering: bool) -> None:
     name, options = f"one_step_off_{filtering}", dict[str, Any]()
     if filtering:
@@ -137,7 +137,7 @@ RANDOM_LENGTHS = {"data": {"max_response_length": 40}}
 
 @pytest.mark.parametrize(
     ("threshold", "partial"),
-    [(1, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (3, True)))],
+    [(1, True), pytest.param(3, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.exhaustive)],
 )
 def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, partial: bool) -> None:
     """Random lengths: an untrained model stops where it likes. More schedules: tests/trainer/test_stream.py."""
@@ -224,7 +224,7 @@ def test_interrupted_responses_go_on_under_new_weights(world, lab: Lab, monkeypa
         assert line["training/rollout_log_probs_diff_max"] < 1e-4
 
 
-@pytest.mark.parametrize("filtering", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("filtering", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_no_prompt_is_lost_or_trained_twice(world, lab: Lab, filtering: bool) -> None:
     """Over a resume, too: all prompts of the order up to some place are trained, dropped, or waiting."""
     name, steps = f"whole_{filtering}", 6

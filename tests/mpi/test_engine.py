@@ -79,8 +79,12 @@ def policy(groups: dict[str, RoleGroups]) -> Callable[[ModelShape], Policy]:
 
 
 # On 4 ranks a mixture, which has a dense layer too, says what dense models would, and 2 ranks have said what latent
-# attention does to each size; these have what they have not.
+# attention and one kind of parallelism do to each size; these have what they have not.
 OF_FOUR = {
+    "mixture": (
+        *("tp2dp2", "tp2pp2", "tp2cp2", "pp2cp2vpp2", "tp2pp2vpp2"),
+        *("ep2", "tp2ep4", "tp2ep2etp2", "pp2ep2", "cp2ep2", "pp2vpp2ep2"),
+    ),
     "untied": ("tp4", "pp2cp2vpp2"),
     "tied": ("tp2pp2", "tp2pp2vpp2"),
     "deepseek": ("tp2pp2", "tp2cp2", "tp2ep2etp2", "pp2vpp2ep2"),

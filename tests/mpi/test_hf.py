@@ -22,11 +22,15 @@ CASES = [(name, layout) for name in MODELS for layout in LAYOUTS]
 CASES += [(name, layout) for name in EXPERTS for layout in EXPERT_LAYOUTS]
 
 
-# Families differ in the tensors that are sliced: on 2 ranks each is sliced by rows, by layers and by experts. Two of
-# them meet every layout of 2 ranks, and share those of 4.
+# Families differ in the tensors that are sliced: on 2 ranks each is sliced by rows, and by experts where it has any.
+# Two of them meet every layout of 2 ranks, and share those of 4 in which weights are sliced in two ways.
 EVERYWHERE = ("llama-3.1", "qwen3-moe")
-SLICED = ("single", "tp2", "pp2vpp2", "tp2ep2")
-MORE_OF_FOUR = (("qwen2-tied", "tp2pp2"), ("deepseek-v3", "tp2pp2"), ("deepseek-v3", "tp2ep2etp2"))
+SLICED = ("single", "tp2", "tp2ep2")
+MORE = (
+    *(("qwen2-tied", "pp2vpp2"), ("deepseek-v3", "pp2vpp2")),
+    *(("qwen2-tied", "tp2pp2"), ("deepseek-v3", "tp2pp2"), ("deepseek-v3", "tp2ep2etp2")),
+)
+UNSLICED = ("pp2dp2", "tp2cp2", "pp2cp2", "cp4", "cp2dp2", "cp2ep2")  # as they are on fewer ranks
 QUICK = {1: ("single",), 2: ("tp2", "tp2ep2"), 4: ("tp2pp2", "pp2cp2vpp2", "tp2ep2etp2", "pp2vpp2ep2")}
 
 
@@ -34,12 +38,12 @@ def case(name: str, layout) -> object:
     place, marks, size = layout.values[0], list(layout.marks), layout.marks[0].args[0]
     if size == 4:
         shared = EVERYWHERE[OF_FOUR.index(layout) % 2 if layout in LAYOUTS else 1]
-        usual = name == shared or (name, place) in MORE_OF_FOUR
+        usual = name == shared and place not in UNSLICED
     else:
-        usual = name in EVERYWHERE or place in SLICED
-    if not usual:
+        usual = name in EVERYWHERE or (place in SLICED and (place != "tp2" or name not in EXPERTS))
+    if not usual and (name, place) not in MORE:
         marks.append(pytest.mark.exhaustive)
-    elif place not in QUICK[size] or (name, place) in MORE_OF_FOUR:
+    elif place not in QUICK[size] or (name, place) in MORE:
         marks.append(pytest.mark.slow)
     return pytest.param(name, place, marks=marks)
 

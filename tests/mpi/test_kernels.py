@@ -47,7 +47,10 @@ def test_a_vocabulary_over_ranks(groups, layout):
         torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("head", ["lm", *(pytest.param(head, marks=pytest.mark.slow) for head in ("tied", "value"))])
+@pytest.mark.parametrize(
+    "head",
+    ["lm", pytest.param("value", marks=pytest.mark.slow), pytest.param("tied", marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize(
     "layout", [pytest.param("single", marks=pytest.mark.world(1)), pytest.param("tp2", marks=pytest.mark.world(2))]
 )

@@ -123,7 +123,7 @@ def test_every_pair_of_layouts_stays_below_the_bound(world: World, cache: GroupC
     if dtype is not rollout_dtype:  # what is new is the rounding, which knows no layouts
         chosen = dict([chosen.popitem()])
     elif dtype is torch.bfloat16:
-        chosen = {training: rollouts[-1:] for training, rollouts in chosen.items()}
+        chosen = {training: rollouts[-1:] for training, rollouts in list(chosen.items())[::-2]}
     for training, rollouts in chosen.items():
         actor = training_engine(world, cache, shape, training, dtype=dtype)
         train(actor)

@@ -64,7 +64,7 @@ def missing(resharding: Resharding, masks: np.ndarray) -> dict[int, np.ndarray]:
     return found
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(resharding=reshardings())
 def test_moves_give_every_destination_element_its_value_once(resharding: Resharding) -> None:
     source, expected = megatron_tensors(resharding.shape, resharding.source), destination_tensors(resharding)
@@ -86,7 +86,7 @@ def test_moves_give_every_destination_element_its_value_once(resharding: Reshard
             assert (written[rank][name] == (tensor != PADDING)).all(), name
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(resharding=reshardings())
 def test_bytes_received_are_the_lower_bound_and_nothing_local_is_sent(resharding: Resharding) -> None:
     masks, plan = holders(resharding), resharding.plan()
@@ -101,7 +101,7 @@ def test_bytes_received_are_the_lower_bound_and_nothing_local_is_sent(resharding
         assert traffic.copied == plan.bytes_copied.get(rank, 0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(resharding=reshardings())
 @pytest.mark.slow
 def test_a_node_is_sent_only_what_none_of_its_ranks_holds(resharding: Resharding) -> None:
@@ -115,7 +115,7 @@ def test_a_node_is_sent_only_what_none_of_its_ranks_holds(resharding: Resharding
     assert resharding.cross_node_bytes() == least
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(resharding=reshardings())
 @pytest.mark.slow
 def test_each_rank_finds_its_own_part_of_the_plan(resharding: Resharding) -> None:
@@ -135,7 +135,7 @@ def larger(shape: ModelShape) -> ModelShape:
     return make_shape(**vars(shape) | changes | {"vocab_size": shape.padded_vocab_size * SCALE})
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(resharding=reshardings(largest=16))
 @pytest.mark.slow
 def test_the_largest_sender_is_close_to_the_exact_optimum(resharding: Resharding) -> None:

@@ -29,7 +29,7 @@ SHAPE = ModelShape(
     vocab_size=120,
 )
 NUM_BLOCKS = 24
-NUM_REQUESTS, SHORT, TIMES = 8, 10, 16
+NUM_REQUESTS, SHORT, TIMES = 8, 8, 16
 
 
 class LiveTensors(TorchDispatchMode):

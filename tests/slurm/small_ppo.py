@@ -27,7 +27,7 @@ hpcrl_leave $?
 
 
 def write_job(folder: Path, **sections: Mapping[str, Any]) -> Path:
-    """job.yaml and job.sbatch in `folder`; `sbatch job.sbatch NAME [key=value ...]` runs it."""
+    """job.yaml and job.sbatch in `folder`; `sbatch job.sbatch NAME [key=value ...]` runs it on 2 nodes, 4 ranks."""
     write_rows(folder / "rows.jsonl")
     config: dict[str, Any] = {
         "run": {"dir": "runs", "plugins": [str(Path(__file__).with_name("held_job.py"))]},
@@ -54,6 +54,11 @@ def write_job(folder: Path, **sections: Mapping[str, Any]) -> Path:
     return script
 
 
+def of_ranks(ranks: int) -> list[str]:
+    """What `sbatch` is told for a job on 2 or 4 ranks."""
+    return [f"--ntasks-per-node={ranks // 2}"]
+
+
 def environment(lab: Lab, folder: Path) -> Lab:
     """The lab for jobs of `folder`: what their scripts expect of the environment that they are submitted from."""
     hold = folder / "hold"
@@ -68,7 +73,10 @@ PHASES = (
     *("generate", "score", "compute_log_prob", "compute_values", "compute_advantage", "update_critic", "update_actor"),
     *("update_weights", "write", "generate.val", "begin_save"),
 )
-SOME_RANKS = {"compute_advantage": (0, 2), "write": (0, 2)}  # that run it; all others run on all four
+OF_REPLICAS = (
+    "compute_advantage",
+    "write",
+)  # the first rank of each replica of the actor runs them, all others run everywhere
 OTHER_STEP = {"update_weights": "any", "begin_save": "any", "generate.val": "0"}
 
 
@@ -77,10 +85,10 @@ def places(folder: Path) -> list[Path]:
     return [folder / "hold" / f"{OTHER_STEP.get(phase, index + 1)}.{phase}" for index, phase in enumerate(PHASES)]
 
 
-def rank_for(place: Path, number: int) -> int:
+def rank_for(place: Path, number: int, ranks: int = 4) -> int:
     """One of the ranks that come to the place."""
-    ranks = SOME_RANKS.get(place.name.split(".")[1], range(4))
-    return ranks[number % len(ranks)]
+    coming = range(0, ranks, 2 if place.name.split(".")[1] in OF_REPLICAS else 1)
+    return coming[number % len(coming)]
 
 
 def hold(lab: Lab, job: str, place: Path, rank: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.conftest import Lab
-from tests.slurm.small_ppo import PHASES, environment, hold, lines, places, rank_for, write_job
+from tests.slurm.small_ppo import PHASES, environment, hold, lines, of_ranks, places, rank_for, write_job
 
 SIGNALS = ("URG", "USR1", "TERM")
 
@@ -17,7 +18,7 @@ SIGNALS = ("URG", "USR1", "TERM")
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.exhaustive) for turn in (1, 2))])
 def test_a_run_stopped_in_each_phase_equals_an_unbroken_one(
-    lab: Lab, unbroken: Path, tmp_path: Path, turn: int
+    lab: Lab, unbroken: Callable[[int], Path], tmp_path: Path, turn: int
 ) -> None:
     """In each phase by one of the signals, which some rank or other gets in the middle of it, and at last by the time
     limit. After each second stop Slurm requeues the job, which takes it 8 seconds; after the others it is submitted
@@ -27,11 +28,11 @@ def test_a_run_stopped_in_each_phase_equals_an_unbroken_one(
 
     def submit(requeues: int) -> str:
         once_more = Lab(lab.folder, lab.env | {"HPCRL_MAX_RESTARTS": str(requeues)})
-        return once_more.sbatch([script, "stopped"], cwd=tmp_path)
+        return once_more.sbatch([*of_ranks(2), script, "stopped"], cwd=tmp_path)
 
     job = submit(turn % 2)
     for number, place in enumerate([*places(tmp_path), tmp_path / "hold" / "12.generate"]):
-        hold(lab, job, place, rank_for(place, number))
+        hold(lab, job, place, rank_for(place, number, ranks=2))
         if number < len(PHASES):
             lab.run("scancel", f"--signal={SIGNALS[(number + turn) % 3]}", job)
         else:
@@ -44,7 +45,7 @@ def test_a_run_stopped_in_each_phase_equals_an_unbroken_one(
     lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     assert lab.wait(job) == "COMPLETED", (tmp_path / "job.out").read_text()
     run = tmp_path / "runs" / "stopped"
-    assert lines(run) == lines(unbroken)
+    assert lines(run) == lines(unbroken(2))
     found = [one["step"] for one in json.loads((run / "slices.json").read_text())]
     assert len(found) == len(PHASES) + 2 and found == sorted(found)
 
@@ -53,8 +54,8 @@ def test_a_run_stopped_in_each_phase_equals_an_unbroken_one(
 def test_slices_end_before_their_allocation_does(lab: Lab, tmp_path: Path) -> None:
     """Of a minute, of which most is to stay free: a slice leaves in time, and the next one finds what it has saved."""
     lab = environment(lab, tmp_path)
-    script = write_job(tmp_path, trainer={"total_training_steps": 100_000, "walltime_margin": 35.0, "test_freq": -1})
-    job = lab.sbatch(["--time=1", "--signal=URG@0", script, "timed"], cwd=tmp_path)
+    script = write_job(tmp_path, trainer={"total_training_steps": 100_000, "walltime_margin": 40.0, "test_freq": -1})
+    job = lab.sbatch([*of_ranks(2), "--time=1", "--signal=URG@0", script, "timed"], cwd=tmp_path)
     lab.until(lambda: lab.restarts(job) == 1, "requeued", job)
     slices = tmp_path / "runs" / "timed" / "slices.json"
     lab.until(lambda: len(json.loads(slices.read_text())) == 2, "in its second slice", job)

@@ -54,18 +54,19 @@ def assert_verdict(run: Path, rank: int, phase: str, why: str = "", node: str | 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "phase", "how", "why"),
+    ("ranks", "rank", "phase", "how", "why"),
     [
-        (0, "update_actor", "stop", STOPPED),
-        pytest.param(3, "update_actor", "stop", STOPPED, marks=pytest.mark.exhaustive),
-        (2, "update_actor", "lock", STOPPED),
-        pytest.param(3, "update_actor", "spin", "the other 3 wait in update_actor", marks=pytest.mark.exhaustive),
-        (3, "generate", "spin", "the other 3 wait in "),
+        (2, 0, "update_actor", "stop", STOPPED),
+        pytest.param(4, 3, "update_actor", "stop", STOPPED, marks=pytest.mark.exhaustive),
+        (4, 2, "update_actor", "lock", STOPPED),
+        pytest.param(4, 3, "update_actor", "spin", "the other 3 wait in update_actor", marks=pytest.mark.exhaustive),
+        (4, 3, "generate", "spin", "the other 3 wait in "),
     ],
 )
 def test_a_rank_that_hangs_is_named_and_the_job_ends(
     start: Callable[..., Any],  # noqa: F811
     tmp_path: Path,
+    ranks: int,
     rank: int,
     phase: str,
     how: str,
@@ -76,7 +77,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(
     config = write_config(tmp_path, placement=TP2, run=section)
     hang = f"{rank} {STEP} {phase} {how}"
     python = (sys.executable,) if how == "stop" else RANK  # preloaded ranks are not mpiexec's family
-    process = start(MPIEXEC, "-n", "4", *python, HANGING_JOB, "train", config, HANG=hang)
+    process = start(MPIEXEC, "-n", str(ranks), *python, HANGING_JOB, "train", config, HANG=hang)
     wait_for_hang(process, run, rank, phase)
     begin, family = time.monotonic(), psutil.Process(process.pid).children(recursive=True)
 
@@ -87,8 +88,9 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(
     verdict = assert_verdict(run, rank, phase, why)
     assert stderr.count("hpcrl: hang: ") == 1
     assert ("stuck_here" in verdict) == (how != "stop"), "the stacks of the rank, where it can give them"
-    ticks = [record.ticks for record in (read(run / "heartbeat", other) for other in range(4)) if record]
+    ticks = [record.ticks for record in (read(run / "heartbeat", other) for other in range(ranks)) if record]
     if phase == "generate":
         assert ticks[rank] == 2, "tokens"
     else:
-        assert ticks[rank] == 0 and max(ticks) == 1, "half of the others are in their first micro-batch"
+        assert ticks[rank] == 0
+        assert max(ticks) == 1, "half of the others, or the only one, are in their first micro-batch"
