@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import combinations_with_replacement, permutations, product
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ NUM_NUMBERS = 4
 TARGETS = range(1, 37)
 WRONG_TRIES = (0, 0, 0, 0, 0, 0, 0, 1, 1, 2)  # drawn from; with many of them SFT would learn the task late
 EOS = "<|eos|>"  # ends a turn; as configs/tool_tokenizer has it
+FILES = ("train", "val", "sft", "sft_tool", "preference", "preference_val")
 MISTAKES = ("operator", "number", "term", "form")
 HELD_OUT_SHARE = 5  # one problem in this many is for validation
 
@@ -135,8 +136,10 @@ def row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[st
     }
 
 
-def make_rows(sft_rows: int, preference_rows: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each file; the order of a split is drawn from the seed, so that its first N are a fair sample."""
+def make_rows(
+    sft_rows: int, preference_rows: int, seed: int, files: Collection[str] = FILES
+) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each of `files`; the order of a split is drawn from the seed, so that its first N are a fair sample."""
     rng = random.Random(seed)
     splits: dict[str, list[Problem]] = {"train": [], "val": []}
     for problem in all_problems():
@@ -149,20 +152,21 @@ def make_rows(sft_rows: int, preference_rows: int, seed: int) -> dict[str, list[
         row(problem, "sft", i, rng) | {"answer": f"<a>{expression}</a>"}
         for i, (problem, expression) in enumerate(draws(sft_rows, rng))
     ]
-    # Random numbers of its own: the other files are what they were before there was this one.
-    calculating = random.Random(f"calculator {seed}")
-    rows["sft_tool"] = [
-        row(problem, "sft_tool", i, calculating) | {"answer": with_calculator(problem, expression, calculating)}
-        for i, (problem, expression) in enumerate(draws(sft_rows, calculating))
-    ]
+    if "sft_tool" in files:
+        # Random numbers of its own: the other files are what they were before there was this one.
+        calculating = random.Random(f"calculator {seed}")
+        rows["sft_tool"] = [
+            row(problem, "sft_tool", i, calculating) | {"answer": with_calculator(problem, expression, calculating)}
+            for i, (problem, expression) in enumerate(draws(sft_rows, calculating))
+        ]
     sizes = {"preference": preference_rows, "preference_val": max(1, preference_rows // 20)}
-    for name, count in sizes.items():
+    for name, count in sizes.items() if not sizes.keys().isdisjoint(files) else ():
         drawn = enumerate(draws(count, rng, held_out=name == "preference_val"))
         rows[name] = [
             row(problem, name, i, rng) | {"chosen": f"<a>{expression}</a>", "rejected": spoil(expression, rng)}
             for i, (problem, expression) in drawn
         ]
-    return rows
+    return {name: rows[name] for name in FILES if name in files}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -171,6 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("data/countdown"), help="folder to write")
+    parser.add_argument("--files", nargs="+", default=FILES, choices=FILES, metavar="NAME", help="all if not given")
     parser.add_argument("--sft-rows", type=int, default=40000, help="rows of sft.parquet, and of sft_tool.parquet")
     parser.add_argument(
         "--preference-rows", type=int, default=20000, help="rows of preference.parquet; a twentieth as many held out"
@@ -181,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
         if count < 1:
             parser.error(f"{option} {count}: expected at least 1")
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in make_rows(args.sft_rows, args.preference_rows, args.seed).items():
+    for name, rows in make_rows(args.sft_rows, args.preference_rows, args.seed, args.files).items():
         path = args.out / f"{name}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         print(f"{path}: {len(rows)} rows")

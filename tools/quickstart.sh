@@ -11,7 +11,7 @@ started=$SECONDS
 step() { printf '\n== %s\n' "$*"; }
 
 step "countdown data"
-[[ -f data/countdown/train.parquet ]] || $bin/python tools/prepare_countdown.py --out data/countdown
+[[ -f data/countdown/train.parquet ]] || $bin/python tools/prepare_countdown.py --out data/countdown --files train val sft
 
 step "supervised warm start, stopped at about 20% accuracy (4 ranks)"
 $bin/mpiexec -n 4 $bin/python -m hpcrl sft configs/sft_countdown_cpu.yaml

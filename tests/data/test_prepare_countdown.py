@@ -38,6 +38,16 @@ def _problem(row: dict[str, Any]) -> tuple[tuple[int, ...], int]:
     return tuple(sorted(truth["numbers"])), truth["target"]
 
 
+@pytest.mark.parametrize("names", [("train", "val", "sft"), ("preference",), ("sft_tool", "val")])
+def test_a_file_is_the_same_without_the_others(
+    folder: Path, tmp_path: Path, tool: Callable, names: tuple[str, ...]
+) -> None:
+    arguments = ["--sft-rows", "2000", "--preference-rows", "2000", "--seed", "3", "--files", *names]
+    tool("prepare_countdown").main(["--out", str(tmp_path), *arguments])
+    written = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
+    assert written == {name: (folder / f"{name}.parquet").read_bytes() for name in names}
+
+
 def test_sizes_and_disjoint_problems(files: dict[str, Rows]) -> None:
     problems = {name: {_problem(row) for row in rows} for name, rows in files.items()}
     assert (len(files["train"]), len(files["val"]), len(files["sft"])) == (2186, 531, 2000)
