@@ -2,9 +2,9 @@
 
     .venv/bin/python tools/countdown_seeds.py [key=value ...] [--seeds 0 1 2] [--algorithms ppo grpo]
 
-Runs SFT and then each algorithm for every seed under mpiexec (runs that are complete are not repeated), with the
-overrides for the algorithm's configuration; prints a table and writes runs/seeds/curves.png. Takes 6 to 12 minutes per
-seed on two cores.
+Runs SFT and then each algorithm for every seed under mpiexec (runs that are complete are not repeated); overrides that
+begin with sft. are SFT's, the others the algorithm's. Prints a table and writes runs/seeds/curves.png. Takes 3 to 12
+minutes per seed on two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GREEDY, SAMPLED = "val-core/countdown/acc/mean@1", "val-core/countdown/acc/mean@
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="key=value, for each run of an algorithm")
+    parser.add_argument("overrides", nargs="*", help="key=value, for each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--algorithms", nargs="+", default=["ppo", "grpo"], choices=["ppo", "grpo"])
     parser.add_argument("--ranks", type=int, default=4)
@@ -33,13 +33,23 @@ def main() -> None:
         subprocess.run([sys.executable, "tools/prepare_countdown.py", "--out", "data/countdown"], cwd=ROOT, check=True)
     gains: dict[str, list[tuple[float, float]]] = {name: [] for name in options.algorithms}
     rows, runs = [], []
+    of_sft = [override for override in options.overrides if override.startswith("sft.")]
+    of_algorithms = [override for override in options.overrides if override not in of_sft]
     for seed in options.seeds:
         start = f"sft_{seed}"
-        launch(options.ranks, "sft", "configs/sft_countdown_cpu.yaml", f"run.name={start}", f"run.seed={seed}", RUNS)
+        launch(
+            options.ranks,
+            "sft",
+            "configs/sft_countdown_cpu.yaml",
+            f"run.name={start}",
+            f"run.seed={seed}",
+            RUNS,
+            *of_sft,
+        )
         for name in options.algorithms:
             run = f"{name}_{seed}"
             overrides = [f"run.name={run}", f"run.seed={seed}", f"model.init_from=runs/seeds/{start}", RUNS]
-            launch(options.ranks, "train", f"configs/{name}_countdown_cpu.yaml", *overrides, *options.overrides)
+            launch(options.ranks, "train", f"configs/{name}_countdown_cpu.yaml", *overrides, *of_algorithms)
             before, after, seconds = outcome(ROOT / "runs/seeds" / run)
             gains[name].append((after[0] - before[0], after[1] - before[1]))
             rows.append((name, seed, before, after, seconds))

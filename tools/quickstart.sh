@@ -13,7 +13,7 @@ step() { printf '\n== %s\n' "$*"; }
 step "countdown data"
 [[ -f data/countdown/train.parquet ]] || $bin/python tools/prepare_countdown.py --out data/countdown --files train val sft
 
-step "supervised warm start, stopped at about 20% accuracy (4 ranks)"
+step "supervised warm start (4 ranks)"
 $bin/mpiexec -n 4 $bin/python -m hpcrl sft configs/sft_countdown_cpu.yaml
 
 step "PPO: actor TP2 x DP2, critic PP2 x DP2, rollout 4 x TP1 (4 ranks)"

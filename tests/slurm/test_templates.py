@@ -44,7 +44,7 @@ def test_large_templates_are_accepted_and_place_every_rank(
 @pytest.mark.slow
 def test_the_main_job_runs_from_a_fresh_clone(lab: Lab, clone: Path) -> None:
     """On 2 nodes x 2 ranks."""
-    few = ["sft.total_training_steps=2", "sft.eval_freq=-1", "sft.stop_at_score=null"]
+    few = ["sft.total_training_steps=2", "sft.eval_freq=-1"]
     few += ["data.train_max_samples=256", "data.train_batch_size=64", "actor.ppo_mini_batch_size=32"]
     few += ["trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=false"]
     job = lab.sbatch(["slurm/ppo_countdown_cpu.sbatch", *few], clone)
@@ -68,7 +68,7 @@ def test_a_submitted_chain_runs_from_its_bundles(lab: Lab, clone: Path) -> None:
         stdout=subprocess.DEVNULL,
     )
     stages = ["sft:configs/sft_countdown_cpu.yaml", "sft.total_training_steps=1", "sft.eval_freq=-1"]
-    stages += ["sft.stop_at_score=null", "--chain", "configs/grpo_countdown_cpu.yaml", "run.name=it's; $(touch x)"]
+    stages += ["--chain", "configs/grpo_countdown_cpu.yaml", "run.name=it's; $(touch x)"]
     stages += ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
     ran = subprocess.run(
         [sys.executable, "-m", "hpcrl", "submit", *stages, "--nodes=1", "--ntasks-per-node=2"],
