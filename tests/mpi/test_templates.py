@@ -26,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": kind / 7, "acc": float(kind > 3), "format": float(kind % 2)}
 """
 SMALL = [
-    *("data.train_max_samples=64", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "data.val_max_samples=8"),
+    *("data.train_max_samples=64", "data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "data.val_max_samples=8"),
     *("trainer.test_freq=2", "trainer.val_before_train=false", "trainer.save_freq=2"),
     *("reward.custom_reward_function.path=score.py", "reward.num_workers=1"),
 ]

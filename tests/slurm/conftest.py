@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -120,18 +119,14 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def unbroken(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The small job without an interruption: the folder of its run on 2 or 4 ranks."""
+def unbroken(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small job on 2 ranks without an interruption: the folder of its run."""
     from tests.slurm.small_ppo import environment, of_ranks, write_job
 
-    @cache
-    def run(ranks: int) -> Path:
-        folder = tmp_path_factory.mktemp("unbroken")
-        job = environment(lab, folder).sbatch([*of_ranks(ranks), write_job(folder), "whole"], cwd=folder)
-        assert lab.wait(job) == "COMPLETED", (folder / "job.out").read_text()
-        return folder / "runs" / "whole"
-
-    return run
+    folder = tmp_path_factory.mktemp("unbroken")
+    job = environment(lab, folder).sbatch([*of_ranks(2), write_job(folder), "whole"], cwd=folder)
+    assert lab.wait(job) == "COMPLETED", (folder / "job.out").read_text()
+    return folder / "runs" / "whole"
 
 
 @pytest.fixture(scope="session")

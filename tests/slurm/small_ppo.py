@@ -85,7 +85,7 @@ def places(folder: Path) -> list[Path]:
     return [folder / "hold" / f"{OTHER_STEP.get(phase, index + 1)}.{phase}" for index, phase in enumerate(PHASES)]
 
 
-def rank_for(place: Path, number: int, ranks: int = 4) -> int:
+def rank_for(place: Path, number: int, ranks: int) -> int:
     """One of the ranks that come to the place."""
     coming = range(0, ranks, 2 if place.name.split(".")[1] in OF_REPLICAS else 1)
     return coming[number % len(coming)]

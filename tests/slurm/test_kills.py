@@ -6,14 +6,23 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hpcrl.launch.heartbeat import read
 from tests.slurm.conftest import Lab
-from tests.slurm.small_ppo import PHASES, environment, hold, largest_difference, lines, places, rank_for, write_job
+from tests.slurm.small_ppo import (
+    PHASES,
+    environment,
+    hold,
+    largest_difference,
+    lines,
+    of_ranks,
+    places,
+    rank_for,
+    write_job,
+)
 from tests.trainer.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
 
 PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_seconds": 240.0}
@@ -22,22 +31,22 @@ PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_se
 @pytest.mark.slow
 @pytest.mark.parametrize("reuse", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_kill_costs_what_came_after_the_last_checkpoint(
-    lab: Lab, unbroken: Callable[[int], Path], tmp_path: Path, reuse: bool
+    lab: Lab, unbroken: Path, tmp_path: Path, reuse: bool
 ) -> None:
     """`kill -9` of some rank in each phase; what is drawn again is bit for bit the same, and the metrics with it."""
     lab = environment(lab, tmp_path)
     script = write_job(tmp_path, trainer={"reuse_rollouts": reuse})
     ranks = random.Random(2026)
     for place in places(tmp_path):
-        job = lab.sbatch([script, "killed"], cwd=tmp_path)
-        os.kill(hold(lab, job, place, rank_for(place, ranks.randrange(4))), signal.SIGKILL)
+        job = lab.sbatch([*of_ranks(2), script, "killed"], cwd=tmp_path)
+        os.kill(hold(lab, job, place, rank_for(place, ranks.randrange(2), ranks=2)), signal.SIGKILL)
         assert lab.wait(job) == "FAILED", place.name
-    job = lab.sbatch([script, "killed"], cwd=tmp_path)
+    job = lab.sbatch([*of_ranks(2), script, "killed"], cwd=tmp_path)
     assert lab.wait(job) == "COMPLETED", (tmp_path / "job.out").read_text()
     assert (tmp_path / "job.out").read_text().count("resuming after step") == len(
         PHASES
     ) - 1  # in step 1 there was none
-    killed, whole = lines(tmp_path / "runs" / "killed"), lines(unbroken(4))
+    killed, whole = lines(tmp_path / "runs" / "killed"), lines(unbroken)
     if reuse:
         assert largest_difference(killed, whole) < 1e-4
     else:

@@ -62,7 +62,7 @@ def test_a_submitted_chain_runs_from_its_bundles(lab: Lab, clone: Path) -> None:
     """The second job starts from what the first one makes, under a name that a shell would stumble over. Neither
     misses what the bundles were made from."""
     subprocess.run(
-        [sys.executable, "tools/prepare_countdown.py", "--out", "data/countdown"],
+        [sys.executable, "tools/prepare_countdown.py", "--out", "data/countdown", "--files", "train", "val", "sft"],
         cwd=clone,
         check=True,
         stdout=subprocess.DEVNULL,
