@@ -38,8 +38,8 @@ def covering(seldom: Iterable[Any] = (), /, **axes: Axis) -> pytest.MarkDecorato
     return pytest.mark.parametrize(tuple(axes), params)
 
 
-def slow_but(usual: str, names: Iterable[Any]) -> list[Any]:
-    """Values for `pytest.mark.parametrize`, names or `pytest.param` of a name: all but one have the marker `slow`."""
+def slow_but(usual: Any, names: Iterable[Any]) -> list[Any]:
+    """Values for `pytest.mark.parametrize`, or `pytest.param` of them: all but the usual one are marked `slow`."""
     params = [name if isinstance(name, type(pytest.param())) else pytest.param(name) for name in names]
     return [
         param if param.values[0] == usual else pytest.param(*param.values, marks=[*param.marks, pytest.mark.slow])

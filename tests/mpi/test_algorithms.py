@@ -58,6 +58,7 @@ def dynamic(parts: dict[str, Any], **trainer: Any) -> dict[str, Any]:
     return without(PLAIN, algorithm=algorithm, reward=parts, trainer=trainer, data={"gen_batch_size": 7})
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_fills_every_step_and_resumes_with_its_surplus(world, lab: Lab, parts) -> None:
     """Prompts without spread are replaced, none is used twice, and a resumed run is the uninterrupted one."""
     straight = lab.run("dynamic", own_layout(world.size), **dynamic(parts, total_training_steps=4))
@@ -208,6 +209,7 @@ def test_a_student_comes_closer_to_its_teacher(world, lab: Lab) -> None:
         assert losses[0] > 1e-4 and losses[-1] < 0.8 * losses[0], (name, losses)
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_added_to_the_rule(world, lab: Lab, parts) -> None:
     placement = {**own_layout(world.size), "reward": {"pp": 2} if world.size > 1 else {}}
     model = lab.run_rm("bt", {"reward": placement["reward"]})

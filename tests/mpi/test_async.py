@@ -225,7 +225,8 @@ def test_interrupted_responses_go_on_under_new_weights(world, lab: Lab, monkeypa
         assert line["training/rollout_log_probs_diff_max"] < 1e-4
 
 
-@pytest.mark.parametrize("filtering", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("filtering", [False, True])
 def test_no_prompt_is_lost_or_trained_twice(world, lab: Lab, filtering: bool) -> None:
     """Over a resume, too: all prompts of the order up to some place are trained, dropped, or waiting."""
     name, steps = f"whole_{filtering}", 6

@@ -112,6 +112,7 @@ def test_a_step_of_which_all_was_drawn_is_repeated_bitwise(world, lab: Lab, stra
         assert expected["training/num_turns/max"] == 3 > expected["training/num_turns/min"]
 
 
+@pytest.mark.slow
 @pytest.mark.world(4)
 def test_half_a_step_is_reused_on_another_layout(world, lab: Lab, straight) -> None:
     trainer = {"total_training_steps": 2, "save_freq": 1}

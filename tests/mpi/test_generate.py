@@ -121,6 +121,7 @@ def test_evaluation_with_a_reward_model(world, lab: Lab, inference: Inference) -
         inference.evaluate("of_no_policy", {}, model={"init_from": str(rewards)})
 
 
+@pytest.mark.slow
 def test_layouts_generate_the_same_file(world, inference: Inference) -> None:
     expected = inference.generate("alone", ALONE)
     assert [(line["uid"], line["sample_index"]) for line in expected] == [

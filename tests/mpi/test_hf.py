@@ -43,7 +43,7 @@ def case(name: str, layout) -> object:
         usual = name in EVERYWHERE or (place in SLICED and (place != "tp2" or name not in EXPERTS))
     if not usual and (name, place) not in MORE:
         marks.append(pytest.mark.exhaustive)
-    elif place not in QUICK[size] or (name, place) in MORE:
+    elif place not in QUICK[size] or (name, place) in MORE or name in ("deepseek-v2", "deepseek-v2-lite"):
         marks.append(pytest.mark.slow)
     return pytest.param(name, place, marks=marks)
 

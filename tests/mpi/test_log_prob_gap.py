@@ -20,6 +20,7 @@ from hpcrl.grid.groups import GroupCache
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.protocol import Request, SamplingParams
+from tests.covering import slow_but
 from tests.mpi.pairs import Pair, train, training_engine
 
 pytestmark = pytest.mark.ci_world(4)
@@ -113,10 +114,8 @@ def pairs(size: int) -> dict[Layout, list[Layout]]:
     return found
 
 
-SLOWER = [pytest.param(name, marks=[pytest.mark.slow] if name != "float32" else []) for name in BOUNDS]
-
-
-@pytest.mark.parametrize("case", SLOWER)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_every_pair_of_layouts_stays_below_the_bound(world: World, cache: GroupCache, case: str) -> None:
     shape, dtype, rollout_dtype = CASES[case]
     chosen = pairs(world.size)
@@ -140,7 +139,7 @@ def test_every_pair_of_layouts_stays_below_the_bound(world: World, cache: GroupC
 WRONG = ("stale weights", "QKV rows one head off", "up and gate swapped")
 
 
-@pytest.mark.parametrize("case", SLOWER)
+@pytest.mark.parametrize("case", slow_but("float32", CASES))
 def test_what_the_bounds_are_for_is_far_above_them(world: World, cache: GroupCache, case: str) -> None:
     """One weight of the first layer on one rank is enough, whatever the pair.
 

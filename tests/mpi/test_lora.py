@@ -76,7 +76,7 @@ def case(size: int, layout: str, shape: ModelShape, lora: Lora = LORA, *, slow: 
         case(2, "ep2", MIXTURE, slow=True),
         case(2, "etp2", MIXTURE),
         case(4, "tp2pp2", SHAPE, slow=True),
-        case(4, "tp2cp2", TIED, SOME),
+        case(4, "tp2cp2", TIED, SOME, slow=True),
         case(4, "tp2ep2etp2", MIXTURE, slow=True),
         case(4, "pp2vpp2ep2", MIXTURE),
     ],
@@ -180,7 +180,7 @@ def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path:
     [
         pytest.param("llama-3.1", "tp2", marks=pytest.mark.world(2)),
         pytest.param("qwen2", "pp2", marks=[pytest.mark.world(2), pytest.mark.slow]),
-        pytest.param("mixtral", "etp2", marks=pytest.mark.world(2)),
+        pytest.param("mixtral", "etp2", marks=[pytest.mark.world(2), pytest.mark.slow]),
         pytest.param("llama", "tp2pp2", marks=[pytest.mark.world(4), pytest.mark.slow]),
         pytest.param("qwen3-moe", "pp2ep2", marks=[pytest.mark.world(4), pytest.mark.slow]),
     ],

@@ -111,6 +111,7 @@ def test_checkpoint_of_what_is_offloaded(groups, world, world_tmp_path) -> None:
     assert not any(resident_bytes(again).values())
 
 
+@pytest.mark.slow
 @pytest.mark.world(2)
 def test_a_run_with_everything_offloaded_is_the_run_without(world, lab: Lab) -> None:
     assert_same_run(world.size, lab)

@@ -19,14 +19,20 @@ pytestmark = pytest.mark.ci_world(4)
 OPTIM = OptimConfig(lr=1e-3)
 WIDE = replace(SHAPE, vocab_size=1000)
 DTYPES = (torch.float32, torch.bfloat16)
-CASES = [  # the dtypes take turns
-    pytest.param(*layout.values, dtype, marks=[*layout.marks, *([] if index % 2 == turn else [pytest.mark.exhaustive])])
-    for index, layout in enumerate(LAYOUTS)
-    for turn, dtype in enumerate(DTYPES)
-]
+QUICK = ("tp4", "tp2pp2", "pp2cp2vpp2")
 
 
-@pytest.mark.parametrize(("layout", "dtype"), CASES)
+def case(index: int, turn: int) -> object:
+    """The dtypes take turns."""
+    (layout,), marks = LAYOUTS[index].values, list(LAYOUTS[index].marks)
+    if index % 2 != turn:
+        marks.append(pytest.mark.exhaustive)
+    elif layout not in QUICK:
+        marks.append(pytest.mark.slow)
+    return pytest.param(layout, DTYPES[turn], marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [case(index, turn) for index in range(len(LAYOUTS)) for turn in (0, 1)])
 def test_a_rank_holds_what_was_planned(world, layout, dtype) -> None:
     groups = role_groups(world.rank, world.size)[layout]
     model = RoleModel(WIDE, groups.layout, "lm", dtype.itemsize, OPTIM)

@@ -218,6 +218,7 @@ def test_memory_stays_within_the_bucket(world, ranks_per_node, case, dtype) -> N
     sides.close()
 
 
+@pytest.mark.slow_world(4)
 @pytest.mark.parametrize(("shape", "dtype"), [(TRAINED, torch.bfloat16), (TIED, torch.float32)], ids=["untied", "tied"])
 def test_aliases_stay_the_actors_weights(world, shape, dtype) -> None:
     """Over optimizer steps and loaded weights, of a real engine on both sides; and generation reads them."""
@@ -352,7 +353,8 @@ def test_checksums_are_compared_as_often_as_asked(world, verify, times, monkeypa
     sides.close()
 
 
-@pytest.mark.parametrize("ranks_per_node", [None, pytest.param(1, marks=pytest.mark.slow)], ids=["windows", "messages"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["windows", "messages"])
 def test_a_hundred_refits_leave_memory_flat(world, ranks_per_node) -> None:
     layouts = ALL_TO_TWO.get(world.size, LAYOUTS[1][0])
     sides = Sides(world, *layouts, shape=MEDIUM, ranks_per_node=ranks_per_node, verify="always")

@@ -155,6 +155,7 @@ def placements(size: int) -> dict[str, dict[str, Any]]:
     return everywhere
 
 
+@pytest.mark.slow
 def test_runs_on_any_layout_agree(world, folder):
     options = {"total_training_steps": 3, "optim": {"optimizer": "sgd", "lr": 0.5}}
     expected = run(world, make_config(folder, "one", {"pools": {"all": "0"}}, **options))

@@ -63,7 +63,7 @@ def saved(kind: str, layout) -> object:
     place, marks = layout.values[0], list(layout.marks)
     if place not in chosen:
         marks.append(pytest.mark.exhaustive)
-    elif kind != "adam" or place in ("tp2pp2", "pp2cp2vpp2"):
+    elif kind != "adam" or layout.marks[0].args == (4,):
         marks.append(pytest.mark.slow)
     return pytest.param(place, optim, shape, every, id=f"{kind}-{place}", marks=marks)
 

@@ -11,6 +11,7 @@ from hpcrl.rollout.native.sharded_sampling import sample_sharded
 from hpcrl.rollout.native.tensor_parallel import TensorParallel
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout.sampling import Sampled, sample
+from tests.covering import slow_but
 
 LAYOUTS = [pytest.param("tp2", marks=pytest.mark.world(2)), pytest.param("tp4", marks=pytest.mark.world(4))]
 WIDTH = 92
@@ -32,7 +33,7 @@ def make_rows(rows: int, vocab_size: int) -> tuple[Tensor, np.ndarray]:
     return logits, np.random.default_rng(vocab_size).uniform(size=rows)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("temperature", slow_but(0.6, [1.0, 0.6, 0.0]))
 @pytest.mark.parametrize("choice", ["torch", "triton"])
 def test_ranks_draw_what_one_rank_draws(groups, layout, choice, temperature, monkeypatch) -> None:
     monkeypatch.setenv("HPCRL_KERNELS", choice)

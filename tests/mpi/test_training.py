@@ -48,7 +48,7 @@ def alone(lab: Lab) -> Path:
     return lab.run("alone", ALONE, **SGD)
 
 
-@pytest.mark.slow_world(4)
+@pytest.mark.slow
 @pytest.mark.world(2, 4)
 def test_layouts_agree_on_recorded_rollouts(world, lab: Lab, alone: Path) -> None:
     expected = metrics(alone)
@@ -73,6 +73,7 @@ def test_layouts_agree_on_recorded_rollouts(world, lab: Lab, alone: Path) -> Non
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.ci_world(4)
 @pytest.mark.world(2, 4)
 def test_layouts_sample_the_same_tokens(world, lab: Lab, alone: Path) -> None:

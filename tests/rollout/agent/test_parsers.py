@@ -14,6 +14,7 @@ from hpcrl.rollout.agent.parsers import BadCall, ToolCall, hermes, plain_json, r
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
 )
 CALLS = st.lists(st.builds(ToolCall, st.text(), st.dictionaries(st.text(), VALUES)), max_size=3)
 
