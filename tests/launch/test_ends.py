@@ -117,7 +117,7 @@ def left_of(family: list[psutil.Process], seconds: float) -> list[psutil.Process
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_kill_9_of_a_rank_ends_the_job_and_leaves_no_process(start: Callable, tmp_path: Path, rank: int) -> None:
     process = start_children(start)
     family = family_when_ready(process, tmp_path)

@@ -53,6 +53,7 @@ def test_an_error_on_one_rank_ends_both(run: Callable, mpirun: tuple[str, ...]) 
     assert "rank 1 failed (role actor, phase update_actor): ValueError: boom" in ended.stderr
 
 
+@pytest.mark.exhaustive
 def test_bad_input_ends_with_code_2(run: Callable, mpirun: tuple[str, ...]) -> None:
     ended = run(*mpirun, Path(__file__).with_name("small_job.py"), "refuse_together", **AS_ROOT)
     assert ended.code == 2

@@ -28,9 +28,10 @@ EVERYWHERE = ("llama-3.1", "qwen3-moe")
 SLICED = ("single", "tp2", "tp2ep2")
 MORE = (
     *(("qwen2-tied", "pp2vpp2"), ("deepseek-v3", "pp2vpp2")),
-    *(("qwen2-tied", "tp2pp2"), ("deepseek-v3", "tp2pp2"), ("deepseek-v3", "tp2ep2etp2")),
+    *(("qwen2-tied", "tp2pp2"), ("deepseek-v3", "tp2ep2etp2")),
 )
-UNSLICED = ("pp2dp2", "tp2cp2", "pp2cp2", "cp4", "cp2dp2", "cp2ep2")  # as they are on fewer ranks
+# Their weights are sliced as they are on fewer ranks.
+UNSLICED = ("tp2dp2", "pp2dp2", "pp2vpp2", "tp2cp2", "pp2cp2", "cp4", "cp2dp2", "ep2", "cp2ep2")
 QUICK = {1: ("single",), 2: ("tp2", "tp2ep2"), 4: ("tp2pp2", "pp2cp2vpp2", "tp2ep2etp2", "pp2vpp2ep2")}
 
 

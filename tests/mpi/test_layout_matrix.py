@@ -1,7 +1,7 @@
 """Every layout of 1 to 8 ranks trains as one rank does: policies under the PPO and SFT losses, and critics.
 
-In CI the layouts of 8 ranks in which any two sizes meet that have not met on fewer (tests/mpi/test_engine.py has those
-of 2 and 4); with --exhaustive the whole matrix of every world.
+In CI the layouts of 8 ranks in which any two sizes above 1 meet that have not met on fewer, of which
+tests/mpi/test_engine.py has those of 2 and 4; with --exhaustive the whole matrix of every world.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def matrix(shape: ModelShape, size: int) -> Iterator[Layout]:
 
 
 def pairs(layout: Layout) -> set[Pair]:
-    """Any two of its sizes, the data parallelism among them."""
-    return set(itertools.combinations([(axis, getattr(layout, axis)) for axis in (*AXES, "dp", "edp")], 2))
+    """Any two of its sizes above 1."""
+    sizes = [(axis, getattr(layout, axis)) for axis in AXES]
+    return set(itertools.combinations([(axis, size) for axis, size in sizes if size > 1], 2))
 
 
 @cache

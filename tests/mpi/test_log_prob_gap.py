@@ -20,7 +20,6 @@ from hpcrl.grid.groups import GroupCache
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.protocol import Request, SamplingParams
-from tests.covering import slow_but
 from tests.mpi.pairs import Pair, train, training_engine
 
 pytestmark = pytest.mark.ci_world(4)
@@ -136,10 +135,11 @@ def test_every_pair_of_layouts_stays_below_the_bound(world: World, cache: GroupC
             pair.close()
 
 
+SELDOM = {"bfloat16": pytest.mark.slow, "bfloat16_from_float32": pytest.mark.exhaustive}
 WRONG = ("stale weights", "QKV rows one head off", "up and gate swapped")
 
 
-@pytest.mark.parametrize("case", slow_but("float32", CASES))
+@pytest.mark.parametrize("case", ["float32", *(pytest.param(name, marks=mark) for name, mark in SELDOM.items())])
 def test_what_the_bounds_are_for_is_far_above_them(world: World, cache: GroupCache, case: str) -> None:
     """One weight of the first layer on one rank is enough, whatever the pair.
 

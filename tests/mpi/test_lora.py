@@ -59,8 +59,13 @@ ALL_EXPERTS = {"qwen3-moe": {"mlp_only_layers": []}}
 NAMES = {id(SHAPE): "dense", id(TIED): "tied", id(MIXTURE): "mixture"}
 
 
-def case(size: int, layout: str, shape: ModelShape, lora: Lora = LORA, *, slow: bool = False) -> object:
-    marks = [pytest.mark.world(size), *([pytest.mark.slow] if slow else [])]
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
+
+
+def case(
+    size: int, layout: str, shape: ModelShape, lora: Lora = LORA, *, mark: pytest.MarkDecorator | None = None
+) -> object:
+    marks = [pytest.mark.world(size), *([mark] if mark else [])]
     return pytest.param(layout, shape, lora, marks=marks, id=f"{layout}-{NAMES[id(shape)]}-{len(lora.targets)}")
 
 
@@ -68,16 +73,16 @@ def case(size: int, layout: str, shape: ModelShape, lora: Lora = LORA, *, slow: 
     ("layout", "shape", "lora"),
     [
         case(1, "single", SHAPE),
-        case(1, "single", MIXTURE, slow=True),
+        case(1, "single", MIXTURE, mark=SLOW),
         case(2, "tp2", SHAPE),
-        case(2, "pp2", SHAPE, slow=True),
-        case(2, "tp2", TIED, SOME, slow=True),
-        case(2, "tp2", MIXTURE, slow=True),
-        case(2, "ep2", MIXTURE, slow=True),
+        case(2, "pp2", SHAPE, mark=SLOW),
+        case(2, "tp2", TIED, SOME, mark=SLOW),
+        case(2, "tp2", MIXTURE, mark=EXHAUSTIVE),
+        case(2, "ep2", MIXTURE, mark=SLOW),
         case(2, "etp2", MIXTURE),
-        case(4, "tp2pp2", SHAPE, slow=True),
-        case(4, "tp2cp2", TIED, SOME, slow=True),
-        case(4, "tp2ep2etp2", MIXTURE, slow=True),
+        case(4, "tp2pp2", SHAPE, mark=EXHAUSTIVE),
+        case(4, "tp2cp2", TIED, SOME, mark=SLOW),
+        case(4, "tp2ep2etp2", MIXTURE, mark=SLOW),
         case(4, "pp2vpp2ep2", MIXTURE),
     ],
 )
@@ -150,8 +155,8 @@ def test_offloaded_between_phases(groups):
 @pytest.mark.parametrize(
     ("layout", "other", "shape"),
     [
-        pytest.param("tp2", "pp2", TIED, marks=[pytest.mark.world(2), pytest.mark.slow]),
-        pytest.param("pp2ep2", "tp2ep2etp2", SMALL, marks=[pytest.mark.world(4), pytest.mark.slow]),
+        pytest.param("tp2", "pp2", TIED, marks=[pytest.mark.world(2), SLOW]),
+        pytest.param("pp2ep2", "tp2ep2etp2", SMALL, marks=[pytest.mark.world(4), SLOW]),
     ],
 )
 def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path: Path):
@@ -179,10 +184,10 @@ def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path:
     ("name", "layout"),
     [
         pytest.param("llama-3.1", "tp2", marks=pytest.mark.world(2)),
-        pytest.param("qwen2", "pp2", marks=[pytest.mark.world(2), pytest.mark.slow]),
-        pytest.param("mixtral", "etp2", marks=[pytest.mark.world(2), pytest.mark.slow]),
-        pytest.param("llama", "tp2pp2", marks=[pytest.mark.world(4), pytest.mark.slow]),
-        pytest.param("qwen3-moe", "pp2ep2", marks=[pytest.mark.world(4), pytest.mark.slow]),
+        pytest.param("qwen2", "pp2", marks=[pytest.mark.world(2), SLOW]),
+        pytest.param("mixtral", "etp2", marks=[pytest.mark.world(2), SLOW]),
+        pytest.param("llama", "tp2pp2", marks=[pytest.mark.world(4), EXHAUSTIVE]),
+        pytest.param("qwen3-moe", "pp2ep2", marks=[pytest.mark.world(4), SLOW]),
     ],
 )
 def test_peft_computes_what_was_trained(world, world_tmp_path: Path, name: str, layout: str) -> None:

@@ -20,12 +20,13 @@ OPTIM = OptimConfig(lr=1e-3)
 WIDE = replace(SHAPE, vocab_size=1000)
 DTYPES = (torch.float32, torch.bfloat16)
 QUICK = ("tp4", "tp2pp2", "pp2cp2vpp2")
+SLOW = ("tp2dp2", "cp4", "tp2pp2vpp2")
 
 
 def case(index: int, turn: int) -> object:
     """The dtypes take turns."""
     (layout,), marks = LAYOUTS[index].values, list(LAYOUTS[index].marks)
-    if index % 2 != turn:
+    if index % 2 != turn or layout not in (*QUICK, *SLOW):
         marks.append(pytest.mark.exhaustive)
     elif layout not in QUICK:
         marks.append(pytest.mark.slow)

@@ -354,7 +354,9 @@ def test_checksums_are_compared_as_often_as_asked(world, verify, times, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["windows", "messages"])
+@pytest.mark.parametrize(
+    "ranks_per_node", [None, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["windows", "messages"]
+)
 def test_a_hundred_refits_leave_memory_flat(world, ranks_per_node) -> None:
     layouts = ALL_TO_TWO.get(world.size, LAYOUTS[1][0])
     sides = Sides(world, *layouts, shape=MEDIUM, ranks_per_node=ranks_per_node, verify="always")

@@ -137,7 +137,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "template", ["ppo_70b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo_8b", "ppo_countdown_cpu"))]
+    "template",
+    [
+        "ppo_70b",
+        pytest.param("grpo_8b", marks=pytest.mark.exhaustive),
+        pytest.param("ppo_countdown_cpu", marks=pytest.mark.slow),
+    ],
 )
 def test_the_command_takes_less_than_a_minute(template: str) -> None:
     start = time.perf_counter()

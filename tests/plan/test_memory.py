@@ -228,7 +228,7 @@ def test_chunks_and_layers_that_are_computed_again(
             del engine
 
 
-@pytest.mark.parametrize("layout", ["alone", pytest.param("tp2pp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["alone", pytest.param("tp2pp2", marks=pytest.mark.exhaustive)])
 def test_what_balance_and_replay_add(layout: str) -> None:
     model, moe = RoleModel(MOE, LAYOUTS[layout], "lm", 4, ADAM), MoeConfig(aux_loss_coeff=0.1, z_loss_coeff=0.1)
     batch = make_batch()

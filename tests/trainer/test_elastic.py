@@ -34,7 +34,13 @@ def rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "placement"), [(2, {"critic": {"pp": 2}}), (3, {})], ids=["2 ranks", "3 ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "placement"),
+    [
+        pytest.param(2, {"critic": {"pp": 2}}, marks=pytest.mark.exhaustive, id="2 ranks"),
+        pytest.param(3, {}, id="3 ranks"),
+    ],
+)
 def test_fewer_ranks_go_on(tmp_path: Path, on_four: Path, ranks: int, placement: dict[str, Any]) -> None:
     trainer: dict[str, Any] = {"total_training_steps": NEXT, "save_freq": -1}
     tokens, samples, _ = read_step(step_path(run_folder(on_four) / "rollouts", NEXT))

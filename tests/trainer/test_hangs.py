@@ -56,7 +56,7 @@ def assert_verdict(run: Path, rank: int, phase: str, why: str = "", node: str | 
 @pytest.mark.parametrize(
     ("ranks", "rank", "phase", "how", "why"),
     [
-        (2, 0, "update_actor", "stop", STOPPED),
+        pytest.param(2, 0, "update_actor", "stop", STOPPED, marks=pytest.mark.exhaustive),  # tests/slurm has one
         pytest.param(4, 3, "update_actor", "stop", STOPPED, marks=pytest.mark.exhaustive),
         (4, 2, "update_actor", "lock", STOPPED),
         pytest.param(4, 3, "update_actor", "spin", "the other 3 wait in update_actor", marks=pytest.mark.exhaustive),
