@@ -81,11 +81,11 @@ def make_requests() -> list[Request]:
     ]
 
 
-def peak_bytes(max_model_len: int, sampling: SamplingParams) -> tuple[int, list[Completion]]:
+def peak_bytes(max_model_len: int, sampling: SamplingParams, **sizes: int) -> tuple[int, list[Completion]]:
     """Of tensors and of numpy's and Python's own memory, weights and KV cache included."""
     tracemalloc.start()
     try:
-        engine = make_engine(max_model_len)
+        engine = make_engine(max_model_len, **sizes)
         engine.generate(make_requests(), sampling, seed=0, step=0)
         _, others = tracemalloc.get_traced_memory()
     finally:
@@ -113,6 +113,16 @@ def test_memory_does_not_grow_with_the_longest_response() -> None:
     assert TIMES * SHORT * 8 > NUM_BLOCKS * 32
     # Garbage that waits for Python's collector is 1 to 3%; room for all the tokens at once would be 60%.
     assert long < 1.1 * short + 16 * NUM_REQUESTS * TIMES * SHORT
+
+
+def test_memory_does_not_grow_with_a_limit_that_no_response_reaches() -> None:
+    limit, stops = 16_000, tuple(range(2, 12))
+    cache = {"kv_cache_bytes": 512 * block_bytes(SHAPE, 1, torch.float32.itemsize)}
+    peak_bytes(limit + 130, SamplingParams(SHORT, eos_token_ids=stops), **cache)  # what is cached the first time
+    short, _ = peak_bytes(limit + 130, SamplingParams(SHORT, eos_token_ids=stops), **cache)
+    long, completions = peak_bytes(limit + 130, SamplingParams(limit, eos_token_ids=stops), **cache)
+    assert sum(len(c.token_ids) for c in completions) < 200
+    assert long - short < 100_000  # 10,000 in fact; room for a number per token of the 8 rows would be 512,000
 
 
 def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_use() -> None:
