@@ -209,7 +209,8 @@ def measure(suite: Suite, part: str, tests: list[str], workers: int) -> dict[str
     lines: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for path in data.glob("lines.*"):
         read = coverage.CoverageData(str(path))
-        read.read()
+        with suppress(coverage.exceptions.DataError):  # of a process that was killed while it wrote
+            read.read()
         for file in read.measured_files():
             of_file = lines[str(Path(file).relative_to(suite.root))]
             for line, contexts in read.contexts_by_lineno(file).items():
