@@ -2,8 +2,8 @@
 
     MUTATION=python with the extra `mutation`, of the same version as the Python that runs the tests
     $MUTATION tools/mutation sample --out sample.json --count 150 --seed 0
-    $MUTATION tools/mutation coverage --suite OLD --out cov_old.json            # and NEW, a checkout each
-    $MUTATION tools/mutation run --suite OLD --sample sample.json --coverage cov_old.json --out old.jsonl
+    $MUTATION tools/mutation coverage --suite OLD --sample sample.json --out old.json.gz    # and NEW, a checkout each
+    $MUTATION tools/mutation run --suite OLD --sample sample.json --coverage old.json.gz --out old.jsonl
     $MUTATION tools/mutation report old.jsonl new.jsonl
 
 All suites have the hpcrl/ of the sample; only their tests/ differ. The suite runs in a private copy of the checkout, by
@@ -14,6 +14,7 @@ where it was stopped, as `run` does with mutants. A test that fails or is skippe
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import signal
@@ -24,7 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from mutants import PACKAGES, sample
-from suites import PARTS, USUAL, Covering, Problem, Suite, check_sources, check_tests, measure, of_part, try_mutant
+from suites import (
+    PARTS,
+    USUAL,
+    Covering,
+    Problem,
+    Suite,
+    check_sources,
+    check_tests,
+    measure,
+    of_part,
+    only_asked,
+    try_mutant,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = ("killed", "timeout")
@@ -42,6 +55,7 @@ def main() -> int:
     command.add_argument("--seed", type=int, default=0)
     command = commands.add_parser("coverage", help="which tests execute which lines")
     of_suite(command)
+    command.add_argument("--sample", type=Path, help="keep only what `run` asks about these mutants")
     command.add_argument("--tests", nargs="+", default=["tests"], help="folders and files; all tests if not given")
     command.add_argument("--parts", nargs="+", default=list(USUAL), choices=list(PARTS), metavar="PART")
     command.add_argument("--workers", type=int, default=1, help="of pytest-xdist, for the tests without MPI")
@@ -97,14 +111,18 @@ def draw(arguments: argparse.Namespace) -> None:
 
 
 def cover(arguments: argparse.Namespace) -> None:
-    told = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"tests": arguments.tests, "parts": {}}
+    told = read(arguments.out) if arguments.out.exists() else {"tests": arguments.tests, "parts": {}}
+    mutants = read(arguments.sample)["mutants"] if arguments.sample else None
     if told["tests"] != arguments.tests:
         raise Problem(f"{arguments.out} is about the tests {told['tests']}; give another --out")
     for part in arguments.parts:
         if part in told["parts"] or not of_part(part, arguments.tests):
             continue
         with open_suite(arguments) as suite:
-            told["parts"][part] = found = measure(suite, part, arguments.tests, arguments.workers)
+            if mutants is not None:
+                check_sources(suite.root, mutants)
+            found = measure(suite, part, arguments.tests, arguments.workers)
+            told["parts"][part] = found if mutants is None else only_asked(found, suite.root, mutants)
         write(arguments.out, told)
         counts = [
             sum(each["outcome"] == outcome for each in found["tests"]) for outcome in ("passed", "failed", "skipped")
@@ -118,13 +136,13 @@ def cover(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    mutants = json.loads(arguments.sample.read_text())["mutants"]
+    mutants = read(arguments.sample)["mutants"]
     done = {key(result) for result in results_of(arguments.out)} if arguments.out.exists() else set()
     left = [mutant for mutant in mutants if key(mutant) not in done and mutant["package"] in arguments.packages]
     left = left[: arguments.count]
     with open_suite(arguments) as suite:
         check_sources(suite.root, mutants)
-        covering = Covering(json.loads(arguments.coverage.read_text())["parts"], suite.root)
+        covering = Covering(read(arguments.coverage)["parts"], suite.root)
         if left:
             check_tests(suite, covering)
         for number, mutant in enumerate(left, 1):
@@ -182,9 +200,15 @@ def report(arguments: argparse.Namespace) -> None:
         print(f"{result['file']}:{result['line']} {result['operator']}\n  {outcomes}\n{changed}")
 
 
+def read(path: Path) -> Any:
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+
+
 def write(path: Path, content: Any) -> None:
+    text = (json.dumps(content, indent=1) + "\n").encode()
     draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     draft.replace(path)
 
 

@@ -241,6 +241,51 @@ def of_part(part: str, tests: list[str]) -> list[str]:
 # mutants
 
 
+class Questions:
+    """What to ask coverage about a mutant."""
+
+    def __init__(self, root: Path, files: Iterable[str]) -> None:
+        self.root = root
+        self.sources = {file: (root / file).read_text() for file in sorted(files)}
+
+    def of(self, file: str, line: int) -> list[tuple[str, int]]:
+        """(file, lines), the likeliest first: which tests execute one of these lines?
+
+        A statement that runs when its module is imported is executed by none or by all. For it they are those that
+        execute a body below the same function or class, then others of the module, then of modules that import it.
+        """
+        statements = Statements((self.root / file).read_text())
+        wider = statements.wider(line)
+        if not wider:
+            return [(file, mask_of(*statements.around(line)))]
+        module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        package, _, name = module.rpartition(".")
+        imports = (f"{module} import", f"import {module}", f"{package} import {name}")
+        return [(file, mask_of(first, last) & statements.in_functions) for first, last in wider] + [
+            (other, Statements(source).in_functions)
+            for other, source in self.sources.items()
+            if any(text in source for text in imports)
+        ]
+
+
+def only_asked(found: dict[str, Any], root: Path, mutants: list[dict[str, Any]]) -> dict[str, Any]:
+    """A part of what `measure` returned: of each answer about these mutants one line."""
+    questions: dict[str, set[int]] = defaultdict(set)
+    of_files = Questions(root, found["lines"])
+    for mutant in mutants:
+        for file, wanted in of_files.of(mutant["file"], mutant["line"]):
+            questions[file].add(wanted)
+    lines: dict[str, dict[str, str]] = defaultdict(dict)
+    for file, of_file in found["lines"].items():
+        for test, text in of_file.items():
+            kept, mask = 0, int(text, 16)
+            for wanted in questions[file]:
+                kept |= (mask & wanted) & -(mask & wanted)
+            if kept:
+                lines[file][test] = f"{kept:x}"
+    return found | {"lines": lines}
+
+
 class Covering:
     """Which tests may notice a mutant."""
 
@@ -254,33 +299,14 @@ class Covering:
                 for number, mask in of_file.items():
                     if int(number) in passed:
                         self.masks[file][part, passed[int(number)]] = int(mask, 16)
-        sources = {str(path.relative_to(root)): path.read_text() for path in sorted((root / "hpcrl").rglob("*.py"))}
-        self.sources = {file: source for file, source in sources.items() if file in self.masks}
+        self.questions = Questions(root, self.masks)
 
     def of(self, file: str, line: int) -> list[tuple[str, str]]:
-        """(part, test), the likeliest first: those that execute the statement, by their seconds.
-
-        A statement that runs when its module is imported is executed by none or by all. For it they are those that
-        execute a body below the same function or class, then others of the module, then of modules that import it.
-        """
-        statements = Statements((self.root / file).read_text())
+        """(part, test), the likeliest first: those that execute the statement, by their seconds."""
         found: dict[tuple[str, str], None] = {}
-
-        def add(file: str, wanted: int) -> None:
-            having = [test for test, mask in self.masks.get(file, {}).items() if mask & wanted]
+        for asked, wanted in self.questions.of(file, line):
+            having = [test for test, mask in self.masks.get(asked, {}).items() if mask & wanted]
             found.update(dict.fromkeys(sorted(having, key=lambda test: (self.seconds[test], test))))
-
-        wider = statements.wider(line)
-        if not wider:
-            add(file, mask_of(*statements.around(line)))
-            return list(found)
-        for first, last in wider:
-            add(file, mask_of(first, last) & statements.in_functions)
-        module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        package, _, name = module.rpartition(".")
-        for other, source in self.sources.items():
-            if f"{module} import" in source or f"import {module}" in source or f"{package} import {name}" in source:
-                add(other, Statements(source).in_functions)
         return list(found)
 
     def within(self, tests: list[tuple[str, str]], seconds: float) -> dict[str, list[str]]:
