@@ -194,6 +194,13 @@ class DataProto:
             raise ValueError(f"column {name!r} lies on other ranks; call fetch({name!r}).padded() to bring it here")
         return column.padded(fill)
 
+    def to(self, device: torch.device) -> DataProto:
+        """With the values of its local token-level columns on another device, for a loss to compute there."""
+        columns = {
+            name: column.to(device) if isinstance(column, Ragged) else column for name, column in self.tokens.items()
+        }
+        return DataProto(columns, self.samples, self.meta_info)
+
     def fetch(self, name: str) -> Ragged:
         """A token-level column, brought here if it lies on other ranks."""
         column = self._token_level(name)

@@ -26,7 +26,7 @@ def row_index(rows: Rows) -> torch.Tensor:
 class Ragged:
     """N rows of one dtype; row i is `values[offsets[i] : offsets[i + 1]]`.
 
-    values: (sum of lengths,) on the CPU. offsets: int64 (N + 1,), from 0 upwards.
+    values: (sum of lengths,), of a column at rest on the CPU. offsets: int64 (N + 1,) on the CPU, from 0 upwards.
     """
 
     values: torch.Tensor
@@ -110,11 +110,20 @@ class Ragged:
         shift = torch.repeat_interleave(starts - (ends - lengths), lengths)
         return Ragged.from_lengths(self.values[torch.arange(len(shift)) + shift], lengths)
 
+    def to(self, device: torch.device) -> Ragged:
+        """With its values on another device; the offsets stay on the CPU."""
+        return self if self.values.device == device else Ragged(self.values.to(device), self.offsets)
+
     def padded(self, fill: float = 0) -> torch.Tensor:
-        """Right-padded rows (N, longest row)."""
+        """Right-padded rows (N, longest row), on the device of the values."""
         longest = int(self.lengths.max()) if len(self) else 0
-        out = torch.full((len(self), longest), fill, dtype=self.dtype)
-        out[_inside(self.lengths, longest)] = self.values
+        device = self.values.device
+        out = torch.full((len(self), longest), fill, dtype=self.dtype, device=device)
+        inside = _inside(self.lengths, longest)
+        if device.type == "cpu":
+            out[inside] = self.values
+        else:  # a mask on the device would have its trues counted there, which waits for all that runs
+            out.view(-1).index_copy_(0, inside.view(-1).nonzero().squeeze(1).to(device), self.values)
         return out
 
     def padded_vectors(self, width: int) -> torch.Tensor:

@@ -188,11 +188,12 @@ class TrainEngine:
         """One optimizer step over the samples of all replicas.
 
         `loss` gets, on the last stage and per micro-batch that has response tokens, padded (b, T) outputs that carry
-        gradients ({'log_probs', 'entropy'}, {'values'} or {'scores'} of shape (b, 1)) and the micro-batch's samples, of
-        which `unit` successive ones are never parted. Its gradient is summed as it is over micro-batches and replicas:
-        the loss is normalised by the global mini-batch already. `topk_ids` names a column of k token ids per response
-        token, as `topk_log_probs` gives them: then there are also 'topk_log_probs' (b, T, k) at these ids, with
-        gradients, and 'own_topk_ids' (b, T, k) int64, the likeliest of the model in training.
+        gradients ({'log_probs', 'entropy'}, {'values'} or {'scores'} of shape (b, 1)) and the micro-batch's samples,
+        whose columns are on the device of the outputs; `unit` successive samples are never parted. Its gradient is
+        summed as it is over micro-batches and replicas: the loss is normalised by the global mini-batch already.
+        `topk_ids` names a column of k token ids per response token, as `topk_log_probs` gives them: then there are also
+        'topk_log_probs' (b, T, k) at these ids, with gradients, and 'own_topk_ids' (b, T, k) int64, the likeliest of
+        the model in training.
         Returns the loss's metrics merged over the micro-batches (last stage), and as floats on every rank 'grad_norm'
         (before clipping), 'lr', 'skipped_updates': 1 where the norm is not finite and the weights stay as they are,
         and those of `RouterLosses.metrics` for a model with experts.
@@ -212,7 +213,7 @@ class TrainEngine:
                 metrics: dict[str, Metric] = {}
             else:
                 padded = {name: micro.padded(output) for name, output in outputs.items()}
-                value, metrics = loss(padded, batch[micro.rows])
+                value, metrics = loss(padded, batch[micro.rows].to(platform.device()))
                 value = value + 0.0  # the schedule frees the loss's memory, which a view would share
             return value, torch.tensor(0, dtype=torch.int), metrics
 

@@ -203,3 +203,14 @@ def test_a_hundred_thousand_samples():
     column = Ragged.from_lengths(torch.arange(int(lengths.sum())), lengths)
     batch = DataProto({"x": column}, {"n": np.arange(size)})
     assert DataProto.concat(batch.repeat(2).chunk(64))[::2].equal(batch)
+
+
+def test_a_batch_on_a_device_pads_its_columns_there():
+    """Losses compute on a GPU with columns that rest on the CPU. The meta device refuses to mix with the CPU's."""
+    device = torch.device("meta")
+    rows = [[1.0, 2.0], [3.0]]
+    batch = DataProto.from_dict({"old_log_probs": rows, "topk": [[1.0] * 4, [1.0] * 2]}, {"uid": ["a", "b"]}).to(device)
+    assert batch.padded("old_log_probs").device == batch.fetch("topk").padded_vectors(2).device == device
+    assert batch.padded("old_log_probs").shape == (2, 2) and batch.fetch("topk").padded_vectors(2).shape == (2, 2, 2)
+    assert (batch.padded("old_log_probs") * torch.ones(2, 2, device=device)).device == device
+    assert batch.samples["uid"].tolist() == ["a", "b"]
