@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -39,14 +41,11 @@ def test_groups_partition_the_ranks_and_differ_only_along_their_dimensions(layou
 def test_groups_equal_megatrons_hyper_comm_grid(layout: Layout, dims: tuple[str, ...]) -> None:
     from megatron.core.hyper_comm_grid import HyperCommGrid
 
-    grid = HyperCommGrid.__new__(HyperCommGrid)  # its constructor asks for a running torch.distributed
-    grid.shape = [layout.tp, layout.cp, layout.dp, layout.pp]
-    grid.dim_names = ["tp", "cp", "dp", "pp"]
-    grid.size = layout.size
-    grid.rank_offset = layout.ranks[0]
-    # megatron lists dimensions slowest first when it names a group
-    ordered, _ = grid._order_dims(list(dims))
-    expected = grid._gen_rank_enum(ordered)
+    first = layout.ranks[0]
+    sizes = [layout.tp, layout.cp, layout.dp, layout.pp]
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(first + layout.size)):  # else it asks torch.distributed
+        grid = HyperCommGrid(sizes, ["tp", "cp", "dp", "pp"], rank_offset=first)
+    expected = grid.get_rank_enum(list(dims))
     assert sorted(tuple(group) for group in expected) == sorted(layout.groups(*dims))
 
 
