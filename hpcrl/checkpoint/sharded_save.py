@@ -31,7 +31,7 @@ from hpcrl.checkpoint.manifest import FileEntry, hash_file
 from hpcrl.checkpoint.saved_part import SavedPart, told
 from hpcrl.checkpoint.scratch import write_file
 from hpcrl.checkpoint.store import fsync
-from hpcrl.launch import platform
+from hpcrl.launch import accelerator, platform
 
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
@@ -150,7 +150,10 @@ def _copied(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> list[tor
     """In host memory, each in a storage of its own, for torch writes whole storages."""
     if [(old.shape, old.dtype) for old in memory] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
         memory[:] = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda) for tensor in tensors
+            torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=accelerator.pins_memory(tensor.device)
+            )
+            for tensor in tensors
         ]
     for copy, tensor in zip(memory, tensors, strict=True):
         copy.copy_(tensor)

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import psutil
-import torch
+
+from hpcrl.launch import accelerator
 
 
 class MemoryUse(NamedTuple):
@@ -26,7 +27,7 @@ class MemoryLedger:
     """device: gives the first two of a `MemoryUse`, since it was asked last."""
 
     def __init__(self, device: Callable[[], tuple[int, int]] | None = None) -> None:
-        self._device = device or _peaks_of_cuda
+        self._device = device or accelerator.take_peak_bytes
         self._process = psutil.Process()
         self._so_far = MemoryUse()  # of the phase that goes on, before the inner one that ended last
         self._used: dict[str, MemoryUse] = {}
@@ -48,11 +49,3 @@ class MemoryLedger:
 
     def _take(self) -> MemoryUse:
         return MemoryUse(*self._device(), self._process.memory_info().rss)
-
-
-def _peaks_of_cuda() -> tuple[int, int]:
-    if not torch.cuda.is_available():
-        return 0, 0
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
-    return peaks

@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from hpcrl.config.offload import HOST_BLOCK, Part
 from hpcrl.engine.optim import optimizer_tensors
-from hpcrl.launch import platform
+from hpcrl.launch import accelerator, platform
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -119,9 +119,9 @@ class Offload:
     def _send_away(self, parts: Collection[Offloadable]) -> None:
         for part in parts:
             part.leave()
-        if parts and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()  # other roles, and TensorRT-LLM, allocate blocks of other sizes
+        if parts:
+            # Other roles, and TensorRT-LLM, allocate blocks of other sizes.
+            accelerator.release_cached_memory(self._device)
 
 
 def storages_of(tensors: Iterable[Tensor], apart: Iterable[UntypedStorage] = ()) -> list[UntypedStorage]:
@@ -158,7 +158,7 @@ def offload_of(
         return storages_of(optimizer_tensors(optimizer), apart=[*parameters(), *gradients()])
 
     def kept(storages: Callable[[], list[UntypedStorage]]) -> Offloadable:
-        return Offloadable(storages, HostMemory(pinned=device.type == "cuda"))
+        return Offloadable(storages, HostMemory(pinned=accelerator.pins_memory(device)))
 
     parts: dict[Part, Offloadable] = {
         "parameters": kept(parameters),

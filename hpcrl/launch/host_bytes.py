@@ -25,6 +25,8 @@ def host_bytes(tensor: Tensor) -> np.ndarray:
     `Tensor.numpy` would do, if torch did not forbid for good, to a storage once seen by numpy, to change its size: and
     so its offload (`hpcrl.engine.offload`).
     """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"expected a tensor in host memory, found one on {tensor.device}")
     if not tensor.nbytes:
         return np.empty(0, np.uint8)  # its address is 0, which numpy 2.2 refuses
     return np.asarray(_Memory(tensor))

@@ -1,4 +1,4 @@
-"""The `torch.distributed` backend `mpi_host`: collectives and point-to-point on host tensors over mpi4py.
+"""The `torch.distributed` backend `mpi_host`: collectives and point-to-point over mpi4py.
 
 A Python `ProcessGroup` with one communicator per group. `torch.distributed` calls its methods by the names of the
 installed torch: `_allgather_base` and its like up to 2.9, `all_gather_single` and its like in 2.13; both are here.
@@ -201,7 +201,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Each list of outputs has one tensor per rank, which may differ in size."""
         for parts, input in zip(outputs, inputs, strict=True):
             counts = [part.numel() for part in parts]
-            whole = input.new_empty(sum(counts), requires_grad=False)
+            whole = torch.empty(sum(counts), dtype=input.dtype)
             wait(self._comm.Iallgatherv(raw(dense(input)), raw(whole, counts)))
             deliver_parts(whole, parts)
         return MpiWork([part for parts in outputs for part in parts])
@@ -250,7 +250,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """One tensor per rank on both sides; sizes may differ."""
         input_counts = [tensor.numel() for tensor in inputs]
         output_counts = [tensor.numel() for tensor in outputs]
-        whole = outputs[0].new_empty(sum(output_counts), requires_grad=False)
+        whole = torch.empty(sum(output_counts), dtype=outputs[0].dtype)
         wait(self._comm.Ialltoallv(raw(flatten(inputs), input_counts), raw(whole, output_counts)))
         deliver_parts(whole, outputs)
         return MpiWork(outputs)

@@ -1,5 +1,7 @@
 """Tensors as MPI sees them: address, count and datatype, in place wherever the memory is contiguous.
 
+Tensors on a device are copied through the host.
+
 With an MPI that has large counts (MPI-4, as MPICH) messages have no limit; with Open MPI 5 it is 2^31 - 1 elements.
 """
 
@@ -52,21 +54,22 @@ _BOOL_OPS = {
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """`tensor` without autograd and contiguous: its own memory if that is contiguous already, else a copy."""
-    _check_host(tensor)
-    return tensor.detach().contiguous()
+    """`tensor` without autograd, contiguous, on the host: its own memory if that is so already, else a copy."""
+    _check_dense(tensor)
+    return tensor.detach().cpu().contiguous()
 
 
 def landing(target: Tensor) -> Tensor:
-    """Contiguous tensor to receive into for `target`: its own memory if that is contiguous, else new memory."""
-    _check_host(target)
-    target = target.detach()
-    return target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    """Contiguous host tensor to receive into for `target`: its own memory if it is one, else new memory."""
+    _check_dense(target)
+    if target.device.type == "cpu" and target.is_contiguous():
+        return target.detach()
+    return torch.empty(target.shape, dtype=target.dtype)
 
 
 def deliver(result: Tensor, target: Tensor) -> None:
     """Copy contiguous `result` (dtype may differ) into `target` unless it is `target`'s own memory."""
-    if result.data_ptr() != target.data_ptr() or result.dtype != target.dtype:
+    if (result.data_ptr(), result.dtype, result.device) != (target.data_ptr(), target.dtype, target.device):
         target.detach().copy_(result.view(target.shape))
 
 
@@ -152,8 +155,6 @@ def row_counts(tensor: Tensor, splits: list[int], ranks: int) -> list[int]:
     return [split * width for split in splits]
 
 
-def _check_host(tensor: Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"mpi_host carries host memory, found a tensor on {tensor.device}; use a nccl group for it")
+def _check_dense(tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise ValueError(f"mpi_host carries dense tensors, found layout {tensor.layout}; call .to_dense() first")

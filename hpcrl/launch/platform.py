@@ -25,12 +25,28 @@ from hpcrl.launch import light_imports
 OPTIONAL = ("torch.distributed._tensor", "torch.distributed.tensor", "torch.utils.tensorboard", "triton")
 UNUSED = ("torch.distributed.checkpoint", "torch.utils.cpp_extension")  # nor are these, without which it fails
 _CPU = torch.device("cpu")
+_in_place_of_cuda = _CPU
 _installed = False
 
 
 def device() -> torch.device:
     """Where weights and activations of this process live."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _in_place_of_cuda
+
+
+@contextlib.contextmanager
+def in_place_of_cuda(device: torch.device) -> Iterator[None]:
+    """Context in which the device of this process is `device` where there is no CUDA: for tests of code whose tensors
+    are not on the CPU."""
+    global _in_place_of_cuda
+    install()
+    before, _in_place_of_cuda = _in_place_of_cuda, device
+    _make_gather_buffer()
+    try:
+        yield
+    finally:
+        _in_place_of_cuda = before
+        _make_gather_buffer()
 
 
 def import_megatron() -> None:
@@ -66,7 +82,6 @@ def install() -> None:
     _installed = True
     if not torch.cuda.is_available():
         _install_on_cpu()
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     from hpcrl.launch import megatron_versions
@@ -77,12 +92,19 @@ def install() -> None:
     random._get_all_rng_states = lambda: ()  # type: ignore[assignment,return-value]
     random._set_all_rng_states = lambda *states: None
     random._fork_rng = contextlib.nullcontext  # type: ignore[assignment]
-    # No parallel state, only memory: what sequence parallelism gathers one layer's input into.
+    _make_gather_buffer()
+
+
+def _make_gather_buffer() -> None:
+    """No parallel state, only memory: what sequence parallelism gathers one layer's input into."""
+    from megatron.core import parallel_state
+
+    parallel_state._GLOBAL_MEMORY_BUFFER = None
     parallel_state._set_global_memory_buffer()
 
 
 def _install_on_cpu() -> None:
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = device  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]  # asked for, not used
     with warnings.catch_warnings():
@@ -91,7 +113,7 @@ def _install_on_cpu() -> None:
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     # The schedules make one device="cuda" scalar per call, around all of forward and backward.
-    schedules.torch = _TorchOnCpu()  # type: ignore[attr-defined]
+    schedules.torch = _TorchWithoutCuda()  # type: ignore[attr-defined]
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # made once, where there is none
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_host
 
@@ -101,13 +123,13 @@ def _splits_to_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if isinstance(splits := getattr(dispatcher, name), torch.Tensor):
-                setattr(dispatcher, name, splits.numpy())
+                setattr(dispatcher, name, splits.cpu().numpy())
     return tokens_per_expert
 
 
 def cpu_bridge() -> contextlib.AbstractContextManager[Any]:
-    """Context in which torch calls that ask for CUDA get the CPU."""
-    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaMeansCpu()
+    """Context in which torch calls that ask for CUDA get the device of this process."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaMeansDevice(_in_place_of_cuda)
 
 
 @contextlib.contextmanager
@@ -133,19 +155,23 @@ class _NoRandomStates:
         pass
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class _CudaMeansDevice(TorchFunctionMode):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(self._device)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{func(*args).rpartition('.')[2]}"
         if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": _CPU}
+            kwargs = {**kwargs, "device": self._device}
         elif func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
+            args = (args[0], self._device, *args[2:])
         return func(*args, **kwargs)
 
 
@@ -159,8 +185,8 @@ class _AllIsMeta(TorchFunctionMode):
         return func(*args, **({**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs))
 
 
-class _TorchOnCpu(types.ModuleType):
-    """The torch module with one factory that takes CUDA for the CPU."""
+class _TorchWithoutCuda(types.ModuleType):
+    """The torch module with one factory that takes CUDA for the device of this process."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -170,7 +196,7 @@ class _TorchOnCpu(types.ModuleType):
 
     @staticmethod
     def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(*size, device=_CPU if _is_cuda(device) else device, **kwargs)
+        return torch.zeros(*size, device=_in_place_of_cuda if _is_cuda(device) else device, **kwargs)
 
 
 def _is_cuda(device: object) -> bool:

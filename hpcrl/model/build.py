@@ -82,10 +82,10 @@ def build_model(
     uses_te = transformer_engine.is_used(te, device, shape, exact=exact, has_adapters=lora is not None)
     config = transformer_config(shape, groups, dtype, sequence_parallel and not exact, recompute, te)
     with platform.meta_bridge() if device.type == "meta" else platform.cpu_bridge():
-        chunks = [
-            _chunk(shape, groups, config, number, head, exact, uses_te, lora, device)
-            for number in range(groups.layout.vpp)
-        ]
+        with device:
+            chunks = [
+                _chunk(shape, groups, config, number, head, exact, uses_te, lora) for number in range(groups.layout.vpp)
+            ]
         _mark(chunks, local)
         if device.type != "meta":
             _initialise(chunks, local, shape, seed)
@@ -101,7 +101,6 @@ def _chunk(
     exact: bool,
     uses_te: bool,
     lora: Lora | None,
-    device: torch.device,
 ) -> PackedGPT:
     layout, pp_rank = groups.layout, groups.coord.pp
     is_last = groups.is_last_stage and number == layout.vpp - 1
@@ -134,7 +133,7 @@ def _chunk(
         use_exact_linear(model)
     if lora is not None:
         add_adapters(model, shape, lora)
-    return model.to(device)
+    return model
 
 
 def leave_sums_to_model(output_layer: ColumnParallelLinear) -> None:

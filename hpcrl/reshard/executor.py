@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.pack import RepeatedCopies
+from hpcrl.launch import accelerator, platform
 from hpcrl.launch.waiting import create_group
 from hpcrl.reshard.events import Events
 from hpcrl.reshard.planner import Move, Resharding
@@ -124,8 +125,7 @@ class Refit:
         for transport in self._transports:
             transport.start(events, source, destination)
         events.run(self._copied(copies, source, destination))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        accelerator.synchronize(platform.device())
         seconds = time.perf_counter() - start
         self._num_runs += 1
         verifies = self._verify == "always" or (self._verify == "first" and self._num_runs <= VERIFIED_FIRST)

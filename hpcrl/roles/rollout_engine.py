@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import psutil
-import torch
-
 from hpcrl.config.schema import Config
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.launch import platform
+from hpcrl.launch import accelerator, platform
 from hpcrl.model.kv_memory import kv_cache_bytes
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import DTYPES
@@ -34,7 +31,7 @@ def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_
             dtype.itemsize,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=max_model_len,
-            free_bytes=free_bytes(device, ranks_on_node),
+            free_bytes=accelerator.free_bytes(device, ranks_on_node),
             utilization=rollout.gpu_memory_utilization,
         )
     return NativeEngine(
@@ -52,10 +49,3 @@ def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_
         exact=rollout.exact,
         device=device,
     )
-
-
-def free_bytes(device: torch.device, ranks_on_node: int) -> int:
-    """Of the device, which is this rank's alone; of the node's memory an equal share."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available) // ranks_on_node

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from hpcrl.algorithms.kl import make_kl_controller
 from hpcrl.algorithms.metrics import finish, finish_over_steps, merge
@@ -20,6 +19,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, Future, run_program
 from hpcrl.data.order import steps_for_epochs
 from hpcrl.data.sampler import Sampler, make_sampler
+from hpcrl.launch import accelerator
 from hpcrl.launch.exits import DONE, InputError
 from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
@@ -117,7 +117,7 @@ class PPOTrainer:
         self.timers = self.run.timers
         eos = (int(inputs.tokenizer.eos_token_id),)
         self.weights = EngineWeights(controller, self.timers)
-        self.peak_flops = peak_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+        self.peak_flops = peak_of(gpu) if (gpu := accelerator.name_of(world.device)) else None
         mode = config.async_training.mode
         self.experience = EXPERIENCE[mode](
             controller, config, derived, sampler, self.timers, eos, self.weights, total_steps

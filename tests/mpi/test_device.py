@@ -1,0 +1,92 @@
+"""Jobs on a device that is not the CPU: no tensor on the wrong one, and the CPU's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.launch import platform
+from tests.mpi.lab import Lab, metrics, on
+from tests.strict_device.load import load
+
+pytestmark = pytest.mark.ci_world(2)
+
+SGD = {"optimizer": "sgd", "lr": 0.05}
+OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+REFIT = {"checkpoint_engine": {"alias": False, "verify": "always"}}
+
+
+@pytest.fixture(scope="module")
+def device(world: Any) -> torch.device:
+    """Compiled by rank 0."""
+    for its_turn in (world.rank == 0, world.rank > 0):
+        if its_turn:
+            load()
+        world.barrier()
+    return torch.device("strict", 0)
+
+
+@pytest.fixture
+def labs(world: Any, lab: Lab, device: torch.device, countdown_files: Path) -> Iterator[Any]:
+    """Runs a job on both devices and compares every metric."""
+    folder = lab.folder / "on_device"
+    if world.rank == 0:
+        folder.mkdir(exist_ok=True)
+    world.barrier()
+    there = Lab(replace(world, device=device), countdown_files, folder)
+
+    def run(kind: str, name: str, *arguments: Any, **sections: Any) -> dict[int, dict[str, float]]:
+        expected = metrics(getattr(lab, kind)(f"device_{name}", *arguments, **sections))
+        # MPI is for one thread, and on a device backward would run in another.
+        with platform.in_place_of_cuda(device), torch.autograd.set_multithreading_enabled(False):
+            found = metrics(getattr(there, kind)(name, *arguments, **sections))
+        assert set(found) == set(expected)
+        for step, values in expected.items():
+            assert set(found[step]) == set(values)
+            assert found[step] == pytest.approx(values, rel=1e-4, abs=1e-5, nan_ok=True), step
+        return found
+
+    yield run
+
+
+def test_ppo_with_a_critic_a_reference_and_offload(labs: Any) -> None:
+    """The cache holds a part of the sequences, so that some are preempted; the head runs on a few rows at a time."""
+    roles = {"actor": {**OFFLOAD, "optim": SGD}, "critic": {**OFFLOAD, "optim": SGD}, "ref": {"param_offload": True}}
+    rollout = {"kv_cache_gib": 6e-5, "max_num_seqs": 8, "n": 2, **REFIT}  # seven blocks, three for a long sequence
+    trainer = {"total_training_steps": 2, "head_chunk_tokens": 16}
+    found = labs("run", "ppo", on(2, tp=2), **roles, rollout=rollout, data={"max_response_length": 60}, trainer=trainer)
+    assert found[2]["critic/grad_norm"] > 0
+
+
+def test_grpo_of_adapters_in_a_mixture_resumes(labs: Any) -> None:
+    mixture = {"family": "qwen3_moe", "num_experts": 4, "moe_topk": 2, "moe_ffn_hidden_size": 32, "lora_rank": 4}
+    sections = {
+        "model": mixture,
+        "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+        "rollout": REFIT,
+        "actor": {"optim": SGD},
+    }
+    for steps in (1, 2):
+        trainer = {"total_training_steps": steps, "save_freq": 1}
+        found = labs("run", "grpo", {**on(2, ep=2), "rollout": {}}, **sections, trainer=trainer)
+    assert set(found) == {1, 2}
+
+
+def test_distillation(lab: Lab, labs: Any) -> None:
+    grpo = {"algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False}}
+    teacher = lab.run("device_teacher", on(2), **grpo, trainer={"total_training_steps": 1, "save_freq": 1})
+    sections = {"distillation": {"enabled": True}, "teacher": {"init_from": str(teacher)}, "rollout": REFIT}
+    labs("run", "distillation", on(2, pp=2), **grpo, **sections, actor={"optim": SGD})
+
+
+def test_supervised_fine_tuning(labs: Any) -> None:
+    labs("run_sft", "sft", on(2, tp=2), sft={"batch_size": 8, "total_training_steps": 2, "optim": SGD})
+
+
+def test_reward_model(labs: Any) -> None:
+    labs("run_rm", "rm")
