@@ -90,6 +90,9 @@ class RunConfig(Section):
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
     )
+    nccl_timeout: PositiveInt = Field(
+        1800, description="seconds after which an NCCL collective that has not ended fails"
+    )
     full_determinism: bool = Field(
         False, description="on GPUs: kernels that always add in one order, which are slower; on the CPU they always do"
     )

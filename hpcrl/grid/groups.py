@@ -7,6 +7,7 @@ layouts live on the same ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -22,10 +23,14 @@ ALIASES = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp", "intra_dist_opt":
 
 
 class GroupCache:
-    """Tuple of world ranks -> process group. Asking is a collective over the world, in the same order on every rank."""
+    """Tuple of world ranks -> process group. Asking is a collective over the world, in the same order on every rank.
 
-    def __init__(self, rank: int) -> None:
+    `timeout` of the groups' collectives; None: torch's default.
+    """
+
+    def __init__(self, rank: int, timeout: timedelta | None = None) -> None:
         self._rank = rank
+        self._timeout = timeout
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def get(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
@@ -36,7 +41,7 @@ class GroupCache:
         if len(ranks) == 1 and ranks[0] != self._rank:
             return None
         if ranks not in self._groups:
-            made = dist.new_group(list(ranks), use_local_synchronization=len(ranks) == 1)
+            made = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=len(ranks) == 1)
             self._groups[ranks] = made if self._rank in ranks else None
         return self._groups[ranks]
 

@@ -1,9 +1,10 @@
-"""What only a GPU has: streams to wait for, a caching allocator, pinned memory. On another device, no-ops."""
+"""What only a GPU has: streams to wait for, a caching allocator, pinned memory, NCCL. On another device, no-ops."""
 
 from __future__ import annotations
 
 import psutil
 import torch
+import torch.distributed as dist
 
 
 def synchronize(device: torch.device) -> None:
@@ -43,3 +44,8 @@ def take_peak_bytes() -> tuple[int, int]:
 def name_of(device: torch.device) -> str | None:
     """The GPU's name as its maker spells it, None for another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def has_nccl() -> bool:
+    """Whether device tensors of the world's process group go over NCCL."""
+    return "nccl" in str(dist.get_backend_config())

@@ -31,6 +31,8 @@ class RunSection(Protocol):
     @property
     def full_determinism(self) -> bool: ...
     @property
+    def nccl_timeout(self) -> int: ...
+    @property
     def watchdog(self) -> watchdog.Patience: ...
 
 
@@ -79,6 +81,7 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
             comm,
             config.run.c10d_backend,
             with_tensorrt_llm=asks_for_tensorrt_llm(config),
+            nccl_timeout=config.run.nccl_timeout,
             stop=StopRequests(comm.rank) if heeds_signals else None,
             ends_at=broadcast(comm, ends_at),
             whereabouts=whereabouts,

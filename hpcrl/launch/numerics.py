@@ -18,12 +18,13 @@ def settle_libraries(full_determinism: bool) -> None:
 
 
 def settle_torch(full_determinism: bool) -> None:
-    """fp32 products are of fp32 numbers, not of TF32's ten bits; with `full_determinism` a kernel that may add in
-    another order each time is an error. On the CPU both hold anyway."""
+    """fp32 products are of fp32 numbers, not of TF32's ten bits, and bf16 products are summed in fp32; with
+    `full_determinism` a kernel that may add in another order each time is an error. On the CPU all hold anyway."""
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if full_determinism and torch.cuda.is_available():
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -52,6 +52,7 @@ class World:
     stop: StopRequests | None = None  # where the job heeds signals
     ends_at: float | None = None  # end of the allocation, in seconds since the epoch
     whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    nccl_timeout: timedelta | None = None  # of collectives, where device tensors go over NCCL
 
     def barrier(self) -> None:
         barrier(self.comm)
@@ -102,6 +103,9 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
     """Defaults that libraries read when they start; what the user has set stays."""
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "PYTORCH_ALLOC_CONF" not in environ:  # the newer name of the same
+        # Roles and the KV cache take turns with blocks of different sizes, which fragments a GPU's memory.
+        environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if on_one_node(environ):
         # else MPICH and NCCL listen on the outside address
         environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -124,6 +128,7 @@ def start_torch(
     backend: str = "mpi_host",
     *,
     with_tensorrt_llm: bool = False,
+    nccl_timeout: float = 1800.0,
     stop: StopRequests | None = None,
     ends_at: float | None = None,
     whereabouts: Whereabouts | None = None,
@@ -133,8 +138,10 @@ def start_torch(
     Args:
         backend: "mpi_host" (our own over MPI) or "gloo", for the CPU. With CUDA the world is NCCL for device tensors
             and gloo for host tensors (torch takes a Python process group only as the whole of a group); that
-            combination has not been tried on a machine with GPUs yet.
+            combination has not been tried on a machine with GPUs yet. Ranks that share a GPU, which HPCRL_SHARE_GPU=1
+            allows for tests, have "mpi_host" for both, which copies device tensors through the host.
         with_tensorrt_llm: import that package here, on all ranks; `comm` must then have all of MPI's world.
+        nccl_timeout: seconds after which an NCCL collective that has not ended fails.
         stop: is given the board by which rank 0 hears of signals.
         ends_at: for `World`.
     """
@@ -156,14 +163,22 @@ def start_torch(
 
     torch.set_num_threads(threads)
     device = torch.device("cpu")
+    shares_gpu = False
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        uuids = exchange(comm, str(torch.cuda.get_device_properties(device).uuid))
+        shares_gpu = len(set(uuids)) < len(uuids)
+        may_share = os.environ.get("HPCRL_SHARE_GPU") == "1"
+        together(comm, lambda: None if may_share else check_own_gpus(uuids))
     if with_tensorrt_llm:
         trtllm.import_together(comm)
-    if device.type == "cuda":
-        backend = "cpu:gloo,cuda:nccl"
-    elif backend == "mpi_host":
+    timeout = None
+    if shares_gpu:
+        backend = "mpi_host"
+    elif device.type == "cuda":
+        backend, timeout = "cpu:gloo,cuda:nccl", timedelta(seconds=nccl_timeout)
+    if backend == "mpi_host":
         from hpcrl.launch import mpi_backend
 
         mpi_backend.register(comm)
@@ -176,9 +191,28 @@ def start_torch(
         store=dist.PrefixStore("hpcrl", store),
         rank=comm.rank,
         world_size=comm.size,
+        timeout=timeout,
+        device_id=device if timeout else None,  # connects now, so that a broken network ends the job here
     )
+    if timeout:
+        # Else NCCL splits a group's communicator from the world's, which is collective over all ranks, and a group of
+        # size 1 is made by its only member.
+        dist.distributed_c10d._get_default_group().bound_device_id = None
     here = whereabouts or Whereabouts()
-    return World(comm.rank, comm.size, comm, local_rank, local_size, threads, device, board, stop, ends_at, here)
+    return World(
+        comm.rank, comm.size, comm, local_rank, local_size, threads, device, board, stop, ends_at, here, timeout
+    )
+
+
+def check_own_gpus(uuids: Sequence[str]) -> None:
+    """InputError where two ranks have one GPU. `uuids`: of every rank's, in rank order."""
+    for rank, uuid in enumerate(uuids):
+        first = uuids.index(uuid)
+        if first < rank:
+            raise InputError(
+                f"ranks {first} and {rank} have the same GPU ({uuid}), and NCCL takes one rank per GPU; start as many "
+                "ranks per node as it has GPUs (job.ntasks_per_node), or set HPCRL_SHARE_GPU=1 for a slow test"
+            )
 
 
 def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int:
@@ -280,7 +314,9 @@ def finish(code: int) -> NoReturn:
     while _to_close:
         _to_close.pop()()
     if "torch.distributed" in sys.modules:
-        dist = sys.modules["torch.distributed"]
+        cuda, dist = sys.modules["torch"].cuda, sys.modules["torch.distributed"]
+        if cuda.is_initialized():
+            cuda.synchronize()  # kernels and autograd's threads must not meet the libraries' teardown
         if dist.is_initialized():
             dist.destroy_process_group()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun --kill-on-bad-exit sends it when the first of us has left

@@ -15,7 +15,7 @@ from hpcrl.checkpoint.store import fsync
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import platform
+from hpcrl.launch import accelerator, platform
 from hpcrl.model.hf.files import plan_files
 from hpcrl.model.hf.peft import WEIGHTS, peft_shards
 from hpcrl.model.params import Shard
@@ -78,7 +78,7 @@ class ExportWorker(Worker):
             self.rank,
             engine.dtype,
             verify="always",
-            device_group=self.policy.groups.pgc.intra_dist_opt if platform.device().type == "cuda" else None,
+            device_group=self.policy.groups.pgc.intra_dist_opt if accelerator.has_nccl() else None,
         )
         try:
             with engine.offload.on_device("parameters"):

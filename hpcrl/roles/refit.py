@@ -13,6 +13,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
+from hpcrl.launch import accelerator
 from hpcrl.launch.world import World, before_leaving_mpi
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit, RefitReport
@@ -75,7 +76,7 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
         destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
     )
     ranks = sorted({*actor.ranks, *rollout.ranks})
-    device_group = dist.new_group(ranks) if world.device.type == "cuda" else None
+    device_group = dist.new_group(ranks, timeout=world.nccl_timeout) if accelerator.has_nccl() else None
     if world.rank not in ranks:
         return None
     options = config.rollout.checkpoint_engine

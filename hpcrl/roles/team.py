@@ -15,7 +15,7 @@ from hpcrl.data.preference import PreferenceDataset
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.grid.groups import RoleGroups, make_groups
+from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.launch import platform
 from hpcrl.launch.exits import InputError
@@ -366,4 +366,4 @@ def _check_adapters(world: World, config: Config, shape: ModelShape, layout: Lay
 
 def _groups(world: World, layouts: dict[str, Layout]) -> dict[str, RoleGroups]:
     platform.install()
-    return make_groups(layouts, world.rank)
+    return make_groups(layouts, world.rank, GroupCache(world.rank, world.nccl_timeout))

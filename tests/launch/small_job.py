@@ -27,7 +27,9 @@ def load() -> SimpleNamespace:
     folder = "small_job.file" if MODE == "no_run_directory" else "runs"
     watchdog = SimpleNamespace(enable=False)
     return SimpleNamespace(
-        run=SimpleNamespace(dir=folder, name="small", c10d_backend="gloo", full_determinism=False, watchdog=watchdog)
+        run=SimpleNamespace(
+            dir=folder, name="small", c10d_backend="gloo", nccl_timeout=60, full_determinism=False, watchdog=watchdog
+        )
     )
 
 

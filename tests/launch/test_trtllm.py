@@ -20,7 +20,8 @@ JOB = """
 from types import SimpleNamespace
 from hpcrl.launch.job import run_spmd
 watchdog = SimpleNamespace(enable=False)
-run = SimpleNamespace(dir="runs", name="small", c10d_backend="gloo", full_determinism=False, watchdog=watchdog)
+torch = dict(c10d_backend="gloo", nccl_timeout=60, full_determinism=False)
+run = SimpleNamespace(dir="runs", name="small", watchdog=watchdog, **torch)
 run_spmd(lambda: SimpleNamespace(run=run, rollout=SimpleNamespace(engine="tensorrt_llm")), lambda world, config: 0)
 """
 
@@ -94,7 +95,8 @@ def main(world, config):
         before_leaving_mpi(lambda name=name: open(f"ended_{world.rank}", "a").write(f"{name} {MPI.Is_finalized()}\\n"))
     return 0
 watchdog = SimpleNamespace(enable=False)
-run = SimpleNamespace(dir="runs", name="small", c10d_backend="gloo", full_determinism=False, watchdog=watchdog)
+torch = dict(c10d_backend="gloo", nccl_timeout=60, full_determinism=False)
+run = SimpleNamespace(dir="runs", name="small", watchdog=watchdog, **torch)
 run_spmd(lambda: SimpleNamespace(run=run), main)
 """
 

@@ -32,9 +32,13 @@ class DecodeGraphs:
         self._decoder = decoder
         self._graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a workspace of 32 MiB for each
 
     def clear(self) -> None:
+        """The memory pool is a new one afterwards: cuBLAS's workspace may hold the old one in use, and torch does not
+        capture in a pool that is in use without a graph."""
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, token_ids: Tensor, new: NewTokens) -> Tensor:
         """Logits as `Decoder.forward` gives them, of one more token of each of rows 0..n-1."""
@@ -51,13 +55,12 @@ class DecodeGraphs:
         graph = _Graph(torch.cuda.CUDAGraph(), token_ids.new_zeros(rows), attention.with_room(rows), token_ids)
         _load(graph, token_ids, attention)
         # Once outside, as kernels are compiled and communicators made by the first call.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             self._decoder.forward(graph.token_ids, graph.attention)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         # Graphs run one at a time, so they can have their memory in common; other threads go on.
-        with torch.cuda.graph(graph.graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"):
             logits = self._decoder.forward(graph.token_ids, graph.attention)
         return graph._replace(logits=logits)
 
