@@ -562,6 +562,15 @@ FAULTS = [
         0,
         "tests/trainer/test_saving.py::test_a_full_disk_costs_checkpoints_and_not_the_run",
     ),
+    Fault(
+        "old-log-probs-of-update",
+        "no gradient flows through the old log-probs of a step's only update",
+        "roles/actor_objective.py",
+        'outputs["log_probs"].detach() if found is None else found',
+        'outputs["log_probs"] if found is None else found',
+        2,
+        "tests/mpi/test_old_log_probs.py::test_metrics_and_archive_are_those_of_a_pass_of_their_own",
+    ),
     # A device that is not the CPU.
     Fault(
         "device-loss",

@@ -31,7 +31,8 @@ class Derived:
     ref_in_actor: bool  # the reference is the actor without its adapters, and no role of its own
     needs_teacher: bool
     needs_reward_model: bool
-    needs_old_log_prob: bool  # a forward pass before the update; bypass mode takes the rollout's log-probs
+    needs_old_log_prob: bool  # of the trained policy; bypass mode takes the rollout's log-probs
+    old_log_prob_in_update: bool  # the forward pass of a step's only update computes them
     needs_sum_pi_squared: bool
     needs_reward_baseline: bool  # one greedy response per prompt (ReMax)
     loss_mode: str  # the policy loss that runs
@@ -92,11 +93,13 @@ class DerivedModel:
 AnyDerived = Derived | DerivedGenerate | DerivedModel | DerivedRm | DerivedSft
 
 
-def check(config: Config, world_size: int, *, inputs: Collection[str] | None = None) -> Derived:
+def check(
+    config: Config, world_size: int, *, inputs: Collection[str] | None = None, optional: Collection[str] = ()
+) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
     `inputs` are the tensors that the advantage estimator takes (`AdvEstimator.inputs`); without them only `gae` is
-    taken to need anything, the critic's values.
+    taken to need anything, the critic's values. `optional` are those that it uses where the batch has them.
     """
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
     if inputs is None:
@@ -153,6 +156,9 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
 
     critic_epochs = critic.ppo_epochs or actor.ppo_epochs
     loss_scale_factor = actor.loss_scale_factor or float(data.max_response_length)
+    needs_sum_pi_squared = actor.calculate_sum_pi_squared or "sum_pi_squared" in inputs
+    actor_updates = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
+    read_before_update = needs_sum_pi_squared or "old_log_probs" in (*inputs, *optional) or _reads_old_log_probs(config)
     return Derived(
         world_size=world_size,
         roles=roles,
@@ -162,13 +168,14 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
         needs_teacher=needs["teacher"],
         needs_reward_model=needs["reward"],
         needs_old_log_prob=not algorithm.rollout_correction.bypass_mode,
-        needs_sum_pi_squared=actor.calculate_sum_pi_squared or "sum_pi_squared" in inputs,
+        old_log_prob_in_update=actor_updates == 1 and not read_before_update and not actor.separate_old_log_prob,
+        needs_sum_pi_squared=needs_sum_pi_squared,
         needs_reward_baseline="reward_baselines" in inputs,
         loss_mode=loss_mode(config),
         max_sequence_length=longest,
         samples_per_step=data.train_batch_size * config.rollout.n,
         actor_mini_batch_samples=actor.ppo_mini_batch_size * config.rollout.n,
-        actor_updates_per_step=math.ceil(data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs,
+        actor_updates_per_step=actor_updates,
         critic_mini_batch_size=critic_mini_batch,
         critic_mini_batch_samples=critic_mini_batch * config.rollout.n,
         critic_ppo_epochs=critic_epochs,
@@ -180,6 +187,19 @@ def check(config: Config, world_size: int, *, inputs: Collection[str] | None = N
         critic_loss_scale_factor=critic.loss_scale_factor or loss_scale_factor,
         ref_max_tokens=ref_max_tokens,
         teacher_max_tokens=teacher_max_tokens,
+    )
+
+
+def _reads_old_log_probs(config: Config) -> bool:
+    """Whether a step uses old log-probs, or what their pass records, before its first update, or has them given."""
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    return (
+        correction.bypass_mode
+        or correction.rollout_is is not None
+        or correction.rollout_rs is not None
+        or algorithm.use_kl_in_reward
+        or algorithm.use_pf_ppo
+        or config.actor.router_replay.mode == "R2"
     )
 
 
@@ -292,6 +312,8 @@ def describe(derived: AnyDerived) -> str:
             ("actor mini-batch", derived.actor_mini_batch_samples, "samples"),
             ("actor updates per step", derived.actor_updates_per_step, "optimizer steps"),
         ]
+        if derived.old_log_prob_in_update:
+            rows.append(("old log-probs", "of the update's forward pass", ""))
         if derived.needs_critic:
             rows += [
                 ("critic mini-batch", derived.critic_mini_batch_samples, "samples"),

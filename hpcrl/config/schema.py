@@ -435,6 +435,11 @@ class ActorConfig(Section):
     loss_scale_factor: PositiveFloat | None = Field(
         None, description="divisor of seq-mean-token-sum-norm; null: max_response_length"
     )
+    separate_old_log_prob: bool = Field(
+        False,
+        description="compute old log-probs in a pass of their own even where a step makes one update and nothing reads "
+        "them before it, so that its forward pass gives them",
+    )
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
     entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
     calculate_entropy: bool = Field(False, description="log the entropy of the update too, without a bonus")

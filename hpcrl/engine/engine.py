@@ -184,6 +184,7 @@ class TrainEngine:
         entropy: bool = False,
         topk_ids: str | None = None,
         unit: int = 1,
+        columns: dict[str, Ragged] | None = None,
     ) -> dict[str, Any]:
         """One optimizer step over the samples of all replicas.
 
@@ -193,7 +194,8 @@ class TrainEngine:
         summed as it is over micro-batches and replicas: the loss is normalised by the global mini-batch already.
         `topk_ids` names a column of k token ids per response token, as `topk_log_probs` gives them: then there are also
         'topk_log_probs' (b, T, k) at these ids, with gradients, and 'own_topk_ids' (b, T, k) int64, the likeliest of
-        the model in training.
+        the model in training. `columns` receives 'log_probs' and 'entropy' of the weights before the step, as
+        `log_probs` returns them.
         Returns the loss's metrics merged over the micro-batches (last stage), and as floats on every rank 'grad_norm'
         (before clipping), 'lr', 'skipped_updates': 1 where the norm is not finite and the weights stay as they are,
         and those of `RouterLosses.metrics` for a model with experts.
@@ -207,7 +209,7 @@ class TrainEngine:
             if topk_ids is not None:
                 compute = partial(self._vocabulary.log_probs_at, topk_ids=batch.fetch(topk_ids), **options)
 
-        def consume(micro: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        def consume(micro: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
             if micro.num_outputs == 0:
                 value = torch.stack([output.sum() for output in outputs.values() if output.requires_grad]).sum() * 0.0
                 metrics: dict[str, Metric] = {}
@@ -215,7 +217,8 @@ class TrainEngine:
                 padded = {name: micro.padded(output) for name, output in outputs.items()}
                 value, metrics = loss(padded, batch[micro.rows].to(platform.device()))
                 value = value + 0.0  # the schedule frees the loss's memory, which a view would share
-            return value, torch.tensor(0, dtype=torch.int), metrics
+            kept = {name: outputs[name].detach() for name in ("log_probs", "entropy") if name in outputs}
+            return value, torch.tensor(0, dtype=torch.int), (metrics, micro, kept)
 
         micros = self._micro_batches(batch, max_tokens, unit)
         losses = self._router_losses(batch) if self.shape.num_experts else None
@@ -230,9 +233,11 @@ class TrainEngine:
             results = self._run(micros, compute, consume, forward_only=False)
             found = self._step()
         merged: dict[str, Any] = {}
-        for part in results:
+        for part, _, _ in results:
             for name, metric in part.items():
                 merged[name] = merged[name].merge(metric) if name in merged else metric
+        if columns is not None and results:
+            columns |= _columns([(micro, kept) for _, micro, kept in results])
         if losses is not None:
             merged |= losses.metrics(self.groups.pgc.intra_dist_opt)
         return merged | found
@@ -333,11 +338,7 @@ class TrainEngine:
         choices = [recorded_experts(micro, self.shape, self.groups) for micro in micros] if record_routing else []
         if not results:
             return {}
-        order = torch.cat([torch.as_tensor(micro.rows) for micro, _ in results]).argsort()
-        columns = {
-            name: Ragged.concat([micro.ragged(outputs[name]) for micro, outputs in results]).take(order)
-            for name in results[0][1]
-        }
+        columns = _columns(results)
         if record_routing:
             order = torch.cat([torch.as_tensor(micro.rows) for micro in micros]).argsort()
             columns["routed_experts"] = Ragged.concat(choices).take(order)
@@ -410,3 +411,12 @@ class TrainEngine:
         tensor = torch.tensor([count], device=platform.device())
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.dp)
         return int(tensor)
+
+
+def _columns(results: list[tuple[MicroBatch, Outputs]]) -> dict[str, Ragged]:
+    """The outputs of all micro-batches on the host, in the batch's order."""
+    order = torch.cat([torch.as_tensor(micro.rows) for micro, _ in results]).argsort()
+    return {
+        name: Ragged.concat([micro.ragged(outputs[name]) for micro, outputs in results]).take(order)
+        for name in results[0][1]
+    }

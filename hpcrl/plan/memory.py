@@ -153,9 +153,10 @@ class Job:
         def phase(name: str, role: str, kind: Kind, samples: int, entropy: bool = False) -> Phase:
             return Phase(name, role, kind, self._work(role, budgets[role], samples, entropy))
 
-        entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
+        entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or derived.old_log_prob_in_update
         wanted = {
-            "old_log_prob": derived.needs_old_log_prob,
+            "old_log_prob": derived.needs_old_log_prob
+            and (not derived.old_log_prob_in_update or config.trainer.critic_warmup > 0),
             "ref": derived.needs_ref,
             "teacher": derived.needs_teacher,
             "reward": derived.needs_reward_model,

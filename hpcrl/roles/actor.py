@@ -14,7 +14,7 @@ from hpcrl.algorithms.advantages.lookup import get_adv_estimator
 from hpcrl.algorithms.aggregation import agg_loss
 from hpcrl.algorithms.kl import apply_kl_in_reward
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
-from hpcrl.algorithms.rollout_correction.correction import correct_rollout
+from hpcrl.algorithms.rollout_correction.correction import Corrected, correct_rollout
 from hpcrl.algorithms.statistics import (
     response_statistics,
     rollout_log_prob_statistics,
@@ -32,6 +32,11 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.roles.actor_objective import ActorObjective
 from hpcrl.roles.columns import padded_if_there, training_mask
 from hpcrl.roles.model_worker import ModelWorker, Updates
+
+READ_BY_UPDATE = (
+    *("input_ids", "response_mask", "advantages", "ref_log_prob?", "routed_experts?", "prompt", "sample_index"),
+    *("teacher_log_prob?", "teacher_topk_log_probs?", "teacher_topk_ids?"),
+)
 
 
 class ActorWorker(ModelWorker):
@@ -79,8 +84,10 @@ class ActorWorker(ModelWorker):
             sum_pi_squared=self.sum_pi_squared,
             record_routing=self.records_routing,
         )
-        if not self.is_home:
-            return DataProto()
+        return self._old_log_probs(batch, outputs) if self.is_home else DataProto()
+
+    def _old_log_probs(self, batch: DataProto, outputs: dict[str, Ragged]) -> DataProto:
+        """Columns of the policy before the update, and their metrics."""
         mask = batch.padded("response_mask").float()
         norm = self.global_norm(batch, self.loss_scale_factor)
         entropy = agg_loss(outputs["entropy"].padded(), mask, self.config.actor.loss_agg_mode, norm)
@@ -113,20 +120,22 @@ class ActorWorker(ModelWorker):
     )
     def correct_rollout(self, batch: DataProto) -> DataProto:
         """Importance weights of training against rollout, and the response mask without rejected tokens."""
-        column, cfg = batch.fetch("response_mask"), self.objective.correction
-        corrected = correct_rollout(
-            batch.padded("old_log_probs"),
-            batch.padded("rollout_log_probs"),
-            column.padded().float(),
-            cfg,
-            self.sum_over_replicas,
-        )
+        corrected, lengths = self._corrected(batch, batch.fetch("old_log_probs")), batch.fetch("response_mask").lengths
         tokens: Columns = {}
         if corrected.weights is not None:
-            tokens["rollout_is_weights"] = Ragged.from_padded(corrected.weights.float(), column.lengths)
-        if cfg.rollout_rs is not None:
-            tokens["loss_mask"] = Ragged.from_padded(corrected.response_mask.to(torch.int32), column.lengths)
+            tokens["rollout_is_weights"] = Ragged.from_padded(corrected.weights.float(), lengths)
+        if self.objective.correction.rollout_rs is not None:
+            tokens["loss_mask"] = Ragged.from_padded(corrected.response_mask.to(torch.int32), lengths)
         return DataProto(tokens, {}, {"metrics": to_floats(corrected.metrics)})
+
+    def _corrected(self, batch: DataProto, old_log_probs: Ragged) -> Corrected:
+        return correct_rollout(
+            old_log_probs.padded(),
+            batch.padded("rollout_log_probs"),
+            batch.padded("response_mask").float(),
+            self.objective.correction,
+            self.sum_over_replicas,
+        )
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -134,7 +143,7 @@ class ActorWorker(ModelWorker):
             "response_mask",
             "loss_mask?",
             "token_level_scores",
-            "old_log_probs",
+            "old_log_probs?",
             "ref_log_prob?",
             "values?",
             "rollout_is_weights?",
@@ -215,39 +224,40 @@ class ActorWorker(ModelWorker):
                 tensors[name] = batch.padded(name)
         return tensors
 
-    @register(
-        Dispatch.DP_COMPUTE_METRIC,
-        reads=(
-            "input_ids",
-            "response_mask",
-            "loss_mask?",
-            "old_log_probs",
-            "advantages",
-            "ref_log_prob?",
-            "rollout_is_weights?",
-            "teacher_log_prob?",
-            "teacher_topk_log_probs?",
-            "teacher_topk_ids?",
-            "routed_experts?",
-            "prompt",
-            "sample_index",
-        ),
-    )
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*READ_BY_UPDATE, "old_log_probs", "loss_mask?", "rollout_is_weights?"))
     def update_actor(self, batch: DataProto) -> list[dict[str, Metric]]:
         """All optimizer steps of a training step; metrics of each mini-batch."""
         with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
             return [
-                self.train(
-                    mini,
-                    partial(self.objective.normalised, key=(batch.meta_info["step"], number)),
-                    loss_scale_factor=self.loss_scale_factor,
-                    max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
-                    temperature=self.config.rollout.temperature,
-                    entropy=self.objective.uses_entropy,
-                    topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
-                )
+                self._update(mini, (batch.meta_info["step"], number))
                 for number, mini in enumerate(self.updates.mini_batches(batch))
             ]
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=(*READ_BY_UPDATE, "rollout_log_probs"), writes=("old_log_probs",))
+    def update_actor_once(self, batch: DataProto) -> DataProto:
+        """The only optimizer step of a training step; its forward pass gives what `compute_log_prob` does."""
+        outputs: dict[str, Ragged] = {}
+        (mini,) = self.updates.mini_batches(batch)
+        metrics = self._update(mini, (batch.meta_info["step"], 0), entropy=True, columns=outputs)
+        if not self.is_home:
+            return DataProto()
+        found = self._old_log_probs(batch, outputs)
+        found.meta_info["metrics"] |= to_floats(self._corrected(batch, outputs["log_probs"]).metrics) | metrics
+        return found
+
+    def _update(
+        self, mini: DataProto, key: tuple[int, int], *, entropy: bool = False, **options: Any
+    ) -> dict[str, Metric]:
+        return self.train(
+            mini,
+            partial(self.objective.normalised, key=key),
+            loss_scale_factor=self.loss_scale_factor,
+            max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
+            temperature=self.config.rollout.temperature,
+            entropy=entropy or self.objective.uses_entropy,
+            topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
+            **options,
+        )
 
     @register(
         Dispatch.DP_COMPUTE_METRIC,

@@ -71,7 +71,7 @@ class ActorObjective:
         self, outputs: Outputs, micro: DataProto, norm: LossNorm, generator: torch.Generator
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         actor, mask, log_probs = self.actor, training_mask(micro), outputs["log_probs"]
-        old_log_probs = micro.padded("old_log_probs")
+        old_log_probs = _old_log_probs(outputs, micro)
         token_losses = self.policy_loss(
             log_probs,
             old_log_probs,
@@ -116,7 +116,7 @@ class ActorObjective:
             log_prob=outputs["log_probs"],
             response_mask=mask,
             teacher_log_prob=micro.padded("teacher_log_prob"),
-            old_log_prob=micro.padded("old_log_probs"),
+            old_log_prob=_old_log_probs(outputs, micro),
             rollout_is_weights=padded_if_there(micro, "rollout_is_weights"),
             **topk,
         )
@@ -128,3 +128,9 @@ class ActorObjective:
         first = (int(micro.samples["prompt"][0]), int(micro.samples["sample_index"][0]))
         words = np.random.SeedSequence(self.seed % 2**64, spawn_key=(STREAM, *key, *first)).generate_state(2)
         return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
+
+
+def _old_log_probs(outputs: Outputs, micro: DataProto) -> torch.Tensor:
+    """The column; without it the update is the first from these weights, and its own log-probs are the old ones."""
+    found = padded_if_there(micro, "old_log_probs")
+    return outputs["log_probs"].detach() if found is None else found

@@ -191,24 +191,31 @@ class PPOTrainer:
         batch, seen = self.experience.collect(step)
         self.metrics |= seen | {"training/epoch": float(batch.samples["epoch"][0])}
         self.metrics |= assign_to_replicas(batch, self.config, self.derived)
-        batch = self._evaluate_responses(batch)
+        updates_actor = step > self.config.trainer.critic_warmup or not self.derived.needs_critic
+        at_once = updates_actor and self.derived.old_log_prob_in_update
+        batch = self._evaluate_responses(batch, old_log_prob=not at_once)
         timers.before("adv")
         with timers("adv"):
             batch.meta_info["kl_coef"] = self.kl_controller.value
-            if self.derived.needs_old_log_prob:
+            if self.derived.needs_old_log_prob and not at_once:
                 batch = self._join(batch, workers["actor"].correct_rollout(batch).get())
             batch = self._join(batch, workers["actor"].compute_advantage(batch).get())
         trained = self._resampled(batch) if self.config.algorithm.use_pf_ppo else batch
         timers.before("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
         self.run.slice.is_open = False  # the models change, so the step has to end
-        updates = {}
+        updates: dict[str, Future[Any]] = {}
         if self.derived.needs_critic:
             updates["update_critic"] = workers["critic"].update_critic(trained)
-        if step > self.config.trainer.critic_warmup or not self.derived.needs_critic:
-            updates["update_actor"] = workers["actor"].update_actor(trained)
+        if updates_actor:
+            actor = workers["actor"]
+            updates["update_actor"] = actor.update_actor_once(trained) if at_once else actor.update_actor(trained)
         for phase, update in updates.items():
             with timers(phase):
-                self.metrics |= finish_over_steps(merge(parts) for parts in zip(*update.get(), strict=True))
+                found = update.get()
+                if isinstance(found, DataProto):
+                    batch = self._join(batch, found)
+                else:
+                    self.metrics |= finish_over_steps(merge(parts) for parts in zip(*found, strict=True))
         if self.derived.needs_sum_pi_squared:
             found = workers["actor"].variance_proxy(batch, self.metrics.get("actor/grad_norm")).get()
             self.metrics |= finish(merge(found))
@@ -218,18 +225,19 @@ class PPOTrainer:
                 self._archive(batch, step)
         self._account(batch)
 
-    def _evaluate_responses(self, batch: DataProto) -> DataProto:
+    def _evaluate_responses(self, batch: DataProto, *, old_log_prob: bool) -> DataProto:
         """What the models think of the responses: log-probs under policy, reference and teacher, and values.
 
-        All are under way before the first is waited for: roles on ranks of their own run at the same time.
+        All are under way before the first is waited for: roles on ranks of their own run at the same time. Without
+        `old_log_prob` the log-probs under the policy come from its update.
         """
         workers, derived = self.controller, self.derived
         self.timers.before("old_log_prob", "ref", "teacher", "values")
         calls: dict[str, Future[DataProto]] = {}
-        if derived.needs_old_log_prob:
-            calls["old_log_prob"] = workers["actor"].compute_log_prob(batch)
-        else:
-            calls["old_log_prob"] = workers["actor"].adopt_rollout_log_probs(batch)
+        if old_log_prob:
+            actor = workers["actor"]
+            recomputes = derived.needs_old_log_prob
+            calls["old_log_prob"] = (actor.compute_log_prob if recomputes else actor.adopt_rollout_log_probs)(batch)
         if derived.needs_ref:
             calls["ref"] = workers["actor" if derived.ref_in_actor else "ref"].compute_ref_log_prob(batch)
         if derived.needs_teacher:

@@ -51,7 +51,7 @@ def derive(config: Config, world_size: int) -> Derived:
     for path in config.run.plugins:
         load_plugin(path)
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
-    derived = check(config, world_size, inputs=estimator.inputs)
+    derived = check(config, world_size, inputs=estimator.inputs, optional=estimator.optional)
     _in_section("actor", lambda: ActorObjective(config, derived))
     return derived
 

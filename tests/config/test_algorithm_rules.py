@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.algorithms.policy_losses.registry import LOSSES as REGISTRY
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
 from hpcrl.roles.actor_objective import ActorObjective
@@ -117,7 +118,8 @@ def test_one_clip_ratio_is_enough_and_a_side_of_its_own_goes_before_it() -> None
     assert (found.clip_ratio_low, found.clip_ratio_high) == (0.1, 0.3)
 
 
-def test_a_plugin_registers_a_loss_that_the_template_names(tmp_path: Path) -> None:
+def test_a_plugin_registers_a_loss_that_the_template_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(REGISTRY, "_entries", dict(REGISTRY._entries))  # other files of this process test all losses
     file = tmp_path / "my_losses.py"
     file.write_text(
         "from hpcrl.algorithms.aggregation import TokenLosses\n"
@@ -131,3 +133,31 @@ def test_a_plugin_registers_a_loss_that_the_template_names(tmp_path: Path) -> No
         assert derive(with_presets(template), 2).loss_mode == "mine"
     with pytest.raises(ConfigError, match="no such file"):
         derive(with_presets(config({"run": {"plugins": [str(tmp_path / "none.py")]}})), 2)
+
+
+@pytest.mark.parametrize(
+    "reads_before",
+    [
+        {"actor": {"ppo_epochs": 2}},
+        {"actor": {"ppo_mini_batch_size": 4}},
+        {"actor": {"calculate_sum_pi_squared": True}},
+        {"actor": {"separate_old_log_prob": True}},
+        {"algorithm": {"use_kl_in_reward": True}},
+        {"algorithm": {"adv_estimator": "optimal_token_baseline"}},
+        {"algorithm": {"rollout_correction": {"rollout_is": "token"}}},
+        {"algorithm": {"rollout_correction": {"preset": "bypass_ppo_clip"}}},
+    ],
+    ids=str,
+)
+def test_old_log_probs_come_from_a_steps_only_update_unless_something_reads_them_before(
+    reads_before: dict[str, dict[str, Any]],
+) -> None:
+    grpo = {
+        "rollout": {"n": 2},
+        "data": {"train_batch_size": 8},
+        "actor": {"ppo_mini_batch_size": 8},
+        "algorithm": {"adv_estimator": "grpo"},
+    }
+    assert derive(with_presets(config(grpo)), 2).old_log_prob_in_update
+    sections = {name: {**grpo.get(name, {}), **reads_before.get(name, {})} for name in {*grpo, *reads_before}}
+    assert not derive(with_presets(config(sections)), 2).old_log_prob_in_update

@@ -17,9 +17,9 @@ OTHER_KEYS = frozenset(
     grad_clip grad_offload kl_loss_coef kl_loss_type loss_agg_mode megatron model_config optim optimizer_offload
     pad_to_length param_offload policy_loss.loss_mode ppo_epochs
     ppo_infer_max_token_len_per_gpu ppo_infer_micro_batch_size_per_gpu ppo_max_token_len_per_gpu ppo_micro_batch_size
-    ppo_micro_batch_size_per_gpu ppo_mini_batch_size profile profiler qat rollout_n router_replay shuffle strategy
-    torchtitan ulysses_sequence_parallel_size use_dynamic_bsz use_fused_kernels use_kl_loss use_prefix_grouper
-    use_remove_padding use_rollout_log_probs use_torch_compile veomni""".split()
+    ppo_micro_batch_size_per_gpu ppo_mini_batch_size profile profiler qat rollout_n router_replay separate_old_log_prob
+    shuffle strategy torchtitan ulysses_sequence_parallel_size use_dynamic_bsz use_fused_kernels use_kl_loss
+    use_prefix_grouper use_remove_padding use_rollout_log_probs use_torch_compile veomni""".split()
 )
 CORRECTION = "policy_loss.rollout_correction"
 PRESET = f"{CORRECTION}.preset"
