@@ -52,8 +52,8 @@ class Ranks:
         self.collect_errors: list[str] = []
         if self.rank != 0:
             config.pluginmanager.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")
-            if config.cache is not None:
-                config.cache.set = lambda key, value: None  # type: ignore[method-assign]
+            if (cache := getattr(config, "cache", None)) is not None:  # it has none with -p no:cacheprovider
+                cache.set = lambda key, value: None  # type: ignore[method-assign]
 
     def agree(self, place: str, value: Any, report: str | None = None) -> list[Any]:
         """Every rank's `value`, once all ranks are at `place`. `report` is this rank's failure, if it has one.
