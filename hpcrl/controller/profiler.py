@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from torch.profiler import profile
@@ -18,6 +19,7 @@ class Profiler:
         self._profile: profile | None = None
 
     def begin(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise each rank prints lines to stderr
         self._profile = profile()
         self._profile.start()
 
@@ -37,22 +39,21 @@ class Profiler:
 
 def write_trace(trace: profile, path: Path) -> None:
     """As Chrome's trace format, complete or not at all. OSError where the disk is full."""
-    plain, packed = path.with_suffix(".tmp"), path.with_suffix(".gz.tmp")
-    try:
-        path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as drafts:
+        plain, packed = Path(drafts, "trace.json"), Path(drafts, "trace.json.gz")
         trace.export_chrome_trace(str(plain))
-        _check_end(plain)
+        if not _is_whole(plain):
+            raise OSError(f"{path} could not be written to its end; is the disk full?")
         with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=1) as target:
             shutil.copyfileobj(source, target)
         os.replace(packed, path)
-    finally:
-        plain.unlink(missing_ok=True)
-        packed.unlink(missing_ok=True)
 
 
-def _check_end(path: Path) -> None:
-    """The profiler writes in C++, and does not say when a write fails."""
+def _is_whole(path: Path) -> bool:
+    """The profiler writes in C++, and raises nothing when a write fails."""
+    if not path.exists():
+        return False
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
-        if b'"traceName"' not in file.read():
-            raise OSError(f"{path} ends too early; is the disk full?")
+        return b'"traceName"' in file.read()

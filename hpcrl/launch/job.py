@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -153,7 +154,11 @@ def _with_memory(
         return error
     snapshot = run_dir / "logs" / f"oom_rank_{comm.rank:05d}.pickle" if config.run.memory_snapshot else None
     asked = partial(advice, config, comm.size, comm.rank, here.role, here.phase) if advice is not None else str
-    return out_of_memory.explained(error, comm.rank, here, asked, snapshot)
+    try:
+        return out_of_memory.explained(error, comm.rank, here, asked, snapshot)
+    except Exception:  # the job has to end with the first error, whatever state CUDA is in
+        logging.getLogger("hpcrl").exception("rank %d ran out of memory, and cannot explain it", comm.rank)
+        return error
 
 
 def asks_for_tensorrt_llm(config: object) -> bool:

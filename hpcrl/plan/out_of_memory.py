@@ -53,7 +53,9 @@ def advice(command: str, config: Config, num_ranks: int, rank: int, role: str | 
         name = PHASES.get(f"{role}.{method}")
         phase = next((phase for phase in job.phases if phase.name == name), None)
         row = next((row for row in job.rows() if row.phase == name and rank in row.place.ranks), None)
-    except Exception as error:  # the job ends for another reason, which has to be reported whatever happens here
+    except Exception as error:
+        if not getattr(error, "user_error", False):
+            raise
         return f"`hpcrl plan` has no figures: {error}"
     if phase is None or row is None:
         return "`hpcrl plan` has no figures for this phase"

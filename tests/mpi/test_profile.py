@@ -70,7 +70,6 @@ def test_profiled_steps_have_a_trace_per_rank_and_the_numbers_of_others(world, l
         assert warned.startswith("1 of the traces of step 2 could not be written") and "rank 1: " in warned
 
 
-@pytest.mark.slow
 @pytest.mark.ci_world(2)
 @pytest.mark.world(2)
 def test_sft_and_reward_models_are_profiled_too(world, lab: Lab) -> None:
