@@ -691,7 +691,8 @@ class TrainerConfig(Section):
     )
     profile_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = Field(
         default_factory=list,
-        description="steps, as in [3, 4], of which each rank writes a trace of torch's profiler to profile/*.json.gz",
+        description="steps of train, sft and rm, as in [3, 4]: each rank writes a trace of torch's profiler to "
+        "profile/*.json.gz",
     )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
     walltime_margin: NonNegativeFloat = Field(

@@ -27,11 +27,10 @@ class Profiler:
         """Write the trace to <stem>_rank_<rank>.json.gz, or drop it where `stem` is None; returns why that failed."""
         assert self._profile is not None
         trace, self._profile = self._profile, None
-        trace.stop()
-        if stem is None:
-            return None
         try:
-            write_trace(trace, Path(f"{stem}_rank_{self._rank:05d}.json.gz"))
+            trace.stop()
+            if stem is not None:
+                write_trace(trace, Path(f"{stem}_rank_{self._rank:05d}.json.gz"))
         except (OSError, RuntimeError) as error:
             return str(error)
         return None

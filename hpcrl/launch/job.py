@@ -148,16 +148,17 @@ def _with_memory(
     advice: Advice[C] | None,
 ) -> BaseException:
     """`error`, explained where it is that of a GPU without enough memory."""
-    from hpcrl.launch import accelerator, out_of_memory  # import torch
-
-    if not accelerator.is_out_of_memory(error):
-        return error
     snapshot = run_dir / "logs" / f"oom_rank_{comm.rank:05d}.pickle" if config.run.memory_snapshot else None
-    asked = partial(advice, config, comm.size, comm.rank, here.role, here.phase) if advice is not None else str
+    place = config, comm.size, comm.rank, here.role, here.phase
     try:
-        return out_of_memory.explained(error, comm.rank, here, asked, snapshot)
-    except Exception:  # the job has to end with the first error, whatever state CUDA is in
-        logging.getLogger("hpcrl").exception("rank %d ran out of memory, and cannot explain it", comm.rank)
+        from hpcrl.launch import accelerator, out_of_memory  # import torch
+
+        if not accelerator.is_out_of_memory(error):
+            return error
+        advice_here = partial(advice, *place) if advice is not None else str
+        return out_of_memory.explained(error, comm.rank, here, advice_here, snapshot)
+    except Exception:  # the job has to end with the first error, whatever state torch is in
+        logging.getLogger("hpcrl").exception("rank %d cannot explain its error", comm.rank)
         return error
 
 

@@ -13,7 +13,7 @@ from hpcrl.trainer.slice import Leave
 
 log = logging.getLogger(__name__)
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 
 
 class ProfiledSteps:
@@ -24,7 +24,7 @@ class ProfiledSteps:
 
     def __init__(self, controller: Controller, folder: Path, steps: Collection[int], *, waits: bool) -> None:
         self._controller = controller
-        self._folder = folder / FOLDER
+        self._folder = folder / PROFILE_FOLDER
         self._steps = frozenset(steps)
         self._waits = waits
         self._written: deque[tuple[int, Future[list[str | None]]]] = deque()

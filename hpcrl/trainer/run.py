@@ -26,8 +26,7 @@ from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
 from hpcrl.trainer.durable_rollouts import bring_back
 from hpcrl.trainer.hf_export import export, export_adapter
-from hpcrl.trainer.profiled_steps import FOLDER as PROFILE_FOLDER
-from hpcrl.trainer.profiled_steps import ProfiledSteps
+from hpcrl.trainer.profiled_steps import PROFILE_FOLDER, ProfiledSteps
 from hpcrl.trainer.saving import Saver
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 
