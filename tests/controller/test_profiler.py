@@ -26,5 +26,7 @@ def test_a_full_disk_costs_the_trace_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(stem.parent.iterdir()) == []
 
     profiler.begin()
+    assert profiler.end(None) is None and list(stem.parent.iterdir()) == []
+    profiler.begin()
     assert profiler.end(str(stem)) is None
     assert [path.name for path in stem.parent.iterdir()] == ["step_00000007_rank_00003.json.gz"]

@@ -53,7 +53,7 @@ def test_profiled_steps_have_a_trace_per_rank_and_the_numbers_of_others(world, l
     for path in written:
         found = ranges(path)
         transfer = "forward-recv" if path.name.endswith("rank_00001.json.gz") else "backward-recv"
-        assert {"rollout.generate", "actor.compute_log_prob", "refit.update_weights", transfer} <= found.keys()
+        assert {"actor.compute_log_prob", "refit.update_weights", "checksums", transfer} <= found.keys()
         (update,) = found["actor.update_actor"]
         forward, backward, optimizer = (
             [each for each in found[name] if update.holds(each)]
