@@ -91,7 +91,12 @@ def _run_job(
         dry_run.main(name, path, overrides)
     from hpcrl.launch.job import run_spmd
 
-    run_spmd(partial(_load, path, overrides, inside=name if inside_run else None), job, heeds_signals=resumable)
+    run_spmd(
+        partial(_load, path, overrides, inside=name if inside_run else None),
+        job,
+        heeds_signals=resumable,
+        memory_advice=partial(_memory_advice, name),
+    )
 
 
 def _load(path: str, overrides: list[str], inside: str | None) -> Config:
@@ -104,6 +109,12 @@ def _load(path: str, overrides: list[str], inside: str | None) -> Config:
     from hpcrl.trainer.inference import inside_run
 
     return inside_run(config, inside)
+
+
+def _memory_advice(name: str, config: Config, num_ranks: int, rank: int, role: str | None, phase: str | None) -> str:
+    from hpcrl.plan.out_of_memory import advice
+
+    return advice(name, config, num_ranks, rank, role, phase)
 
 
 def _train(world: World, config: Config) -> int:

@@ -221,6 +221,7 @@ OF_VERL = {  # keys of verl that have no namesake here -> what to write
     "calculate_log_probs": "log-probs of sampled tokens are always kept; leave it out",
     "max_model_len": "it is data.max_prompt_length + data.max_response_length",
     "load_format": "the engine's weights come from the actor; leave it out",
+    "global_profiler": "list the steps in trainer.profile_steps",
     "logger": "TensorBoard files and metrics.jsonl are always written; leave it out",
 }
 

@@ -37,6 +37,13 @@ def _folder_name(value: str) -> str:
     raise ValueError("a folder name without '/'")
 
 
+def _each_once(values: list[int]) -> list[int]:
+    twice = next((value for value in values if values.count(value) > 1), None)
+    if twice is None:
+        return values
+    raise ValueError(f"each step once, and {twice} is there {values.count(twice)} times")
+
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
@@ -95,6 +102,11 @@ class RunConfig(Section):
     )
     full_determinism: bool = Field(
         False, description="on GPUs: kernels that always add in one order, which are slower; on the CPU they always do"
+    )
+    memory_snapshot: bool = Field(
+        False,
+        description="on GPUs: keep the Python stacks of the last 100,000 allocations, and write them to "
+        "logs/oom_rank_*.pickle when the memory is not enough; costs 2 to 4 us of host time per allocation",
     )
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig, description="hangs")
 
@@ -652,6 +664,8 @@ class CheckpointConfig(Section):
 
 
 class TrainerConfig(Section):
+    null_is_default = frozenset({"profile_steps"})
+
     total_epochs: PositiveInt = Field(30, description="passes over the training prompts")
     total_training_steps: PositiveInt | None = Field(None, description="steps; null: by total_epochs")
     test_freq: PositiveOrMinusOne = Field(-1, description="validate every N steps; -1: never")
@@ -679,6 +693,11 @@ class TrainerConfig(Section):
         1024,
         description="tokens whose logits are in memory at a time, and computed anew in the backward pass; on CUDA the "
         "vocabulary is cut instead, whatever the number; null: those of a whole micro-batch, kept",
+    )
+    profile_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = Field(
+        default_factory=list,
+        description="steps of train, sft and rm, as in [3, 4]: each rank writes a trace of torch's profiler to "
+        "profile/*.json.gz",
     )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
     walltime_margin: NonNegativeFloat = Field(

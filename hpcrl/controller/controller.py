@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -31,6 +31,7 @@ from hpcrl.controller.executor import (
     BUSY,
     COMMANDS,
     FETCH,
+    PROFILE,
     RESULTS,
     STOP,
     Command,
@@ -44,6 +45,7 @@ from hpcrl.controller.register import Registration, registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
+from hpcrl.launch.accelerator import annotated
 
 if TYPE_CHECKING:
     from hpcrl.launch.world import World
@@ -182,9 +184,11 @@ class Controller:
             self._issue_to_owners(call.id, plan, set(shares))
         return Future(lambda: collect(self._wait_for(call)), lambda: self._has_come(call))
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Inside it, rank 0 is said to be in that phase of its program."""
-        return self._executor.world.whereabouts.within("controller", name)
+        with self._executor.world.whereabouts.within("controller", name), annotated(f"controller.{name}"):
+            yield
 
     def listen(self) -> None:
         """Waits until a result or a note has come."""
@@ -206,11 +210,18 @@ class Controller:
     def ask_busy(self) -> Future[list[BusyReport]]:
         """What every rank was busy with, and the memory that it took. It reports between two commands, or inside one
         that attends to its desk."""
-        everyone = tuple(range(self._wire.size))
-        call = _Call(self._number(), BUSY, everyone, runs_here=True)
-        for rank in everyone:
-            self._issue(rank, Command(call.id, BUSY, BUSY, reports=True))
-        return Future(lambda: self._wait_for(call), lambda: self._has_come(call))
+        return self._call_everyone(BUSY, BUSY)
+
+    def begin_profile(self) -> None:
+        """Every rank records a trace of torch's profiler: rank 0 from now on, the others between the commands before
+        and after, or inside one that attends to its desk."""
+        self._call_everyone(PROFILE, "begin", reports=False)
+        while self._own:
+            self._run_own()
+
+    def end_profile(self, stem: str | None) -> Future[list[str | None]]:
+        """Each rank's trace goes to a file, see `Profiler.end`; why not, by rank."""
+        return self._call_everyone(PROFILE, "end", stem)
 
     def stop(self) -> None:
         """Let rank 0's own commands end, and the other ranks leave their serve loops."""
@@ -223,6 +234,13 @@ class Controller:
         while len(self._gone) < self._wire.size - 1:
             self._receive_result()
         self._wire.flush()
+
+    def _call_everyone(self, role: str, method: str, *args: Any, reports: bool = True) -> Future[list[Any]]:
+        everyone = tuple(range(self._wire.size))
+        call = _Call(self._number(), method, everyone if reports else (), runs_here=True)
+        for rank in everyone:
+            self._issue(rank, Command(call.id, role, method, args, reports=reports))
+        return Future(lambda: self._wait_for(call), lambda: self._has_come(call))
 
     def _number(self) -> int:
         self._next_id += 1

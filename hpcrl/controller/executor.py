@@ -27,9 +27,11 @@ from hpcrl.controller.columns import (
     unpack,
 )
 from hpcrl.controller.memory import MemoryLedger
+from hpcrl.controller.profiler import Profiler
 from hpcrl.controller.register import registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
+from hpcrl.launch.accelerator import annotated
 from hpcrl.launch.node import node_name
 from hpcrl.launch.waiting import create_group, wait, waited
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 COMMANDS, RESULTS, ROWS = 1, 2, 3  # message tags
 FETCH = "fetch"
 BUSY = "busy"
+PROFILE = "profile"
 STOP = "stop"
 
 
@@ -117,6 +120,7 @@ class Executor:
         self.store = ColumnStore()
         self._busy = BusyClock(waited)
         self._memory = MemoryLedger()
+        self._profiler = Profiler(world.rank)
         self._row_bytes = 0
         self._come: deque[Command] = deque()  # received, and not yet run
         self._replicas = _replica_communicators(self.wire.comm, layouts)
@@ -187,7 +191,7 @@ class Executor:
         """Whether it waits for no other rank: an owner only sends, and a home alone may need no rows of others."""
         if command.role is None:
             return command.method != STOP
-        if command.role == BUSY:
+        if command.role in (BUSY, PROFILE):
             return True
         method = registration_of(type(self.workers[command.role]), command.method) if command.role != FETCH else None
         if method is None or not method.meanwhile or command.destination is None:
@@ -200,8 +204,10 @@ class Executor:
         if command.role == BUSY:
             kept = sum(worker.host_buffers() for worker in self.workers.values())
             return BusyReport(self.wire.rank, node_name(), self._busy.collect(), self._memory.collect(), kept)
+        if command.role == PROFILE:
+            return getattr(self._profiler, command.method)(*command.args)
         phase = f"{command.role}.{command.method}"
-        with self._busy.phase(phase), self._memory.phase(phase):
+        with annotated(phase), self._busy.phase(phase), self._memory.phase(phase):
             return self._run_method(command)
 
     def _run_method(self, command: Command) -> Any:

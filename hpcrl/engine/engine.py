@@ -20,8 +20,10 @@ from hpcrl.engine.model_state import model_state, state_metadata, take_model_sta
 from hpcrl.engine.offload import offload_of
 from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_optimizer
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gathered, scores, values
+from hpcrl.engine.ranges import MegatronRanges
 from hpcrl.engine.routing import recorded_experts
 from hpcrl.launch import platform
+from hpcrl.launch.accelerator import annotated
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf.directory import Safetensors, load_weights
@@ -108,6 +110,7 @@ class TrainEngine:
             lora=lora,
         )
         self.config = self.chunks[0].config
+        self.config.timers = MegatronRanges()
         self.models: list[torch.nn.Module] = [*self.chunks]  # what runs
         self.optimizer = None
         if optim is None:
@@ -314,7 +317,7 @@ class TrainEngine:
         lr = learning_rate(self.steps, self.optim, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with platform.cpu_bridge():
+        with annotated("optimizer"), platform.cpu_bridge():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())  # over all ranks, so that all of them skip or none
             if math.isfinite(norm):

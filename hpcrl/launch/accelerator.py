@@ -1,10 +1,19 @@
-"""What only a GPU has: streams to wait for, a caching allocator, pinned memory, NCCL. On another device, no-ops."""
+"""What only a GPU has: streams, a caching allocator, pinned memory, NCCL, NVTX. On another device, no-ops."""
 
 from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
+
+_NO_RANGE = nullcontext()
+_OUT_OF_MEMORY = re.compile(r"cuda.*out of memory", re.IGNORECASE | re.DOTALL)  # of torch's allocator, CUDA or NCCL
+HISTORY_ENTRIES = 100_000  # allocations and frees, the newest
 
 
 def synchronize(device: torch.device) -> None:
@@ -39,6 +48,46 @@ def take_peak_bytes() -> tuple[int, int]:
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     return peaks
+
+
+def record_memory_history(device: torch.device) -> None:
+    """Keep the Python stack of each allocation, for `dump_memory_history`; 2 to 4 us of host time each."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES, stacks="python")
+
+
+def dump_memory_history(path: Path) -> bool:
+    """Write what was recorded, as https://pytorch.org/memory_viz reads it; False without a GPU."""
+    if not torch.cuda.is_available():
+        return False
+    torch.cuda.memory._dump_snapshot(str(path))
+    return True
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the GPU's memory was not enough for torch, CUDA or NCCL."""
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def annotated(name: str) -> AbstractContextManager[object]:
+    """A named range of a trace: of torch's profiler while it records, otherwise of NVTX, which Nsight Systems shows.
+
+    Both tools read CUPTI, which serves one of them at a time.
+    """
+    if torch.autograd._profiler_enabled():
+        return record_function(name)
+    return _NO_RANGE if torch.version.cuda is None else _NvtxRange(name)
+
+
+class _NvtxRange:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self._name)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.nvtx.range_pop()
 
 
 def name_of(device: torch.device) -> str | None:

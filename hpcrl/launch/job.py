@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
@@ -33,6 +35,8 @@ class RunSection(Protocol):
     @property
     def nccl_timeout(self) -> int: ...
     @property
+    def memory_snapshot(self) -> bool: ...
+    @property
     def watchdog(self) -> watchdog.Patience: ...
 
 
@@ -44,9 +48,17 @@ class JobConfig(Protocol):
 
 
 C = TypeVar("C", bound=JobConfig)
+# Of a config, the number of ranks, a rank, its role and its phase.
+Advice = Callable[[C, int, int, str | None, str | None], str]
 
 
-def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_signals: bool = False) -> NoReturn:
+def run_spmd(
+    load: Callable[[], C],
+    main: Callable[[World, C], int],
+    *,
+    heeds_signals: bool = False,
+    memory_advice: Advice[C] | None = None,
+) -> NoReturn:
     """Run a job on every rank that the launcher started, and end the process with the job's exit code.
 
     Args:
@@ -54,6 +66,7 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
         main: the job on every rank; returns the exit code. When ranks disagree the highest counts.
         heeds_signals: `main` asks `world.stop` whether a signal has come, and ends of its own accord; without it
             SIGTERM and SIGUSR1 kill.
+        memory_advice: what to add to the error of a rank whose GPU has not enough memory for a phase.
 
     A user error that all ranks share ends the job by agreement; anything else that main raises ends it by MPI_Abort,
     with the rank, its role and phase (world.whereabouts) and the traceback on the terminal and in exit.json.
@@ -88,8 +101,10 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
         )
         logs.take_terminal_from_torch()
         numerics.settle_torch(config.run.full_determinism)
-        from hpcrl.launch import platform  # imports torch
+        from hpcrl.launch import accelerator, platform  # import torch
 
+        if config.run.memory_snapshot:
+            accelerator.record_memory_history(world.device)
         platform.import_megatron()
         code = max(world.exchange(main(world, config)))
         whereabouts.role, whereabouts.phase = None, "end"
@@ -99,6 +114,8 @@ def run_spmd(load: Callable[[], C], main: Callable[[World, C], int], *, heeds_si
                 exits.write_exit(run_dir, exits.BAD_INPUT, error=exits.summary(error))
                 print(exits.one_line(error), file=sys.stderr)
             finish(exits.BAD_INPUT)
+        if run_dir is not None and "torch" in sys.modules:
+            error = _with_memory(error, config, run_dir, comm, whereabouts, memory_advice)
         abort(error, run_dir=run_dir, rank=comm.rank, role=whereabouts.role, phase=whereabouts.phase)
     if comm.rank == 0:
         exits.write_exit(run_dir, code)
@@ -120,6 +137,29 @@ def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
     if line is not None:
         raise InputError(line, everywhere=True)
     return config
+
+
+def _with_memory(
+    error: BaseException,
+    config: C,
+    run_dir: Path,
+    comm: MPI.Intracomm,
+    here: Whereabouts,
+    advice: Advice[C] | None,
+) -> BaseException:
+    """`error`, explained where it is that of a GPU without enough memory."""
+    snapshot = run_dir / "logs" / f"oom_rank_{comm.rank:05d}.pickle" if config.run.memory_snapshot else None
+    place = config, comm.size, comm.rank, here.role, here.phase
+    try:
+        from hpcrl.launch import accelerator, out_of_memory  # import torch
+
+        if not accelerator.is_out_of_memory(error):
+            return error
+        advice_here = partial(advice, *place) if advice is not None else str
+        return out_of_memory.explained(error, comm.rank, here, advice_here, snapshot)
+    except Exception:  # the job has to end with the first error, whatever state torch is in
+        logging.getLogger("hpcrl").exception("rank %d cannot explain its error", comm.rank)
+        return error
 
 
 def asks_for_tensorrt_llm(config: object) -> bool:

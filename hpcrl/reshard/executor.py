@@ -130,7 +130,8 @@ class Refit:
         self._num_runs += 1
         verifies = self._verify == "always" or (self._verify == "first" and self._num_runs <= VERIFIED_FIRST)
         if verifies:
-            self._verifier.check(source, destination)
+            with accelerator.annotated("checksums"):
+                self._verifier.check(source, destination)
         copied = sum(move.nbytes for move in copies)
         return RefitReport(
             seconds,

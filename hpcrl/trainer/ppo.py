@@ -171,7 +171,7 @@ class PPOTrainer:
         for step in range(self.start.step + 1, self.total_steps + 1):
             self.run.slice.go_on("gen" if self.experience.can_repeat else "step")
             self.metrics = {"training/global_step": float(step)}
-            with self.timers("step"):
+            with self.run.profiled(step), self.timers("step"):
                 self._step(step)
             self.metrics |= self.run.progress_of_save()
             self.trained, self.state, self.unlogged = step, self._state(), self._line(step)

@@ -76,7 +76,7 @@ class RewardModelTrainer:
         final: dict[str, float] = {}
         for step in range(self.start.step + 1, total + 1):
             self.run.slice.go_on("step")
-            with timers("step"):
+            with self.run.profiled(step), timers("step"):
                 self._step(step)
                 if rm.eval_freq > 0 and (step % rm.eval_freq == 0 or step == total):
                     final = self._evaluate()

@@ -26,12 +26,13 @@ from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
 from hpcrl.trainer.durable_rollouts import bring_back
 from hpcrl.trainer.hf_export import export, export_adapter
+from hpcrl.trainer.profiled_steps import PROFILE_FOLDER, ProfiledSteps
 from hpcrl.trainer.saving import Saver
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 
 log = logging.getLogger(__name__)
 
-WRITTEN = ("metrics.jsonl", "tensorboard", "rollouts", STRAGGLERS_FILE)  # by a run as it goes on
+WRITTEN = ("metrics.jsonl", "tensorboard", "rollouts", PROFILE_FOLDER, STRAGGLERS_FILE)  # by a run as it goes on
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class Run:
             ends_at=world.ends_at,
             margin=config.trainer.walltime_margin,
         )
+        waits = config.async_training.mode == "sync"
+        self.profiled = ProfiledSteps(controller, self.folder, config.trainer.profile_steps, waits=waits)
         saved_step = None if start.folder is None else start.step
         self.saver = Saver(world.board, config.trainer, self.folder / "checkpoints", self.timers, saved_step)
         # One that is under way has to end before the one with which the slice is left.

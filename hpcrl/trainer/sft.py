@@ -93,7 +93,7 @@ class SFTTrainer:
         while self.step < total and not self.reached:
             self.run.slice.go_on("step")
             step = self.step = self.step + 1
-            with timers("step"):
+            with self.run.profiled(step), timers("step"):
                 self._step(step)
                 if self.validator is not None and (step % sft.eval_freq == 0 or step == total):
                     final = self._evaluate(step)

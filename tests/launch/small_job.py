@@ -28,7 +28,13 @@ def load() -> SimpleNamespace:
     watchdog = SimpleNamespace(enable=False)
     return SimpleNamespace(
         run=SimpleNamespace(
-            dir=folder, name="small", c10d_backend="gloo", nccl_timeout=60, full_determinism=False, watchdog=watchdog
+            dir=folder,
+            name="small",
+            c10d_backend="gloo",
+            nccl_timeout=60,
+            memory_snapshot=False,
+            full_determinism=False,
+            watchdog=watchdog,
         )
     )
 

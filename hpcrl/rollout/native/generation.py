@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from hpcrl.launch.accelerator import annotated
 from hpcrl.model.exact import exact_log_softmax
 from hpcrl.rollout.native.attention import (
     Attention,
@@ -72,11 +73,13 @@ class Generation:
         groups = set(self._batch.groups[self._batch.rows].tolist())
         admission = self._scheduler.schedule(groups, self._batch.num_rows, self._cache.pool.num_free)
         if len(admission):
-            self._prefill(admission)
+            with annotated("prefill"):
+                self._prefill(admission)
         else:
-            self._preempt()
-            self._decode()
-            self._finish()
+            with annotated("decode"):
+                self._preempt()
+                self._decode()
+                self._finish()
 
     def abort(self) -> None:
         """Ends all sequences where they are."""

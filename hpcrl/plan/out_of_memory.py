@@ -1,0 +1,111 @@
+"""What `hpcrl plan` expects of a phase that ran out of GPU memory, and what would need less. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+
+from hpcrl.config.offload import KEYS, Part, offloaded
+from hpcrl.config.schema import Config
+from hpcrl.plan.memory import GIB, NEEDED, Job, Phase, Row, with_keys
+
+MIB = 2**20
+PHASES = {  # a worker's method -> the plan's name of the phase
+    "rollout.generate": "rollout",
+    "rollout.go_on": "rollout",
+    "actor.compute_log_prob": "old_log_prob",
+    "actor.compute_ref_log_prob": "ref",
+    "ref.compute_ref_log_prob": "ref",
+    "teacher.compute_teacher_log_prob": "teacher",
+    "teacher.compute_teacher_topk": "teacher",
+    "reward.compute_rm_score": "reward",
+    "critic.compute_values": "values",
+    "critic.update_critic": "update_critic",
+    "actor.update_actor": "update_actor",
+    "refit.update_weights": "refit",
+    "actor.begin_save": "save_actor",
+    "critic.begin_save": "save_critic",
+}
+SECTIONS = {"reward": "reward.reward_model"}  # of roles whose section has another name
+BUDGETS = {
+    "actor": "actor.ppo_max_token_len_per_gpu",
+    "critic": "critic.ppo_max_token_len_per_gpu",
+    "ref": "ref.log_prob_max_token_len_per_gpu",
+    "teacher": "teacher.log_prob_max_token_len_per_gpu",
+    "reward": "reward.reward_model.max_token_len_per_gpu",
+}
+
+
+OTHER_JOBS = {
+    "sft": "a smaller sft.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp or pp",
+    "rm": "a smaller rm.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.reward.tp or pp",
+    "generate": "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs, a larger placement.rollout.tp",
+    "evaluate": "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs, a larger placement.rollout.tp",
+}
+
+
+def advice(command: str, config: Config, num_ranks: int, rank: int, role: str | None, method: str | None) -> str:
+    """One line for a rank that ran out of memory in a method of a role. `command`: the job, as in `hpcrl train`."""
+    if command in OTHER_JOBS:
+        return f"to need less: {OTHER_JOBS[command]}"
+    try:
+        job = Job(with_keys(config, _size(config, num_ranks)))
+        name = PHASES.get(f"{role}.{method}")
+        phase = next((phase for phase in job.phases if phase.name == name), None)
+        row = next((row for row in job.rows() if row.phase == name and rank in row.place.ranks), None)
+    except Exception as error:
+        if not getattr(error, "user_error", False):
+            raise
+        return f"`hpcrl plan` has no figures: {error}"
+    if phase is None or row is None:
+        return "`hpcrl plan` has no figures for this phase"
+    return f"`hpcrl plan` expects {_figures(row)}; to need less: {', '.join(changes(job, phase, row))}"
+
+
+def _size(config: Config, num_ranks: int) -> dict[str, object]:
+    """The job as it was started, which `job` need not say."""
+    per_node = config.job.ntasks_per_node
+    if num_ranks % per_node:
+        per_node = num_ranks
+    return {"job.nodes": num_ranks // per_node, "job.ntasks_per_node": per_node, "job.gpus_per_node": per_node}
+
+
+def _figures(row: Row) -> str:
+    parts = zip(Row._fields[2:], row[2:], strict=True)
+    return f"{_size_of(row.total)}: " + ", ".join(f"{name} {_size_of(nbytes)}" for name, nbytes in parts if nbytes)
+
+
+def changes(job: Job, phase: Phase, row: Row) -> Iterator[str]:
+    """Keys that make the phase need less, the cheapest first."""
+    config, role = job.config, phase.role
+    if phase.kind == "generate":
+        yield "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs"
+    elif phase.kind == "refit":
+        yield "a smaller rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    elif phase.work is not None:
+        key = BUDGETS["ref" if phase.name == "ref" else role]
+        tokens = reduce(getattr, key.split("."), config) or config.actor.ppo_max_token_len_per_gpu
+        yield f"{key} below {tokens}"
+        if phase.kind == "train" and config.model.recompute.granularity != "full":
+            yield "model.recompute.granularity=full"
+    yield from _offloads(job, phase, row)
+    yield f"a larger placement.{role}.tp or pp"
+
+
+def _offloads(job: Job, phase: Phase, row: Row) -> Iterator[str]:
+    """Of the roles on the rank, what this phase does not need and what is on the device all the same."""
+    for role, model in job.models.items():
+        if role not in row.place.stages:
+            continue
+        parts: tuple[Part, ...] = (
+            ("parameters", "gradients", "optimizer") if model.optim is not None else ("parameters",)
+        )
+        works = role == phase.role or (role == "actor" and phase.kind == "refit")
+        kept = {*offloaded(job.config, role), *(NEEDED[phase.kind] if works else ())}
+        for part in parts:
+            if part not in kept:
+                yield f"{SECTIONS.get(role, role)}.{KEYS[part]}=true"
+
+
+def _size_of(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

@@ -1,0 +1,78 @@
+"""What a rank that ran out of memory is told of the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.config.loader import load_config
+from hpcrl.config.schema import Config
+from hpcrl.controller.register import registration_of
+from hpcrl.plan.memory import GIB, Job
+from hpcrl.plan.out_of_memory import PHASES, advice
+from hpcrl.roles.actor import ActorWorker
+from hpcrl.roles.critic import CriticWorker
+from hpcrl.roles.ref import RefWorker
+from hpcrl.roles.refit import RefitWorker
+from hpcrl.roles.reward import RewardModelWorker
+from hpcrl.roles.rollout import RolloutWorker
+from hpcrl.roles.teacher import TeacherWorker
+from tests.launch.conftest import REPOSITORY
+
+KINDS = {
+    "actor": ActorWorker,
+    "critic": CriticWorker,
+    "ref": RefWorker,
+    "refit": RefitWorker,
+    "reward": RewardModelWorker,
+    "rollout": RolloutWorker,
+    "teacher": TeacherWorker,
+}
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config(REPOSITORY / "configs" / "ppo_70b.yaml")
+
+
+@pytest.fixture(scope="module")
+def job(config: Config) -> Job:
+    return Job(config)
+
+
+def test_every_phase_of_a_plan_is_a_method_of_a_worker(job: Job) -> None:
+    for name in PHASES:
+        role, method = name.split(".")
+        registration_of(KINDS[role], method)
+    assert {phase.name for phase in job.phases} <= set(PHASES.values())
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("rollout.generate", "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs"),
+        ("actor.update_actor", "actor.ppo_max_token_len_per_gpu below"),
+        ("ref.compute_ref_log_prob", "ref.log_prob_max_token_len_per_gpu below"),
+        ("refit.update_weights", "a smaller rollout.checkpoint_engine.update_weights_bucket_megabytes"),
+    ],
+)
+def test_a_method_has_the_figures_of_its_phase_on_its_rank(config: Config, job: Job, method: str, changes: str) -> None:
+    ranks = job.derived.world_size
+    for rank in (0, ranks - 1):
+        told = advice("train", config, ranks, rank, *method.split("."))
+        (row,) = [row for row in job.rows() if row.phase == PHASES[method] and rank in row.place.ranks]
+        assert told.startswith(f"`hpcrl plan` expects {row.total / GIB:.2f} GiB: ")
+        assert f"; to need less: {changes}" in told
+
+
+def test_what_stays_on_the_device_without_need_is_offered_for_offload(config: Config, job: Job) -> None:
+    told = advice("train", config, job.derived.world_size, 0, "ref", "compute_ref_log_prob")
+    assert "param_offload" not in told and "optimizer_offload" not in told  # this template offloads everything
+    stays = config.model_copy(update={"critic": config.critic.model_copy(update={"optimizer_offload": False})})
+    told = advice("train", stays, job.derived.world_size, 0, "ref", "compute_ref_log_prob")
+    assert "critic.optimizer_offload=true" in told and "critic.param_offload" not in told
+
+
+def test_what_the_plan_does_not_know_is_no_error(config: Config) -> None:
+    assert advice("train", config, 3, 0, "actor", "update_actor").startswith("`hpcrl plan` has no figures: ")
+    assert advice("train", config, 512, 0, None, "start") == "`hpcrl plan` has no figures for this phase"
+    assert "sft.max_token_len_per_gpu" in advice("sft", config, 8, 0, "actor", "update")
