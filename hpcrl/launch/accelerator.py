@@ -76,7 +76,7 @@ def annotated(name: str) -> AbstractContextManager[object]:
     """
     if torch.autograd._profiler_enabled():
         return record_function(name)
-    return _NO_RANGE if torch.version.cuda is None else _NvtxRange(name)
+    return _NvtxRange(name) if torch.cuda.is_initialized() else _NO_RANGE
 
 
 class _NvtxRange:
