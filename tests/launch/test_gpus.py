@@ -23,9 +23,7 @@ OLD_DRIVER = FoundGpus(8, 0, "13.0", driver_cuda=(12, 4), problem="The NVIDIA dr
 
 
 def test_a_node_whose_gpus_cannot_be_used_is_no_cpu() -> None:
-    with pytest.raises(
-        InputError, match="8 GPUs, .*supports CUDA 12.4 at most.*built for 13.0; update the driver"
-    ):
+    with pytest.raises(InputError, match="8 GPUs, .*supports CUDA 12.4 at most.*built for 13.0; update the driver"):
         gpus.check_usable(OLD_DRIVER)
     with pytest.raises(InputError, match="1 GPU, but .*libcuda.so.1 is missing"):
         gpus.check_usable(FoundGpus(1, 0, "13.0"))

@@ -248,8 +248,8 @@ def test_gradient_is_clipped_to_the_norm(groups):
 @pytest.mark.ci_world(2)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("layout", [*SOME_LAYOUTS, *EXPERT_LAYOUTS])
-def test_norm_and_clipping_have_the_bits_of_megatrons(groups, layout, optimizer):
-    """The norm is read from the device once, whatever the number of tensors."""
+def test_norm_and_clipping_are_those_of_megatron(groups, layout, optimizer):
+    """To the bit of fp32. The norm is read from the device once, whatever the number of tensors."""
     shape = MIXTURE if groups[layout].layout.ep > 1 or groups[layout].layout.etp > 1 else SHAPE
     optim = OptimConfig(optimizer=optimizer, lr=0.0, clip_grad=0.0, weight_decay=0.0)
     engine = TrainEngine(shape, groups[layout], optim=optim, seed=3)
@@ -262,7 +262,8 @@ def test_norm_and_clipping_have_the_bits_of_megatrons(groups, layout, optimizer)
         norm = gradient_norm(engine.optimizer)
     assert reads.count <= 1
     with platform.cpu_bridge():
-        assert reported == norm == engine.optimizer.get_grad_norm() > 0
+        # Of experts that other ranks share, megatron takes the root before it squares and adds.
+        assert reported == norm == pytest.approx(engine.optimizer.get_grad_norm(), rel=1e-15) and norm > 0
         for each in optimizers:
             clip_grad_by_total_norm_fp32(each.get_parameters(), norm / 3, norm)
     expected = [grad.clone() for grad in grads]
