@@ -81,7 +81,7 @@ def build_optimizer(
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """That of the experts and that of all else, of a model with both."""
+    """The optimizers of the experts and of all other parameters where a model has both, else the only one."""
     parts: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
     return parts
 

@@ -188,8 +188,9 @@ def cuda_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
         return Finding("CUDA", f"{found.wheel_cuda}, no GPU", wrong or why, needed=wrong is not None)
     kinds = Counter((gpu.name, gpu.capability) for gpu in usable)
     names = [f"{count} x {name} ({gpus.in_words(capability)})" for (name, capability), count in kinds.items()]
-    old, coarse = ([line for gpu in usable if (line := find(gpu))] for find in (gpus.too_old, gpus.lacks_bfloat16))
-    wrong = next(iter([*old, *coarse]), None)
+    old = [line for gpu in usable if (line := gpus.too_old(gpu))]
+    without_bfloat16 = [line for gpu in usable if (line := gpus.lacks_bfloat16(gpu))]
+    wrong = next(iter([*old, *without_bfloat16]), None)
     return Finding("CUDA", f"{found.wheel_cuda}, {', '.join(names)}", wrong, needed=bool(old))
 
 

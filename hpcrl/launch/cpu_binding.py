@@ -13,14 +13,13 @@ from hpcrl.launch.collectives import exchange
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Core = tuple[int, ...]  # its CPUs, of which it has two or more where it runs several threads
+Core = tuple[int, ...]  # its CPUs: one for each hardware thread
 
 
 def bind_near_gpu(node: MPI.Intracomm, pci_id: str) -> list[int] | None:
-    """Bind this process to CPUs near the GPU with this PCI id and return them.
+    """Bind this process to CPUs near the GPU with this PCI id and return them. Collective over the ranks of `node`.
 
-    None where nothing is bound: on all ranks of a node if a launcher has bound one of them, and if the node does not
-    know which CPUs are near. Collective over the ranks of `node`.
+    Returns None and binds nothing if a launcher has bound any of these ranks, or if the CPUs near the GPU are unknown.
     """
     everyone = exchange(node, (is_bound(os.sched_getaffinity(0), online_cpus()), cores_near(pci_id)))
     if any(bound for bound, _ in everyone):
@@ -32,7 +31,7 @@ def bind_near_gpu(node: MPI.Intracomm, pci_id: str) -> list[int] | None:
 
 
 def share(cores: Sequence[Sequence[Core]], rank: int) -> list[int]:
-    """The CPUs of `rank`. `cores`: near the GPU of each rank of the node.
+    """The CPUs of `rank`. `cores`: those near the GPU of each rank of the node.
 
     Ranks with the same cores divide them in rank order, as evenly as possible; a core is not divided. Empty where there
     are fewer cores than ranks.
@@ -47,7 +46,7 @@ def share(cores: Sequence[Sequence[Core]], rank: int) -> list[int]:
 
 
 def is_bound(allowed: Iterable[int], online: Iterable[int]) -> bool:
-    """Whether a launcher has given a process less than all CPUs. Without a list of them it counts as bound."""
+    """Whether a launcher has bound a process to a part of the CPUs. It counts as bound where `online` is empty."""
     return set(allowed) != set(online)
 
 
@@ -72,7 +71,7 @@ def format_cpu_list(cpus: Sequence[int]) -> str:
 
 
 def cores_near(pci_id: str, sysfs: str = "/sys") -> list[Core]:
-    """Of a PCI device such as 0000:17:00.0, in the order of their first CPUs; [] where sysfs does not say."""
+    """Cores near a PCI device such as 0000:17:00.0, in the order of their first CPUs; [] where sysfs lacks them."""
     cpus = read_cpu_list(Path(sysfs, "bus/pci/devices", pci_id, "local_cpulist"))
     cores: dict[Core, None] = {}
     for cpu in cpus:
@@ -93,7 +92,7 @@ def read_cpu_list(path: Path) -> list[int]:
 
 
 def bind(cpus: Sequence[int]) -> None:
-    """All threads of this process, and the children that it starts from now on."""
+    """Bind all threads of this process, and the children that it starts from now on."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cpus)

@@ -74,8 +74,8 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def unusable(found: FoundGpus) -> str | None:
-    """Why a job would run on the CPU of a node with GPUs, and what to do. None where it would not, or where the user
-    has chosen the CPU: by CUDA_VISIBLE_DEVICES, or by a torch that is built for it."""
+    """Why torch can use none of the node's GPUs, and what to do. None where it can, where there are none, and where the
+    user has chosen the CPU: by CUDA_VISIBLE_DEVICES, or by a torch that is built for it."""
     if found.num_usable or not found.num_devices or found.wheel_cuda is None:
         return None
     if found.visible is not None and found.visible.strip() in ("", "-1", "NoDevFiles"):
@@ -96,12 +96,13 @@ def unusable(found: FoundGpus) -> str | None:
 
 
 def check_usable(found: FoundGpus) -> None:
+    """InputError where the job would run on the CPU by mistake."""
     if (problem := unusable(found)) is not None:
         raise InputError(problem)
 
 
 def unused(found: FoundGpus) -> str | None:
-    """What a job on the CPU of a node with GPUs logs where torch is built for the CPU."""
+    """A line about GPUs that a torch built for the CPU leaves unused; None where there are none."""
     if found.wheel_cuda is None and found.num_devices:
         return f"torch is built for the CPU; the GPUs of this node ({found.num_devices}) are not used"
     return None
@@ -118,6 +119,7 @@ def too_old(gpu: Gpu) -> str | None:
 
 
 def lacks_bfloat16(gpu: Gpu) -> str | None:
+    """What is wrong with a GPU for a job in bfloat16."""
     if gpu.capability >= BFLOAT16_CAPABILITY:
         return None
     return (
@@ -143,7 +145,7 @@ def in_words(capability: tuple[int, int]) -> str:
 
 
 def missing_triton(environ: Mapping[str, str], is_installed: bool) -> str | None:
-    """A job on CUDA needs Triton, unless it is told to do without."""
+    """What is wrong where a job on CUDA has no Triton, unless HPCRL_KERNELS=torch."""
     if is_installed or environ.get("HPCRL_KERNELS") == "torch":
         return None
     return (
