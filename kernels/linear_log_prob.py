@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.fp32_product import logits_of
 from hpcrl.kernels.vocabulary import RowSums, SplitSoftmax, vocab_parallel_topk_ids
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=top.dtype) if ctx.needs_input_grad[1] else None
         for rows in slices(len(hidden), ctx.chunk_rows):
-            logits = hidden[rows] @ weight.T
+            logits = logits_of(hidden[rows], weight)
             log_p = ctx.softmax.log_p(logits, top[rows], log_sum[rows])
             del logits
             grad = ctx.softmax.gradient(
@@ -140,7 +141,7 @@ def _chunk_sums(
     k: int,
 ) -> tuple[Tensor, RowSums]:
     """Ids of the k likeliest, and the sums of the targets and these."""
-    logits = hidden @ weight.T
+    logits = logits_of(hidden, weight)
     ids = targets[:, :0]
     if k:
         ids = vocab_parallel_topk_ids(logits, k, group=softmax.group, vocab_size=softmax.vocab_size)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
+from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.linear_log_prob import slices
 from hpcrl.kernels.specimen import Specimen
 from hpcrl.kernels.vocabulary import OwnSums, SplitSoftmax
@@ -179,15 +180,6 @@ def _chunks(rows: int, columns: int, times: int = 1) -> Iterator[slice]:
     return slices(columns if rows else 0, width)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, from operands of any dtype; rounded to theirs where torch is older than 2.8."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.device.type == "cpu":
-        return a.float() @ b.float()
-    return torch.mm(a, b, out_dtype=torch.float32) if _gives_fp32() else a @ b
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total (fp32) += a @ b."""
     if a.dtype == torch.float32:
@@ -197,15 +189,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     else:
         for some in slices(len(a), SLICE):
             total[some] += product(a[some], b)
-
-
-@functools.cache
-def _gives_fp32() -> bool:
-    one = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
-    try:
-        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
-    except (TypeError, RuntimeError):
-        return False
 
 
 @functools.cache

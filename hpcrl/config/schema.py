@@ -100,6 +100,11 @@ class RunConfig(Section):
     nccl_timeout: PositiveInt = Field(
         1800, description="seconds after which an NCCL collective that has not ended fails"
     )
+    cpu_bind: bool = Field(
+        True,
+        description="on GPUs: bind each rank to CPUs near its GPU, unless the launcher has bound it; ranks whose GPUs "
+        "are near the same CPUs divide them",
+    )
     full_determinism: bool = Field(
         False, description="on GPUs: kernels that always add in one order, which are slower; on the CPU they always do"
     )
@@ -824,3 +829,10 @@ class Config(Section):
     score: ScoreConfig = Field(default_factory=ScoreConfig, description="log-probs of given tokens")
     rm: RmConfig = Field(default_factory=RmConfig, description="reward-model training")
     job: JobConfig = Field(default_factory=JobConfig, description="batch system")
+
+    @property
+    def dtypes(self) -> set[str]:
+        """Of all models of a job."""
+        models = [self.model, self.teacher.model, self.reward.reward_model.model]
+        found = {model.dtype for model in models if model is not None}
+        return found | ({self.rollout.dtype} if self.rollout.dtype else set())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
-from hpcrl.engine.gradients import sum_gradients
+from hpcrl.engine.gradients import clip_gradients, gradient_norm, sum_gradients
 from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count
 from hpcrl.engine.model_state import model_state, state_metadata, take_model_state
 from hpcrl.engine.offload import offload_of
@@ -319,9 +319,11 @@ class TrainEngine:
             group["lr"] = lr
         with annotated("optimizer"), platform.cpu_bridge():
             self.optimizer.prepare_grads()
-            norm = float(self.optimizer.get_grad_norm())  # over all ranks, so that all of them skip or none
+            norm = gradient_norm(self.optimizer)  # over all ranks, so that all of them skip or none
             if math.isfinite(norm):
-                self.optimizer.step()
+                if self.optim.clip_grad:
+                    clip_gradients(self.optimizer, self.optim.clip_grad, norm)
+                self.optimizer.step_with_ready_grads()
                 self.steps += 1
         return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not math.isfinite(norm))}
 

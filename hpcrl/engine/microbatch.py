@@ -138,7 +138,9 @@ def _pack(
     if cp_size > 1:
         local_rows, gathering = _shared(output_rows, size, cp_rank, cp_size)
         targets, output_rows = gathering.own_of(targets), local_rows
-    packed = pack(ids, lengths, shape, size=size, output_rows=output_rows, cp_rank=cp_rank, cp_size=cp_size)
+    packed = pack(
+        ids, lengths, shape, size=size, output_rows=output_rows, device=device, cp_rank=cp_rank, cp_size=cp_size
+    )
     if shape.num_experts:
         mine = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
         is_replayed = "routed_experts" in batch.tokens and len(rows) > 0

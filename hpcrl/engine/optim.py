@@ -70,8 +70,7 @@ def build_optimizer(
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         sgd_momentum=optim.momentum,
-        # Megatron reports no gradient norm where it does not clip.
-        clip_grad=optim.clip_grad or math.inf,
+        clip_grad=0.0,  # the engine measures and clips
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=uses_distributed_optimizer(optim),
@@ -81,9 +80,15 @@ def build_optimizer(
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of the experts and of all other parameters where a model has both, else the only one."""
+    parts: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return parts
+
+
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """What it updates and its state: main weights, moments, step counters."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
         for state in part.optimizer.state.values():

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpcrl.launch import exits
+from hpcrl.launch import exits, gpus
 from hpcrl.launch.collectives import broadcast, exchange
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.isolation_probe import isolation_here
@@ -113,6 +113,7 @@ def local_findings(ranks: int = 1) -> list[Finding]:
         lambda: package("mpi4py", needed=True),
         torch,
         cuda,
+        triton,
         megatron_core,
         transformer_engine,
         lambda: package("tensorrt_llm", absent="not installed (the native rollout engine is used)"),
@@ -172,14 +173,32 @@ def torch() -> Finding:
 
 
 def cuda() -> Finding:
-    module = sys.modules.get("torch")
-    if module is None or module.version.cuda is None:
-        return Finding("CUDA", "torch is built for the CPU")
-    count = module.cuda.device_count() if module.cuda.is_available() else 0
-    if count == 0:
+    if "torch" not in sys.modules:
+        return Finding("CUDA", "torch is missing")
+    found = gpus.find_gpus()
+    return cuda_finding(found, [gpus.gpu_here(index) for index in range(found.num_usable)])
+
+
+def cuda_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
+    if found.wheel_cuda is None:
+        return Finding("CUDA", "torch is built for the CPU", gpus.unused(found), needed=False)
+    if not usable:
+        wrong = gpus.unusable(found)
         why = "no GPU can be used here: normal on a login node, wrong on a compute node (driver? --gpus-per-node?)"
-        return Finding("CUDA", f"{module.version.cuda}, no GPU", why, needed=False)
-    return Finding("CUDA", f"{module.version.cuda}, {count} x {module.cuda.get_device_name(0)}")
+        return Finding("CUDA", f"{found.wheel_cuda}, no GPU", wrong or why, needed=wrong is not None)
+    kinds = Counter((gpu.name, gpu.capability) for gpu in usable)
+    names = [f"{count} x {name} ({gpus.in_words(capability)})" for (name, capability), count in kinds.items()]
+    old = [line for gpu in usable if (line := gpus.too_old(gpu))]
+    without_bfloat16 = [line for gpu in usable if (line := gpus.lacks_bfloat16(gpu))]
+    wrong = next(iter([*old, *without_bfloat16]), None)
+    return Finding("CUDA", f"{found.wheel_cuda}, {', '.join(names)}", wrong, needed=bool(old))
+
+
+def triton() -> Finding:
+    """Needed where there is a GPU."""
+    on_gpu = "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
+    wrong = gpus.missing_triton(os.environ, gpus.triton_is_installed()) if on_gpu else None
+    return Finding("triton", version_of("triton") or "not installed (needed for CUDA only)", wrong)
 
 
 def transformer_engine() -> Finding:

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
@@ -53,6 +53,13 @@ def start() -> None:
     finally:
         del os.environ[children_files.FOLDER]
         os.environ.update(full)
+
+
+def bind(cpus: Iterable[int]) -> None:
+    """Let children that are started from now on run on these CPUs only."""
+    server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is not None:
+        os.sched_setaffinity(server, cpus)
 
 
 def remove_files() -> None:

@@ -37,6 +37,8 @@ class RunSection(Protocol):
     @property
     def memory_snapshot(self) -> bool: ...
     @property
+    def cpu_bind(self) -> bool: ...
+    @property
     def watchdog(self) -> watchdog.Patience: ...
 
 
@@ -94,6 +96,8 @@ def run_spmd(
             comm,
             config.run.c10d_backend,
             with_tensorrt_llm=asks_for_tensorrt_llm(config),
+            needs_bfloat16="bfloat16" in getattr(config, "dtypes", ()),
+            cpu_bind=config.run.cpu_bind,
             nccl_timeout=config.run.nccl_timeout,
             stop=StopRequests(comm.rank) if heeds_signals else None,
             ends_at=broadcast(comm, ends_at),

@@ -15,8 +15,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.mlp import MLPSubmodules
+    from torch import Tensor
 
 # What a parameter group of a checkpoint is recognised by. 0.19 adds the learning rates, with which a run could not go
 # on with other ones.
@@ -65,3 +67,10 @@ def use_mixture(layer: ModuleSpec, mixture: type, router: Callable[..., Any], gr
         description.params = {"pg_collection": groups}  # it hands them to its own class only
     else:
         layer.submodules.mlp = functools.partial(mixture, submodules=submodules_of(description))
+
+
+def grads_for_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """The gradients that this rank adds to the gradient norm: without shared parameters, and without what another
+    tensor-parallel rank has as well."""
+    method: Callable[[], list[Tensor]] | None = getattr(optimizer, "get_grads_for_grad_norm", None)  # of 0.19
+    return (method or optimizer.get_main_grads_for_grad_norm)()

@@ -13,12 +13,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.launch import children, exits, trtllm
+from hpcrl.launch import children, cpu_binding, exits, gpus, trtllm
 from hpcrl.launch.board import Board
 from hpcrl.launch.collectives import barrier, broadcast, exchange, together
 from hpcrl.launch.exits import InputError
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 # an address reserved for documentation, which takes the default route; then private networks, for nodes without one
 PROBES = ("192.0.2.1", "10.0.0.1", "172.16.0.1", "192.168.0.1")
@@ -128,6 +130,8 @@ def start_torch(
     backend: str = "mpi_host",
     *,
     with_tensorrt_llm: bool = False,
+    needs_bfloat16: bool = False,
+    cpu_bind: bool = False,
     nccl_timeout: float = 1800.0,
     stop: StopRequests | None = None,
     ends_at: float | None = None,
@@ -141,6 +145,8 @@ def start_torch(
             combination has not been tried on a machine with GPUs yet. Ranks that share a GPU, which HPCRL_SHARE_GPU=1
             allows for tests, have "mpi_host" for both, which copies device tensors through the host.
         with_tensorrt_llm: import that package here, on all ranks; `comm` must then have all of MPI's world.
+        needs_bfloat16: whether a GPU that lacks bfloat16 is an InputError.
+        cpu_bind: bind the rank, its threads and children to CPUs near its GPU, where no launcher has bound it.
         nccl_timeout: seconds after which an NCCL collective that has not ended fails.
         stop: is given the board by which rank 0 hears of signals.
         ends_at: for `World`.
@@ -148,29 +154,28 @@ def start_torch(
     from mpi4py import MPI
 
     barrier(comm)  # Split_type spins until all ranks are here
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    node: MPI.Intracomm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)  # type: ignore[assignment]
     local_rank, local_size = node.rank, node.size
-    node.Free()
     one_node = all(size == comm.size for size in exchange(comm, local_size))
     if one_node:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    threads = rank_threads(os.environ, len(os.sched_getaffinity(0)), local_size)
+    launched = dict(os.environ)
+    threads = rank_threads(launched, len(os.sched_getaffinity(0)), local_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # before torch, whose OpenMP reads it once
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     import torch
     import torch.distributed as dist
 
+    device, shares_gpu = take_gpu(comm, local_rank, needs_bfloat16=needs_bfloat16)
+    if device.type == "cuda" and cpu_bind:
+        pci_id = gpus.pci_id(torch.cuda.get_device_properties(device))
+        if cpus := cpu_binding.bind_near_gpu(node, pci_id):
+            log.info("bound to CPUs %s, near GPU %s", cpu_binding.format_cpu_list(cpus), pci_id)
+            threads = rank_threads(launched, len(cpus), 1)
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+    node.Free()
     torch.set_num_threads(threads)
-    device = torch.device("cpu")
-    shares_gpu = False
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        uuids = exchange(comm, str(torch.cuda.get_device_properties(device).uuid))
-        shares_gpu = len(set(uuids)) < len(uuids)
-        may_share = os.environ.get("HPCRL_SHARE_GPU") == "1"
-        together(comm, lambda: None if may_share else check_own_gpus(uuids))
     if with_tensorrt_llm:
         trtllm.import_together(comm)
     timeout = None
@@ -205,15 +210,29 @@ def start_torch(
     )
 
 
-def check_own_gpus(uuids: Sequence[str]) -> None:
-    """InputError where two ranks have one GPU. `uuids`: of every rank's, in rank order."""
-    for rank, uuid in enumerate(uuids):
-        first = uuids.index(uuid)
-        if first < rank:
-            raise InputError(
-                f"ranks {first} and {rank} have the same GPU ({uuid}), and NCCL takes one rank per GPU; start as many "
-                "ranks per node as it has GPUs (job.ntasks_per_node), or set HPCRL_SHARE_GPU=1 for a slow test"
-            )
+def take_gpu(comm: MPI.Intracomm, local_rank: int, *, needs_bfloat16: bool) -> tuple[torch.device, bool]:
+    """This rank's device, and whether ranks share a GPU. Collective; InputError on all ranks where one cannot run."""
+    import torch
+
+    found = gpus.find_gpus()
+    together(comm, lambda: gpus.check_usable(found))
+    if comm.rank == 0 and (line := gpus.unused(found)):
+        log.warning(line)
+    counts = exchange(comm, found.num_usable)
+    together(comm, lambda: gpus.check_all_or_none(counts))
+    if not found.num_usable:
+        return torch.device("cpu"), False
+    device = torch.device("cuda", local_rank % found.num_usable)
+    torch.cuda.set_device(device)
+    gpu, has_triton = gpus.gpu_here(device.index), gpus.triton_is_installed()
+    together(
+        comm,
+        lambda: gpus.check_gpu(gpu, needs_bfloat16=needs_bfloat16, environ=os.environ, has_triton=has_triton),
+    )
+    uuids = exchange(comm, str(torch.cuda.get_device_properties(device).uuid))
+    may_share = os.environ.get("HPCRL_SHARE_GPU") == "1"
+    together(comm, lambda: None if may_share else gpus.check_own_gpus(uuids))
+    return device, len(set(uuids)) < len(uuids)
 
 
 def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int:

@@ -65,6 +65,7 @@ def pack(
     *,
     size: int,
     output_rows: Tensor | None = None,
+    device: torch.device | None = None,
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> PackedTokens:
@@ -72,7 +73,8 @@ def pack(
 
     `input_ids` (T,) holds the sequences one after the other, `lengths` (N,) int64 their lengths (at least 1 each),
     `size` is the S of all ranks, at least T. `output_rows` are this rank's own. Index tensors are made once here and
-    used by every layer.
+    used by every layer. All are on the CPU, for `PackedTokens.to`, but those of the rotary embedding, which are the
+    largest: they are computed on `device`.
     """
     total = input_ids.numel()
     starts = lengths.cumsum(0) - lengths
@@ -90,6 +92,7 @@ def pack(
     else:
         places, tails = places_of(starts, lengths), None
         bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    position_ids = position_ids.to(device)
     cos, sin = rope_cos_sin(position_ids, shape.rope_dim, shape.rope_theta, shape.rope_scaling)
     return PackedTokens(
         qkv_format="thd",

@@ -22,7 +22,6 @@ PHASES = {  # a worker's method -> the plan's name of the phase
     "critic.compute_values": "values",
     "critic.update_critic": "update_critic",
     "actor.update_actor": "update_actor",
-    "actor.update_actor_once": "update_actor",
     "refit.update_weights": "refit",
     "actor.begin_save": "save_actor",
     "critic.begin_save": "save_critic",

@@ -33,11 +33,6 @@ from hpcrl.roles.actor_objective import ActorObjective
 from hpcrl.roles.columns import padded_if_there, training_mask
 from hpcrl.roles.model_worker import ModelWorker, Updates
 
-READ_BY_UPDATE = (
-    *("input_ids", "response_mask", "advantages", "ref_log_prob?", "routed_experts?", "prompt", "sample_index"),
-    *("teacher_log_prob?", "teacher_topk_log_probs?", "teacher_topk_ids?"),
-)
-
 
 class ActorWorker(ModelWorker):
     def __init__(
@@ -224,40 +219,54 @@ class ActorWorker(ModelWorker):
                 tensors[name] = batch.padded(name)
         return tensors
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*READ_BY_UPDATE, "old_log_probs", "loss_mask?", "rollout_is_weights?"))
-    def update_actor(self, batch: DataProto) -> list[dict[str, Metric]]:
-        """All optimizer steps of a training step; metrics of each mini-batch."""
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=(
+            "input_ids",
+            "response_mask",
+            "loss_mask?",
+            "rollout_log_probs",
+            "old_log_probs?",
+            "advantages",
+            "ref_log_prob?",
+            "rollout_is_weights?",
+            "teacher_log_prob?",
+            "teacher_topk_log_probs?",
+            "teacher_topk_ids?",
+            "routed_experts?",
+            "prompt",
+            "sample_index",
+        ),
+        writes=("old_log_probs?",),
+    )
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """All optimizer steps of a training step; "metrics" is a list, those of each mini-batch.
+
+        Of a batch without old log-probs there is one mini-batch, whose forward pass gives what `compute_log_prob` does.
+        """
+        outputs: dict[str, Ragged] | None = None if "old_log_probs" in batch.tokens else {}
         with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
-            return [
-                self._update(mini, (batch.meta_info["step"], number))
+            updates = [
+                self.train(
+                    mini,
+                    partial(self.objective.normalised, key=(batch.meta_info["step"], number)),
+                    loss_scale_factor=self.loss_scale_factor,
+                    max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
+                    temperature=self.config.rollout.temperature,
+                    entropy=self.objective.uses_entropy or outputs is not None,
+                    topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
+                    columns=outputs,
+                )
                 for number, mini in enumerate(self.updates.mini_batches(batch))
             ]
-
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=(*READ_BY_UPDATE, "rollout_log_probs"), writes=("old_log_probs",))
-    def update_actor_once(self, batch: DataProto) -> DataProto:
-        """The only optimizer step of a training step; its forward pass gives what `compute_log_prob` does."""
-        outputs: dict[str, Ragged] = {}
-        (mini,) = self.updates.mini_batches(batch)
-        metrics = self._update(mini, (batch.meta_info["step"], 0), entropy=True, columns=outputs)
         if not self.is_home:
             return DataProto()
+        if outputs is None:
+            return DataProto({}, {}, {"metrics": updates})
+        (metrics,) = updates
         found = self._old_log_probs(batch, outputs)
-        found.meta_info["metrics"] |= to_floats(self._corrected(batch, outputs["log_probs"]).metrics) | metrics
-        return found
-
-    def _update(
-        self, mini: DataProto, key: tuple[int, int], *, entropy: bool = False, **options: Any
-    ) -> dict[str, Metric]:
-        return self.train(
-            mini,
-            partial(self.objective.normalised, key=key),
-            loss_scale_factor=self.loss_scale_factor,
-            max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
-            temperature=self.config.rollout.temperature,
-            entropy=entropy or self.objective.uses_entropy,
-            topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
-            **options,
-        )
+        against_rollout = to_floats(self._corrected(batch, outputs["log_probs"]).metrics)
+        return DataProto(found.tokens, {}, {"metrics": [found.meta_info["metrics"] | against_rollout | metrics]})
 
     @register(
         Dispatch.DP_COMPUTE_METRIC,

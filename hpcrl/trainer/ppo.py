@@ -203,19 +203,17 @@ class PPOTrainer:
         trained = self._resampled(batch) if self.config.algorithm.use_pf_ppo else batch
         timers.before("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
         self.run.slice.is_open = False  # the models change, so the step has to end
-        updates: dict[str, Future[Any]] = {}
-        if self.derived.needs_critic:
-            updates["update_critic"] = workers["critic"].update_critic(trained)
-        if updates_actor:
-            actor = workers["actor"]
-            updates["update_actor"] = actor.update_actor_once(trained) if at_once else actor.update_actor(trained)
-        for phase, update in updates.items():
-            with timers(phase):
-                found = update.get()
-                if isinstance(found, DataProto):
-                    batch = self._join(batch, found)
-                else:
-                    self.metrics |= finish_over_steps(merge(parts) for parts in zip(*found, strict=True))
+        critic = workers["critic"].update_critic(trained) if self.derived.needs_critic else None
+        actor = workers["actor"].update_actor(trained) if updates_actor else None
+        if critic is not None:
+            with timers("update_critic"):
+                self.metrics |= finish_over_steps(merge(parts) for parts in zip(*critic.get(), strict=True))
+        if actor is not None:
+            with timers("update_actor"):
+                updated = actor.get()
+                parts_of_updates = zip(*updated.meta_info.pop("metrics"), strict=True)
+                self.metrics |= finish_over_steps(merge(parts) for parts in parts_of_updates)
+                batch = batch.union(updated)
         if self.derived.needs_sum_pi_squared:
             found = workers["actor"].variance_proxy(batch, self.metrics.get("actor/grad_norm")).get()
             self.metrics |= finish(merge(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.optim.adamw import adamw
 
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.adam import MOMENTS, CompactAdam
@@ -61,6 +62,46 @@ def test_moments_are_those_of_fp32_rounded_after_each_step():
         assert (state["exp_avg"].double() - first).abs().max() <= 2**-8 * first.abs().max()
         torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=2e-3)
     assert {name: state[name].dtype for name in MOMENTS} == adam.dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_tensors_at_once_have_the_bits_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    monkeypatch.setattr("hpcrl.engine.adam.ELEMENTS_IN_CACHE", 100)
+    torch.manual_seed(0)
+    shapes = [(64,), (5, 7), (1,), (40, 50), (0,), (3, 3)]  # in batches of 3, 1 and 2
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    adam = CompactAdam(
+        weights, lr=0.1, betas=(0.9, 0.95), eps=1e-8, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=dtype
+    )
+    for weight in weights:
+        moments = {name: torch.zeros(weight.shape, dtype=kept) for name, kept in adam.dtypes.items()}
+        adam.state[weight] = {"step": torch.zeros(()), **moments}
+    expected = [
+        (weight.detach().clone(), *(each.clone() for each in adam.state[weight].values())) for weight in weights
+    ]
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape)
+        adam.step()
+        for weight, (alone, step, first, second) in zip(weights, expected, strict=True):
+            options = {"beta1": 0.9, "beta2": 0.95, "lr": 0.1, "weight_decay": 0.01, "eps": 1e-8}
+            firsts, seconds = [first.float()], [second.float()]
+            adamw(
+                [alone],
+                [weight.grad],
+                firsts,
+                seconds,
+                [],
+                [step],
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                **options,
+            )
+            first.copy_(firsts[0])
+            second.copy_(seconds[0])
+            found = (weight.detach(), *adam.state[weight].values())
+            assert all(map(torch.equal, found, (alone, step, first, second)))
 
 
 def test_moments_that_bf16_could_not_let_decay_are_refused():

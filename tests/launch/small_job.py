@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-from hpcrl.launch import children
+from hpcrl.launch import children, gpus
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import run_spmd
 from hpcrl.launch.waiting import wait_until
@@ -33,6 +33,7 @@ def load() -> SimpleNamespace:
             c10d_backend="gloo",
             nccl_timeout=60,
             memory_snapshot=False,
+            cpu_bind=True,
             full_determinism=False,
             watchdog=watchdog,
         )
@@ -97,5 +98,11 @@ def names_in_child() -> list[str]:
     return sorted(os.environ)
 
 
+def unusable_on_rank_1() -> gpus.FoundGpus:
+    return gpus.FoundGpus(int(os.environ["PMI_RANK"] == "1"), 0, "13.0")
+
+
 if __name__ == "__main__":
+    if MODE == "unusable_gpu":
+        gpus.find_gpus = unusable_on_rank_1
     run_spmd(load, main)

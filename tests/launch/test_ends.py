@@ -57,6 +57,12 @@ def test_bad_input_is_one_line_and_code_2(run_job: Callable, mode: str, line: st
     assert (ended.code, ended.stderr) == (2, line + "\n")
 
 
+def test_a_gpu_that_cannot_be_used_is_bad_input_on_all_ranks(run_job: Callable, tmp_path: Path) -> None:
+    ended = run_job(2, "unusable_gpu")
+    assert ended.code == exit_json(tmp_path)["code"] == 2
+    assert ended.stderr.count("\n") == 1 and "this node has 1 GPU, but torch can use none" in ended.stderr
+
+
 def test_a_run_directory_that_cannot_be_made_is_bad_input(run_job: Callable, tmp_path: Path) -> None:
     (tmp_path / "small_job.file").touch()
     ended = run_job(2, "no_run_directory")

@@ -20,7 +20,7 @@ JOB = """
 from types import SimpleNamespace
 from hpcrl.launch.job import run_spmd
 watchdog = SimpleNamespace(enable=False)
-torch = dict(c10d_backend="gloo", nccl_timeout=60, memory_snapshot=False, full_determinism=False)
+torch = dict(c10d_backend="gloo", nccl_timeout=60, cpu_bind=True, memory_snapshot=False, full_determinism=False)
 run = SimpleNamespace(dir="runs", name="small", watchdog=watchdog, **torch)
 run_spmd(lambda: SimpleNamespace(run=run, rollout=SimpleNamespace(engine="tensorrt_llm")), lambda world, config: 0)
 """
@@ -95,7 +95,7 @@ def main(world, config):
         before_leaving_mpi(lambda name=name: open(f"ended_{world.rank}", "a").write(f"{name} {MPI.Is_finalized()}\\n"))
     return 0
 watchdog = SimpleNamespace(enable=False)
-torch = dict(c10d_backend="gloo", nccl_timeout=60, memory_snapshot=False, full_determinism=False)
+torch = dict(c10d_backend="gloo", nccl_timeout=60, cpu_bind=True, memory_snapshot=False, full_determinism=False)
 run = SimpleNamespace(dir="runs", name="small", watchdog=watchdog, **torch)
 run_spmd(lambda: SimpleNamespace(run=run), main)
 """

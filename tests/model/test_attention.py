@@ -75,6 +75,18 @@ def test_pack_places_every_token():
     assert packed.sources[packed.slots].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_the_rotary_embedding_of_packed_tokens_is_computed_on_the_device():
+    ids, lengths = torch.tensor([7, 8, 9, 5, 6], dtype=torch.int32), torch.tensor([3, 2])
+    for device in (torch.device("cpu"), torch.device("meta")):
+        packed = pack(ids, lengths, SHAPE, size=8, device=device)
+        assert packed.cos.device == packed.sin.device == device and packed.slots.device.type == "cpu"
+        assert packed.cos.shape == packed.sin.shape == (8, SHAPE.rope_dim // 2)
+    assert torch.equal(
+        pack(ids, lengths, SHAPE, size=8).sin[[1, 4]],
+        rope_cos_sin(torch.tensor([1, 1]), SHAPE.rope_dim, SHAPE.rope_theta)[1],
+    )
+
+
 def test_rope_turns_pairs_and_its_gradient_turns_back():
     torch.manual_seed(0)
     x = torch.randn(6, 3, 8, requires_grad=True)

@@ -7,13 +7,18 @@ from functools import cache, partial
 
 import pytest
 import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
+from hpcrl.engine.gradients import clip_gradients, gradient_norm
 from hpcrl.engine.logprob import vocab_parallel_log_probs
+from hpcrl.engine.optim import parts_of
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
+from hpcrl.launch import platform
 from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
 from tests.mpi.layouts import (
@@ -238,6 +243,53 @@ def test_gradient_is_clipped_to_the_norm(groups):
     assert norm > 0.01
     moved = torch.stack([(weight - before[name]).norm() for name, weight in engine.named_shards().items()]).norm()
     assert float(moved) == pytest.approx(1e-3, rel=1e-3)
+
+
+# Adam's state is divided over the data-parallel ranks; with SGD experts and all else have groups of their own.
+NORMS = {
+    2: [("tp2", "sgd"), ("dp2", "adam"), ("pp2", "adam"), ("ep2", "sgd"), ("etp2", "adam")],
+    4: [("tp2pp2", "adam"), ("tp2dp2", "sgd"), ("pp2ep2", "adam"), ("tp2ep2etp2", "sgd")],
+}
+
+
+@pytest.mark.ci_world(2)
+@pytest.mark.parametrize(
+    "layout, optimizer",
+    [pytest.param(*case, marks=pytest.mark.world(size)) for size, cases in NORMS.items() for case in cases],
+)
+def test_norm_and_clipping_are_those_of_megatron(groups, layout, optimizer):
+    """To the bit of fp32. The norm is read from the device once, whatever the number of tensors."""
+    shape = MIXTURE if groups[layout].layout.ep > 1 or groups[layout].layout.etp > 1 else SHAPE
+    optim = OptimConfig(optimizer=optimizer, lr=0.0, clip_grad=0.0, weight_decay=0.0)
+    engine = TrainEngine(shape, groups[layout], optim=optim, seed=3)
+    mine = part_of(make_batch(), groups[layout])
+    reported = engine.train(mine, max_tokens=64, loss=policy_loss, entropy=True)["grad_norm"]
+    optimizers = parts_of(engine.optimizer)
+    grads = [parameter.grad for each in optimizers for parameter in each.get_parameters()]
+    before = [grad.clone() for grad in grads]
+    with Reads() as reads:
+        norm = gradient_norm(engine.optimizer)
+    assert reads.count <= 1
+    with platform.cpu_bridge():
+        # Of experts that other ranks share, megatron takes the root before it squares and adds.
+        assert reported == norm == pytest.approx(engine.optimizer.get_grad_norm(), rel=1e-15) and norm > 0
+        for each in optimizers:
+            clip_grad_by_total_norm_fp32(each.get_parameters(), norm / 3, norm)
+    expected = [grad.clone() for grad in grads]
+    for grad, old in zip(grads, before, strict=True):
+        grad.copy_(old)
+    clip_gradients(engine.optimizer, norm / 3, norm)
+    assert all(map(torch.equal, grads, expected)) and not all(map(torch.equal, grads, before))
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that Python reads from tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.ci_world(2)

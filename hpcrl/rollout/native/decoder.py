@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from hpcrl.kernels.fp32_product import logits_of
 from hpcrl.kernels.rms_norm import add_rms_norm, rms_norm
 from hpcrl.kernels.swiglu import swiglu
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
@@ -136,7 +137,10 @@ class Decoder:
     def forward(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None = None) -> Tensor:
         """Logits (n, padded vocabulary / tp) after each of the flat `token_ids` integer (n,): this rank's columns.
         `chosen` gets the experts of each layer that has some, int64 (n, topk)."""
-        return self._linear(self._run(token_ids, attention, chosen, cache_only=False), self._head)
+        hidden = self._run(token_ids, attention, chosen, cache_only=False)
+        if hidden.device.type == "cuda":
+            return logits_of(hidden, self._head)  # in fp32, as in training
+        return self._linear(hidden, self._head)
 
     def fill(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None = None) -> None:
         """Only puts keys and values of `token_ids` into the cache, and their experts into `chosen`."""
