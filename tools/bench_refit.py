@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import checkout  # noqa: F401
 import torch
 from torch import Tensor
 

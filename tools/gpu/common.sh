@@ -25,7 +25,7 @@ while (($#)); do
     shift
 done
 [[ $report == /* ]] || report=$here/$report
-: 2>/dev/null >"$report" || die "cannot write $report"
+touch "$report" 2>/dev/null || die "cannot write $report"
 
 python=${PYTHON:-}
 if [[ -z $python ]]; then
@@ -89,14 +89,14 @@ check() {
     local title=$1 limit=$2 started=$SECONDS code=0 outcome=pass said left=$((budget - SECONDS))
     shift 2
     if ((left < 5)); then
-        note fail "$title" "not run: the $budget s of all checks are used up"
+        note fail "$title" "not run: the time of all checks is used up"
         return
     fi
     [[ $rehearsal == no ]] || limit=$((10 * limit))
     ((limit <= left)) || limit=$left
     timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1 </dev/null || code=$?
     said=$(grep -E '^(pass|fail|skip): ' "$log" | tail -n 1 || true)
-    [[ -n $said ]] || said="pass: $(grep -v '^ *$' "$log" | tail -n 1 || true)"
+    [[ -n $said ]] || said="pass: $(grep -vE '^ *$|^\|' "$log" | tail -n 1 || true)"
     case $code,$said in
     0,pass:*) ;;
     77,skip:*) outcome=skip ;;
@@ -121,6 +121,7 @@ finish() {
     exit 0
 }
 
+: >"$report"
 line "# hpcrl on a GPU: $script"
 line ""
 line "$(date -u '+%Y-%m-%d %H:%M UTC'), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $hardware"

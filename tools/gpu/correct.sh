@@ -16,7 +16,7 @@ run_two() {
 workers=2
 [[ $rehearsal == yes ]] || workers=6
 kernels=(-q -p no:cacheprovider -n "$workers" --dist worksteal tests/kernels --ignore tests/kernels/test_compile_only.py)
-mpi=(-m pytest -q -p no:cacheprovider -m "")
+mpi=(-m pytest -q -m "")
 
 run "packages, chip, shared memory" 90 machine versions
 check "hpcrl check" 60 "${one[@]}" -m hpcrl check

@@ -1,7 +1,10 @@
-"""Refit of tensors on GPUs: bit for bit between layouts, over NCCL or, where ranks share a GPU, through the host."""
+"""Refit of tensors on GPUs: bit for bit between layouts, over NCCL or, where ranks share a GPU, through the host; and
+its speed on one of them."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator
 
 import torch
@@ -10,11 +13,15 @@ import torch.distributed as dist
 from hpcrl.grid.layout import Layout
 from hpcrl.launch import accelerator
 from hpcrl.launch.world import World
+from hpcrl.model.params import shards
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.windows import nodes_of
 from tools.gpu.outcome import Skip, require
+from tools.gpu.qwen import shape
 from tools.gpu.weights import SHAPE, held, whole_weights
+
+REPETITIONS = 6  # the first is left out
 
 
 def layouts(world: World) -> str:
@@ -54,3 +61,36 @@ def pairs(ranks: tuple[int, ...]) -> Iterator[tuple[Layout, Layout]]:
 
 def named(layout: Layout) -> str:
     return f"TP{layout.tp} PP{layout.pp} DP{layout.dp}"
+
+
+def speed(world: World) -> str:
+    """Of one rank's 1.5B weights into an engine's own buffers, beside a copy of as many bytes."""
+    model, layout = shape(), Layout((world.rank,))
+    table = shards(model, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+    source = {shard.name: torch.empty(shard.local_shape, dtype=torch.bfloat16, device=world.device) for shard in table}
+    for weight in source.values():
+        weight.normal_()
+    target = {name: torch.zeros_like(weight) for name, weight in source.items()}
+    refit = Refit(Resharding(model, layout, layout, 2), world.comm, world.rank, torch.bfloat16, verify="always")
+    reports = [refit.run(source, target) for _ in range(REPETITIONS)][1:]
+    refit.close()
+    nbytes = sum(weight.nbytes for weight in source.values())
+    seconds = statistics.median(report.seconds for report in reports)
+    checksums = statistics.median(report.checksum_seconds for report in reports)
+    memcpy = copy_seconds(nbytes, world.device)
+    return (
+        f"{nbytes / 1e9:.2f} GB in {seconds * 1e3:.1f} ms, {nbytes / seconds / 1e9:.0f} GB/s; a copy takes "
+        f"{memcpy * 1e3:.1f} ms, {nbytes / memcpy / 1e9:.0f} GB/s; checksums of both sides {checksums * 1e3:.1f} ms"
+    )
+
+
+def copy_seconds(nbytes: int, device: torch.device) -> float:
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(REPETITIONS):
+        accelerator.synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        accelerator.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -14,7 +14,7 @@ from tools.gpu.outcome import require
 MODEL = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4}  # heads of 32, which kernels take
 GRPO = {"adv_estimator": "grpo", "use_kl_in_reward": False}
 OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
-GAP = {"float32": 1e-3, "bfloat16": 0.2}  # of the log-probs of rollout and training
+GAP = {"float32": 1e-3, "bfloat16": 0.5}  # of the log-probs of rollout and training: logits are of about 10
 
 
 def lab(world: World) -> Lab:
