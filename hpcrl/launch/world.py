@@ -176,6 +176,7 @@ def start_torch(
     timeout = None
     if shares_gpu:
         backend = "mpi_host"
+        torch.autograd.set_multithreading_enabled(False)  # backward has collectives, and MPI is for one thread
     elif device.type == "cuda":
         backend, timeout = "cpu:gloo,cuda:nccl", timedelta(seconds=nccl_timeout)
     if backend == "mpi_host":

@@ -70,28 +70,21 @@ done
 
 budget=520 # seconds for all checks
 [[ $rehearsal == no ]] || budget=3600 # nothing ends a rehearsal, which may have one slow core
-log=$(mktemp)
-work=$(mktemp -d) # for runs and data
-trap 'rm -rf "$log" "$work"' EXIT
-declare -A count=([pass]=0 [fail]=0 [skip]=0)
+work=$(mktemp -d) # for logs, runs and data
+trap 'rm -rf "$work"' EXIT
 
-line() { printf '%s\n' "$*" | tee -a "$report"; }
-
-# note OUTCOME TITLE DETAIL
-note() {
-    count[$1]=$((count[$1] + 1))
-    line "- **$1** $2: $3"
-}
+line() { printf '%s\n' "$*" | tee -a "$report"; } # at once, as checks may run side by side
 
 # check TITLE SECONDS COMMAND...: run COMMAND for at most SECONDS and note how it ended. Its last line `pass: ...`,
 # `fail: ...` or `skip: ...` is the detail, or its last line; lines that begin with | are a table for the report.
 check() {
-    local title=$1 limit=$2 started=$SECONDS code=0 outcome=pass said left=$((budget - SECONDS))
+    local title=$1 limit=$2 started=$SECONDS code=0 outcome=pass said left=$((budget - SECONDS)) log
     shift 2
     if ((left < 5)); then
-        note fail "$title" "not run: the time of all checks is used up"
+        line "- **fail** $title: not run: the time of all checks is used up"
         return
     fi
+    log=$(mktemp -p "$work")
     [[ $rehearsal == no ]] || limit=$((10 * limit))
     ((limit <= left)) || limit=$left
     timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1 </dev/null || code=$?
@@ -104,21 +97,22 @@ check() {
     124,* | 137,*) outcome=fail said="fail: not ended after $limit s" ;;
     *) outcome=fail said="fail: ended with code $code" ;;
     esac
-    note "$outcome" "$title ($((SECONDS - started)) s)" "${said#*: }"
-    if grep -q '^|' "$log"; then
-        { echo; grep '^|' "$log"; echo; } | tee -a "$report"
-    fi
-    if [[ $outcome == fail ]]; then
-        { echo '```'; tail -n 25 "$log" | cut -c 1-500; echo '```'; } | tee -a "$report"
-    fi
+    local block="- **$outcome** $title ($((SECONDS - started)) s): ${said#*: }" table
+    table=$(grep '^|' "$log" || true)
+    [[ -z $table ]] || block+=$'\n\n'$table$'\n'
+    [[ $outcome != fail ]] || block+=$'\n```\n'$(tail -n 25 "$log" | cut -c 1-500)$'\n```'
+    line "$block"
 }
 
 # finish: the last line of the report, and the exit code
 finish() {
+    local outcome counts=()
+    for outcome in pass fail skip; do
+        counts+=("$(grep -c "^- \*\*$outcome\*\*" "$report" || true)")
+    done
     line ""
-    line "${count[pass]} passed, ${count[fail]} failed, ${count[skip]} skipped, in $SECONDS s"
-    ((count[fail] == 0)) || exit 1
-    exit 0
+    line "${counts[0]} passed, ${counts[1]} failed, ${counts[2]} skipped, in $SECONDS s"
+    exit $((counts[1] > 0))
 }
 
 : >"$report"
