@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "hpcrl" / "kernels"
 
 sys.path.insert(0, str(ROOT))
-if not KERNELS.exists():  # as setup.py does
-    KERNELS.symlink_to("../kernels")
+with suppress(FileExistsError):
+    KERNELS.symlink_to("../kernels")  # as setup.py does
