@@ -32,7 +32,7 @@ if [[ -z $python ]]; then
     python=python3
     [[ -x .venv/bin/python ]] && python=.venv/bin/python
 fi
-python=$(command -v "$python") || die "PYTHON=$PYTHON is not a program"
+python=$(command -v "$python") || die "${PYTHON:-python3} is not a program; name the interpreter: PYTHON=/path/to/python"
 
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 ln -sfn ../kernels hpcrl/kernels # as setup.py does
@@ -40,6 +40,7 @@ if [[ $rehearsal == yes ]]; then
     export HPCRL_GPU_REHEARSAL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 # check.py reads the first
     hardware="no GPU: a rehearsal, whose figures mean nothing"
 else
+    unset HPCRL_GPU_REHEARSAL
     hardware=$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")') ||
         die "'$python' cannot import torch; name the interpreter that has it: PYTHON=/path/to/python"
     [[ -n $hardware ]] || die "torch finds no GPU; --rehearse goes through the checks without one"
