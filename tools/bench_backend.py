@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import checkout  # noqa: F401
+
 from hpcrl.config.schema import OptimConfig, TrainerConfig
 from hpcrl.controller.controller import Controller, run_program
 from hpcrl.controller.register import Dispatch, register

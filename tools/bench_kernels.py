@@ -1,12 +1,14 @@
 """The kernels beside their floor and their peers, on a CUDA GPU; or what their machine code takes, without one.
 
     python tools/bench_kernels.py [NAME ...]
+    python tools/bench_kernels.py --rehearse [NAME ...]
     python tools/bench_kernels.py --compile-only [NAME ...] [--chips 90]
 
 NAME is one of the files in tools/kernel_cases, such as rms_norm. The first form measures the ceilings (a copy, a matrix
 product) and then each case: median time, rate, the share of the floor, which is the time that the bytes and operations
-take at these ceilings, and the memory that was taken beside inputs and results. The second compiles every kernel for
-three chips and prints registers, shared memory and spills.
+take at these ceilings, and the memory that was taken beside inputs and results. The second runs each case once, on a
+CPU and on small inputs, and prints no figures. The third compiles every kernel for three chips and prints registers,
+shared memory and spills.
 """
 
 from __future__ import annotations
@@ -17,17 +19,31 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import checkout  # noqa: F401
 import torch
 import torch._functorch.config
 import triton
 from kernel_cases.case import Case
 
 from hpcrl.kernels.specimen import CHIPS
+from hpcrl.launch import platform
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP_MS, REPEAT_MS = 50, 300
+WIDTHS = (40, 16, 8, 6, 7, 8, 9)
+COLUMNS = ("case", "implementation", "ms", "GB/s", "TFLOP/s", "of floor", "extra MiB")
+SMALL: dict[str, dict[str, Any]] = {  # constants of the case modules in a rehearsal
+    "decode_attention": {"DIVISOR": 64},
+    "linear_log_prob": {"ROWS": 16, "HIDDEN": 32, "VOCABULARY": 300, "CHUNK_ROWS": 8},
+    "masked_whiten": {"SEQUENCES": 4, "TOKENS": 16},
+    "pack": {"LAYERS": 2, "HIDDEN": 64},
+    "rms_norm": {"ROWS": 16, "WIDTH": 64},
+    "rope": {"TOKENS": 32},
+    "sampling": {"VOCABULARY": 512, "BATCHES": (4,)},
+    "swiglu": {"ROWS": 2, "WIDTHS": (96, 24)},
+}
 
 
 class Ceilings(NamedTuple):
@@ -59,32 +75,61 @@ def extra_bytes(run: Callable[[], object]) -> int:
     return peak - sum(result.nbytes for result in results if isinstance(result, torch.Tensor))
 
 
-def bench(names: list[str]) -> None:
+def bench(names: list[str]) -> NoReturn:
     # Backward passes are measured again and again on the same graph.
     torch._functorch.config.donated_buffer = False
     top = ceilings()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"copy {top.bytes_per_second / 1e9:.0f} GB/s, bf16 products {top.flops_per_second / 1e12:.0f} TFLOP/s\n")
-    print(f"{'case':<42}{'implementation':<18}{'ms':>9}{'GB/s':>8}{'TFLOP/s':>9}{'of floor':>10}{'extra MiB':>11}")
+    complete = show(names, lambda case, run: figures(case, run, top))
+    copy, products = f"{top.bytes_per_second / 1e9:.0f} GB/s", f"{top.flops_per_second / 1e12:.0f} TFLOP/s"
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    print(f"\n{torch.cuda.get_device_name()}, {versions}, copy {copy}, bf16 products {products}")
+    sys.exit(0 if complete else 1)
+
+
+def rehearse(names: list[str]) -> NoReturn:
+    """On the CPU: each case asks for CUDA, and torch.compile is left out."""
+    torch.compile = lambda function=None, **_: function  # type: ignore[assignment]
+    for name in names:
+        vars(importlib.import_module(f"kernel_cases.{name}")).update(SMALL.get(name, {}))
+
+    def once(case: Case, run: Callable[[], object]) -> str:
+        run()
+        return "ran once |"
+
+    with platform.in_place_of_cuda(torch.device("cpu")), platform.cpu_bridge():
+        complete = show(names, once)
+    print("\neach case ran once on the CPU")
+    sys.exit(0 if complete else 1)
+
+
+def show(names: list[str], row: Callable[[Case, Callable[[], object]], str]) -> bool:
+    """Print a table, a row for each implementation of each case; whether all of them ran."""
+    print(f"| {' | '.join(f'{title:<{width}}' for title, width in zip(COLUMNS, WIDTHS, strict=True))} |")
+    print("|---|---|" + "---:|" * 5)
+    complete = True
     for name in names:
         try:
             for case in importlib.import_module(f"kernel_cases.{name}").cases():
                 for who, run in case.runs.items():
-                    print(f"{case.name:<42}{who:<18}{figures(case, run, top)}", flush=True)
-        except Exception as error:  # where inputs are made: the other figures are still wanted
-            print(f"{name}: {what(error)}", flush=True)
-        torch.cuda.empty_cache()
+                    try:
+                        cells = row(case, run)
+                    except Exception as error:  # the other figures are still wanted
+                        cells, complete = f"{what(error)} |", False
+                    print(f"| {case.name:<40} | {who:<16} | {cells}", flush=True)
+        except Exception as error:  # where inputs are made
+            print(f"| {name:<40} | {what(error)} |", flush=True)
+            complete = False
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return complete
 
 
 def figures(case: Case, run: Callable[[], object], top: Ceilings) -> str:
-    """The columns behind the names, or what went wrong."""
-    try:
-        seconds, extra = measure(run), extra_bytes(run)
-    except Exception as error:
-        return what(error)
+    """The columns behind the names."""
+    seconds, extra = measure(run), extra_bytes(run)
     floor = max(case.nbytes / top.bytes_per_second, case.flops / top.flops_per_second)
-    rates = f"{case.nbytes / seconds / 1e9:8.0f}{case.flops / seconds / 1e12:9.1f}"
-    return f"{seconds * 1e3:9.3f}{rates}{floor / seconds:10.0%}{extra / 2**20:11.0f}"
+    rates = f"{case.nbytes / seconds / 1e9:6.0f} | {case.flops / seconds / 1e12:7.1f}"
+    return f"{seconds * 1e3:8.3f} | {rates} | {floor / seconds:8.0%} | {extra / 2**20:9.0f} |"
 
 
 def what(error: Exception) -> str:
@@ -108,6 +153,7 @@ def main() -> int:
     known = sorted(path.stem.removesuffix("_triton") for path in (ROOT / "kernels").glob("*_triton.py"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
+    parser.add_argument("--rehearse", action="store_true", help="needs no GPU")
     parser.add_argument("--chips", type=int, nargs="+", choices=CHIPS, default=list(CHIPS), help="to compile for")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all unless given")
     args = parser.parse_args()
@@ -116,10 +162,15 @@ def main() -> int:
         parser.error(f"unknown {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     if args.compile_only:
         compile_only(args.names or known, args.chips)
+    elif args.rehearse:
+        rehearse(args.names or known)
     elif torch.cuda.is_available():
         bench(args.names or known)
     else:
-        print("bench_kernels: error: torch finds no CUDA GPU; use --compile-only without one", file=sys.stderr)
+        print(
+            "bench_kernels: error: torch finds no CUDA GPU; use --rehearse or --compile-only without one",
+            file=sys.stderr,
+        )
         return 2
     return 0
 

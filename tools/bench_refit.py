@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import checkout  # noqa: F401
 import torch
 from torch import Tensor
 
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
+from hpcrl.launch import platform
 from hpcrl.launch.world import World, finish, start_mpi, start_torch
 from hpcrl.model.build import build_model, local_shards
 from hpcrl.model.params import Shard
@@ -167,6 +169,7 @@ def _let_megatron_copy_without_cuda() -> None:
             pass
 
     if not torch.cuda.is_available():
+        platform.install()  # it replaces the current stream, too
         torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
         torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment,return-value]
 

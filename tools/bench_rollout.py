@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
+import checkout  # noqa: F401
 import numpy as np
 import torch
 import transformers

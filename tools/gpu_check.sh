@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Check a machine with GPUs and write a report: what of hpcrl's CUDA side works, then TensorRT-LLM, in an order in which
-# each check builds on those before it. Works in part with one GPU or without tensorrt_llm, and says so. No root, no
-# internet. None of these checks has ever run on a GPU: a failure may be the check's own fault.
+# Check a machine for what needs several GPUs, Transformer Engine or TensorRT-LLM, and write a report, in an order in
+# which each check builds on those before it; what one GPU can show is first checked by tools/gpu/correct.sh. Works in part
+# with one GPU or without these packages, and says so. No root, no internet. None of these checks has ever run on a GPU: a
+# failure may be the check's own fault.
 #   tools/gpu_check.sh [-o REPORT.md] [-n RANKS]
 # RANKS is one per GPU, up to 4, unless given. PYTHON names the interpreter, LAUNCH the launcher that takes the number
 # of ranks as its next argument (LAUNCH="srun --mpi=pmix -n"), HPCRL_GPU_CHECK_IDLE_SECONDS the length of check 5.
@@ -28,7 +29,7 @@ while (($#)); do
 done
 
 [[ $report == /* ]] || report=$here/$report
-[[ -d hpcrl/kernels ]] || ln -s ../kernels hpcrl/kernels # as setup.py does, for a clone that nobody has installed
+ln -sfn ../kernels hpcrl/kernels # as setup.py does
 python=${PYTHON:-}
 if [[ -z $python ]]; then
     python=python3
@@ -57,7 +58,7 @@ fi
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 failed=0
 limit=$((${HPCRL_GPU_CHECK_IDLE_SECONDS:-600} + 1200)) # seconds of a check, as ranks may wait for a lost one
 
@@ -66,10 +67,11 @@ line() { printf '%s\n' "$*" | tee -a "$report"; }
 # note TITLE OUTCOME DETAIL
 note() { line "- **$2** $1: $3"; }
 
-# run TITLE RANKS CHECK: the outcome is the last line of that form, if the exit code goes with it, else fail
+# run TITLE RANKS MODULE FUNCTION: the outcome is the last line of that form, if the exit code goes with it, else fail
 run() {
-    local title=$1 count=$2 check=$3 code=0 said
-    timeout "$limit" "${launch[@]}" "$count" "$python" tools/gpu_check.py "$check" >"$log" 2>&1 </dev/null || code=$?
+    local title=$1 count=$2 module=$3 function=$4 code=0 said
+    timeout "$limit" "${launch[@]}" "$count" "$python" -m tools.gpu.check "tools.$module" "$function" \
+        >"$log" 2>&1 </dev/null || code=$?
     said=$(grep -E '^(pass|fail|skip): ' "$log" | tail -n 1 || true)
     local agrees=0
     case $said in
@@ -93,7 +95,7 @@ line ""
 line "$(date -u '+%Y-%m-%d %H:%M UTC'), $(uname -n), $gpus GPU(s), launcher: ${launch[*]}"
 line ""
 line "## hpcrl on CUDA"
-run "machine" 1 machine
+run "machine" 1 gpu.machine versions
 if timeout 600 "${launch[@]}" "$ranks" "$python" -m hpcrl check >"$log" 2>&1 </dev/null; then
     note "hpcrl check, $ranks rank(s)" pass "ready"
 else
@@ -101,20 +103,8 @@ else
     note "hpcrl check, $ranks rank(s)" fail "see below"
     { echo '```'; tail -n 40 "$log"; echo '```'; } | tee -a "$report"
 fi
-# The last line of pytest is the detail.
-if timeout "$limit" "$python" -m pytest -q tests/kernels >"$log" 2>&1 </dev/null; then
-    note "Triton kernels against fp64" pass "$(tail -n 1 "$log")"
-else
-    failed=1
-    note "Triton kernels against fp64" fail "see below"
-    { echo '```'; tail -n 40 "$log"; echo '```'; } | tee -a "$report"
-fi
-run "refit by NCCL" "$ranks" refit
-run "native engine against the CPU, eager" 1 native_eager
-run "native engine against the CPU, CUDA graphs" 1 native_graphs
-run "training engine against the native one" 1 training
-run "training engine with Transformer Engine" 1 training_te
-run "GRPO, random 0.5B model" 1 grpo
+run "refit by NCCL" "$ranks" gpu.refit layouts
+run "training engine with Transformer Engine" 1 gpu.training transformer_engine
 
 line ""
 line "## TensorRT-LLM"
@@ -130,12 +120,12 @@ else
     { echo '```'; tail -n 40 "$log"; echo '```'; } | tee -a "$report"
 fi
 two=$((ranks < 2 ? ranks : 2))
-run "1 import, more ranks than one engine has" "$ranks" trtllm_imports
-run "2 two engines in one world" "$((ranks < 4 ? two : 4))" trtllm_groups
-run "3 refit against reload() and transformers" "$two" trtllm_oracle
-run "4 a hundred refits under CUDA graphs" "$two" trtllm_repeat
-run "5 idle beside training" "$two" trtllm_idle
-run "6 KV cache released and taken" "$two" trtllm_sleep
-run "7 torch's share of the memory" "$two" trtllm_fraction
-run "8 log-probs, seeds, ends, aborts" "$two" trtllm_definition
+run "1 import, more ranks than one engine has" "$ranks" gpu_check_trtllm imports
+run "2 two engines in one world" "$((ranks < 4 ? two : 4))" gpu_check_trtllm groups
+run "3 refit against reload() and transformers" "$two" gpu_check_trtllm oracle
+run "4 a hundred refits under CUDA graphs" "$two" gpu_check_trtllm repeat
+run "5 idle beside training" "$two" gpu_check_trtllm idle
+run "6 KV cache released and taken" "$two" gpu_check_trtllm sleep
+run "7 torch's share of the memory" "$two" gpu_check_trtllm fraction
+run "8 log-probs, seeds, ends, aborts" "$two" gpu_check_trtllm definition
 exit "$failed"

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.windows import nodes_of
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
-from tools.gpu_check import Failed, Skip, held, require, whole_weights
+from tools.gpu.outcome import Failed, Skip, require
+from tools.gpu.weights import held, whole_weights
 
 SHAPE = ModelShape(4, 512, 1024, 8, 4, 64, 1024)
 IDLE_SECONDS = float(os.environ.get("HPCRL_GPU_CHECK_IDLE_SECONDS", "600"))
@@ -310,8 +311,3 @@ def definition(world: World) -> str:
     if not cut:
         raise Failed("nothing was under way when it was aborted; the model is too fast for this check")
     return "; ".join([*lines, f"{len(cut)} responses aborted with {kept} tokens and resumed"])
-
-
-CHECKS: dict[str, Callable[[World], str]] = {
-    f"trtllm_{check.__name__}": check for check in (imports, groups, oracle, repeat, idle, sleep, fraction, definition)
-}

@@ -65,19 +65,21 @@ def test_an_import_that_fails_on_one_rank_ends_the_job(run: Callable, tmp_path: 
     assert "Traceback" not in ended.stderr
 
 
-ONE_GPU_CHECK = """
-from tools import gpu_check
-def check(world):
-    gpu_check.require(world.rank != 1, "weights differ")
+A_CHECK = """
+import sys
+from tools.gpu import check
+from tools.gpu.outcome import require
+def weights(world):
+    require(world.rank != 1, "weights differ")
     return "as expected"
-gpu_check.CHECKS["one"] = check
-gpu_check.usable = lambda world: ""
-gpu_check.main("one")
+check.usable = lambda world: ""
+sys.modules["a_check"] = sys.modules["__main__"]
+check.main("a_check", "weights")
 """
 
 
 def test_a_gpu_check_does_not_pass_where_one_rank_fails(run: Callable, tmp_path: Path) -> None:
-    (tmp_path / "check.py").write_text(ONE_GPU_CHECK)
+    (tmp_path / "check.py").write_text(A_CHECK)
     alone = run(MPIEXEC, "-n", "1", *RANK, "check.py")
     assert alone.code == 0 and alone.stdout == "pass: as expected\n"
     ended = run(MPIEXEC, "-n", "2", *RANK, "check.py")

@@ -1,0 +1,85 @@
+"""The scripts of tools/gpu: what they do with their arguments, and with checks that fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+KIT = Path(__file__).parents[1] / "tools" / "gpu"
+SCRIPT = f"""
+source {KIT}/common.sh
+check "one that passes" 5 echo "pass: as expected"
+check "a table" 5 printf '%s\\n' "| a | b |" "|---|---|" "| 1 | 2 |" "3 rows"
+check "one that fails" 5 bash -c 'echo "from the log"; echo "fail: 1 found; expected 2"; exit 1'
+check "one that crashes" 5 bash -c 'echo "pass: too early"; exit 3'
+check "one that fails with code 0" 5 bash -c 'echo "fail: after all"'
+check "one that is skipped" 5 bash -c 'echo "skip: no such chip"; exit 77'
+budget=$((SECONDS + 6))
+check "one that hangs" 5 sleep 60
+check "one that has no time" 5 true
+finish
+"""
+SAID = [
+    "- **pass** one that passes: as expected",
+    "- **pass** a table: 3 rows",
+    "| a | b |",
+    "|---|---|",
+    "| 1 | 2 |",
+    "- **fail** one that fails: 1 found; expected 2",
+    "from the log",
+    "fail: 1 found; expected 2",
+    "- **fail** one that crashes: ended with code 3",
+    "pass: too early",
+    "- **fail** one that fails with code 0: after all",
+    "fail: after all",
+    "- **skip** one that is skipped: no such chip",
+    "- **fail** one that hangs: not ended after 6 s",
+    "- **fail** one that has no time: not run: the time of all checks is used up",
+    "2 passed, 5 failed, 1 skipped",
+]
+
+
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["correct", "speed", "job"])
+@pytest.mark.parametrize("arguments", [["--rehearsal"], ["-o"], ["-o", "/no/such/folder/report.md"]])
+def test_a_wrong_argument_is_one_line(name: str, arguments: list[str]) -> None:
+    ended = run(KIT / f"{name}.sh", *arguments)
+    assert ended.returncode == 2
+    assert ended.stdout == "" and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith(f"{name}: error: ")
+    assert arguments[-1] in ended.stderr
+
+
+def test_without_a_gpu_only_a_rehearsal_runs(tmp_path: Path) -> None:
+    ended = run(KIT / "correct.sh", "-o", str(tmp_path / "report.md"))
+    assert ended.returncode == 2
+    assert "torch finds no GPU; --rehearse" in ended.stderr
+    assert (tmp_path / "report.md").read_text() == ""
+
+
+def test_a_failed_check_is_reported_and_the_others_run(tmp_path: Path) -> None:
+    (tmp_path / "small.sh").write_text(SCRIPT)
+    ended = run(tmp_path / "small.sh", "--rehearse", "-o", str(tmp_path / "report.md"))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    report = (tmp_path / "report.md").read_text()
+    assert ended.stdout == report
+    first, *rest = (line for line in report.splitlines() if line not in ("", "```"))
+    assert first == "# hpcrl on a GPU: small"
+    assert "no GPU: a rehearsal" in rest[0]
+    assert [without_seconds(line) for line in rest[1:]] == SAID
+
+
+def without_seconds(line: str) -> str:
+    """`- **pass** title (3 s): detail` as `- **pass** title: detail`, and the last line without its time."""
+    head, _, tail = line.partition(" (")
+    return f"{head}{tail[tail.index(')') + 1 :]}" if line.startswith("- ") and tail else line.partition(", in ")[0]

@@ -1,0 +1,100 @@
+"""Run one check on all ranks: `python -m tools.gpu.check MODULE FUNCTION [--deterministic]`, alone or under a launcher.
+
+FUNCTION takes the `World` and returns a line, or raises `Skip` or `Failed`. The last line `pass: ...`, `fail: ...` or
+`skip: ...` is the outcome; the exit code is 0, another or 77. Rank 0 prints it when all have returned; a rank that
+fails inside a check prints it itself and ends the job, as others may wait for it. `--deterministic` is
+`run.full_determinism` of a job. A check needs a GPU, or HPCRL_GPU_REHEARSAL=1: then its device has the CPU's memory,
+but an operator that finds a tensor of the CPU among its own raises, as CUDA's do (tests/strict_device).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NoReturn
+
+from hpcrl.launch import children, numerics
+from hpcrl.launch.exits import is_user_error
+from hpcrl.launch.world import World, abort, finish, start_mpi, start_torch
+from tools.gpu.outcome import Failed, Skip
+
+CODES = {"pass": 0, "skip": 77, "fail": 1}  # from the best to the worst
+REHEARSAL = os.environ.get("HPCRL_GPU_REHEARSAL") == "1"
+
+
+def main(module: str, function: str, *, deterministic: bool = False) -> NoReturn:
+    children.start()
+    comm = start_mpi()
+    try:
+        numerics.settle_libraries(deterministic)
+        world = start_torch(comm, with_tensorrt_llm="trtllm" in module)
+        numerics.settle_torch(deterministic)
+        from hpcrl.launch import platform  # imports torch
+
+        platform.import_megatron()
+        outcome, line = agreed(world, usable)
+        if outcome == "pass":
+            check = getattr(importlib.import_module(module), function)
+            with rehearsed(world) if REHEARSAL else on_the_gpu(world) as there:
+                outcome, line = agreed(there, check)
+    except Exception as error:
+        if not getattr(error, "everywhere", False):
+            if isinstance(error, Failed) or is_user_error(error):
+                say("fail", str(error))
+            abort(error, rank=comm.rank, role="check", phase=function)
+        outcome, line = "fail", str(error)
+    if comm.rank == 0:
+        say(outcome, line)
+    finish(CODES[outcome])
+
+
+def usable(world: World) -> str:
+    if world.device.type != "cuda" and not REHEARSAL:
+        raise Skip("torch finds no GPU")
+    return ""
+
+
+def agreed(world: World, check: Callable[[World], str]) -> tuple[str, str]:
+    """The worst rank's outcome and line, on all ranks. Whatever is raised but Skip is raised on this rank only."""
+    try:
+        found = "pass", check(world)
+    except Skip as error:
+        found = "skip", str(error)
+    return max(world.exchange(found), key=lambda each: list(CODES).index(each[0]))
+
+
+@contextmanager
+def on_the_gpu(world: World) -> Iterator[World]:
+    yield world
+
+
+@contextmanager
+def rehearsed(world: World) -> Iterator[World]:
+    """The world with a device that is not the CPU; rank 0 compiles it."""
+    import torch
+
+    from hpcrl.launch import platform
+    from tests.strict_device.load import load
+
+    for its_turn in (world.rank == 0, world.rank > 0):
+        if its_turn:
+            device = load()
+        world.barrier()
+    # MPI is for one thread, and on a device backward would run in another.
+    with platform.in_place_of_cuda(device), torch.autograd.set_multithreading_enabled(False):
+        yield replace(world, device=device)
+
+
+def say(outcome: str, line: str) -> None:
+    print(f"{outcome}: {' '.join(line.split())}\n", end="", flush=True)  # one write: ranks share the output
+
+
+if __name__ == "__main__":
+    names = [argument for argument in sys.argv[1:] if argument != "--deterministic"]
+    if len(names) != 2:
+        sys.exit("usage: python -m tools.gpu.check MODULE FUNCTION [--deterministic], under mpiexec, srun or alone")
+    main(*names, deterministic="--deterministic" in sys.argv)

@@ -1,0 +1,54 @@
+"""What the machine has: packages, chips, shared memory."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from importlib import metadata
+
+import torch
+
+from hpcrl.launch.mpi_library import library_name
+from hpcrl.launch.world import World
+from tools.gpu.outcome import Failed, require
+
+PACKAGES = (
+    *("megatron-core", "mpi4py", "numpy", "pydantic", "transformers", "triton", "safetensors", "h5py", "pyarrow"),
+    *("tensorboard", "tokenizers", "pyyaml", "jinja2", "tqdm", "msgpack", "xxhash", "einops", "psutil", "pytest"),
+    *("pytest-xdist", "hypothesis"),
+)
+OPTIONAL = ("matplotlib", "peft", "transformer-engine", "flash-attn", "tensorrt-llm")
+MODULES = (
+    *("hpcrl.trainer.ppo", "hpcrl.engine.engine", "hpcrl.rollout.native.engine", "hpcrl.reshard.executor"),
+    *("hpcrl.kernels.decode_attention", "hpcrl.checkpoint.manifest", "hpcrl.telemetry.writer", "tests.mpi.lab"),
+)
+
+
+def versions(world: World) -> str:
+    """All that hpcrl and the checks import can be imported; which versions there are."""
+    found, missing = [], []
+    for name in (*PACKAGES, *OPTIONAL):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            if name in PACKAGES:
+                missing.append(name)
+    require(not missing, f"not installed: {', '.join(missing)}")
+    for module in MODULES:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise Failed(f"{module} cannot be imported: {error}") from error
+    from mpi4py import MPI
+
+    parts = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}", library_name(MPI.Get_library_version())]
+    if world.device.type == "cuda":
+        chip = torch.cuda.get_device_properties(world.device)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        gib = chip.total_memory / 2**30
+        parts.append(
+            f"{torch.cuda.device_count()} x {chip.name} of {gib:.0f} GiB, CUDA {torch.version.cuda}, NCCL {nccl}"
+        )
+    parts.append(f"/dev/shm {shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free")
+    return ", ".join([*parts, *found])

@@ -1,0 +1,51 @@
+"""Random weights that are the same on every rank, and the parts of them that ranks hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcrl.grid.layout import Layout
+from hpcrl.model.params import Shard, shards
+from hpcrl.model.shape import ModelShape
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=8,
+    num_query_groups=4,
+    head_dim=32,
+    vocab_size=1000,
+)
+
+
+def whole_weights(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
+    """Tensors under Megatron's global names, fp32 on the host; norms are 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        shard.name: 0.02 * torch.randn(shard.global_shape, generator=generator)
+        if len(shard.global_shape) > 1
+        else torch.ones(shard.global_shape)
+        for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+    }
+
+
+def held(
+    shape: ModelShape, whole: dict[str, Tensor], layout: Layout, rank: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What `rank` trains under `layout`, by global names."""
+    coord = layout.coord(rank)
+    table = shards(shape, tp_rank=coord.tp, tp_size=layout.tp, pp_rank=coord.pp, pp_size=layout.pp)
+    return {shard.name: cut(whole[shard.name], shard).to(device, dtype) for shard in table}
+
+
+def cut(whole: Tensor, shard: Shard) -> Tensor:
+    """A rank's part of a parameter."""
+    local = torch.zeros(shard.local_shape)
+    source, target = whole.reshape(len(whole), -1), local.view(len(local), -1)
+    for box in shard.boxes:
+        (top, bottom), (left, right) = box.global_rows, box.global_cols
+        part = target[box.local_row : box.local_row + bottom - top, box.local_col : box.local_col + right - left]
+        part.copy_(source[top:bottom, left:right])
+    return local
