@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ def sample_sharded(
     maxima, sums = told.view(len(told), -1, 2).unbind(-1)
     highest = maxima.amax(1, keepdim=True)
     masses = sums * (maxima - highest.masked_fill(highest == -torch.inf, 0)).exp()
-    ends = masses.cumsum(1)
+    ends = torch.stack(list(accumulate(masses.unbind(1))), 1)  # CUDA's cumsum is not deterministic
     bounds = torch.from_numpy(uniform).to(ends.device).unsqueeze(1) * ends[:, -1:]
     owns = maxima == highest if sampling.temperature == 0 else (ends > bounds) & (masses > 0)
     mine = owns.int().argmax(1) == tp.rank  # the first that owns
