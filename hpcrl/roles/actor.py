@@ -259,9 +259,7 @@ class ActorWorker(ModelWorker):
                 )
                 for number, mini in enumerate(self.updates.mini_batches(batch))
             ]
-        if not self.is_home:
-            return DataProto()
-        if outputs is None:
+        if outputs is None or not self.is_home:
             return DataProto({}, {}, {"metrics": updates})
         (metrics,) = updates
         found = self._old_log_probs(batch, outputs)

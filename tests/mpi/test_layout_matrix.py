@@ -100,7 +100,7 @@ CONFIG = Config.model_validate(
     }
 )
 LOSSES: dict[str, Callable[[ModelWorker, DataProto], list[dict[str, Metric]]]] = {
-    "ppo": lambda worker, batch: worker.update_actor(batch),
+    "ppo": lambda worker, batch: worker.update_actor(batch).meta_info["metrics"],
     "value": lambda worker, batch: worker.update_critic(batch),
     "sft": lambda worker, batch: [worker.update(batch), worker.update(batch)],
 }
