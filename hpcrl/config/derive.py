@@ -17,6 +17,13 @@ from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.rollout_rules import check_rollout
 from hpcrl.config.schema import Config, LossAggMode
 
+# What estimators take that has to be computed for them, by name: for a login node, where they cannot be imported.
+ESTIMATOR_INPUTS = {
+    "gae": ("values",),
+    "remax": ("reward_baselines",),
+    "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
+    "tir_optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
+}
 ROLES = ("actor", "critic", "ref", "teacher", "reward", "rollout")
 
 
@@ -98,12 +105,12 @@ def check(
 ) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
-    `inputs` are the tensors that the advantage estimator takes (`AdvEstimator.inputs`); without them only `gae` is
-    taken to need anything, the critic's values. `optional` are those that it uses where the batch has them.
+    `inputs` are the tensors that the advantage estimator takes (`AdvEstimator.inputs`); without them they are those of
+    ESTIMATOR_INPUTS, and an estimator of the user takes none. `optional` are those that it uses if the batch has them.
     """
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
     if inputs is None:
-        inputs = ("values",) if algorithm.adv_estimator == "gae" else ()
+        inputs = ESTIMATOR_INPUTS.get(algorithm.adv_estimator, ())
     needs_ref = algorithm.use_kl_in_reward or actor.use_kl_loss
     # The model that the adapters started from is on the actor's ranks already.
     ref_in_actor = needs_ref and config.model.lora_rank > 0 and config.placement.ref == config.placement.actor

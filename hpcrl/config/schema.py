@@ -98,7 +98,7 @@ class RunConfig(Section):
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
     )
     nccl_timeout: PositiveInt = Field(
-        1800, description="seconds after which an NCCL collective that has not ended fails"
+        1800, description="on GPUs: seconds after which a collective of NCCL or gloo that has not ended fails"
     )
     cpu_bind: bool = Field(
         True,
@@ -454,8 +454,8 @@ class ActorConfig(Section):
     )
     separate_old_log_prob: bool = Field(
         False,
-        description="compute old log-probs in a pass of their own even where a step makes one update and nothing reads "
-        "them before it, so that its forward pass gives them",
+        description="compute old log-probs in a separate forward pass even where a step makes one update; false: take "
+        "them from that update's forward pass unless something reads them earlier",
     )
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
     entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")

@@ -214,13 +214,14 @@ class Controller:
 
     def begin_profile(self) -> None:
         """Every rank records a trace of torch's profiler: rank 0 from now on, the others between the commands before
-        and after, or inside one that attends to its desk."""
+        and after, or inside a long method, where it polls for commands."""
         self._call_everyone(PROFILE, "begin", reports=False)
         while self._own:
             self._run_own()
 
     def end_profile(self, stem: str | None) -> Future[list[str | None]]:
-        """Each rank's trace goes to a file, see `Profiler.end`; why not, by rank."""
+        """Write each rank's trace to a file (`Profiler.end`). The future has an error message per rank, None where it
+        succeeded."""
         return self._call_everyone(PROFILE, "end", stem)
 
     def stop(self) -> None:

@@ -42,8 +42,8 @@ def _sum_over_expert_tp(models: list[torch.nn.Module], group: dist.ProcessGroup)
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """The L2 norm over all ranks, computed in fp32. Collective, after the optimizer's `prepare_grads`.
 
-    The number of megatron's `get_grad_norm`, which without Transformer Engine and Apex waits for the device once per
-    tensor. This function waits once.
+    Equals megatron's `get_grad_norm`, which without Transformer Engine and Apex synchronises once per tensor; this
+    function synchronises once.
     """
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
     for part in parts_of(optimizer):

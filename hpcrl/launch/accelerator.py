@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from hpcrl.launch.exits import InputError
+
 _NO_RANGE = nullcontext()
 _OUT_OF_MEMORY = re.compile(r"cuda.*out of memory", re.IGNORECASE | re.DOTALL)  # of torch's allocator, CUDA or NCCL
 HISTORY_ENTRIES = 100_000  # allocations and frees, the newest
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has computed everything that it was asked for."""
+    """Wait until all work queued on the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -52,8 +54,14 @@ def take_peak_bytes() -> tuple[int, int]:
 
 def record_memory_history(device: torch.device) -> None:
     """Keep the Python stack of each allocation, for `dump_memory_history`; 2 to 4 us of host time each."""
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES, stacks="python")
+    if device.type != "cuda":
+        return
+    if (allocator := torch.cuda.get_allocator_backend()) != "native":
+        raise InputError(
+            f"run.memory_snapshot=true records torch's native allocator, found {allocator} (PYTORCH_CUDA_ALLOC_CONF); "
+            "leave its backend out, or set run.memory_snapshot=false"
+        )
+    torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES, stacks="python")
 
 
 def dump_memory_history(path: Path) -> bool:

@@ -24,9 +24,9 @@ class FoundGpus:
     """What a process finds on its node.
 
     num_devices: GPUs that the driver has device files for. num_usable: GPUs that torch can use. wheel_cuda: CUDA
-    version that torch is built for, None for a CPU build. visible: CUDA_VISIBLE_DEVICES. Of GPUs of which torch can use
-    none: driver_cuda, the newest CUDA version that the driver supports, None without a driver library; problem, what
-    torch says.
+    version that torch is built for, None for a CPU build. visible: CUDA_VISIBLE_DEVICES. Where torch can use none of
+    them: driver_cuda, the newest CUDA version that the driver supports, None without a driver library; problem, torch's
+    warning.
     """
 
     num_devices: int
@@ -50,14 +50,14 @@ def find_gpus() -> FoundGpus:
     """Import torch and ask it, the driver and /dev."""
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         num_usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_devices = len(glob.glob("/dev/nvidia[0-9]*")) if os.path.exists("/dev/nvidiactl") else 0
     found = FoundGpus(num_devices, num_usable, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if num_usable or not num_devices:
         return found
-    problem = " ".join(str(warning.message) for warning in said)
+    problem = " ".join(str(warning.message) for warning in caught)
     return replace(found, driver_cuda=driver_cuda_version(), problem=problem)
 
 

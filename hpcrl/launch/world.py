@@ -105,13 +105,17 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
     """Defaults that libraries read when they start; what the user has set stays."""
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if "PYTORCH_ALLOC_CONF" not in environ:  # the newer name of the same
-        # Roles and the KV cache take turns with blocks of different sizes, which fragments a GPU's memory.
-        environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if on_one_node(environ):
         # else MPICH and NCCL listen on the outside address
         environ.setdefault("UCX_NET_DEVICES", "lo")
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def use_expandable_segments(environ: dict[str, str] | os._Environ[str]) -> None:
+    """Unless the user has configured torch's allocator: roles and the KV cache take turns with blocks of different
+    sizes, which fragments a GPU's memory."""
+    if "PYTORCH_ALLOC_CONF" not in environ:  # the newer name of the same
+        environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def on_one_node(environ: Mapping[str, str]) -> bool:
@@ -147,7 +151,7 @@ def start_torch(
         with_tensorrt_llm: import that package here, on all ranks; `comm` must then have all of MPI's world.
         needs_bfloat16: whether a GPU that lacks bfloat16 is an InputError.
         cpu_bind: bind the rank, its threads and children to CPUs near its GPU, where no launcher has bound it.
-        nccl_timeout: seconds after which an NCCL collective that has not ended fails.
+        nccl_timeout: seconds after which a collective of NCCL, or on GPUs of gloo, that has not ended fails.
         stop: is given the board by which rank 0 hears of signals.
         ends_at: for `World`.
     """
@@ -163,6 +167,8 @@ def start_torch(
     threads = rank_threads(launched, len(os.sched_getaffinity(0)), local_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # before torch, whose OpenMP reads it once
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not with_tensorrt_llm:  # whose sleep mode has memory pools, which torch 2.9 does not make of such segments
+        use_expandable_segments(os.environ)
 
     import torch
     import torch.distributed as dist
@@ -335,9 +341,9 @@ def finish(code: int) -> NoReturn:
         _to_close.pop()()
     if "torch.distributed" in sys.modules:
         cuda, dist = sys.modules["torch"].cuda, sys.modules["torch.distributed"]
-        if cuda.is_initialized():
-            cuda.synchronize()  # kernels and autograd's threads must not meet the libraries' teardown
         if dist.is_initialized():
+            if cuda.is_initialized():
+                cuda.synchronize()  # kernels and autograd's threads must not meet the libraries' teardown
             dist.destroy_process_group()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun --kill-on-bad-exit sends it when the first of us has left
     MPI.Finalize()

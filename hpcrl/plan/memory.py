@@ -156,7 +156,7 @@ class Job:
         entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or derived.old_log_prob_in_update
         wanted = {
             "old_log_prob": derived.needs_old_log_prob
-            and (not derived.old_log_prob_in_update or config.trainer.critic_warmup > 0),
+            and (not derived.old_log_prob_in_update or (derived.needs_critic and config.trainer.critic_warmup > 0)),
             "ref": derived.needs_ref,
             "teacher": derived.needs_teacher,
             "reward": derived.needs_reward_model,

@@ -81,7 +81,7 @@ class Refit:
         self._comm = create_group(comm, self._ranks, TAG)
         megatron = resharding.destination_format == "megatron"
         self._same = tuple(its.name for its in resharding.shared(rank)) if megatron else ()
-        most = SCRATCH_BYTES if device_group is None else DEVICE_SCRATCH_BYTES
+        most = SCRATCH_BYTES if platform.device().type == "cpu" else DEVICE_SCRATCH_BYTES
         scratch = min(most, bucket_bytes // 4) if verify != "never" else 0
         self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch)
         plan = resharding.plan_for_rank(rank)

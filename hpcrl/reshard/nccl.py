@@ -1,4 +1,4 @@
-"""Moves between GPUs: NCCL point-to-point. Nobody has run this on a GPU yet; with gloo groups it runs on the CPU."""
+"""Moves between GPUs: NCCL point-to-point. Not yet run on a GPU; with gloo groups it runs on the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.kernels.pack import RepeatedCopies
+from hpcrl.launch import platform
 from hpcrl.reshard.buckets import Part, messages
 from hpcrl.reshard.events import Events
 from hpcrl.reshard.planner import Move
@@ -36,6 +37,8 @@ class DeviceMessages:
         self._num_batches = max((len(its) for its in (*self._sends.values(), *self._receives.values())), default=0)
         self._packs, self._unpacks = ([RepeatedCopies() for _ in range(self._num_batches)] for _ in range(2))
         self.nbytes = 0  # staged at most in any batch so far
+        # The first operation of a group connects it, and not every rank takes part in the first batch.
+        dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
 
     def start(self, events: Events, source: Weights, destination: Weights) -> None:
         """Queue one refit on the current stream."""

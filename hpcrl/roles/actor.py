@@ -242,7 +242,8 @@ class ActorWorker(ModelWorker):
     def update_actor(self, batch: DataProto) -> DataProto:
         """All optimizer steps of a training step; "metrics" is a list, those of each mini-batch.
 
-        Of a batch without old log-probs there is one mini-batch, whose forward pass gives what `compute_log_prob` does.
+        A batch without old log-probs must form one mini-batch. Its forward pass then also returns the columns and the
+        metrics of `compute_log_prob`.
         """
         outputs: dict[str, Ragged] | None = None if "old_log_probs" in batch.tokens else {}
         with self.engine.offload.on_device("parameters", "gradients", "optimizer"):

@@ -192,7 +192,8 @@ class PPOTrainer:
         self.metrics |= seen | {"training/epoch": float(batch.samples["epoch"][0])}
         self.metrics |= assign_to_replicas(batch, self.config, self.derived)
         updates_actor = step > self.config.trainer.critic_warmup or not self.derived.needs_critic
-        at_once = updates_actor and self.derived.old_log_prob_in_update
+        is_one_update = batch.meta_info["num_prompts"] <= self.config.actor.ppo_mini_batch_size  # recorded: any number
+        at_once = updates_actor and is_one_update and self.derived.old_log_prob_in_update
         batch = self._evaluate_responses(batch, old_log_prob=not at_once)
         timers.before("adv")
         with timers("adv"):

@@ -19,7 +19,7 @@ PROFILE_FOLDER = "profile"
 class ProfiledSteps:
     """Lives on rank 0. `with profiled(step): ...` surrounds each step.
 
-    folder: of the run. waits: for the traces to be written; else a rank may do so later, inside a method that goes on.
+    folder: of the run. waits: whether a step ends only when all its traces are written.
     """
 
     def __init__(self, controller: Controller, folder: Path, steps: Collection[int], *, waits: bool) -> None:
@@ -41,16 +41,25 @@ class ProfiledSteps:
         except Leave:  # the next slice does the whole step
             self._controller.end_profile(None)
             raise
-        stem = self._folder / f"step_{step:08d}"
-        self._written.append((step, self._controller.end_profile(str(stem))))
-        log.info("profile of step %d: %s_rank_*.json.gz", step, stem)
+        self._written.append((step, self._controller.end_profile(str(self._stem(step)))))
         self._report()
 
+    def close(self) -> None:
+        """Wait for the traces that are still to be written."""
+        self._waits = True
+        self._report()
+
+    def _stem(self, step: int) -> Path:
+        return self._folder / f"step_{step:08d}"
+
     def _report(self) -> None:
-        """A warning for each step of which a trace is missing."""
+        """Log where the traces of a step are, or a warning that some are missing."""
         while self._written and (self._waits or self._written[0][1].is_ready):
             step, written = self._written.popleft()
-            failed = {rank: why for rank, why in enumerate(written.get()) if why is not None}
+            outcomes = written.get()
+            failed = {rank: why for rank, why in enumerate(outcomes) if why is not None}
+            if len(failed) < len(outcomes):
+                log.info("profile of step %d: %s_rank_*.json.gz", step, self._stem(step))
             if failed:
                 rank, why = next(iter(failed.items()))
                 log.warning(

@@ -216,6 +216,7 @@ class Run:
         """Gives another code where the last checkpoint, which the run was for, could not be written."""
         with self.timers("save_checkpoint"):
             is_saved = self.saver.wait()
+        self.profiled.close()
         self.slice.remember_times()
         self.writer.close()
         self.progress.close()

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from hpcrl.algorithms.advantages.estimator import ESTIMATORS
+from hpcrl.algorithms.advantages.lookup import get_adv_estimator
 from hpcrl.algorithms.policy_losses.registry import LOSSES as REGISTRY
+from hpcrl.config.derive import ESTIMATOR_INPUTS
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
 from hpcrl.roles.actor_objective import ActorObjective
@@ -161,3 +164,10 @@ def test_old_log_probs_come_from_a_steps_only_update_unless_something_reads_them
     assert derive(with_presets(config(grpo)), 2).old_log_prob_in_update
     sections = {name: {**grpo.get(name, {}), **reads_before.get(name, {})} for name in {*grpo, *reads_before}}
     assert not derive(with_presets(config(sections)), 2).old_log_prob_in_update
+
+
+def test_what_estimators_take_is_known_without_importing_them() -> None:
+    computed = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared")
+    for name in ESTIMATORS.names():
+        inputs = tuple(each for each in get_adv_estimator(name).inputs if each in computed)
+        assert ESTIMATOR_INPUTS.get(name, ()) == inputs, name

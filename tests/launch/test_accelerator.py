@@ -11,6 +11,7 @@ from torch.profiler import profile
 
 from hpcrl.launch import accelerator
 from hpcrl.launch.accelerator import annotated
+from hpcrl.launch.exits import InputError
 
 CUDA = torch.device("cuda")
 
@@ -58,6 +59,10 @@ def test_memory_history_is_recorded_and_written_on_gpus_alone(
     accelerator.record_memory_history(torch.device("cpu"))
     assert not accelerator.dump_memory_history(tmp_path / "oom.pickle") and asked == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(InputError, match="found cudaMallocAsync"):
+        accelerator.record_memory_history(CUDA)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     accelerator.record_memory_history(CUDA)
     assert accelerator.dump_memory_history(tmp_path / "oom.pickle")
     assert asked == [

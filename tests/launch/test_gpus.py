@@ -13,7 +13,7 @@ from hpcrl.launch import gpus
 from hpcrl.launch.check import cuda_finding
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.gpus import FoundGpus, Gpu
-from hpcrl.launch.world import prepare_environment
+from hpcrl.launch.world import use_expandable_segments
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), ARCHS)
@@ -136,8 +136,8 @@ def test_a_timeout_of_nothing_is_refused() -> None:
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_segments_of_memory_grow_unless_the_user_says_how(name: str) -> None:
     theirs = {name: "max_split_size_mb:64"}
-    prepare_environment(theirs)
+    use_expandable_segments(theirs)
     assert {key: value for key, value in theirs.items() if "ALLOC" in key} == {name: "max_split_size_mb:64"}
     default: dict[str, str] = {}
-    prepare_environment(default)
+    use_expandable_segments(default)
     assert default["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"

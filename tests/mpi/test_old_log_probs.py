@@ -24,6 +24,17 @@ def passes(run: Path) -> list[bool]:
     return ["timing_s/old_log_prob" in json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_a_recording_of_more_prompts_than_a_mini_batch_has_a_pass_of_its_own(world: Any, lab: Lab) -> None:
+    """The job by itself makes one update a step, of the recording it makes two."""
+    actor, trainer = {"ppo_mini_batch_size": 6}, {"total_training_steps": 1}
+    recorded = lab.run("old_log_probs_recorded", on(world), algorithm=GRPO, actor=actor, trainer=trainer)
+    trainer = {**trainer, "rollouts_from": str(recorded / "rollouts")}
+    smaller = {"data": {"train_batch_size": 6}, "actor": actor, "trainer": trainer}
+    replayed = lab.run("old_log_probs_replayed", on(world), algorithm=GRPO, **smaller)
+    assert passes(replayed) == [True]
+    assert metrics(replayed)[1]["actor/loss"] == pytest.approx(metrics(recorded)[1]["actor/loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("layout", "algorithm", "options", "expected"),
     [

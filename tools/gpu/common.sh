@@ -91,6 +91,8 @@ check() {
     timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1 </dev/null || code=$?
     said=$(grep -E '^(pass|fail|skip): ' "$log" | tail -n 1 || true)
     [[ -n $said ]] || said="pass: $(grep -vE '^ *$|^\|' "$log" | tail -n 1 || true)"
+    # pytest ends with 0 where it has skipped every test
+    [[ $code != 0 || " $* " != *" -m pytest "* || $said =~ [0-9]+\ passed ]] || said="fail: no test has passed: ${said#*: }"
     case $code,$said in
     0,pass:*) ;;
     77,skip:*) outcome=skip ;;

@@ -20,7 +20,7 @@ workers=2
 kernels=(-q -p no:cacheprovider -n "$workers" --dist worksteal tests/kernels --ignore tests/kernels/test_compile_only.py)
 mpi=(-m pytest -q -m "")
 
-run "packages, chip, shared memory" 90 machine versions
+run "packages, chip, shared memory" 90 machine versions_with_tests
 check "hpcrl check" 60 "${one[@]}" -m hpcrl check
 {
     check "kernels against references" 200 "${one[@]}" -m pytest "${kernels[@]}"

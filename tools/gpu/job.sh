@@ -17,7 +17,8 @@ fi
 # run TITLE SECONDS NAME [key=value ...]
 run() { check "$1" "$2" "${one[@]}" tools/gpu/job.py "$3" "${common[@]}" "${@:4}"; }
 
-run "micro-batches of 8,192 tokens" 180 of_8192 actor.ppo_max_token_len_per_gpu=8192
+# With a pass of its own for old log-probs, whose time, MFU and distance from the update's this reports.
+run "micro-batches of 8,192 tokens" 180 of_8192 actor.ppo_max_token_len_per_gpu=8192 actor.separate_old_log_prob=true
 run "micro-batches of 16,384 tokens" 180 of_16384
 run "micro-batches of 16,384 tokens, the KV cache stays" 180 cache_stays rollout.free_cache_engine=false
 if [[ $profile == True ]]; then

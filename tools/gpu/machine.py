@@ -15,27 +15,36 @@ from tools.gpu.outcome import Failed, require
 
 PACKAGES = (
     *("megatron-core", "mpi4py", "numpy", "pydantic", "transformers", "triton", "safetensors", "h5py", "pyarrow"),
-    *("tensorboard", "tokenizers", "pyyaml", "jinja2", "tqdm", "msgpack", "xxhash", "einops", "psutil", "pytest"),
-    *("pytest-xdist", "hypothesis"),
+    *("tensorboard", "tokenizers", "pyyaml", "jinja2", "tqdm", "msgpack", "xxhash", "einops", "psutil"),
 )
+TEST_PACKAGES = ("pytest", "pytest-xdist", "hypothesis")
 OPTIONAL = ("matplotlib", "peft", "transformer-engine", "flash-attn", "tensorrt-llm")
 MODULES = (
     *("hpcrl.trainer.ppo", "hpcrl.engine.engine", "hpcrl.rollout.native.engine", "hpcrl.reshard.executor"),
-    *("hpcrl.kernels.decode_attention", "hpcrl.checkpoint.manifest", "hpcrl.telemetry.writer", "tests.mpi.lab"),
+    *("hpcrl.kernels.decode_attention", "hpcrl.checkpoint.manifest", "hpcrl.telemetry.writer"),
 )
 
 
 def versions(world: World) -> str:
-    """All that hpcrl and the checks import can be imported; which versions there are."""
+    """All that hpcrl imports can be imported; which versions there are."""
+    return described(world, PACKAGES, MODULES)
+
+
+def versions_with_tests(world: World) -> str:
+    """The same, with what the tests import."""
+    return described(world, (*PACKAGES, *TEST_PACKAGES), (*MODULES, "tests.mpi.lab"))
+
+
+def described(world: World, packages: tuple[str, ...], modules: tuple[str, ...]) -> str:
     found, missing = [], []
-    for name in (*PACKAGES, *OPTIONAL):
+    for name in (*packages, *OPTIONAL):
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            if name in PACKAGES:
+            if name in packages:
                 missing.append(name)
     require(not missing, f"not installed: {', '.join(missing)}")
-    for module in MODULES:
+    for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:

@@ -13,7 +13,7 @@ from hpcrl.launch.world import World, start_mpi, start_torch
 from tools.gpu.outcome import Skip, require
 
 TIMEOUT, HELD = 5.0, 60.0  # seconds: of the collective, and how long its stream is busy with something else
-PATIENCE = 45.0
+GRACE = 45.0
 CYCLES_PER_SECOND = 2.0e9  # at most, of an H100's clock
 
 
@@ -24,7 +24,7 @@ def timeout(world: World) -> str:
     started = time.monotonic()
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "tools.gpu.nccl"], capture_output=True, text=True, timeout=HELD + PATIENCE
+            [sys.executable, "-m", "tools.gpu.nccl"], capture_output=True, text=True, timeout=HELD + GRACE
         )
     except subprocess.TimeoutExpired as error:
         require(

@@ -50,7 +50,7 @@ def grpo(world: World, dtype: str) -> str:
         require(not wrong, f"step {step}: {', '.join(wrong)} are not finite")
         require(line["actor/grad_norm"] > 0, f"step {step}: the gradient is 0")
     gap = max(line["training/rollout_log_probs_diff_max"] for line in found.values())
-    require(gap < GAP[dtype], f"log-probs of rollout and training differ by {gap:.1e}; expected {GAP[dtype]}")
+    require(gap < GAP[dtype], f"log-probs of rollout and training differ by {gap:.1e}; expected less than {GAP[dtype]}")
     norms = ", ".join(f"{line['actor/grad_norm']:.3g}" for line in found.values())
     return f"gradient norms {norms}; log-probs of rollout and training differ by {gap:.1e} at most"
 

@@ -62,7 +62,9 @@ def trained(world: World, dtype: torch.dtype, te: TransformerEngineConfig | None
     sizes = {"max_tokens": 512, "temperature": 1.0}
     before = engine.log_probs(batch, **sizes)["log_probs"].values
     gap = float((before - torch.cat([torch.from_numpy(one.log_probs) for one in drawn])).abs().max())
-    require(gap < GAP[dtype], f"log-probs of training and rollout differ by {gap:.1e}; expected {GAP[dtype]:.0e}")
+    require(
+        gap < GAP[dtype], f"log-probs of training and rollout differ by {gap:.1e}; expected less than {GAP[dtype]:.0e}"
+    )
 
     def loss(outputs: dict[str, torch.Tensor], part: DataProto) -> tuple[torch.Tensor, dict]:
         return -(outputs["log_probs"] * part.padded("response_mask")).sum() / len(before), {}

@@ -34,7 +34,9 @@ def whole_weights(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
 def held(
     shape: ModelShape, whole: dict[str, Tensor], layout: Layout, rank: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What `rank` trains under `layout`, by global names."""
+    """What `rank` trains under `layout`, by global names; nothing where it has no part in it."""
+    if rank not in layout:
+        return {}
     coord = layout.coord(rank)
     table = shards(shape, tp_rank=coord.tp, tp_size=layout.tp, pp_rank=coord.pp, pp_size=layout.pp)
     return {shard.name: cut(whole[shard.name], shard).to(device, dtype) for shard in table}

@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step: one launch in place of hundreds. Nobody has run them on a GPU yet."""
+"""CUDA graphs of the decode step: one launch in place of hundreds. Not yet run on a GPU."""
 
 from __future__ import annotations
 
