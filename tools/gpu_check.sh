@@ -67,7 +67,8 @@ line() { printf '%s\n' "$*" | tee -a "$report"; }
 # note TITLE OUTCOME DETAIL
 note() { line "- **$2** $1: $3"; }
 
-# run TITLE RANKS MODULE FUNCTION: the outcome is the last line of that form, if the exit code goes with it, else fail
+# run TITLE RANKS MODULE FUNCTION: note the last line `pass: ...`, `fail: ...` or `skip: ...`; fail without one, and where
+# the exit code contradicts it
 run() {
     local title=$1 count=$2 module=$3 function=$4 code=0 said
     timeout "$limit" "${launch[@]}" "$count" "$python" -m tools.gpu.check "tools.$module" "$function" \

@@ -8,7 +8,7 @@ from hpcrl.launch.accelerator import annotated
 
 
 class MegatronRanges:
-    """Takes the place of megatron's timers (`config.timers`): what they would measure becomes a range of that name.
+    """Replacement of megatron's timers (`config.timers`) that opens a range where a timer would run, with its name.
 
     The schedules start and stop 'forward-compute' and 'backward-compute' once for each micro-batch, and 'forward-recv'
     and the like for each transfer between pipeline stages.

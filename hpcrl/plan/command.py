@@ -23,12 +23,11 @@ from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
 from hpcrl.plan import refit
 from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes, staged_bytes
-from hpcrl.plan.memory import GIB, Job, Phase, Row, cheapest_fix, tightest
+from hpcrl.plan.memory import GIB, MIB, Job, Phase, Row, binary, cheapest_fix, tightest
 from hpcrl.plan.refit import size
 
 USAGE = "hpcrl plan [--refit] CONFIG [key=value ...]"
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "refit", "total")
-MIB = 2**20
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -128,21 +127,21 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _fit(job: Job, rows: list[Row]) -> Iterator[str]:
     row, capacity = tightest(rows), job.capacity
-    where = f"{row.phase} on ranks {_ranks(row.place.ranks)}: {_binary(row.total)}"
+    where = f"{row.phase} on ranks {_ranks(row.place.ranks)}: {binary(row.total)}"
     if capacity is None:
         yield f"  {'tightest phase':<22}{where}; there is no GPU to fit it into"
         return
     if row.total <= capacity:
-        yield f"  {'tightest phase':<22}{where}, it fits; {_binary(capacity - row.total)} are left"
+        yield f"  {'tightest phase':<22}{where}, it fits; {binary(capacity - row.total)} are left"
     else:
-        yield f"  {'tightest phase':<22}{where}, IT DOES NOT FIT; {_binary(row.total - capacity)} too many"
+        yield f"  {'tightest phase':<22}{where}, IT DOES NOT FIT; {binary(row.total - capacity)} too many"
         found = cheapest_fix(job)
         if found is None:
             yield f"  {'cheapest fix':<22}none found: layouts, micro-batches, KV cache, offload and nodes were tried"
         else:
             keys, then = found
             change = " ".join(f"{key}={value}" for key, value in keys.items())
-            yield f"  {'cheapest fix':<22}{change}: then {_binary(then.total)}, in {then.phase}"
+            yield f"  {'cheapest fix':<22}{change}: then {binary(then.total)}, in {then.phase}"
     yield f"  {'not counted':<22}CUDA context, NCCL's buffers, fragmentation; activations of generation are estimated"
 
 
@@ -150,7 +149,7 @@ def _costs(job: Job) -> Iterator[str]:
     roles, kept, config = checkpoint_bytes(job), kept_checkpoints(job), job.config
     if offloaded := max(job.on_hosts().values(), default=0):
         rank = max(map(job.on_host, job.places))
-        yield f"  {'offloaded':<22}{_binary(offloaded)} of a node's host memory, {_binary(rank)} of a rank's"
+        yield f"  {'offloaded':<22}{binary(offloaded)} of a node's host memory, {binary(rank)} of a rank's"
     each = sum(roles.values())
     parts = ", ".join(f"{role} {size(nbytes)}" for role, nbytes in roles.items())
     if kept == 0:
@@ -187,7 +186,3 @@ def _built(job: Job) -> Iterator[str]:
             count += 1
     seconds = time.perf_counter() - start
     yield f"  {'models':<22}{count} stages built on the meta device in {seconds:.1f} s; their parameters are as planned"
-
-
-def _binary(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

@@ -29,6 +29,7 @@ from hpcrl.plan.refit import Question, job_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
 from hpcrl.reshard.planner import Resharding, Traffic
 
+MIB = 2**20
 GIB = 2**30
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "ref": "lm", "teacher": "lm", "reward": "reward"}
 ROW_MULTIPLE = 8  # of hpcrl.engine.microbatch
@@ -464,3 +465,8 @@ def with_keys(config: Config, changes: Mapping[str, object]) -> Config:
         assert isinstance(changed, Config)
         config = changed
     return config
+
+
+def binary(nbytes: int) -> str:
+    """In MiB or GiB."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

@@ -7,9 +7,8 @@ from functools import reduce
 
 from hpcrl.config.offload import KEYS, Part, offloaded
 from hpcrl.config.schema import Config
-from hpcrl.plan.memory import GIB, NEEDED, Job, Phase, Row, with_keys
+from hpcrl.plan.memory import NEEDED, Job, Phase, Row, binary, with_keys
 
-MIB = 2**20
 PHASES = {  # a worker's method -> the plan's name of the phase
     "rollout.generate": "rollout",
     "rollout.go_on": "rollout",
@@ -34,8 +33,6 @@ BUDGETS = {
     "teacher": "teacher.log_prob_max_token_len_per_gpu",
     "reward": "reward.reward_model.max_token_len_per_gpu",
 }
-
-
 OTHER_JOBS = {
     "sft": "a smaller sft.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp or pp",
     "rm": "a smaller rm.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.reward.tp or pp",
@@ -72,7 +69,7 @@ def _size(config: Config, num_ranks: int) -> dict[str, object]:
 
 def _figures(row: Row) -> str:
     parts = zip(Row._fields[2:], row[2:], strict=True)
-    return f"{_size_of(row.total)}: " + ", ".join(f"{name} {_size_of(nbytes)}" for name, nbytes in parts if nbytes)
+    return f"{binary(row.total)}: " + ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
 
 
 def changes(job: Job, phase: Phase, row: Row) -> Iterator[str]:
@@ -105,7 +102,3 @@ def _offloads(job: Job, phase: Phase, row: Row) -> Iterator[str]:
         for part in parts:
             if part not in kept:
                 yield f"{SECTIONS.get(role, role)}.{KEYS[part]}=true"
-
-
-def _size_of(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

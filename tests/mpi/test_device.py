@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.launch import platform
 from tests.mpi.lab import Lab, metrics, on
-from tests.strict_device.load import load
+from tests.strict_device.load import in_place_of_cuda, load_on_all_ranks
 
 pytestmark = pytest.mark.ci_world(2)
 
@@ -23,12 +22,7 @@ REFIT = {"checkpoint_engine": {"alias": False, "verify": "always"}}
 
 @pytest.fixture(scope="module")
 def device(world: Any) -> torch.device:
-    """Compiled by rank 0."""
-    for its_turn in (world.rank == 0, world.rank > 0):
-        if its_turn:
-            load()
-        world.barrier()
-    return torch.device("strict", 0)
+    return load_on_all_ranks(world)
 
 
 @pytest.fixture
@@ -42,8 +36,7 @@ def labs(world: Any, lab: Lab, device: torch.device, countdown_files: Path) -> I
 
     def run(kind: str, name: str, *arguments: Any, **sections: Any) -> dict[int, dict[str, float]]:
         expected = metrics(getattr(lab, kind)(f"device_{name}", *arguments, **sections))
-        # MPI is for one thread, and on a device backward would run in another.
-        with platform.in_place_of_cuda(device), torch.autograd.set_multithreading_enabled(False):
+        with in_place_of_cuda(device):
             found = metrics(getattr(there, kind)(name, *arguments, **sections))
         assert set(found) == set(expected)
         for step, values in expected.items():

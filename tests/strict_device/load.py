@@ -8,9 +8,17 @@ import os
 import subprocess
 import tempfile
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+from hpcrl.launch import platform
+
+if TYPE_CHECKING:
+    from hpcrl.launch.world import World
 
 SOURCE = Path(__file__).with_name("device.cpp")
 
@@ -25,6 +33,23 @@ def load() -> torch.device:
         torch._register_device_module("strict", _module())
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     return torch.device("strict", 0)
+
+
+def load_on_all_ranks(world: World) -> torch.device:
+    """Rank 0 compiles it where the cache does not have it. Collective."""
+    for its_turn in (world.rank == 0, world.rank > 0):
+        if its_turn:
+            load()
+        world.barrier()
+    return load()
+
+
+@contextmanager
+def in_place_of_cuda(device: torch.device) -> Iterator[None]:
+    """Inside it the real code runs on `device`."""
+    # MPI is for one thread, and on a device backward would run in another.
+    with platform.in_place_of_cuda(device), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def _compiled() -> Path:

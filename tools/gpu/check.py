@@ -74,18 +74,11 @@ def on_the_gpu(world: World) -> Iterator[World]:
 
 @contextmanager
 def rehearsed(world: World) -> Iterator[World]:
-    """The world with a device that is not the CPU; rank 0 compiles it."""
-    import torch
+    """The world with a device that is not the CPU."""
+    from tests.strict_device.load import in_place_of_cuda, load_on_all_ranks
 
-    from hpcrl.launch import platform
-    from tests.strict_device.load import load
-
-    for its_turn in (world.rank == 0, world.rank > 0):
-        if its_turn:
-            device = load()
-        world.barrier()
-    # MPI is for one thread, and on a device backward would run in another.
-    with platform.in_place_of_cuda(device), torch.autograd.set_multithreading_enabled(False):
+    device = load_on_all_ranks(world)
+    with in_place_of_cuda(device):
         yield replace(world, device=device)
 
 

@@ -4,7 +4,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 "$python" tools/prepare_countdown.py --out "$work/data" --sft-rows 64 >/dev/null
-profile=$("$python" -c 'from hpcrl.config.schema import TrainerConfig as T; print("profile_steps" in T.model_fields)')
 common=(run.dir="$work/runs" "data.train_files=[$work/data/train.parquet]")
 short=(data.max_response_length=64 data.train_batch_size=16 actor.ppo_mini_batch_size=16 trainer.total_training_steps=3)
 if [[ $rehearsal == yes ]]; then
@@ -21,9 +20,7 @@ run() { check "$1" "$2" "${one[@]}" tools/gpu/job.py "$3" "${common[@]}" "${@:4}
 run "micro-batches of 8,192 tokens" 180 of_8192 actor.ppo_max_token_len_per_gpu=8192 actor.separate_old_log_prob=true
 run "micro-batches of 16,384 tokens" 180 of_16384
 run "micro-batches of 16,384 tokens, the KV cache stays" 180 cache_stays rollout.free_cache_engine=false
-if [[ $profile == True ]]; then
-    run "a step of 16 prompts x 8 x 64 tokens, with a profile" 90 profiled "${short[@]}" "trainer.profile_steps=[3]"
-    mkdir -p "${report%.md}_profile"
-    cp "$work"/runs/profiled/profile/* "${report%.md}_profile/" 2>/dev/null || true
-fi
+run "a step of 16 prompts x 8 x 64 tokens, with a profile" 90 profiled "${short[@]}" "trainer.profile_steps=[3]"
+mkdir -p "${report%.md}_profile"
+cp "$work"/runs/profiled/profile/* "${report%.md}_profile/" 2>/dev/null || true
 finish

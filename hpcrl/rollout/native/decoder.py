@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from hpcrl.kernels.fp32_product import logits_of
+from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.rms_norm import add_rms_norm, rms_norm
 from hpcrl.kernels.swiglu import swiglu
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
@@ -139,7 +139,7 @@ class Decoder:
         `chosen` gets the experts of each layer that has some, int64 (n, topk)."""
         hidden = self._run(token_ids, attention, chosen, cache_only=False)
         if hidden.device.type == "cuda":
-            return logits_of(hidden, self._head)  # in fp32, as in training
+            return product(hidden, self._head.T)  # in fp32, as in training
         return self._linear(hidden, self._head)
 
     def fill(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None = None) -> None:
