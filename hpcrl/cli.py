@@ -1,7 +1,9 @@
-"""`hpcrl COMMAND ...`: subcommands, the one line that a bad command line gets, and nothing heavy until it is needed."""
+"""`hpcrl COMMAND ...`. Nothing heavy is imported until the command is known; a job is a file in hpcrl/jobs."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import difflib
 import logging
 import os
@@ -9,225 +11,117 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.launch import exits
 from hpcrl.launch.exits import InputError
 
 if TYPE_CHECKING:
-    from hpcrl.config.derive import Derived, DerivedGenerate, DerivedModel, DerivedRm, DerivedSft
+    from hpcrl.config.derive import RoleLayouts
     from hpcrl.config.schema import Config
     from hpcrl.launch.world import World
+    from hpcrl.run.job import Job
 
-Values = TypeVar("Values", "Derived", "DerivedGenerate", "DerivedModel", "DerivedRm", "DerivedSft")
+JOBS_FOLDER = Path(__file__).parent / "jobs"
 
-HELP = """\
-usage: hpcrl COMMAND ...
 
-  train CONFIG [key=value ...]      PPO, GRPO and relatives
-  sft CONFIG [key=value ...]        supervised warm start
-  rm CONFIG [key=value ...]         reward model, from preferences
-  generate CONFIG [key=value ...]   samples of data.val_files' prompts, into a JSONL file
-  evaluate CONFIG [key=value ...]   the validation of a training run, of the weights in model.init_from
-  score MODEL --tokens IN.jsonl --out OUT.jsonl [key=value ...]
-                                    log-probs of token sequences; MODEL is a Hugging Face directory or a run
-  convert SOURCE TARGET [key=value ...]
-                                    a Hugging Face directory into a run, or a run's policy into such a directory
-  plan CONFIG [key=value ...]       whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU
-  plan --refit CONFIG [key=value ...]
-                                    bytes and memory of a refit
-  check [--trtllm]                  what is installed here, and what is wrong with it
-  check --job [CONFIG [key=value ...]]
-                                    the nodes of an allocation; on all ranks of the job
-  submit [COMMAND:]CONFIG ... [--dry-run]
-                                    a Slurm job, checked and with all it reads; submit --help
+class Parser(argparse.ArgumentParser):
+    """Prints one line for a bad command line, on one rank."""
 
-CONFIG is a YAML file; key=value overrides one of its keys, as in actor.optim.lr=2e-6.
-Run it on several ranks with mpiexec -n N python -m hpcrl ..., or with srun."""
-
-JOBS = ("train", "sft", "rm", "generate", "evaluate")
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{self.prog.split()[-1]}: {message}; {' '.join(self.format_usage().split())}")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
-        _refuse(f"a command is missing; expected one of {', '.join(COMMANDS)}")
+        refuse(f"a command is missing; expected one of {', '.join(commands())}")
     name, *rest = arguments
-    if name in ("-h", "--help", "help") or (name in JOBS and rest[:1] in (["-h"], ["--help"])):
-        print(HELP)
+    if name in ("-h", "--help", "help"):
+        print(help_text())
         sys.exit(0)
-    if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"expected one of {', '.join(COMMANDS)}"
-        _refuse(f"unknown command {name!r}; {hint}")
-    COMMANDS[name](rest)
+    if name in TOOLS:
+        TOOLS[name][0](rest)
+    elif name in job_names():
+        run_job(name, rest)
+    nearest = difflib.get_close_matches(name, commands(), n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"expected one of {', '.join(commands())}"
+    refuse(f"unknown command {name!r}; {hint}")
 
 
-def _run_job(
-    name: str,
-    job: Callable[[World, Config], int],
-    arguments: list[str],
-    *,
-    inside_run: bool = False,
-    resumable: bool = False,
-) -> NoReturn:
-    """Run `job` on all ranks with the config that rank 0 reads. `inside_run`: a job in a folder of its own in <run>.
-    `resumable`: on a signal it saves and leaves with the code that asks for another slice."""
-    usage = f"hpcrl {name} CONFIG [key=value ...]"
-    option = next((argument for argument in arguments if argument.startswith("-")), None)
-    if option is not None:
-        _refuse(f"unknown option {option!r}; {name} has none: {usage}")
-    if not arguments:
-        _refuse(f"{name} needs a YAML file: {usage}")
-    path, *overrides = arguments
-    if "=" in path and not Path(path).exists():
-        _refuse(f"found the override {path!r} in place of a YAML file: {usage}")
+def job_names() -> list[str]:
+    return sorted(path.stem for path in JOBS_FOLDER.glob("[!_]*.py"))
 
-    from hpcrl.plan import dry_run
 
-    if dry_run.requested(os.environ):
-        dry_run.main(name, path, overrides)
-    from hpcrl.launch.job import run_spmd
+def commands() -> list[str]:
+    return [*job_names(), *TOOLS]
 
-    run_spmd(
-        partial(_load, path, overrides, inside=name if inside_run else None),
-        job,
-        heeds_signals=resumable,
-        memory_advice=partial(_memory_advice, name),
+
+def help_text() -> str:
+    """Every command with one line: of a job, the docstring of its file, which is read without importing it."""
+    lines = {}
+    for name in job_names():
+        tree = ast.parse((JOBS_FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+        lines[name] = (ast.get_docstring(tree) or "").split("\n")[0]
+    lines |= {name: text for name, (_, text) in TOOLS.items()}
+    width = max(map(len, lines))
+    listed = "\n".join(f"  {name:<{width}}  {text}" for name, text in lines.items())
+    return (
+        f"usage: hpcrl COMMAND ...\n\n{listed}\n\n"
+        "`hpcrl COMMAND --help` prints its arguments. CONFIG is a YAML file; key=value overrides one of its keys, as\n"
+        "in actor.optim.lr=2e-6. Run a job on several ranks with mpiexec -n N python -m hpcrl ..., or with srun."
     )
 
 
-def _load(path: str, overrides: list[str], inside: str | None) -> Config:
-    from hpcrl.config.loader import load_config
-    from hpcrl.trainer.prepare import with_presets
-
-    config = with_presets(load_config(path, overrides))
-    if inside is None:
-        return config
-    from hpcrl.trainer.inference import inside_run
-
-    return inside_run(config, inside)
+def load_job(name: str) -> type[Job]:
+    job: type[Job] = import_module(f"hpcrl.jobs.{name}").JOB
+    return job
 
 
-def _memory_advice(name: str, config: Config, num_ranks: int, rank: int, role: str | None, phase: str | None) -> str:
+def run_job(name: str, arguments: list[str]) -> NoReturn:
+    """Run a job on all ranks with the config that rank 0 reads."""
+    from hpcrl.plan import dry_run
+
+    if dry_run.requested(os.environ):
+        dry_run.main(arguments, lambda: load_job(name).check)
+    from hpcrl.launch.job import run_spmd
+
+    job = load_job(name)
+    parser = Parser(prog=f"hpcrl {name}", description=job.__doc__)
+    job.add_arguments(parser)
+    parsed = parser.parse_intermixed_args(arguments)
+    config = getattr(parsed, "config", "")
+    if "=" in config and not Path(config).exists():
+        parser.error(f"found the override {config!r} in place of a YAML file")
+
+    def on_every_rank(world: World, config: Config) -> int:
+        derived = print_derived(world, lambda: job.check_with_torch(config, world.size))
+        if world.rank == 0:
+            for line in job.without_effect(config):
+                logging.getLogger("hpcrl").warning("%s", line)
+        return job(world, config, derived, parsed).main()
+
+    run_spmd(
+        lambda: job.load(parsed),
+        on_every_rank,
+        heeds_signals=job.handles_signals,
+        memory_advice=partial(memory_advice, job),
+    )
+
+
+def memory_advice(
+    job: type[Job], config: Config, num_ranks: int, rank: int, role: str | None, phase: str | None
+) -> str:
     from hpcrl.plan.out_of_memory import advice
 
-    return advice(name, config, num_ranks, rank, role, phase)
+    return f"to need less: {job.memory_advice}" if job.memory_advice else advice(config, num_ranks, rank, role, phase)
 
 
-def _train(world: World, config: Config) -> int:
-    from hpcrl.config.algorithm_rules import without_effect
-    from hpcrl.trainer import ppo, prepare
-
-    derived = _print_derived(world, lambda: prepare.derive(config, world.size))
-    if world.rank == 0:
-        for line in without_effect(config):
-            logging.getLogger("hpcrl").warning("%s", line)
-
-    return ppo.run(world, config, derived)
-
-
-def _sft(world: World, config: Config) -> int:
-    from hpcrl.config import derive
-
-    derived = _print_derived(world, lambda: derive.check_sft(config, world.size))
-    from hpcrl.trainer import sft
-
-    return sft.run(world, config, derived)
-
-
-def _rm(world: World, config: Config) -> int:
-    from hpcrl.config import derive
-
-    derived = _print_derived(world, lambda: derive.check_rm(config, world.size))
-    from hpcrl.trainer import rm
-
-    return rm.run(world, config, derived)
-
-
-def _generate(world: World, config: Config) -> int:
-    from hpcrl.config import derive
-
-    derived = _print_derived(world, lambda: derive.check_generate(config, world.size))
-    from hpcrl.trainer import generate
-
-    return generate.run(world, config, derived)
-
-
-def _evaluate(world: World, config: Config) -> int:
-    from hpcrl.config import derive
-
-    derived = _print_derived(world, lambda: derive.check_evaluate(config, world.size))
-    from hpcrl.trainer import evaluate
-
-    return evaluate.run(world, config, derived)
-
-
-def _score(arguments: list[str]) -> NoReturn:
-    usage = "hpcrl score MODEL --tokens IN.jsonl --out OUT.jsonl [key=value ...]"
-    paths, rest = {"--tokens": "score.tokens_path", "--out": "score.output_path"}, list(arguments)
-    named: dict[str, str] = {}
-    words: list[str] = []
-    while rest:
-        option, equals, value = (word := rest.pop(0)).partition("=")
-        if option in paths:
-            if not equals and not rest:
-                _refuse(f"{option} has no value; {usage}")
-            named[option] = value if equals else rest.pop(0)
-        elif word.startswith("-"):
-            _refuse(f"unknown option {word!r}; {usage}")
-        else:
-            words.append(word)
-    if not words or "=" in words[0] or len(named) < len(paths):
-        _refuse(f"score needs a model, --tokens and --out; {usage}")
-    model, *overrides = words
-    from hpcrl.launch.job import run_spmd
-
-    def load() -> Config:
-        from hpcrl.config.loader import quoted
-        from hpcrl.trainer.of_weights import config_of
-
-        files = [f"{paths[option]}={quoted(value)}" for option, value in named.items()]
-        return config_of(model, f"{named['--out']}.job", [*files, *overrides])
-
-    def job(world: World, config: Config) -> int:
-        from hpcrl.config import derive
-
-        derived = _print_derived(world, lambda: derive.check_model(config, world.size))
-        from hpcrl.trainer import score
-
-        return score.run(world, config, derived)
-
-    run_spmd(load, job)
-
-
-def _convert(arguments: list[str]) -> NoReturn:
-    usage = "hpcrl convert SOURCE TARGET [key=value ...]"
-    if len(arguments) < 2 or any("=" in word or word.startswith("-") for word in arguments[:2]):
-        _refuse(f"convert needs a source and a target; {usage}")
-    source, target, *overrides = arguments
-    from hpcrl.launch.job import run_spmd
-
-    def load() -> Config:
-        from hpcrl.trainer.of_weights import config_of, folder_of
-
-        return config_of(source, folder_of(source, target), overrides)
-
-    def job(world: World, config: Config) -> int:
-        from hpcrl.config import derive
-
-        derived = _print_derived(world, lambda: derive.check_model(config, world.size))
-        from hpcrl.trainer import convert
-
-        return convert.run(world, config, derived, target)
-
-    run_spmd(load, job)
-
-
-def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
-    """Refuse an impossible job before anything is built; every rank computes the same, so all refuse together."""
+def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayouts:
+    """Check a job before anything is built. Every rank computes the same, so an error ends all of them together."""
     from hpcrl.config.derive import describe
 
     try:
@@ -241,22 +135,22 @@ def _print_derived(world: World, compute: Callable[[], Values]) -> Values:
     return derived
 
 
-def _plan(arguments: list[str]) -> NoReturn:
+def plan(arguments: list[str]) -> NoReturn:
     from hpcrl.plan import command
 
     command.main(arguments)
 
 
-def _check(arguments: list[str]) -> NoReturn:
+def check(arguments: list[str]) -> NoReturn:
     if arguments[:1] == ["--job"]:
-        _check_job(arguments[1:])
+        check_job(arguments[1:])
     from hpcrl.launch import check
     from hpcrl.rollout.tensorrt_llm.check import findings
 
     check.main(arguments, findings)
 
 
-def _check_job(arguments: list[str]) -> NoReturn:
+def check_job(arguments: list[str]) -> NoReturn:
     from hpcrl.checkpoint.manifest import verify
     from hpcrl.launch import check_job
 
@@ -271,39 +165,30 @@ def _check_job(arguments: list[str]) -> NoReturn:
     check_job.main(folder, partial(verify, with_links=True))
 
 
-def _submit(arguments: list[str]) -> NoReturn:
+def submit(arguments: list[str]) -> NoReturn:
     from hpcrl.slurm import submit
 
-    submit.main(arguments, _check_plan)
+    jobs = {name: job for name in job_names() if (job := load_job(name)).can_be_submitted}
+
+    def check_on_login_node(command: str, config: Config, ranks: int) -> None:
+        """Check what the job checks first; without torch, its own ranks check the rest."""
+        job = jobs[command]
+        if find_spec("torch") and find_spec("megatron"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # megatron's, about what a login node lacks
+                job.check_with_torch(job.prepare(config), ranks)
+        else:
+            job.check(config, ranks)
+
+    submit.main(arguments, check_on_login_node, list(jobs))
 
 
-def _check_plan(command: str, config: Config, ranks: int) -> None:
-    """What the job itself checks first; without torch, as on a login node, what needs torch is left to the job."""
-    from hpcrl.config.derive import CHECKS
-
-    if command == "train" and find_spec("torch") and find_spec("megatron"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # megatron's, of what a login node lacks
-            from hpcrl.trainer import prepare
-
-            prepare.derive(prepare.with_presets(config), ranks)
-    else:
-        CHECKS[command](config, ranks)
-
-
-def _refuse(line: str) -> NoReturn:
+def refuse(line: str) -> NoReturn:
     exits.refuse(InputError(line))
 
 
-COMMANDS: dict[str, Callable[[list[str]], NoReturn]] = {
-    "train": partial(_run_job, "train", _train, resumable=True),
-    "sft": partial(_run_job, "sft", _sft, resumable=True),
-    "rm": partial(_run_job, "rm", _rm, resumable=True),
-    "generate": partial(_run_job, "generate", _generate, inside_run=True),
-    "evaluate": partial(_run_job, "evaluate", _evaluate, inside_run=True),
-    "score": _score,
-    "convert": _convert,
-    "plan": _plan,
-    "check": _check,
-    "submit": _submit,
+TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
+    "plan": (plan, "whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU"),
+    "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),
+    "submit": (submit, "a Slurm job, checked and with all it reads"),
 }

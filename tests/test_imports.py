@@ -124,7 +124,7 @@ def test_importing_starts_no_mpi() -> None:
 
 def test_a_job_is_described_without_torch() -> None:
     """A login node may have none; and in a job, the ranks wait while rank 0 reads the template."""
-    code = "import hpcrl.plan.command, hpcrl.slurm.submit, hpcrl.config.loader, hpcrl.trainer.prepare, hpcrl.launch.job"
+    code = "import hpcrl.plan.command, hpcrl.slurm.submit, hpcrl.config.loader, hpcrl.run.prepare, hpcrl.launch.job"
     loaded = loaded_after(f"{code}, hpcrl.rewards.score_worker; assert 'asyncio' not in __import__('sys').modules")
     assert not loaded.intersection({"torch", "mpi4py", "megatron", "transformers"})
 
@@ -135,12 +135,12 @@ from hpcrl.launch import platform
 if torch.cuda.is_available():
     sys.exit()
 from hpcrl.algorithms.advantages import lookup
-from hpcrl.roles import actor_objective
+from hpcrl.workers import actor_objective
 assert "megatron" not in sys.modules  # `submit` checks a job with these
 
 platform.import_megatron()
-import hpcrl.trainer.convert, hpcrl.trainer.evaluate, hpcrl.trainer.generate, hpcrl.trainer.ppo
-import hpcrl.trainer.rm, hpcrl.trainer.score, hpcrl.trainer.sft
+import hpcrl.jobs.convert, hpcrl.jobs.evaluate, hpcrl.jobs.generate, hpcrl.jobs.train
+import hpcrl.jobs.rm, hpcrl.jobs.score, hpcrl.jobs.sft
 from hpcrl.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer("configs/tokenizer")
 weight = torch.ones(2, requires_grad=True)

@@ -30,9 +30,9 @@ from hpcrl.launch import children
 from hpcrl.launch.board import Board
 from hpcrl.launch.world import finish, start_mpi, start_torch
 from hpcrl.model.shape import ModelShape
-from hpcrl.roles.model_worker import ModelWorker
+from hpcrl.run.saver import Saver
 from hpcrl.telemetry.timers import PhaseTimers
-from hpcrl.trainer.saving import Saver
+from hpcrl.workers.model_worker import ModelWorker
 
 BYTES_PER_WEIGHT = 16  # fp32: the weight, and the optimizer's copy and two moments
 

@@ -238,7 +238,7 @@ FAULTS = [
         "later = max(0, version + 1 + threshold - step) * size",
         "later = max(0, version + 2 + threshold - step) * size",
         0,
-        "tests/trainer/test_stream.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
+        "tests/rollout_source/test_streaming.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
     ),
     Fault(
         "trained-twice",
@@ -247,7 +247,7 @@ FAULTS = [
         "self.surplus = ready[~taken] if not taken.all() else None",
         "self.surplus = ready if not taken.all() else None",
         0,
-        "tests/trainer/test_stream.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
+        "tests/rollout_source/test_streaming.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
     ),
     Fault(
         "lost-over-resume",
@@ -265,7 +265,7 @@ FAULTS = [
         "return checkpoint < step <= checkpoint + 1 + self._num_ahead",
         "return checkpoint + 1 < step <= checkpoint + 1 + self._num_ahead",
         0,
-        "tests/trainer/test_durable_rollouts.py::test_a_killed_step_reuses_what_was_drawn_or_repeats_itself_bit_for_bit",
+        "tests/rollout_source/test_durable_rollouts.py::test_a_killed_step_reuses_what_was_drawn_or_repeats_itself_bit_for_bit",
     ),
     # Algorithms.
     Fault(
@@ -347,7 +347,7 @@ FAULTS = [
         "self.values.std(axis=2)",
         "self.values.std(axis=2, ddof=1)",
         0,
-        "tests/trainer/test_validation_metrics.py::test_numbers_and_names_are_verls",
+        "tests/run/test_validation_metrics.py::test_numbers_and_names_are_verls",
     ),
     # Splits.
     Fault(
@@ -469,7 +469,7 @@ FAULTS = [
         "if rank in ready or (",
         "if (",
         0,
-        "tests/trainer/test_ends.py::test_kill_9_in_the_middle_of_training_leaves_no_process",
+        "tests/run/test_ends.py::test_kill_9_in_the_middle_of_training_leaves_no_process",
     ),
     Fault(
         "slurm-stops",
@@ -505,7 +505,7 @@ FAULTS = [
         "working = [sighting for sighting in first if not _waits(sighting)]",
         "working = [sighting for sighting in first if _waits(sighting)]",
         0,
-        "tests/trainer/test_hangs.py -k 'generate and spin'",
+        "tests/run/test_hangs.py -k 'generate and spin'",
     ),
     # Checkpoints.
     Fault(
@@ -560,7 +560,7 @@ FAULTS = [
         "problem = told(error)",
         "problem = None",
         0,
-        "tests/trainer/test_saving.py::test_a_full_disk_costs_checkpoints_and_not_the_run",
+        "tests/run/test_saver.py::test_a_full_disk_costs_checkpoints_and_not_the_run",
     ),
     Fault(
         "old-log-probs-warm-up",

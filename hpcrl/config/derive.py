@@ -6,13 +6,13 @@ Pure functions without torch or MPI, so a job template can be checked on a login
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
 from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.errors import ConfigError
-from hpcrl.config.lora_rules import check_lora, refuse_lora
+from hpcrl.config.lora_rules import check_lora
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.rollout_rules import check_rollout
 from hpcrl.config.schema import Config, LossAggMode
@@ -28,11 +28,21 @@ ROLES = ("actor", "critic", "ref", "teacher", "reward", "rollout")
 
 
 @dataclass(frozen=True)
-class Derived:
-    """Derived values of `hpcrl train`. Token counts are per model replica, sizes are over all ranks."""
+class RoleLayouts:
+    """What every job derives from its config: the ranks and layout of each role that it needs."""
 
     world_size: int
-    roles: dict[str, PlacedRole]  # only the roles that the algorithm needs
+    roles: dict[str, PlacedRole]
+
+    def rows(self) -> list[tuple[str, object, str]]:
+        """Further derived values for the log: name, value, unit."""
+        return []
+
+
+@dataclass(frozen=True)
+class Derived(RoleLayouts):
+    """Derived values of `hpcrl train`. Token counts are per model replica, sizes are over all ranks."""
+
     needs_critic: bool
     needs_ref: bool
     ref_in_actor: bool  # the reference is the actor without its adapters, and no role of its own
@@ -57,47 +67,30 @@ class Derived:
     ref_max_tokens: int  # tokens per micro-batch of the reference policy
     teacher_max_tokens: int
 
-
-@dataclass(frozen=True)
-class DerivedSft:
-    """Derived values of `hpcrl sft`."""
-
-    world_size: int
-    roles: dict[str, PlacedRole]
-    max_sequence_length: int
-    samples_per_step: int
-
-
-@dataclass(frozen=True)
-class DerivedRm:
-    """Derived values of `hpcrl rm`."""
-
-    world_size: int
-    roles: dict[str, PlacedRole]
-    max_sequence_length: int
-    samples_per_step: int  # two of each pair
-
-
-@dataclass(frozen=True)
-class DerivedGenerate:
-    """Derived values of `hpcrl generate` and `hpcrl evaluate`."""
-
-    world_size: int
-    roles: dict[str, PlacedRole]  # the actor's layout is the one that weights are read in
-    needs_reward_model: bool
-    max_sequence_length: int
-    samples_per_prompt: int
-
-
-@dataclass(frozen=True)
-class DerivedModel:
-    """Derived values of `hpcrl score` and `hpcrl convert`, which have the policy alone."""
-
-    world_size: int
-    roles: dict[str, PlacedRole]
-
-
-AnyDerived = Derived | DerivedGenerate | DerivedModel | DerivedRm | DerivedSft
+    def rows(self) -> list[tuple[str, object, str]]:
+        rows: list[tuple[str, object, str]] = [
+            ("longest sequence", self.max_sequence_length, "tokens"),
+            ("step", self.samples_per_step, "samples"),
+            ("actor mini-batch", self.actor_mini_batch_samples, "samples"),
+            ("actor updates per step", self.actor_updates_per_step, "optimizer steps"),
+        ]
+        if self.old_log_prob_in_update:
+            rows.append(("old log-probs", "of the update's forward pass", ""))
+        if self.needs_critic:
+            rows += [
+                ("critic mini-batch", self.critic_mini_batch_samples, "samples"),
+                ("critic epochs", self.critic_ppo_epochs, "passes over a step"),
+                ("critic updates per step", self.critic_updates_per_step, "optimizer steps"),
+                ("critic loss", self.critic_loss_agg_mode, ""),
+            ]
+        if self.needs_ref:
+            rows.append(("reference micro-batch", self.ref_max_tokens, "tokens"))
+        if self.ref_in_actor:
+            rows.append(("reference", "the actor without adapters", ""))
+        if self.needs_teacher:
+            rows.append(("teacher micro-batch", self.teacher_max_tokens, "tokens"))
+        rows.append(("policy loss", self.loss_mode, ""))
+        return rows
 
 
 def check(
@@ -126,7 +119,7 @@ def check(
     roles = place(config, [role for role in ROLES if needs[role]], world_size)
     if not data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts")
-    longest = _check_lengths(config)
+    longest = check_lengths(config)
     check_algorithm(config, inputs)
     check_rollout(config, roles)
     check_lora(config)
@@ -159,7 +152,7 @@ def check(
                 f"use {data.train_batch_size} or less"
             )
     for key, tokens in budgets.items():
-        _check_budget(key, tokens, longest)
+        check_budget(key, tokens, longest)
 
     critic_epochs = critic.ppo_epochs or actor.ppo_epochs
     loss_scale_factor = actor.loss_scale_factor or float(data.max_response_length)
@@ -210,90 +203,7 @@ def _reads_old_log_probs(config: Config) -> bool:
     )
 
 
-def check_sft(config: Config, world_size: int) -> DerivedSft:
-    """Derived values of `hpcrl sft`, which trains on the actor's ranks and samples on the rollout's."""
-    sft = config.sft
-    _check_steps(config, "sft")
-    check_checkpoints(config.trainer)
-    samples = sft.eval_freq > 0
-    roles = place(config, ["actor", "rollout"] if samples else ["actor"], world_size)
-    if not config.data.train_files:
-        raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts and answers")
-    if sft.stop_at_score is not None and not samples:
-        raise ConfigError(f"sft.stop_at_score={sft.stop_at_score} needs evaluations; set sft.eval_freq to 1 or more")
-    if samples and not config.data.val_files:
-        raise ConfigError(f"sft.eval_freq={sft.eval_freq} evaluates, and data.val_files is empty; name files or use -1")
-    if samples and config.rollout.engine != "native":
-        raise ConfigError(
-            f"rollout.engine={config.rollout.engine} is not for the evaluations of `hpcrl sft`; "
-            "use rollout.engine=native there, or sft.eval_freq=-1"
-        )
-    longest = _check_lengths(config)
-    _check_budget("sft.max_token_len_per_gpu", sft.max_token_len_per_gpu, longest)
-    return DerivedSft(world_size, roles, longest, sft.batch_size)
-
-
-def check_rm(config: Config, world_size: int) -> DerivedRm:
-    """Derived values of `hpcrl rm`, which trains on the reward model's ranks."""
-    rm = config.rm
-    _check_steps(config, "rm")
-    check_checkpoints(config.trainer)
-    refuse_lora(config, "rm")
-    roles = place(config, ["reward"], world_size)
-    if not config.data.train_files:
-        raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of chosen and rejected")
-    if rm.eval_freq > 0 and not config.data.val_files:
-        raise ConfigError(f"rm.eval_freq={rm.eval_freq} evaluates, and data.val_files is empty; name files or use -1")
-    longest = _check_lengths(config)
-    if rm.max_token_len_per_gpu < 2 * longest:
-        raise ConfigError(
-            f"rm.max_token_len_per_gpu={rm.max_token_len_per_gpu} holds no pair of the longest sequences, "
-            f"2 * (data.max_prompt_length + data.max_response_length) = {2 * longest}; use {2 * longest} or more"
-        )
-    return DerivedRm(world_size, roles, longest, 2 * rm.batch_size)
-
-
-def check_generate(config: Config, world_size: int) -> DerivedGenerate:
-    """Derived values of `hpcrl generate`, which draws rollout.n samples per prompt."""
-    if not (config.data.val_files or config.data.train_files):
-        raise ConfigError("data.val_files is empty, and so is data.train_files; name at least one file of prompts")
-    return _check_inference(config, world_size, config.rollout.n, scored=config.generate.score)
-
-
-def check_evaluate(config: Config, world_size: int) -> DerivedGenerate:
-    """Derived values of `hpcrl evaluate`, which validates in the ways of rollout.val_kwargs."""
-    if not config.data.val_files:
-        raise ConfigError("data.val_files is empty; name at least one Parquet or JSONL file of prompts to evaluate on")
-    return _check_inference(config, world_size, sum(way.n for way in config.rollout.val_kwargs), scored=True)
-
-
-def check_model(config: Config, world_size: int) -> DerivedModel:
-    """Derived values of `hpcrl score` and `hpcrl convert`."""
-    return DerivedModel(world_size, place(config, ["actor"], world_size))
-
-
-CHECKS: dict[str, Callable[[Config, int], AnyDerived]] = {  # by subcommand
-    "train": check,
-    "sft": check_sft,
-    "rm": check_rm,
-    "generate": check_generate,
-    "evaluate": check_evaluate,
-}
-
-
-def _check_inference(config: Config, world_size: int, samples: int, *, scored: bool) -> DerivedGenerate:
-    with_model = scored and config.reward.reward_model.enable
-    roles = place(config, ["actor", "rollout", *(["reward"] if with_model else [])], world_size)
-    longest = _check_lengths(config)
-    check_rollout(config, roles)
-    if with_model:
-        _check_budget(
-            "reward.reward_model.max_token_len_per_gpu", config.reward.reward_model.max_token_len_per_gpu, longest
-        )
-    return DerivedGenerate(world_size, roles, with_model, longest, samples)
-
-
-def describe(derived: AnyDerived) -> str:
+def describe(derived: RoleLayouts) -> str:
     """The derived values as a table, for the log."""
     lines = [f"derived values on {derived.world_size} ranks"]
     width = max(len(f"{name} ({role.pool})") for name, role in derived.roles.items())
@@ -306,41 +216,13 @@ def describe(derived: AnyDerived) -> str:
     idle = set(range(derived.world_size)).difference(*(role.ranks for role in derived.roles.values()))
     if idle:
         lines.append(f"  in no role: ranks {format_ranks(sorted(idle))}")
-
-    if isinstance(derived, DerivedModel):
-        return "\n".join(lines)
-    rows: list[tuple[str, object, str]] = [("longest sequence", derived.max_sequence_length, "tokens")]
-    if isinstance(derived, DerivedGenerate):
-        rows.append(("prompt", derived.samples_per_prompt, "samples"))
-    else:
-        rows.append(("step", derived.samples_per_step, "samples"))
-    if isinstance(derived, Derived):
-        rows += [
-            ("actor mini-batch", derived.actor_mini_batch_samples, "samples"),
-            ("actor updates per step", derived.actor_updates_per_step, "optimizer steps"),
-        ]
-        if derived.old_log_prob_in_update:
-            rows.append(("old log-probs", "of the update's forward pass", ""))
-        if derived.needs_critic:
-            rows += [
-                ("critic mini-batch", derived.critic_mini_batch_samples, "samples"),
-                ("critic epochs", derived.critic_ppo_epochs, "passes over a step"),
-                ("critic updates per step", derived.critic_updates_per_step, "optimizer steps"),
-                ("critic loss", derived.critic_loss_agg_mode, ""),
-            ]
-        if derived.needs_ref:
-            rows.append(("reference micro-batch", derived.ref_max_tokens, "tokens"))
-        if derived.ref_in_actor:
-            rows.append(("reference", "the actor without adapters", ""))
-        if derived.needs_teacher:
-            rows.append(("teacher micro-batch", derived.teacher_max_tokens, "tokens"))
-        rows.append(("policy loss", derived.loss_mode, ""))
-    width = max(len(name) for name, _, _ in rows)
+    rows = derived.rows()
+    width = max((len(name) for name, _, _ in rows), default=0)
     lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in rows]
     return "\n".join(lines)
 
 
-def _check_steps(config: Config, section: str) -> None:
+def check_steps(config: Config, section: str) -> None:
     """`trainer.total_training_steps` on the command line is meant, and would change nothing."""
     if config.trainer.total_training_steps is not None:
         raise ConfigError(
@@ -349,7 +231,7 @@ def _check_steps(config: Config, section: str) -> None:
         )
 
 
-def _check_lengths(config: Config) -> int:
+def check_lengths(config: Config) -> int:
     """Tokens of the longest sequence."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     longest, limit = prompt + response, config.model.max_position_embeddings
@@ -361,7 +243,7 @@ def _check_lengths(config: Config) -> int:
     return longest
 
 
-def _check_budget(key: str, tokens: int, longest: int) -> None:
+def check_budget(key: str, tokens: int, longest: int) -> None:
     if tokens < longest:
         raise ConfigError(
             f"{key}={tokens} is less than the longest sequence, "

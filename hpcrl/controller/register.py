@@ -95,6 +95,9 @@ class Registration:
     group_by: str | None
     homes_only: bool
     meanwhile: bool
+    phase: str | None
+    updates: bool
+    skip_if: str | None
 
 
 def register(
@@ -105,6 +108,9 @@ def register(
     group_by: str | None = None,
     homes_only: bool = False,
     meanwhile: bool = False,
+    phase: str | None = None,
+    updates: bool = False,
+    skip_if: str | None = None,
 ) -> Callable[[Method], Method]:
     """Make a worker method callable from rank 0.
 
@@ -117,6 +123,9 @@ def register(
         group_by: a sample-level column; rows with equal entries go to the same replica.
         meanwhile: may run inside a long method that attends to its desk, for the home alone and when all rows that it
             reads are there already: then it waits for no other rank.
+        phase: phase of a step whose time (`timing_s/<phase>`) includes the wait for the method; None: its name.
+        updates: changes a model, so that a step cannot be repeated once the method has begun.
+        skip_if: key of meta_info; in a job's loop the call is not issued for a batch that has it.
     """
     if (reads or writes or group_by or homes_only) and not mode.takes_batch:
         raise ValueError(f"{mode.name} moves no batch, so it has no columns to read or write")
@@ -125,7 +134,7 @@ def register(
 
     def mark(method: Method) -> Method:
         method.registration = Registration(  # type: ignore[attr-defined]
-            mode, tuple(reads), tuple(writes), group_by, homes_only, meanwhile
+            mode, tuple(reads), tuple(writes), group_by, homes_only, meanwhile, phase, updates, skip_if
         )
         return method
 

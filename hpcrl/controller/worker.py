@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hpcrl.grid.layout import Layout
 from hpcrl.launch.whereabouts import Whereabouts
@@ -36,12 +36,22 @@ class Worker:
     the replica's home rank returns counts, what the others return is dropped.
     """
 
+    # The roles on whose ranks it lives, for a worker that placement does not name.
+    colocated_with: ClassVar[tuple[str, ...]] = ()
     desk: Desk  # set by the executor
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
         self.rank = rank
         self.whereabouts = Whereabouts()  # the executor replaces it by this rank's own
+
+    @classmethod
+    def build(cls, team: Any, role: str) -> Worker | None:
+        """Make this rank's worker of the role; None outside the role's ranks. Collective over the world.
+
+        team: a `hpcrl.workers.team.Team`, with the workers that were built before.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no build(team, role)")
 
     def tick(self) -> None:
         """To be called about every second by a method that takes long: it gets on."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 VARIABLE = "HPCRL_DRY_RUN"
+Check = Callable[..., Any]  # (config, number of ranks) -> RoleLayouts
 SPANS = ("tp", "pp", "dp")  # groups whose place in the machine decides how fast a job is
 MIB = 2**20
 
@@ -50,15 +51,16 @@ def requested(environ: Mapping[str, str]) -> bool:
     return environ.get(VARIABLE) == "1"
 
 
-def main(command: str, path: str, overrides: Sequence[str]) -> NoReturn:
-    """Dry run of `hpcrl COMMAND PATH OVERRIDES...` on the ranks that the launcher started. Collective."""
+def main(arguments: Sequence[str], load_check: Callable[[], Check]) -> NoReturn:
+    """Dry run of a job with these arguments, a YAML file and overrides, on the ranks that the launcher started.
+    Collective; `load_check` imports the job's check, on rank 0."""
     launched = dict(os.environ)  # an MPI library that starts may add variables of its own
     try:
         comm = start_mpi()
     except InputError as error:
         exits.refuse(error)
     try:
-        finish(_run(comm, lambda: _read(command, path, overrides, comm.size, launched)))
+        finish(_run(comm, lambda: _read(arguments, load_check(), comm.size, launched)))
     except BaseException as error:
         if getattr(error, "everywhere", False):
             if comm.rank == 0:
@@ -86,9 +88,8 @@ def started_by_launcher(environ: Mapping[str, str]) -> int | None:
     return int(count) if count.isdigit() else None
 
 
-def _read(command: str, path: str, overrides: Sequence[str], world_size: int, environ: Mapping[str, str]) -> Job:
+def _read(arguments: Sequence[str], check: Check, world_size: int, environ: Mapping[str, str]) -> Job:
     """The job's placement, checked as far as that goes without torch."""
-    from hpcrl.config.derive import CHECKS
     from hpcrl.config.inputs import missing
     from hpcrl.config.loader import load_config
 
@@ -98,8 +99,10 @@ def _read(command: str, path: str, overrides: Sequence[str], world_size: int, en
             f"the launcher started {started} ranks, and the MPI world has {world_size}; "
             "give srun another --mpi= (`srun --mpi=list`)"
         )
-    config = load_config(path, overrides)
-    roles = CHECKS[command](config, world_size).roles
+    if not arguments:
+        raise InputError("a dry run needs a YAML file")
+    config = load_config(arguments[0], arguments[1:])
+    roles = check(config, world_size).roles
     fields = {name: role.grid for name, role in roles.items()}
     return Job(fields, config.job.nodes * config.job.ntasks_per_node, [(key, file) for key, file in missing(config)])
 

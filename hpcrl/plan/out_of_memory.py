@@ -16,7 +16,6 @@ PHASES = {  # a worker's method -> the plan's name of the phase
     "actor.compute_ref_log_prob": "ref",
     "ref.compute_ref_log_prob": "ref",
     "teacher.compute_teacher_log_prob": "teacher",
-    "teacher.compute_teacher_topk": "teacher",
     "reward.compute_rm_score": "reward",
     "critic.compute_values": "values",
     "critic.update_critic": "update_critic",
@@ -33,18 +32,10 @@ BUDGETS = {
     "teacher": "teacher.log_prob_max_token_len_per_gpu",
     "reward": "reward.reward_model.max_token_len_per_gpu",
 }
-OTHER_JOBS = {
-    "sft": "a smaller sft.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp or pp",
-    "rm": "a smaller rm.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.reward.tp or pp",
-    "generate": "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs, a larger placement.rollout.tp",
-    "evaluate": "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs, a larger placement.rollout.tp",
-}
 
 
-def advice(command: str, config: Config, num_ranks: int, rank: int, role: str | None, method: str | None) -> str:
-    """One line for a rank that ran out of memory in a method of a role. `command`: the job, as in `hpcrl train`."""
-    if command in OTHER_JOBS:
-        return f"to need less: {OTHER_JOBS[command]}"
+def advice(config: Config, num_ranks: int, rank: int, role: str | None, method: str | None) -> str:
+    """One line for a rank of `hpcrl train` that ran out of memory in a method of a role."""
     try:
         job = Job(with_keys(config, _size(config, num_ranks)))
         name = PHASES.get(f"{role}.{method}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hpcrl.config.derive import CHECKS
 from hpcrl.launch.exits import InputError
 
 USAGE = (
@@ -37,11 +36,15 @@ class Request:
     job_overrides: list[str] = field(default_factory=list)  # of all stages
     site: str | None = None
     dry_run: bool = False
+    commands: Sequence[str] = ()
 
 
-def parse(arguments: Sequence[str]) -> Request:
-    """Overrides and --array belong to the stage before them; --nodes and the like to all stages."""
-    request, rest = Request(), list(arguments)
+def parse(arguments: Sequence[str], commands: Sequence[str]) -> Request:
+    """Parse the arguments of `hpcrl submit`; `commands` are the jobs that can be submitted.
+
+    Overrides and --array belong to the stage before them, --nodes and the like to all stages.
+    """
+    request, rest = Request(commands=commands), list(arguments)
     while rest:
         word = rest.pop(0)
         if word == "--dry-run":
@@ -60,7 +63,7 @@ def parse(arguments: Sequence[str]) -> Request:
         elif request.stages:
             raise InputError(f"found {word!r} after {request.stages[-1].config}; a further stage is --chain {word}")
         else:
-            request.stages.append(_stage(word))
+            request.stages.append(_stage(word, request.commands))
     if not request.stages:
         raise InputError(f"submit needs a YAML file: {USAGE}")
     return request
@@ -75,7 +78,7 @@ def _take(request: Request, name: str, value: str) -> None:
         _last(request, f"--array {value}").arrays.append(value)
     else:
         _last(request, f"--chain {value}")
-        request.stages.append(_stage(value))
+        request.stages.append(_stage(value, request.commands))
 
 
 def _last(request: Request, found: str) -> Stage:
@@ -84,10 +87,10 @@ def _last(request: Request, found: str) -> Stage:
     return request.stages[-1]
 
 
-def _stage(word: str) -> Stage:
+def _stage(word: str, commands: Sequence[str]) -> Stage:
     command, colon, config = word.partition(":")
     if not colon:
         return Stage("train", word)
-    if command not in CHECKS:
-        raise InputError(f"{word}: unknown command {command!r}; expected one of {', '.join(CHECKS)}, then ':CONFIG'")
+    if command not in commands:
+        raise InputError(f"{word}: unknown command {command!r}; expected one of {', '.join(commands)}, then ':CONFIG'")
     return Stage(command, config)

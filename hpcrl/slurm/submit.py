@@ -39,12 +39,12 @@ class Planned:
         return self.folder / "job.sbatch"
 
 
-def main(arguments: list[str], check: Check) -> NoReturn:
+def main(arguments: list[str], check: Check, commands: Sequence[str]) -> NoReturn:
     if {"-h", "--help"}.intersection(arguments):
         print(f"usage: {USAGE}\n\n{(__doc__ or '').split(': ', 1)[1]}")
         sys.exit(exits.DONE)
     try:
-        run(parse(arguments), check)
+        run(parse(arguments, commands), check)
     except Exception as error:
         if exits.is_user_error(error):
             exits.refuse(error)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
-def _in_silence(name: str) -> AbstractContextManager[None]:
+def _no_announcement(name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -17,17 +17,15 @@ class PhaseTimers:
     Phases may nest and repeat; an outer phase includes its inner ones. Bytes go under `perf/`, because they, like
     times, may differ between two runs that are otherwise equal.
 
-    `longest`: seconds of the longest one of each phase so far. `gate` is asked by `before`, and may raise.
-    `announce(name)` surrounds each phase.
+    `longest`: seconds of the longest one of each phase so far. `announce(name)` surrounds each phase.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        announce: Callable[[str], AbstractContextManager[None]] = _in_silence,
+        announce: Callable[[str], AbstractContextManager[None]] = _no_announcement,
     ) -> None:
         self.longest: dict[str, float] = {}
-        self.gate: Callable[[tuple[str, ...]], None] | None = None
         self._clock = clock
         self._announce = announce
         self._seconds: dict[str, float] = {}
@@ -45,13 +43,8 @@ class PhaseTimers:
             self.add_seconds(name, seconds)
 
     def took(self, name: str, seconds: float) -> None:
-        """For `longest` alone: of a phase that went on beside others, which the loop did not wait for."""
+        """Count towards `longest` only: for a phase that ran beside others, without a wait for it."""
         self.longest[name] = max(seconds, self.longest.get(name, 0.0))
-
-    def before(self, *names: str) -> None:
-        """These phases come next, all of them, and nothing of them has begun: the last moment to stop before them."""
-        if self.gate is not None:
-            self.gate(names)
 
     def add_seconds(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -38,6 +38,16 @@ CHARTS = {
 }
 
 
+def without_nan(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics for JSON, which has neither NaN nor infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def with_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Metrics as `without_nan` was given them, with NaN for infinity too."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
 class MetricsWriter:
     """One line of `metrics.jsonl` and one set of TensorBoard scalars per step.
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpcrl.controller.busy import BusyReport
 from hpcrl.controller.memory import MemoryLedger, MemoryUse
-from hpcrl.trainer.memory import GIB, memory_metrics
+from hpcrl.run.memory import GIB, memory_metrics
 
 
 def test_an_outer_phase_takes_what_its_inner_ones_take() -> None:

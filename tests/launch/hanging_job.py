@@ -17,8 +17,8 @@ from typing import Any
 
 from hpcrl import cli
 from hpcrl.controller.worker import Worker
-from hpcrl.roles.actor import ActorWorker
-from hpcrl.roles.rollout import RolloutWorker
+from hpcrl.workers.actor import ActorWorker
+from hpcrl.workers.rollout import RolloutWorker
 
 RANK, STEP, PHASE, HOW = os.environ["HANG"].split()
 TOKENS = 2

@@ -14,8 +14,8 @@ import pytest
 from hpcrl.launch.world import PROBES, interface_address, reachable
 from tests.launch.conftest import MPIEXEC, start  # noqa: F401  # fixtures
 from tests.launch.sockets import listening
-from tests.trainer.small_run import write_config
-from tests.trainer.test_ends import BUSY
+from tests.run.small_run import write_config
+from tests.run.test_ends import BUSY
 
 
 def family_when(process: psutil.Popen, folder: Path, pattern: str, count: int) -> list[psutil.Process]:

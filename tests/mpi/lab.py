@@ -11,8 +11,8 @@ from typing import Any
 from hpcrl.config.derive import check_rm, check_sft
 from hpcrl.config.schema import Config
 from hpcrl.launch.job import make_run_directory, run_directory
-from hpcrl.trainer import ppo, rm, sft
-from hpcrl.trainer.prepare import derive, with_presets
+from hpcrl.jobs import train, rm, sft
+from hpcrl.run.prepare import derive, with_presets
 
 ROOT = Path(__file__).parents[2]
 NOT_COMPARED = (

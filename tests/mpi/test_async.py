@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.roles.actor import ActorWorker
-from hpcrl.roles.response_stream import ResponseStream
-from hpcrl.roles.rollout import RolloutWorker
+from hpcrl.workers.actor import ActorWorker
+from hpcrl.workers.response_stream import ResponseStream
+from hpcrl.workers.rollout import RolloutWorker
 from hpcrl.telemetry.archive import RolloutLog, read_samples, read_step, step_path
 from tests.mpi.lab import Lab, metrics
 
@@ -86,7 +86,7 @@ def test_samples_that_a_full_disk_does_not_take_cost_the_checkpoint_and_not_the_
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             super().append(tokens, samples)
 
-    monkeypatch.setattr("hpcrl.roles.archive.RolloutLog", FullDisk)
+    monkeypatch.setattr("hpcrl.workers.archive.RolloutLog", FullDisk)
     folder = run(lab, "full_disk", "one_step_off", steps=3, trainer={"save_freq": 1})
     assert [line.get("perf/failed_saves") for line in lines(folder)] == [None, None, 1.0]
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -141,7 +141,7 @@ RANDOM_LENGTHS = {"data": {"max_response_length": 40}}
     [(1, True), pytest.param(3, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.exhaustive)],
 )
 def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, partial: bool) -> None:
-    """Random lengths: an untrained model stops where it likes. More schedules: tests/trainer/test_stream.py."""
+    """Random lengths: an untrained model stops where it likes. More schedules: tests/rollout_source/test_streaming.py."""
     found = run(
         lab,
         f"stream_{threshold}_{partial}",

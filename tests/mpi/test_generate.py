@@ -15,9 +15,9 @@ from hpcrl.config.derive import check_evaluate, check_generate
 from hpcrl.config.schema import Config
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import make_run_directory, run_directory
-from hpcrl.trainer import evaluate, generate
-from hpcrl.trainer.inference import inside_run
-from hpcrl.trainer.prepare import with_presets
+from hpcrl.jobs import evaluate, generate
+from hpcrl.run.inference import inside_run
+from hpcrl.run.prepare import with_presets
 from tests.mpi.lab import Lab, metrics, own_layout
 
 pytestmark = pytest.mark.ci_world(2)

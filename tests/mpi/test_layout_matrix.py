@@ -26,10 +26,10 @@ from hpcrl.launch.exits import InputError
 from hpcrl.launch.world import World
 from hpcrl.model.params import VALUE_HEAD, role_layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.roles.actor import ActorWorker
-from hpcrl.roles.critic import CriticWorker
-from hpcrl.roles.model_worker import ModelWorker
-from hpcrl.roles.sft import SftActorWorker
+from hpcrl.workers.actor import ActorWorker
+from hpcrl.workers.critic import CriticWorker
+from hpcrl.workers.model_worker import ModelWorker
+from hpcrl.workers.sft import SftActorWorker
 from tests.mpi.layouts import EXPERT_SIZES, MIXTURE, SHAPE, SIZES, assert_slices, gradients, make_batch, part_of
 
 AXES: dict[str, Sequence[int]] = {

@@ -20,8 +20,8 @@ from hpcrl.model.hf.config_json import read_shape
 from hpcrl.model.hf.peft import CONFIG, adapter_config
 from hpcrl.model.lora import Lora, is_adapter
 from hpcrl.model.shape import ModelShape
-from hpcrl.roles.hf_export import ExportWorker
-from hpcrl.roles.model_worker import ModelWorker
+from hpcrl.workers.hf_export import ExportWorker
+from hpcrl.workers.model_worker import ModelWorker
 from tests.model.families import make_model
 from tests.mpi.layouts import (
     MIXTURE,

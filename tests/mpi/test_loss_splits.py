@@ -19,8 +19,8 @@ from hpcrl.config.schema import Config
 from hpcrl.engine.microbatch import needed_count
 from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
-from hpcrl.roles.actor_objective import ActorObjective
-from hpcrl.roles.model_worker import ModelWorker
+from hpcrl.workers.actor_objective import ActorObjective
+from hpcrl.workers.model_worker import ModelWorker
 from tests.mpi.layouts import SGD, SHAPE, gradients, role_groups, slice_errors
 
 pytestmark = pytest.mark.world(4)

@@ -23,7 +23,7 @@ from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.reshard.pieces import Cell, megatron_cells
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.verification import ChecksumMismatch
-from hpcrl.roles.refit import refit_metrics
+from hpcrl.workers.refit import refit_metrics
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from tests.covering import covering

@@ -25,10 +25,10 @@ from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.job import make_run_directory, run_directory
 from hpcrl.launch.world import World
-from hpcrl.roles.preference import PreferenceDataWorker
-from hpcrl.roles.reward import RewardModelWorker
-from hpcrl.roles.team import read_rm_inputs
-from hpcrl.trainer import rm
+from hpcrl.workers.preference import PreferenceDataWorker
+from hpcrl.workers.reward import RewardModelWorker
+from hpcrl.workers.team import read_rm_inputs
+from hpcrl.jobs import rm
 from tests.mpi.layouts import SGD, SHAPE, SOME_LAYOUTS, assert_slices, gradients, make_batch, save_sharded
 
 pytestmark = pytest.mark.ci_world(2)

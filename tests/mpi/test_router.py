@@ -19,8 +19,8 @@ from hpcrl.model.kv_memory import BLOCK_SIZE, kv_bytes_per_token
 from hpcrl.model.router import Router
 from hpcrl.model.routing import OWN
 from hpcrl.model.shape import ModelShape
-from hpcrl.roles.response_stream import Response
-from hpcrl.roles.responses import response_columns
+from hpcrl.workers.response_stream import Response
+from hpcrl.workers.responses import response_columns
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from tests.mpi.layouts import (

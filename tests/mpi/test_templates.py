@@ -11,8 +11,8 @@ import pytest
 from hpcrl.config.derive import check_rm, check_sft
 from hpcrl.config.loader import load_config
 from hpcrl.launch.job import make_run_directory, run_directory
-from hpcrl.trainer import ppo, rm, sft
-from hpcrl.trainer.prepare import derive, with_presets
+from hpcrl.jobs import train, rm, sft
+from hpcrl.run.prepare import derive, with_presets
 
 ROOT = Path(__file__).parents[2]
 WIDE = ["async_countdown_cpu", "one_step_off_countdown_cpu"]  # rank 0 leads, and generation has ranks of its own

@@ -9,13 +9,13 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import registration_of
 from hpcrl.plan.memory import GIB, Job
 from hpcrl.plan.out_of_memory import PHASES, advice
-from hpcrl.roles.actor import ActorWorker
-from hpcrl.roles.critic import CriticWorker
-from hpcrl.roles.ref import RefWorker
-from hpcrl.roles.refit import RefitWorker
-from hpcrl.roles.reward import RewardModelWorker
-from hpcrl.roles.rollout import RolloutWorker
-from hpcrl.roles.teacher import TeacherWorker
+from hpcrl.workers.actor import ActorWorker
+from hpcrl.workers.critic import CriticWorker
+from hpcrl.workers.ref import RefWorker
+from hpcrl.workers.refit import RefitWorker
+from hpcrl.workers.reward import RewardModelWorker
+from hpcrl.workers.rollout import RolloutWorker
+from hpcrl.workers.teacher import TeacherWorker
 from tests.launch.conftest import REPOSITORY
 
 KINDS = {

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    *("hpcrl.cli", "hpcrl.config.loader", "hpcrl.config.derive", "hpcrl.trainer.prepare", "hpcrl.trainer.ppo"),
-    *("hpcrl.trainer.sft", "hpcrl.trainer.rm", "hpcrl.trainer.generate", "hpcrl.trainer.evaluate"),
-    *("hpcrl.trainer.convert", "hpcrl.trainer.score", "hpcrl.trainer.of_weights"),
+    *("hpcrl.cli", "hpcrl.config.loader", "hpcrl.config.derive", "hpcrl.run.prepare", "hpcrl.jobs.train"),
+    *("hpcrl.jobs.sft", "hpcrl.jobs.rm", "hpcrl.jobs.generate", "hpcrl.jobs.evaluate"),
+    *("hpcrl.jobs.convert", "hpcrl.jobs.score", "hpcrl.run.weights_config"),
     *("numpy.random", "h5py", "torch.utils.tensorboard.writer"),
     *("hpcrl.checkpoint.sharded_load", "hpcrl.checkpoint.sharded_save", "hpcrl.plan.dry_run"),
 )

@@ -13,7 +13,7 @@ import yaml
 from tests import preloaded
 from tests.launch.conftest import REPOSITORY
 from tests.slurm.conftest import Lab
-from tests.trainer.small_run import MODEL, NOT_COMPARED, write_rows
+from tests.run.small_run import MODEL, NOT_COMPARED, write_rows
 
 SCRIPT = """\
 #!/bin/bash

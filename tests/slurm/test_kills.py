@@ -23,7 +23,7 @@ from tests.slurm.small_ppo import (
     rank_for,
     write_job,
 )
-from tests.trainer.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
+from tests.run.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
 
 PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_seconds": 240.0}
 

@@ -16,7 +16,7 @@ from hpcrl.config.schema import JobConfig
 from hpcrl.launch.exits import InputError
 from hpcrl.slurm.site import SiteConfig
 from hpcrl.slurm.template import Batch, render
-from hpcrl.trainer import prepare
+from hpcrl.run import prepare
 
 ROOT = Path(__file__).parents[2]
 

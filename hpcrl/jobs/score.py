@@ -1,0 +1,162 @@
+"""log-probs of token sequences under a Hugging Face directory or a run"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from hpcrl.config.derive import RoleLayouts
+from hpcrl.config.loader import quoted
+from hpcrl.config.placement import place
+from hpcrl.config.schema import Config
+from hpcrl.launch.exits import DONE, InputError
+from hpcrl.run.job import Job
+from hpcrl.run.weights_config import config_of
+from hpcrl.telemetry.progress import Progress
+
+if TYPE_CHECKING:
+    from hpcrl.workers.policy import PolicyWorker
+
+log = logging.getLogger(__name__)
+
+WAVE = 16  # micro-batches of every replica between two writes
+
+
+class Score(Job):
+    """`hpcrl score MODEL --tokens IN.jsonl --out OUT.jsonl`: log-probs of all tokens but the first."""
+
+    name = "score"
+    can_be_submitted = False
+    derived: RoleLayouts
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, run or checkpoint")
+        parser.add_argument("--tokens", metavar="IN.jsonl", required=True, help='{"tokens": [ids]} per line')
+        parser.add_argument("--out", metavar="OUT.jsonl", required=True, help='{"log_probs": [...]} per line')
+        parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key of the config")
+
+    @classmethod
+    def load(cls, arguments: argparse.Namespace) -> Config:
+        files = [
+            f"score.tokens_path={quoted(arguments.tokens)}",
+            f"score.output_path={quoted(arguments.out)}",
+        ]
+        return config_of(arguments.model, f"{arguments.out}.job", [*files, *arguments.overrides])
+
+    @classmethod
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
+        return RoleLayouts(num_ranks, place(config, ["actor"], num_ranks))
+
+    def main(self) -> int:
+        from hpcrl.run.start import find_start
+        from hpcrl.workers.team import Inputs, build_team, policy_shape
+
+        world, config = self.world, self.config
+        shape = world.together(lambda: policy_shape(config))
+        start = find_start(world, config)
+        source, target = config.score.tokens_path, config.score.output_path
+        if source is None or target is None:
+            raise InputError("score.tokens_path and score.output_path are null; name both", everywhere=True)
+        if Path(target).is_dir():
+            raise InputError(f"--out {target} is a folder; name a file", everywhere=True)
+        longest = shape.max_position_embeddings
+        sequences = world.together(lambda: read_sequences(Path(source), shape.vocab_size, longest))
+        team = build_team(world, config, self.derived, Inputs(shape), {"actor": "hpcrl.workers.policy:PolicyWorker"})
+        policy = cast("PolicyWorker | None", team.workers.get("actor"))
+        if start.init_from is None and world.rank == 0:
+            log.warning("model.path and model.init_from are null: these are the log-probs of random weights")
+        if policy is not None and start.init_from is not None:
+            policy.load(str(start.init_from), role="actor", weights_only=True)
+        draft, progress = Path(f"{target}.tmp"), None
+        if world.rank == 0:
+            draft.write_text("", encoding="utf-8")
+            progress = Progress(len(sequences), "score", unit="sequence")
+        dp = self.derived.roles["actor"].dp
+        budget = config.score.max_token_len_per_gpu
+        for wave in waves(sequences, WAVE * dp * budget):
+            found = log_probs_of(policy, [sequences[row] for row in wave], dp, budget) if policy is not None else {}
+            parts = world.exchange(found)
+            if world.rank == 0:
+                own = {index: log_probs for part in parts for index, log_probs in part.items()}
+                with open(draft, "a", encoding="utf-8") as file:
+                    for index in range(len(wave)):
+                        file.write(json.dumps({"log_probs": [float(x) for x in own[index]]}) + "\n")
+                assert progress is not None
+                progress.update(wave[-1] + 1)
+        if world.rank == 0:
+            os.replace(draft, target)
+            log.info("log-probs of %d sequences are in %s", len(sequences), target)
+        return DONE
+
+
+def read_sequences(path: Path, vocab_size: int, longest: int) -> list[np.ndarray]:
+    """int32 token ids, one array per line; InputError for a line that has none, or some that the model lacks."""
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--tokens {path} cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            tokens = np.array(json.loads(line)["tokens"])
+            wrong = tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype != np.int64
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            wrong = True
+        if wrong:
+            raise InputError(
+                f'{path}, line {number}: expected {{"tokens": [ids]}} with an id at least, found {line[:80]}'
+            )
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise InputError(f"{path}, line {number}: the model has token ids 0 to {vocab_size - 1}, found others")
+        if len(tokens) > longest:
+            raise InputError(f"{path}, line {number}: {len(tokens)} tokens, and the model attends to {longest}")
+        found.append(tokens.astype(np.int32))
+    if not found:
+        raise InputError(f'--tokens {path} is empty; expected {{"tokens": [ids]}} per line')
+    return found
+
+
+def waves(sequences: list[np.ndarray], num_tokens: int) -> Iterator[range]:
+    """Successive rows of about `num_tokens` tokens."""
+    first, used = 0, 0
+    for row, sequence in enumerate(sequences):
+        used += len(sequence)
+        if used >= num_tokens or row == len(sequences) - 1:
+            yield range(first, row + 1)
+            first, used = row + 1, 0
+
+
+def log_probs_of(policy: PolicyWorker, sequences: list[np.ndarray], dp: int, budget: int) -> dict[int, np.ndarray]:
+    """Place in `sequences` -> log-probs fp32 of all tokens but the first, of those that this replica's home has."""
+    import torch
+
+    from hpcrl.batch.balance import balanced_assignment
+    from hpcrl.batch.data_proto import DataProto
+    from hpcrl.batch.ragged import Ragged
+
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    mine = np.flatnonzero(balanced_assignment(lengths, dp) == policy.groups.coord.dp)
+    rows = [torch.from_numpy(sequences[place]) for place in mine]
+    responses = torch.from_numpy(lengths[mine] - 1)
+    batch = DataProto(
+        {
+            "input_ids": Ragged.from_rows(rows, dtype=torch.int32),
+            "response_mask": Ragged.from_lengths(torch.ones(int(responses.sum()), dtype=torch.int32), responses),
+        }
+    )
+    outputs = policy.engine.log_probs(batch, max_tokens=budget, temperature=1.0)
+    if not policy.is_home:
+        return {}
+    log_probs = outputs["log_probs"]
+    return {int(place): log_probs.row(row).numpy() for row, place in enumerate(mine)}
+
+
+JOB = Score

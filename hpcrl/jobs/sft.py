@@ -1,0 +1,146 @@
+"""supervised warm start"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpcrl.config.checkpoint_rules import check_checkpoints
+from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths, check_steps
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.placement import place
+from hpcrl.config.schema import Config, ValKwargs
+from hpcrl.run.job import TrainingJob
+
+if TYPE_CHECKING:
+    from hpcrl.batch.data_proto import DataProto
+    from hpcrl.run.run import Run
+    from hpcrl.workers.team import Inputs
+
+
+@dataclass(frozen=True)
+class DerivedSft(RoleLayouts):
+    max_sequence_length: int
+    samples_per_step: int
+
+    def rows(self) -> list[tuple[str, object, str]]:
+        return [("longest sequence", self.max_sequence_length, "tokens"), ("step", self.samples_per_step, "samples")]
+
+
+class Sft(TrainingJob):
+    """Cross-entropy on the answers, with the engine and the layouts of the actor."""
+
+    name = label = "sft"
+    memory_advice = (
+        "a smaller sft.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp or pp"
+    )
+    derived: DerivedSft
+
+    def loop(self, run: Run) -> None:
+        data, actor = run.roles("data", "actor")
+        for step in run.steps():
+            batch = data.load(self.next_rows(run, step))  # sequences of prompt and answer
+            actor.update(batch)
+
+    def next_rows(self, run: Run, step: int) -> DataProto:
+        """The rows of a step, with as many tokens on each replica."""
+        from hpcrl.batch.balance import balanced_assignment
+        from hpcrl.batch.data_proto import DataProto
+        from hpcrl.controller.controller import replica_column
+        from hpcrl.data.order import batch_rows
+
+        config, answers = self.config, self.inputs.answers
+        rows, epochs = batch_rows(len(answers), config.sft.batch_size, step, config.run.seed, config.data.shuffle)
+        lengths, dp = answers.lengths[rows], self.derived.roles["actor"].dp
+        run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": float(np.sum(lengths))})
+        return DataProto({}, {"row": rows, replica_column(dp): balanced_assignment(lengths, dp)}, {"step": step})
+
+    @classmethod
+    def check(cls, config: Config, num_ranks: int) -> DerivedSft:
+        """It trains on the actor's ranks, and samples on the rollout's."""
+        sft = config.sft
+        check_steps(config, "sft")
+        check_checkpoints(config.trainer)
+        samples = sft.eval_freq > 0
+        roles = place(config, ["actor", "rollout"] if samples else ["actor"], num_ranks)
+        if not config.data.train_files:
+            raise ConfigError(
+                "data.train_files is empty; name at least one Parquet or JSONL file of prompts and answers"
+            )
+        if sft.stop_at_score is not None and not samples:
+            raise ConfigError(
+                f"sft.stop_at_score={sft.stop_at_score} needs evaluations; set sft.eval_freq to 1 or more"
+            )
+        if samples and not config.data.val_files:
+            raise ConfigError(
+                f"sft.eval_freq={sft.eval_freq} evaluates, and data.val_files is empty; name files or use -1"
+            )
+        if samples and config.rollout.engine != "native":
+            raise ConfigError(
+                f"rollout.engine={config.rollout.engine} is not for the evaluations of `hpcrl sft`; "
+                "use rollout.engine=native there, or sft.eval_freq=-1"
+            )
+        longest = check_lengths(config)
+        check_budget("sft.max_token_len_per_gpu", sft.max_token_len_per_gpu, longest)
+        return DerivedSft(num_ranks, roles, longest, sft.batch_size)
+
+    def read_inputs(self) -> Inputs:
+        from hpcrl.data.sft import SftDataset
+        from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, read_model
+
+        tokenizer, shape = read_model(self.config)
+        data, key = data_config(self.config), self.config.sft.answer_key
+        answers = SftDataset(data.train_files, tokenizer, data, key, data.train_max_samples, self.world)
+        inputs = Inputs(shape, tokenizer, {"train": answers.prompts}, answers)
+        add_validation_prompts(inputs, self.config, self.world)
+        return inputs
+
+    def roles(self) -> dict[str, str]:
+        found = {"actor": "hpcrl.workers.sft:SftActorWorker", "data": "hpcrl.workers.sft:SftDataWorker"}
+        if self.config.trainer.save_hf or self.config.model.lora_rank > 0:
+            found["export"] = ""
+        return found | dict.fromkeys(("rollout", "scorer", "refit") if "rollout" in self.derived.roles else (), "")
+
+    def total_steps(self) -> int:
+        return self.config.sft.total_training_steps
+
+    @property
+    def validation_freq(self) -> int:
+        return self.config.sft.eval_freq
+
+    def set_up(self, run: Run) -> None:
+        from hpcrl.run.validator import Validator
+
+        self.validator = None
+        if self.config.sft.eval_freq > 0:
+            self.validator = Validator(
+                run.controller,
+                self.inputs.prompts["val"],
+                self.config.data,
+                [ValKwargs(n=1, temperature=1.0)],
+                (int(self.inputs.tokenizer.eos_token_id),),
+                num_prompts=self.config.sft.eval_samples,
+            )
+
+    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        """Sample some validation prompts at temperature 1; end the run if the accuracy reaches sft.stop_at_score."""
+        assert self.validator is not None
+        run.controller["refit"].update_weights().get()
+        metrics, shown = self.validator.run(step)
+        score = float(np.mean([value for name, value in metrics.items() if name.startswith("val-core/")]))
+        wanted = self.config.sft.stop_at_score
+        if wanted is not None and score >= wanted:
+            run.complete(f"accuracy reached sft.stop_at_score={wanted:g}")
+        return metrics, shown
+
+    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
+        shown = {name.split("/")[-1]: value for name, value in metrics.items() if name.startswith("val-core/")}
+        return {"loss": metrics["train/loss"], **shown}
+
+    def state(self, step: int) -> dict[str, int]:
+        return {"consumed_rows": step * self.config.sft.batch_size}
+
+
+JOB = Sft

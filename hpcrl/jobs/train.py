@@ -1,0 +1,232 @@
+"""PPO, GRPO and relatives"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcrl.config import algorithm_rules, derive
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.job import run_directory
+from hpcrl.run.job import TrainingJob
+from hpcrl.run.prepare import derive as derive_with_torch
+
+if TYPE_CHECKING:
+    from hpcrl.batch.data_proto import DataProto
+    from hpcrl.run.calls import Role
+    from hpcrl.run.run import Run
+    from hpcrl.workers.team import Inputs
+
+log = logging.getLogger(__name__)
+
+PROGRESS = {
+    "score": "critic/score/mean",
+    "length": "response_length/mean",
+    "entropy": "actor/entropy",
+    "ratio_kl": "actor/ppo_kl",
+}
+PF_PPO_STREAM = 0x7066  # keeps these random numbers apart from others keyed by the same seed
+
+
+class Train(TrainingJob):
+    """PPO (Schulman et al. 2017, algorithm 1); GRPO and its relatives are the same loop without a critic."""
+
+    name = "train"
+    saves_last = False
+    phases_from_update = ("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
+    phases_per_token = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
+    derived: Derived
+
+    def loop(self, run: Run) -> None:
+        actor, critic, ref, teacher = run.roles("actor", "critic", "ref", "teacher")
+        rollouts, kl = self.rollouts, self.kl_controller
+        for step in run.steps():
+            batch: Any = rollouts.next(step)  # prompts -> responses -> scores
+            run.log(self.balance_batch(batch))
+            batch = (
+                actor.compute_log_prob(batch)
+                | ref.compute_ref_log_prob(batch)
+                | teacher.compute_teacher_log_prob(batch)
+                | critic.compute_values(batch)
+            )
+            batch = actor.compute_advantage(batch, kl_coef=kl.value).get()
+            if "actor/reward_kl_penalty" in run.metrics:
+                kl.update(run.metrics["actor/reward_kl_penalty"], len(batch))
+            trained = self.resample(batch) if self.config.algorithm.use_pf_ppo else batch
+            critic.update_critic(trained)
+            if self.updates_actor(step):
+                batch |= actor.update_actor(trained)
+            self.log_gradient_variance(run, actor, batch)
+            rollouts.update_weights(step)
+            run.archive(batch)
+
+    # parts of a step
+
+    def updates_actor(self, step: int) -> bool:
+        """The first trainer.critic_warmup steps train the critic only."""
+        return step > self.config.trainer.critic_warmup or not self.derived.needs_critic
+
+    def balance_batch(self, batch: DataProto) -> dict[str, float]:
+        """Assign samples to replicas, and decide whether the step's only update supplies the old log-probs."""
+        from hpcrl.run.assignment import assign_to_replicas
+
+        is_one_update = batch.meta_info["num_prompts"] <= self.config.actor.ppo_mini_batch_size  # recorded: any number
+        batch.meta_info["old_log_prob_in_update"] = (
+            self.derived.old_log_prob_in_update and is_one_update and self.updates_actor(batch.meta_info["step"])
+        )
+        return assign_to_replicas(batch, self.config, self.derived)
+
+    def resample(self, batch: DataProto) -> DataProto:
+        """PF-PPO: as many rows, drawn with replacement by their scores."""
+        from hpcrl.algorithms.pf_ppo import pf_ppo_rows
+
+        pf_ppo, step = self.config.algorithm.pf_ppo, batch.meta_info["step"]
+        key = np.random.SeedSequence(self.config.run.seed % 2**64, spawn_key=(PF_PPO_STREAM, step))
+        uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
+        return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo.reweight_method, pf_ppo.weight_pow)]
+
+    def log_gradient_variance(self, run: Run, actor: Role, batch: Any) -> None:
+        """Log variance_proxy/*, which need the norm of the update's gradient."""
+        if self.derived.needs_sum_pi_squared:
+            run.wait()
+            actor.variance_proxy(batch, run.metrics.get("actor/grad_norm"))
+
+    # what the job needs
+
+    @classmethod
+    def check(cls, config: Config, num_ranks: int) -> Derived:
+        return derive.check(config, num_ranks)
+
+    @classmethod
+    def check_with_torch(cls, config: Config, num_ranks: int) -> Derived:
+        return derive_with_torch(config, num_ranks)
+
+    @classmethod
+    def without_effect(cls, config: Config) -> list[str]:
+        return algorithm_rules.without_effect(config)
+
+    def read_inputs(self) -> Inputs:
+        from hpcrl.data.sampler import make_sampler
+        from hpcrl.workers.team import read_training_inputs
+
+        inputs = read_training_inputs(self.config, self.world)
+        self._check_recording()
+        self.sampler = make_sampler(inputs.prompts["train"], self.config.data, self.config.run.seed)
+        return inputs
+
+    def roles(self) -> dict[str, str]:
+        own = [name for name in ("actor", "critic", "ref", "teacher", "reward") if name in self.derived.roles]
+        export = ["export"] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
+        return dict.fromkeys([*own, *export, "archive", "rollout", "scorer", "refit"], "")
+
+    def stands_for(self, role: str) -> str:
+        return "actor" if role == "ref" and self.derived.ref_in_actor else role
+
+    @property
+    def saved_roles(self) -> tuple[str, ...]:
+        return ("actor", "critic") if self.derived.needs_critic else ("actor",)
+
+    @property
+    def loaded_roles(self) -> tuple[str, ...]:
+        return (*self.saved_roles, "ref") if "ref" in self.derived.roles else self.saved_roles
+
+    @property
+    def needs_start_weights(self) -> bool:
+        return "ref" in self.derived.roles
+
+    def frozen_weights(self) -> dict[str, str]:
+        config, found = self.config, {}
+        if self.derived.needs_teacher:
+            own = config.teacher.model.path if config.teacher.model else None
+            found["teacher"] = config.teacher.init_from or own or config.model.init_from or config.model.path
+        if self.derived.needs_reward_model:
+            found["reward"] = config.reward.reward_model.init_from
+        return {role: path for role, path in found.items() if path is not None}
+
+    def total_steps(self) -> int:
+        from hpcrl.data.order import steps_for_epochs
+
+        trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])
+        size = self.config.data.train_batch_size
+        return trainer.total_training_steps or steps_for_epochs(prompts, size, trainer.total_epochs)
+
+    # around the steps
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return "ppo" if self.derived.needs_critic else self.config.algorithm.adv_estimator
+
+    def set_up(self, run: Run) -> None:
+        from hpcrl.algorithms.kl import make_kl_controller
+        from hpcrl.model.flops import peak_of
+        from hpcrl.run.rollouts import make_rollout_source
+        from hpcrl.run.validator import Validator
+
+        config, prompts = self.config, self.inputs.prompts
+        log.info(
+            "%d steps over %d prompts; %d filtered out as too long",
+            *(run.total_steps, len(prompts["train"]), prompts["train"].num_filtered),
+        )
+        self.rollouts = run.rollouts = make_rollout_source(run, self.derived, self.sampler, self.inputs.tokenizer)
+        ctrl = config.algorithm.kl_ctrl
+        self.kl_controller = make_kl_controller(
+            ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
+        )
+        self.peak_flops = peak_of(run.device_name) if run.device_name else None
+        self.validator = Validator.of_job(run.controller, config, self.inputs, run.folder) if "val" in prompts else None
+
+    @property
+    def validates_first(self) -> bool:  # type: ignore[override]
+        return self.config.trainer.val_before_train and self.validator is not None
+
+    @property
+    def validation_freq(self) -> int:
+        return self.config.trainer.test_freq if self.validator is not None else -1
+
+    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        assert self.validator is not None
+        with self.rollouts.paused(step):
+            return self.validator.run(step)
+
+    def step_metrics(
+        self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
+    ) -> dict[str, float]:
+        from hpcrl.rollout_source.staleness import idle_metrics
+        from hpcrl.run.mfu import mfu_metrics
+
+        found: dict[str, float] = {}
+        if self.peak_flops is not None:
+            sizes = (self.config, self.derived, self.inputs.shape, lengths, num_response_tokens)
+            found |= mfu_metrics(*sizes, seconds, self.peak_flops)
+        if self.config.async_training.mode != "sync":
+            busy = run.metrics.get("perf/rollout_busy_s", 0.0)  # missing where the surplus alone made the step
+            waited, step = seconds.get("timing_s/gen", 0.0), seconds["timing_s/step"]
+            found |= idle_metrics(waited, busy, step, self.derived.roles["rollout"].dp)
+        return found
+
+    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {name: metrics[key] for name, key in PROGRESS.items() if key in metrics}
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"kl_ctrl": self.kl_controller.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.kl_controller.load_state_dict(state["kl_ctrl"])
+
+    def _check_recording(self) -> None:
+        """A run cannot replay itself: it overwrites what it would read."""
+        recorded = self.config.trainer.rollouts_from
+        if recorded is None:
+            return
+        if not Path(recorded).is_dir():
+            raise InputError(f"trainer.rollouts_from={recorded}: no such folder; name the rollouts/ folder of a run")
+        if Path(recorded).resolve().is_relative_to(run_directory(self.config).resolve()):
+            raise InputError(f"trainer.rollouts_from={recorded} is this run's own folder; choose another run.name")
+
+
+JOB = Train

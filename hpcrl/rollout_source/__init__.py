@@ -1,0 +1,1 @@
+"""Where a step's samples come from: synchronous, one step off, or streaming."""

@@ -1,0 +1,254 @@
+"""What a rollout source is, and the scored samples that wait in it for training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from hpcrl.algorithms.metrics import Metric, finish, merge
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.controller.controller import Controller
+from hpcrl.data.curriculum import StepReport
+from hpcrl.data.sampler import Sampler
+from hpcrl.launch.exits import InputError
+from hpcrl.rewards.extras import numbers_of
+from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.rollout_source.prompt_groups import num_prompts, numbered
+from hpcrl.rollout_source.scoring import FirstSamples
+from hpcrl.rollout_source.staleness import Counts, staleness_metrics
+from hpcrl.rollout_source.weight_sync import WeightSync
+from hpcrl.telemetry.archive import finish_step, read_samples, step_path
+from hpcrl.telemetry.timers import PhaseTimers
+
+log = logging.getLogger(__name__)
+
+RECORDED = ("row", "epoch", "prompt", "sample_index", "position", "weight_version_min", "weight_version_max")
+
+Collected = tuple[DataProto, dict[str, float]]  # a step's samples, and its metrics so far
+
+
+class RolloutState(NamedTuple):
+    """What a step begins with: what a checkpoint of the step before holds."""
+
+    state: dict[str, Any]
+    surplus: DataProto | None
+
+
+class RolloutSource(Protocol):
+    """Gives a loop the scored samples of each step, and decides when the engine gets new weights. Lives on rank 0."""
+
+    # Whether a step that is stopped before its update can be made again from what it began with.
+    can_repeat: ClassVar[bool]
+    weights: WeightSync
+
+    def next(self, step: int) -> DataProto:
+        """Wait for the samples that `step` trains on, and return them."""
+        ...
+
+    def update_weights(self, step: int) -> None:
+        """Called once the actor has the weights of `step`."""
+        ...
+
+    def paused(self, step: int) -> AbstractContextManager[None]:
+        """Inside it the rollout engine has the weights of `step`, and is free for other use."""
+        ...
+
+    def between_steps(self) -> RolloutState:
+        """The state, taken between two steps, and saved then or in the middle of the next one."""
+        ...
+
+    def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
+        """Write what a resumed run needs; samples go into files in `folder`, the rest is returned, for JSON."""
+        ...
+
+    def load(self, state: dict[str, Any], folder: Path, step: int) -> None: ...
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+@dataclass
+class RolloutContext:
+    """What every source works with."""
+
+    controller: Controller
+    config: Config
+    derived: Derived
+    sampler: Sampler
+    timers: PhaseTimers
+    eos_token_ids: tuple[int, ...]
+    weights: WeightSync
+    total_steps: int
+    before_phase: Callable[[str], None] = _ignore  # may raise StopRequested
+    wait: Callable[[], None] = _ignore  # until the calls of the step have ended
+    log: Callable[[dict[str, float]], None] = _ignore  # adds to the metrics of the step
+
+    @property
+    def sampling(self) -> SamplingParams:
+        rollout = self.config.rollout
+        return SamplingParams(
+            max_new_tokens=self.config.data.max_response_length,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            ignore_eos=rollout.ignore_eos,
+            eos_token_ids=self.eos_token_ids,
+            routed_experts=self.config.actor.router_replay.mode == "R3",
+        )
+
+    def deliver(self, collected: Collected) -> DataProto:
+        """The samples of a step; its metrics so far are logged."""
+        batch, metrics = collected
+        self.log(metrics | {"training/epoch": float(batch.samples["epoch"][0])})
+        return batch
+
+
+@dataclass
+class Gathering:
+    """Groups that wait for a step, and what was seen while they were made."""
+
+    groups: list[DataProto] = field(default_factory=list)  # one batch per generation, whole prompts
+    metrics: list[dict[str, Metric]] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    num_batches: int = 0
+    num_generated: int = 0  # samples
+    num_greedy: int = 0  # besides, responses that give a baseline
+    num_evicted: int = 0  # samples
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(num_prompts(part) for part in self.groups)
+
+    @property
+    def next_prompt(self) -> int:
+        """A number above those of all prompts so far, without the dropped ones."""
+        return max((int(part.samples["prompt"].max()) + 1 for part in self.groups if len(part)), default=0)
+
+
+class SamplePool:
+    """Scored samples that no step has trained on yet, and the counts that a checkpoint holds."""
+
+    def __init__(self, context: RolloutContext) -> None:
+        self.context = context
+        self.surplus: DataProto | None = None
+        self.counts = Counts()
+        self.first_samples = FirstSamples(context.config)
+        self._sampler_state()
+
+    def complete(self, batch: DataProto) -> DataProto:
+        """Add what the advantage estimator needs from rank 0."""
+        config, derived = self.context.config, self.context.derived
+        keys = config.algorithm.gdpo_reward_keys
+        if keys:
+            parts = [numbers_of(batch.samples, key, "algorithm.gdpo_reward_keys") for key in keys]
+            batch.samples["reward_components"] = np.stack(parts, axis=1).astype(np.float32)
+        if derived.needs_reward_baseline and "reward_baseline" not in batch.samples:
+            raise InputError(
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the score of a greedy response "
+                "to each prompt, and the recording in trainer.rollouts_from has none; record a run of that estimator"
+            )
+        return batch
+
+    def metrics_of(self, step: int, batch: DataProto, found: Gathering) -> dict[str, float]:
+        config = self.context.config
+        metrics = finish(merge(found.metrics))
+        reused, stale = (int(metrics.get(f"perf/rollouts_{what}", 0)) for what in ("reused", "stale"))
+        if reused or stale:
+            log.info(
+                "step %d: %d of %d responses are reused from an interrupted attempt; %d of its responses, of other "
+                "weights, data or settings, are not",
+                *(step, reused, found.num_generated + found.num_greedy, stale),
+            )
+        if config.algorithm.filter_groups.enable:
+            metrics |= {
+                "train/num_gen_batches": float(found.num_batches),
+                "training/filter_groups/evicted_samples": float(found.num_evicted),
+                "training/filter_groups/surplus_samples": float(len(self.surplus) if self.surplus is not None else 0),
+            }
+        if config.async_training.mode != "sync":
+            metrics |= staleness_metrics(batch.samples, step - 1)
+            metrics |= self.counts.add(batch.samples, step - 1, found.num_generated)
+        return metrics
+
+    def state(self) -> RolloutState:
+        return RolloutState({"sampler": self._sampler_state(), "counts": self.counts.state_dict()}, self.surplus)
+
+    def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
+        """Samples that wait for training go into files, because no weights will draw them again."""
+        if kept.surplus is not None:
+            self.write(kept.surplus, folder / "surplus", step)
+        return {**kept.state, "surplus": kept.surplus is not None}
+
+    def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        self.context.sampler.load_state_dict(state["sampler"])
+        self.counts.load_state_dict(state.get("counts", {}))
+        if state["surplus"]:
+            self.surplus = self.read(folder / "surplus", step)
+        self._warn_of_dropped(state, folder, step)
+
+    def _warn_of_dropped(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        """The sampler is past prompts that only the mode of the checkpoint continues with."""
+        mode = self.context.config.async_training.mode
+        if "ahead" in state and mode != "one_step_off":
+            before, dropped = "one_step_off", num_prompts(recorded_samples(folder / "ahead", step + 1))
+        elif state.get("under_way") and mode != "bounded_staleness":
+            before, dropped = "bounded_staleness", len(state["under_way"])
+        else:
+            return
+        log.warning(
+            "async_training.mode=%s drops %d prompts that the checkpoint has drawn and not trained; to keep them, "
+            "resume with async_training.mode=%s",
+            *(mode, dropped, before),
+        )
+
+    def write(self, batch: DataProto, folder: Path, step: int) -> None:
+        """Write scored samples into a file of this folder, in the archive's format; `step` names it. Raises OSError."""
+        controller, seed = self.context.controller, self.context.config.run.seed
+        write_samples(controller, numbered(batch, step), folder, step, seed=seed, weight_version=step - 1)
+
+    def read(self, folder: Path, step: int) -> DataProto:
+        """Read what `write` wrote, in the same order."""
+        batch = recorded_samples(folder, step)
+        batch = batch.union(self.context.controller["rollout"].replay(batch, str(folder), scores=True).get())
+        batch.pop(["position"])
+        batch.meta_info.clear()
+        return batch
+
+    def _sampler_state(self) -> dict[str, Any]:
+        state = self.context.sampler.state_dict()
+        try:
+            return dict(json.loads(json.dumps(state)))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"data.sampler: {type(self.context.sampler).__name__}.state_dict() cannot be saved: {error}; expected "
+                "what JSON holds: int(...) and list(...) of numpy's numbers and arrays"
+            ) from None
+
+
+def write_samples(
+    controller: Controller, batch: DataProto, folder: Path, step: int, *, seed: int, weight_version: int
+) -> None:
+    """Write a step's samples into the archive `folder`, on the ranks that have them. Raises OSError."""
+    for problem in controller["archive"].write(batch, str(folder)).get():
+        if problem is not None:
+            raise OSError(*problem)
+    finish_step(folder, step, seed=seed, weight_version=weight_version, report=log.warning)
+
+
+def recorded_samples(folder: str | Path, step: int) -> DataProto:
+    """The sample columns of a step's archive; the ranks read its token columns."""
+    samples = read_samples(step_path(folder, step))
+    names: Sequence[str] = [*RECORDED, *(name for name in ("reward_baseline",) if name in samples)]
+    batch = DataProto({}, {name: samples[name] for name in names})
+    batch.meta_info |= {"split": "train", "step": step, "num_prompts": num_prompts(batch)}
+    return batch

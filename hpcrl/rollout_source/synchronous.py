@@ -1,0 +1,180 @@
+"""Generation and training take turns; prompts that teach nothing are replaced (DAPO's dynamic sampling)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hpcrl.algorithms.metrics import finish, merge
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.data.curriculum import step_report
+from hpcrl.launch.exits import InputError
+from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.rollout_source.background_task import BackgroundTask, Steps
+from hpcrl.rollout_source.prompt_groups import differing, numbered
+from hpcrl.rollout_source.scoring import score, scoring
+from hpcrl.rollout_source.source import (
+    Collected,
+    Gathering,
+    RolloutContext,
+    RolloutState,
+    SamplePool,
+    recorded_samples,
+)
+
+log = logging.getLogger(__name__)
+
+FIRST_WARNING = 10  # generations of one step after which a line says that it continues; the next after 20, 40, ...
+
+
+class StepGenerator:
+    """Generates the samples of a step. What is left over of one step is kept in the pool for the next one."""
+
+    def __init__(self, context: RolloutContext, pool: SamplePool) -> None:
+        self.context = context
+        self.pool = pool
+        self.sampling = context.sampling
+
+    def gather(self, step: int) -> Steps[Collected]:
+        """Generate until the step has its samples.
+
+        With filter_groups, prompts whose samples do not differ in its metric are dropped and others drawn, until
+        data.train_batch_size prompts remain or max_num_gen_batches generations are done.
+        """
+        config, pool = self.context.config, self.pool
+        wanted, filtering = config.data.train_batch_size, config.algorithm.filter_groups
+        found = Gathering([pool.surplus] if pool.surplus is not None else [])
+        limit = filtering.max_num_gen_batches if filtering.enable else 1
+        size = (config.data.gen_batch_size if filtering.enable else None) or wanted
+        next_warning = FIRST_WARNING
+        while found.num_prompts < wanted and not (limit and found.num_batches == limit):
+            if found.num_batches == next_warning:
+                next_warning *= 2
+                log.warning(
+                    "step %d: %d of %d prompts after %d generations; samples of the others do not differ in %r "
+                    "(algorithm.filter_groups.max_num_gen_batches bounds this)",
+                    *(step, found.num_prompts, wanted, found.num_batches, filtering.metric),
+                )
+            part = yield from self._generate(step, size, found)
+            if filtering.enable:
+                pool.first_samples.check_metric(part)
+                kept = differing(part, filtering.metric)
+                found.num_evicted += int((~kept).sum())
+                part = part[kept]
+            found.groups.append(part)
+        if found.num_prompts == 0:
+            raise InputError(
+                f"step {step}: {found.num_batches} generations of prompts, and in none do the samples of a prompt "
+                f"differ in {filtering.metric!r}; use easier or harder prompts, a larger rollout.n, or raise "
+                "algorithm.filter_groups.max_num_gen_batches"
+            )
+        if found.num_prompts < wanted:
+            log.warning(
+                "step %d: %d of %d prompts after %d generations (algorithm.filter_groups.max_num_gen_batches)",
+                *(step, found.num_prompts, wanted, found.num_batches),
+            )
+        batch = self._first(step, wanted, found)
+        for report in found.reports:  # of dropped prompts, too
+            self.context.sampler.update(report)
+        return pool.complete(batch), pool.metrics_of(step, batch, found)
+
+    def _generate(self, step: int, size: int, found: Gathering) -> Steps[DataProto]:
+        """Prompts from the sampler, with rollout.n scored responses to each."""
+        n, version = self.context.config.rollout.n, self.context.weights.version
+        rows, epochs = self.context.sampler.next_rows(size)
+        prompts = DataProto(
+            {},
+            {
+                "row": rows,
+                "epoch": epochs,
+                "prompt": np.arange(size, dtype=np.int32) + found.next_prompt,
+                "weight_version_min": np.full(size, version, np.int64),
+                "weight_version_max": np.full(size, version, np.int64),
+            },
+            {"split": "train", "step": step, "weight_version": version},
+        )
+        found.num_batches += 1
+        found.num_generated += size * n
+        batch = prompts.repeat(n)
+        batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
+        batch = yield from self._respond(batch, self.sampling, "gen", found)
+        found.reports.append(step_report(step, batch.samples))
+        if self.context.derived.needs_reward_baseline:
+            found.num_greedy += size
+            prompts.samples["sample_index"] = np.full(size, n, np.int64)
+            sampling = replace(self.sampling, temperature=0.0, routed_experts=False)
+            greedy = yield from self._respond(prompts, sampling, "gen_max", found)
+            batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
+        batch.meta_info.clear()
+        return batch
+
+    def _respond(self, batch: DataProto, sampling: SamplingParams, phase: str, found: Gathering) -> Steps[DataProto]:
+        context = self.context
+        context.before_phase(phase)
+        batch = batch.union((yield phase, context.controller["rollout"].generate(batch, sampling)))
+        context.before_phase("reward")
+        batch = yield from scoring(context.controller, batch, with_model=context.derived.needs_reward_model)
+        found.metrics += batch.metrics
+        self.pool.first_samples.check_scores(batch)
+        return batch
+
+    def _first(self, step: int, wanted: int, found: Gathering) -> DataProto:
+        """The first `wanted` prompts; the others are the next step's."""
+        batch = DataProto.concat(found.groups)
+        _, place = np.unique(batch.samples["prompt"], return_inverse=True)
+        late = place >= wanted
+        self.pool.surplus = batch[late] if late.any() else None
+        return numbered(batch[~late], step)
+
+
+class Synchronous:
+    """A step's samples are drawn with the weights that it trains."""
+
+    can_repeat: ClassVar[bool] = True
+
+    def __init__(self, context: RolloutContext) -> None:
+        self.context, self.weights = context, context.weights
+        self.pool = SamplePool(context)
+        self.generator = StepGenerator(context, self.pool)
+
+    def next(self, step: int) -> DataProto:
+        return self.context.deliver(BackgroundTask(self.generator.gather(step), self.context.timers).get())
+
+    def update_weights(self, step: int) -> None:
+        self.context.wait()
+        self.weights.update_to(step)
+
+    @contextmanager
+    def paused(self, step: int) -> Iterator[None]:
+        yield
+
+    def between_steps(self) -> RolloutState:
+        return self.pool.state()
+
+    def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
+        return self.pool.save(folder, step, kept)
+
+    def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        self.pool.load(state, folder, step)
+
+
+class Recorded(Synchronous):
+    """The samples of an archive in place of a rollout (trainer.rollouts_from); they are scored again."""
+
+    def next(self, step: int) -> DataProto:
+        context, folder = self.context, self.context.config.trainer.rollouts_from
+        assert folder is not None
+        batch = recorded_samples(folder, step)
+        with context.timers("gen"):
+            batch = batch.union(context.controller["rollout"].replay(batch, folder).get())
+        with context.timers("reward"):
+            batch = score(context.controller, batch, with_model=context.derived.needs_reward_model)
+        metrics = finish(merge(batch.metrics))
+        batch.meta_info.pop("metrics")
+        return context.deliver((self.pool.complete(batch), metrics))

@@ -1,0 +1,108 @@
+"""A role as a job's loop calls it: calls return at once, `|` joins their columns, waiting is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from hpcrl.algorithms.metrics import finish, finish_over_steps, merge
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.controller.controller import Future, WorkerGroup
+from hpcrl.controller.register import Registration, registration_of
+
+
+class CallLog(Protocol):
+    """What a run does around the calls of its loop."""
+
+    def before_call(self, registration: Registration) -> None:
+        """Called before a call is issued; may raise StopRequested."""
+        ...
+
+    def timers(self, phase: str) -> AbstractContextManager[None]: ...
+
+    def add_call(self, call: Call) -> None:
+        """Remember a call that was issued, so that the step ends after it."""
+        ...
+
+    def log(self, metrics: dict[str, float]) -> None: ...
+
+
+class Call:
+    """A worker method that was issued on all ranks of a role. `get()` waits for its result, and logs its metrics."""
+
+    def __init__(self, log: CallLog, phase: str, future: Future[Any]) -> None:
+        self.phase = phase
+        self._log = log
+        self._future = future
+        self._columns: DataProto | None = None
+
+    def get(self) -> DataProto:
+        """The columns that the method returned; none if it returned metrics only."""
+        if self._columns is None:
+            with self._log.timers(self.phase):
+                result = self._future.get()
+            columns = result if isinstance(result, DataProto) else DataProto({}, {}, {"metrics": result})
+            self._log.log(metrics_of(columns.meta_info.pop("metrics", [])))
+            self._columns = columns
+        return self._columns
+
+
+class PendingBatch:
+    """A batch, with the columns of calls that may still run. `a | b` has the columns of both, and does not wait."""
+
+    def __init__(self, batch: DataProto, calls: Iterable[Call] = ()) -> None:
+        self._batch = batch
+        self._calls = list(calls)
+
+    def __or__(self, other: PendingBatch) -> PendingBatch:
+        return PendingBatch(self._batch, [*self._calls, *other._calls])
+
+    def __ror__(self, batch: DataProto) -> PendingBatch:
+        return PendingBatch(batch, self._calls)
+
+    def get(self) -> DataProto:
+        """Wait for the calls, and return the batch with their columns."""
+        for call in self._calls:
+            self._batch = self._batch.union(call.get())
+        self._calls = []
+        return self._batch
+
+
+class Role:
+    """Calls the methods of a role's workers: `actor.update_actor(batch)`. A role that the job does without (`group` is
+    None) returns every batch as it is."""
+
+    def __init__(self, log: CallLog, group: WorkerGroup | None) -> None:
+        self._log = log
+        self._group = group
+
+    def __getattr__(self, method: str) -> Callable[..., PendingBatch]:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        group = self._group
+        if group is None:
+            return lambda batch, *args, **kwargs: as_pending(batch)
+        registration = registration_of(group.worker, method)
+
+        def call(batch: DataProto | PendingBatch, *args: Any, **kwargs: Any) -> PendingBatch:
+            batch = batch.get() if isinstance(batch, PendingBatch) else batch
+            if registration.skip_if is not None and batch.meta_info.get(registration.skip_if):
+                return PendingBatch(batch)
+            self._log.before_call(registration)
+            issued = Call(self._log, registration.phase or method, getattr(group, method)(batch, *args, **kwargs))
+            self._log.add_call(issued)
+            return PendingBatch(batch, [issued])
+
+        return call
+
+
+def as_pending(batch: DataProto | PendingBatch) -> PendingBatch:
+    return batch if isinstance(batch, PendingBatch) else PendingBatch(batch)
+
+
+def metrics_of(parts: list[Any]) -> dict[str, float]:
+    """One number per key, of what each replica reports: metrics by key, or a list of such, one per optimizer step."""
+    if parts and isinstance(parts[0], list):
+        return finish_over_steps(merge(of_step) for of_step in zip(*parts, strict=True))
+    return finish(merge(parts))

@@ -1,0 +1,191 @@
+"""What a job is: config section, checks, roles and loop in one file; and how one runs on all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hpcrl.config.derive import RoleLayouts
+from hpcrl.config.loader import load_config
+from hpcrl.config.schema import Config
+from hpcrl.launch.exits import DONE
+from hpcrl.launch.world import World
+from hpcrl.run.prepare import with_presets
+
+if TYPE_CHECKING:
+    from hpcrl.controller.controller import Controller
+    from hpcrl.controller.worker import Worker
+    from hpcrl.run.run import Run
+    from hpcrl.run.start import Start
+    from hpcrl.workers.team import Inputs, Team
+
+log = logging.getLogger(__name__)
+
+
+class Job:
+    """A subcommand that runs on all ranks, `hpcrl <name> CONFIG [key=value ...]`.
+
+    Importing a built-in job's file must not import torch: a login node may have none. What builds models is imported in
+    the methods that run on ranks.
+    """
+
+    name: ClassVar[str]
+    handles_signals: ClassVar[bool] = False  # it saves and stops on a signal, to be continued by another slice
+    can_be_submitted: ClassVar[bool] = True  # `hpcrl submit <name>:CONFIG`
+    memory_advice: ClassVar[str] = ""  # keys that make it need less GPU memory
+
+    def __init__(self, world: World, config: Config, derived: Any, arguments: argparse.Namespace) -> None:
+        self.world, self.config, self.derived, self.arguments = world, config, derived, arguments
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("config", metavar="CONFIG", help="YAML file")
+        parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key: actor.optim.lr=2e-6")
+
+    @classmethod
+    def load(cls, arguments: argparse.Namespace) -> Config:
+        """The job's config, read on rank 0."""
+        return cls.prepare(load_config(arguments.config, arguments.overrides))
+
+    @classmethod
+    def prepare(cls, config: Config) -> Config:
+        """The config with values that depend on others filled in."""
+        return with_presets(config)
+
+    @classmethod
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
+        """Derive layouts and sizes; raise ConfigError, one line, for a job that cannot run. Imports no torch."""
+        raise NotImplementedError(f"{cls.__name__} has no check(config, num_ranks)")
+
+    @classmethod
+    def check_with_torch(cls, config: Config, num_ranks: int) -> RoleLayouts:
+        """The same with what only torch can check; on every rank, and on login nodes that have torch."""
+        return cls.check(config, num_ranks)
+
+    @classmethod
+    def without_effect(cls, config: Config) -> list[str]:
+        """A line for each setting that this job does not read."""
+        return []
+
+    def main(self) -> int:
+        """Run the job; returns the exit code. Collective over the world."""
+        raise NotImplementedError(f"{type(self).__name__} has no main()")
+
+    def run_program(self, team: Team, program: Any) -> Any:
+        """Run `program(controller)` on rank 0 while the other ranks serve its calls; its result, None elsewhere."""
+        from hpcrl.controller.controller import run_program
+
+        return run_program(self.world, team.workers, team.worker_classes, team.layouts, program)
+
+
+class TrainingJob(Job):
+    """A job that takes steps and can be continued after any of them. Its life-cycle is that of `Run`."""
+
+    handles_signals = True
+    label: str  # of the progress line
+    trained_role: ClassVar[str] = "actor"
+    saves_last: ClassVar[bool] = True  # a checkpoint after the last step, whatever trainer.save_freq is
+    validates_first: bool = False  # before the first step
+    phases_from_update: ClassVar[tuple[str, ...]] = ("step",)  # that a step which updates a model still has to finish
+    phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
+
+    inputs: Inputs
+
+    # what the job needs
+
+    def read_inputs(self) -> Inputs:
+        """Read files, on every rank. An InputError ends the job on all of them."""
+        raise NotImplementedError
+
+    def roles(self) -> Mapping[str, str | type[Worker]]:
+        """Role -> worker class, "module:Class", or "" for the built-in one; in the order in which they are built."""
+        raise NotImplementedError
+
+    def stands_for(self, role: str) -> str:
+        """The role whose workers answer for `role`."""
+        return role
+
+    @property
+    def saved_roles(self) -> tuple[str, ...]:
+        """Roles that checkpoints hold: those that are trained."""
+        return (self.trained_role,)
+
+    @property
+    def loaded_roles(self) -> tuple[str, ...]:
+        """Roles that begin with the weights of model.init_from."""
+        return self.saved_roles
+
+    def frozen_weights(self) -> dict[str, str]:
+        """Role -> path of the weights of a model that is not trained."""
+        return {}
+
+    @property
+    def needs_start_weights(self) -> bool:
+        """Whether a resumed run reads model.init_from again, for a reference."""
+        return False
+
+    def total_steps(self) -> int:
+        raise NotImplementedError
+
+    # the steps
+
+    def set_up(self, run: Run) -> None:
+        """Make what the loop uses, on rank 0, before state is loaded into it."""
+
+    def loop(self, run: Run) -> None:
+        """`for step in run.steps(): ...`, on rank 0."""
+        raise NotImplementedError
+
+    @property
+    def validation_freq(self) -> int:
+        """Steps between two validations; -1: never."""
+        return -1
+
+    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        """Metrics of the weights after `step`, and Markdown for TensorBoard."""
+        raise NotImplementedError
+
+    def step_metrics(
+        self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
+    ) -> dict[str, float]:
+        """Further metrics of a step; `seconds` are its timing_s/*, `lengths` the tokens of its samples."""
+        return {}
+
+    def progress(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The few numbers of the progress line."""
+        return {}
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint's trainer.json holds of the job, as JSON."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    # how it runs
+
+    def main(self) -> int:
+        from hpcrl.run.run import Run
+        from hpcrl.run.start import check_time, find_start
+        from hpcrl.workers.team import build_team
+
+        world, config = self.world, self.config
+        self.inputs = world.together(self.read_inputs)
+        start: Start = find_start(
+            world,
+            config,
+            needs_ref=self.needs_start_weights,
+            frozen=self.frozen_weights(),
+            trained=self.trained_role,
+            job=self.name,
+        )
+        total = self.total_steps()
+        check_time(world, config, start, 0 if start.state.get("reached") else total)
+        team = build_team(world, config, self.derived, self.inputs, self.roles(), total)
+
+        def program(controller: Controller) -> int:
+            return Run(world, controller, self, start, total).until_done(self.loop)
+
+        code = self.run_program(team, program)
+        return DONE if code is None else code  # rank 0 has it

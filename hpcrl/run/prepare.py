@@ -1,0 +1,73 @@
+"""A job template as the loop wants it: names written out as values, and what the algorithms object to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TypeVar
+
+from hpcrl.algorithms.registry import UnknownName
+from hpcrl.algorithms.rollout_correction.presets import preset
+from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
+from hpcrl.config.derive import Derived, check
+from hpcrl.config.errors import ConfigError
+from hpcrl.config.schema import Config
+from hpcrl.launch.user_code import import_file
+
+T = TypeVar("T")
+
+ASYNCHRONOUS = "decoupled_token_is"  # truncated importance sampling, token by token
+
+
+def with_presets(config: Config) -> Config:
+    """`config` with the values of algorithm.rollout_correction.preset where the template gives none of its own.
+
+    An asynchronous mode trains on samples of older weights: a template that chooses no correction there gets
+    ASYNCHRONOUS; `preset: disabled` is a choice.
+
+    Raises ConfigError for an unknown preset and for values that do not go together.
+    """
+    section = config.algorithm.rollout_correction
+    chosen = (section.preset, section.rollout_is, section.rollout_rs, section.bypass_mode or None)
+    if config.async_training.mode != "sync" and all(choice is None for choice in chosen):
+        section = section.model_copy(update={"preset": ASYNCHRONOUS, "rollout_is": "token"})
+    given = {name: getattr(section, name) for name in section.model_fields_set if name != "preset"}
+    values = _in_section(
+        "algorithm.rollout_correction",
+        lambda: preset(section.preset, **given) if section.preset is not None else RolloutCorrection(**given),
+    )
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": section.model_copy(update=asdict(values))})
+    return config.model_copy(update={"algorithm": algorithm})
+
+
+def derive(config: Config, world_size: int) -> Derived:
+    """Derived values of `hpcrl train`; ConfigError for what config, estimator and losses cannot do together.
+
+    Loads run.plugins first: they may register what the config names.
+    """
+    from hpcrl.algorithms.advantages.lookup import get_adv_estimator  # with torch
+    from hpcrl.workers.actor_objective import ActorObjective
+
+    for path in config.run.plugins:
+        load_plugin(path)
+    estimator = get_adv_estimator(config.algorithm.adv_estimator)
+    derived = check(config, world_size, inputs=estimator.inputs, optional=estimator.optional)
+    _in_section("actor", lambda: ActorObjective(config, derived))
+    return derived
+
+
+def load_plugin(path: str) -> None:
+    """Run a file of the user's that registers estimators or losses."""
+    try:
+        import_file(path)
+    except Exception as error:
+        raise ConfigError(f"run.plugins: {path} cannot be loaded: {type(error).__name__}: {error}") from None
+
+
+def _in_section(section: str, make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except UnknownName:
+        raise  # its line says what is unknown
+    except ValueError as error:
+        raise ConfigError(f"{section}: {error}") from None

@@ -1,0 +1,382 @@
+"""The life-cycle of a job that takes steps: resume, time budget, checkpoints, validation, metrics, logs, the end."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.loader import dump_config
+from hpcrl.config.schema import Config
+from hpcrl.controller.controller import Controller
+from hpcrl.controller.register import Registration
+from hpcrl.launch import accelerator
+from hpcrl.launch.exits import DONE, OTHER, REQUEUE, write_exit
+from hpcrl.launch.job import run_directory
+from hpcrl.launch.watchdog import STRAGGLERS_FILE
+from hpcrl.launch.world import World
+from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back, origin_of
+from hpcrl.rollout_source.source import RolloutSource, write_samples
+from hpcrl.run.calls import Call, PendingBatch, Role
+from hpcrl.run.hf_export import export, export_adapter
+from hpcrl.run.profiled_steps import PROFILE_FOLDER, ProfiledSteps
+from hpcrl.run.saver import Saver
+from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
+from hpcrl.run.stragglers import Stragglers
+from hpcrl.run.time_budget import StopRequested, TimeBudget
+from hpcrl.telemetry.archive import discard_from
+from hpcrl.telemetry.progress import Progress
+from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.writer import MetricsWriter, without_nan
+
+if TYPE_CHECKING:
+    from hpcrl.run.job import TrainingJob
+
+log = logging.getLogger(__name__)
+
+WRITTEN = ("metrics.jsonl", "tensorboard", "rollouts", PROFILE_FOLDER, STRAGGLERS_FILE)  # by a run as it proceeds
+
+
+class StateAfterStep(NamedTuple):
+    """What a checkpoint of a step holds besides models, taken before the next step begins."""
+
+    job: dict[str, Any]
+    rollouts: Any  # of the source
+    metrics: dict[str, float]
+
+
+class Run:
+    """Lives on rank 0. A job's loop takes its steps from `steps()`, and calls the roles that `roles(...)` returns."""
+
+    def __init__(self, world: World, controller: Controller, job: TrainingJob, start: Start, total_steps: int) -> None:
+        self.controller, self.job, self.config, self.start = controller, job, job.config, start
+        self.total_steps = total_steps
+        self.folder = run_directory(self.config)
+        self.step = start.step  # steps done: the weights have been trained for so many
+        self.metrics: dict[str, float] = {}  # of this step
+        self.is_complete = bool(start.state.get("reached"))
+        self.unlogged = start.unlogged  # the step's line, until it is written
+        self.rollouts: RolloutSource | None = None
+        self._open_folder()
+        first_line = 0 if start.folder is None else start.step + (start.unlogged is None)
+        self.writer = MetricsWriter(self.folder, first_step=first_line)
+        self.progress = Progress(total_steps, job.label, start.step + 1)
+        self.timers = PhaseTimers(announce=controller.phase)
+        is_sync = self.config.async_training.mode == "sync"
+        self.stragglers = Stragglers(controller, self.folder, waits=is_sync)
+        self.profiled = ProfiledSteps(controller, self.folder, self.config.trainer.profile_steps, waits=is_sync)
+        saved_step = None if start.folder is None else start.step
+        self.saver = Saver(world.board, self.config.trainer, self.folder / "checkpoints", self.timers, saved_step)
+        self.budget = TimeBudget(
+            self.folder,
+            self.timers,
+            requested=world.stop.found if world.stop is not None else lambda: None,
+            ends_at=world.ends_at,
+            margin=self.config.trainer.walltime_margin,
+            # A save that is under way has to end before the one with which the run stops.
+            num_saves=lambda: 1 if self.saver.step_under_way is None else 2,
+        )
+        self.durable = DurableRollouts(
+            self.folder / "rollouts",
+            resumed_at=start.step,
+            num_ahead=1 if self.config.async_training.mode == "one_step_off" else 0,
+            enabled=self.config.trainer.reuse_rollouts,
+        )
+        self.device_name = accelerator.name_of(world.device)
+        self._can_stop = False  # whether the step can be made again from what it began with
+        self._calls: list[Call] = []  # of this step, which may still run
+        self._steps: Iterator[int] = iter(())
+        self._lengths: list[int] = []  # tokens of each sample of this step
+        self._num_response_tokens = 0
+        self._state: StateAfterStep
+
+    # what a loop uses
+
+    def roles(self, *names: str) -> list[Role]:
+        """The named roles, for calls; one that this job does without changes no batch."""
+        return [Role(self, self.controller.groups.get(self.job.stands_for(name))) for name in names]
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, from 1. Between two of them: metrics, validation, checkpoint, time budget."""
+        self._steps = self._take_steps()
+        return self._steps
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Add to the metrics of this step."""
+        self.metrics |= metrics
+
+    def wait(self) -> None:
+        """Wait for all calls of this step."""
+        while self._calls:
+            self._calls.pop(0).get()
+
+    def account(self, batch: DataProto) -> None:
+        """Count the samples of this step, for sizes and speeds."""
+        samples = batch.samples
+        self._lengths = (samples["prompt_length"] + samples["response_length"]).tolist()
+        self._num_response_tokens = int(samples["response_length"].sum())
+        self.metrics["perf/total_num_tokens"] = float(sum(self._lengths))
+
+    def archive(self, batch: DataProto | PendingBatch) -> None:
+        """Write the step's samples with all their columns into rollouts/, if trainer.save_rollouts says so."""
+        batch = batch.get() if isinstance(batch, PendingBatch) else batch
+        self.wait()
+        self.account(batch)
+        if not self.config.trainer.save_rollouts:
+            return
+        step, version = int(batch.meta_info["step"]), int(batch.samples["weight_version_max"].max())
+        folder, seed = self.folder / "rollouts", self.config.run.seed
+        with self.timers("dump_rollout_generations"):
+            try:
+                write_samples(self.controller, batch, folder, step, seed=seed, weight_version=version)
+            except OSError as error:
+                log.warning("the rollouts of step %d are not archived: %s", step, error)
+
+    def complete(self, reason: str) -> None:
+        """End the run after this step, before its last one."""
+        self.is_complete = True
+        log.info("stopped at step %d: %s", self.step, reason)
+
+    # called by Role
+
+    def before_call(self, registration: Registration) -> None:
+        """Stop here if there is no time, as long as the step can be repeated: until the first update of a model."""
+        if not self._can_stop:
+            return
+        if registration.updates:
+            self.budget.check(*self.job.phases_from_update)
+            self._can_stop = False
+        elif registration.phase is not None:
+            self.budget.check(*(call.phase for call in self._calls), registration.phase)
+
+    def before_phase(self, phase: str) -> None:
+        """The same before a phase that is no call of a role."""
+        if self._can_stop:
+            self.budget.check(phase)
+
+    def add_call(self, call: Call) -> None:
+        self._calls.append(call)
+
+    # the life-cycle
+
+    def until_done(self, loop: Callable[[Run], None]) -> int:
+        """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
+        self._restore()
+        try:
+            loop(self)
+        except StopRequested as why:
+            self._steps.close()  # type: ignore[attr-defined]
+            code = self._stop(why)
+        except Exception:
+            self.saver.wait()  # the job is lost, but the checkpoint under way need not be
+            raise
+        else:
+            code = self._end(DONE)
+        if code == DONE:
+            self.durable.run_ended()
+        for role in ("scorer", "rollout"):
+            if role in self.controller.groups:
+                self.controller[role].close().get()
+        return code
+
+    def _take_steps(self) -> Iterator[int]:
+        final: dict[str, float] = {}
+        if self.unlogged is not None:
+            final = self._close_step(self.step)
+        while self.step < self.total_steps and not self.is_complete:
+            step, source = self.step + 1, self.rollouts
+            can_repeat = source is not None and source.can_repeat
+            self.budget.check("gen" if can_repeat else "step")
+            self.metrics = {"training/global_step": float(step)}
+            self._calls = []
+            with self.profiled(step), self.timers("step"):
+                self._can_stop = can_repeat
+                yield step
+                self.wait()
+            self._can_stop = False
+            self.metrics |= self._poll_save()
+            self.step, self._state, self.unlogged = step, self._take_state(), self._line(step)
+            final = self._close_step(step) or final
+            # After the log: a kill in between repeats the step, where the other order would lose its line.
+            if (
+                self.is_complete
+                or self._is_due(step, self.config.trainer.save_freq)
+                or (step == self.total_steps and self.job.saves_last)
+            ):
+                with self.timers("save_checkpoint"):
+                    self._save()
+            self.durable.step_ended(step, saved=self.saver.saved_step or 0, saving=self.saver.step_under_way)
+        self.writer.hparams(flatten(self.config.model_dump()), final)
+
+    def _is_due(self, step: int, frequency: int) -> bool:
+        return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
+
+    def _close_step(self, step: int) -> dict[str, float]:
+        """Validate if it is due, and write the step's line. Returns the metrics of validation."""
+        found: dict[str, float] = {}
+        assert self.unlogged is not None
+        if self.job.validation_freq > 0 and (step == 0 or self._is_due(step, self.job.validation_freq)):
+            self.budget.check("testing")
+            with self.timers("testing"):
+                found, shown = self.job.validate(self, step)
+            if shown:
+                self.writer.text("validation/samples", step, shown)
+            core = {name: value for name, value in found.items() if re.fullmatch("val-core/.*/mean@[0-9]+", name)}
+            if core:
+                log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
+        self.writer.log(step, self.unlogged | found | self.timers.collect())
+        self.controller.traffic.collect()  # of validation: a step's traffic is that of training
+        self.unlogged = None
+        self.metrics |= found
+        if step > 0:
+            self.progress.update(step, self.job.progress(self.metrics))
+        return found
+
+    def _line(self, step: int) -> dict[str, float]:
+        """The step's metrics, times and sizes."""
+        self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(step)
+        found, of_samples = self.timers.collect(), sum(self._lengths)
+        for name in [name for name in found if name.startswith("timing_s/")] if of_samples else []:
+            phase = name.removeprefix("timing_s/")
+            if phase in self.job.phases_per_token:
+                tokens = self._num_response_tokens if phase == "gen" else of_samples
+                found[f"timing_per_token_ms/{phase}"] = 1e3 * found[name] / max(tokens, 1)
+        seconds = found["timing_s/step"]
+        found["perf/time_per_step"] = seconds
+        found["perf/throughput"] = (
+            self.metrics.get("perf/total_num_tokens", 0.0) / seconds / self.job.derived.world_size
+        )
+        found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        found |= self.job.step_metrics(self, found, self._lengths, self._num_response_tokens)
+        refit = self.rollouts.weights.metrics if self.rollouts is not None else {}
+        return self.metrics | refit | found
+
+    def _open_folder(self) -> None:
+        start, config = self.start, self.config
+        if start.unlogged is None and (start.step >= self.total_steps or self.is_complete):
+            log.info(
+                "nothing to do: %d of %d steps are done; ask for more steps, or choose another run.name",
+                *(start.step, self.total_steps),
+            )
+            return
+        if start.folder is None:
+            generations = config.trainer.validation_data_dir
+            if aside := set_aside(self.folder, [*WRITTEN, *([generations] if generations else [])]):
+                bring_back(aside / "rollouts", self.folder / "rollouts")
+        else:
+            warn_of_changes(self.folder, config)
+        (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+
+    def _restore(self) -> None:
+        """Load weights, optimizers and counters as the start says, and bring the weights into the rollout engine."""
+        workers, start, job = self.controller, self.start, self.job
+        for role in job.loaded_roles:
+            if start.folder is not None and role in job.saved_roles:
+                workers[role].load(str(start.folder)).get()
+            elif start.init_from is not None:
+                workers[role].load(str(start.init_from), role="actor", weights_only=True).get()
+        for role, folder in start.frozen.items():
+            workers[role].load_frozen(str(folder)).get()
+        job.set_up(self)
+        if start.folder is None:
+            if job.validates_first and job.validation_freq > 0:
+                self.unlogged = {}
+        else:
+            job.load_state(start.state)
+            if self.rollouts is not None:
+                self.rollouts.load(start.state, start.folder, start.step)
+            log.info("resuming after step %d from %s", start.step, start.folder)
+        if self.rollouts is not None:
+            discard_from(self.folder / "rollouts", start.step + 1)
+            recalled = self.durable.resume()
+            if self.config.trainer.reuse_rollouts:
+                workers["rollout"].keep_responses(origin_of(start.init_from), recalled).get()
+            self.rollouts.weights.update_to(start.step)
+        self._state = self._take_state()
+        self.timers.collect()  # of the start, which belongs to no step
+
+    def _take_state(self) -> StateAfterStep:
+        loop = {
+            "epoch": self.metrics.get("training/epoch", self.start.state.get("epoch", 0.0)),
+            "init_from": str(self.start.init_from) if self.start.init_from else None,
+            "frozen": {role: str(folder) for role, folder in self.start.frozen.items()},
+        }
+        source = self.rollouts.between_steps() if self.rollouts is not None else None
+        return StateAfterStep(loop | self.job.state(self.step), source, self.metrics)
+
+    def _save(self) -> None:
+        """Begin a checkpoint of the last step trained, whether it is logged or not."""
+        step, state, config = self.step, self._state, self.config
+        line = {} if self.unlogged is None else {"unlogged": without_nan(self.unlogged)}
+        roles = self.job.saved_roles
+        stamp = {"job": self.job.name, "config_hash": config_hash(config), "versions": versions(), "roles": list(roles)}
+
+        def write(folder: Path) -> dict[str, Any]:
+            """Write more files into the checkpoint; returns what its trainer.json holds."""
+            if config.trainer.save_hf and "actor" in roles:
+                export(self.controller, config, folder / "huggingface")
+            if config.model.lora_rank > 0 and "actor" in roles:
+                export_adapter(self.controller, config, folder / "lora_adapter")
+            kept = self.rollouts.save(folder, step, state.rollouts) if self.rollouts is not None else {}
+            return {**stamp, **state.job, "reached": self.is_complete, **line, **kept}
+
+        self.saver.begin(self.controller, step, roles, state.metrics, write)
+
+    def _poll_save(self) -> dict[str, float]:
+        """Advance a save that is under way, without waiting. Returns metrics of saves that have ended."""
+        if self.saver.step_under_way is not None:
+            with self.timers("save_checkpoint"):
+                self.saver.poll()
+        found = self.saver.metrics()
+        if "perf/save_seconds" in found:
+            self.budget.write_times()  # so that a slice that is killed leaves them, too
+        return found
+
+    def _stop(self, why: StopRequested) -> int:
+        log.warning("stopping: %s", why)
+        self._can_stop = False
+        with self.timers("save_checkpoint"):
+            self.saver.wait()
+            if self.saver.saved_step != self.step:
+                self._save()
+        code = self._end(REQUEUE)
+        if code == REQUEUE:
+            log.info("stopped after step %d; the next slice continues from there", self.step)
+        return code
+
+    def _end(self, code: int) -> int:
+        """Close all files. Returns another code if the last checkpoint, which the run was for, could not be written."""
+        with self.timers("save_checkpoint"):
+            is_saved = self.saver.wait()
+        self.profiled.close()
+        self.budget.write_times()
+        self.writer.close()
+        self.progress.close()
+        if is_saved:
+            return code
+        line = "the last checkpoint could not be written, so the steps since the one before are lost; see the log"
+        log.error("%s", line)
+        write_exit(self.folder, OTHER, rank=0, phase="save_checkpoint", error=line)
+        return OTHER
+
+
+def config_hash(config: Config) -> str:
+    return hashlib.blake2b(dump_config(config).encode(), digest_size=8).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of what a checkpoint was written with."""
+    found = {"python": sys.version.split()[0]}
+    for package in ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found

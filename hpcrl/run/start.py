@@ -1,0 +1,134 @@
+"""Where a run starts: from its newest checkpoint, from given weights, or from random ones."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrl.checkpoint.store import CheckpointStore, load_path
+from hpcrl.config.loader import load_config
+from hpcrl.config.schema import Config
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.job import run_directory
+from hpcrl.launch.world import World
+from hpcrl.run.time_budget import check_progress
+from hpcrl.telemetry.writer import with_nan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """`folder`: the checkpoint that is continued; `init_from`: weights that the run begins with; or neither."""
+
+    step: int  # steps done
+    folder: Path | None
+    state: dict[str, Any]
+    init_from: Path | None
+    frozen: dict[str, Path] = field(default_factory=dict)  # role -> checkpoint of a model that is not trained
+
+    @property
+    def unlogged(self) -> dict[str, float] | None:
+        """Metrics of `step`, whose validation and whose line in metrics.jsonl are still to come; None: it has both."""
+        found = self.state.get("unlogged")
+        return None if found is None else with_nan(found)
+
+
+def find_start(
+    world: World,
+    config: Config,
+    needs_ref: bool = False,
+    frozen: Mapping[str, str] | None = None,
+    trained: str = "actor",
+    job: str | None = None,
+) -> Start:
+    """Look for the start on rank 0, and return it on all ranks. Collective.
+
+    A resumed run keeps the start weights and the frozen models that its checkpoint names, because what the config names
+    may mean newer ones by now; only a reference still needs the start weights to exist.
+    """
+
+    def look() -> Start | None:
+        if world.rank != 0:
+            return None
+        folder = run_directory(config) / "checkpoints"
+        found = CheckpointStore(folder).newest_valid(log.warning)
+        if found and config.trainer.resume_mode == "disable":
+            raise InputError(
+                f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start anew beside it; "
+                "choose another run.name, or remove that folder"
+            )
+        roles = found[2].get("roles", [trained]) if found else [trained]
+        if trained not in roles:
+            raise InputError(
+                f"{folder} holds checkpoints of {', '.join(roles)}, of another kind of job; choose another run.name"
+            )
+        before = found[2].get("job", job) if found else job
+        if job is not None and before != job:
+            raise InputError(f"{folder} holds checkpoints of `hpcrl {before}`; choose another run.name")
+        named = found[2].get("init_from") if found else config.model.init_from or config.model.path
+        init_from = Path(named) if named else None
+        if init_from is not None and (needs_ref or not found):
+            init_from = load_path(init_from, log.warning)
+        kept = found[2].get("frozen", {}) if found else {}
+        others = {role: load_path(Path(kept.get(role, path)), log.warning) for role, path in (frozen or {}).items()}
+        if "reward" in others and not (others["reward"] / "reward").is_dir():
+            raise InputError(
+                f"reward.reward_model.init_from: {others['reward']} holds no reward model; name a run of `hpcrl rm`"
+            )
+        return Start(*found, init_from, others) if found else Start(0, None, {}, init_from, others)
+
+    return world.broadcast(world.together(look))
+
+
+def check_time(world: World, config: Config, start: Start, total_steps: int) -> None:
+    """Raise InputError on all ranks if this allocation cannot make progress."""
+    found_step = -1 if start.folder is None else start.step
+
+    def check() -> None:
+        if world.rank == 0 and (start.step < total_steps or start.unlogged is not None):
+            check_progress(run_directory(config), found_step, world.ends_at, config.trainer.walltime_margin)
+
+    world.together(check)
+
+
+def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to resume from") -> Path | None:
+    """Move what an earlier attempt without a checkpoint wrote, so that a new start does not overwrite it. Returns the
+    folder it is in now."""
+    written = [folder / name for name in names if (folder / name).exists()]
+    if not written:
+        return None
+    number = next(n for n in itertools.count(1) if not (folder / f"attempt_{n}").exists())
+    aside = folder / f"attempt_{number}"
+    aside.mkdir()
+    for path in written:
+        path.rename(aside / path.name)
+    log.warning("%s; what an earlier attempt wrote is in %s", why, aside)
+    return aside
+
+
+def warn_of_changes(folder: Path, config: Config) -> None:
+    """Log every value that a resumed run has another one of."""
+    try:
+        before = flatten(load_config(str(folder / "config.yaml")).model_dump())
+    except ValueError:
+        return
+    now = flatten(config.model_dump())
+    for key in sorted(now):
+        if before.get(key) != now[key]:
+            log.warning("resuming with another %s: %s, was %s", key, now[key], before.get(key))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,152 @@
+"""The time that an allocation leaves a run, and whether a chain of allocations makes progress.
+
+<run>/times.json    seconds that later allocations and `hpcrl submit` plan with: setup_s, step_s, save_s, and phases
+<run>/slices.json   the last slices (allocations): Slurm's job and restart; step of the newest checkpoint found, -1 for
+                    none
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpcrl.launch.exits import InputError
+from hpcrl.telemetry.progress import duration
+from hpcrl.telemetry.timers import PhaseTimers
+
+log = logging.getLogger(__name__)
+
+TIMES_FILE, SLICES_FILE = "times.json", "slices.json"
+PLANNED = {"step_s": "step", "save_s": "save_checkpoint"}
+SLICES_WITHOUT_PROGRESS = 2  # in a row; then the chain ends
+SLICES_KEPT = 100
+
+
+class StopRequested(Exception):
+    """The run has to save and stop before the next phase; the message says why. The next slice continues it."""
+
+
+class TimeBudget:
+    """Decides before each phase whether it, and the saves that have to follow, still fit. Lives on rank 0.
+
+    Clock times are seconds since the epoch, as Slurm's.
+
+    Args:
+        folder: of the run, for TIMES_FILE.
+        timers: measure the phases.
+        requested: the signal that was received, or None.
+        ends_at: end of the allocation; None if it has none.
+        margin: seconds at the end of the allocation that stay free.
+        num_saves: saves that have to end before the run can stop.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        timers: PhaseTimers,
+        *,
+        requested: Callable[[], str | None],
+        ends_at: float | None,
+        margin: float,
+        num_saves: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = folder
+        self.timers = timers
+        self._requested = requested
+        self._ends_at = ends_at
+        self._margin = margin
+        self._num_saves = num_saves
+        self._clock = clock
+        self._times = read_json(folder / TIMES_FILE, {})
+        self._has_begun = False
+        self._before: dict[str, float] = self._times.get("phases", {})  # measured by the last slice
+
+    def check(self, *phases: str) -> None:
+        """Raise StopRequested if a signal was received, or if the phases and a save do not fit."""
+        if not self._has_begun:
+            setup = self._clock() - psutil.Process().create_time()
+            self._times["setup_s"] = max(setup, self._times.get("setup_s", 0.0))
+            self._has_begun = True
+        request = self._requested()
+        if request is not None:
+            raise StopRequested(f"{request}, before {phases[0]}")
+        if self._ends_at is None:
+            return
+        longest = self._before | self.timers.longest
+        needed = sum(longest.get(phase, 0.0) for phase in phases)
+        needed += self._num_saves() * longest.get("save_checkpoint", 0.0)
+        left = self._ends_at - self._clock()
+        if needed + self._margin > left:
+            raise StopRequested(
+                f"the allocation ends in {duration(max(left, 0.0))}; {', '.join(phases)} and a save take "
+                f"{duration(needed)}"
+            )
+
+    def write_times(self) -> None:
+        """Write what was measured, for later slices."""
+        longest = self._before | self.timers.longest
+        self._times |= {name: longest[phase] for name, phase in PLANNED.items() if phase in longest}
+        self._times["phases"] = longest
+        write_json(self.folder / TIMES_FILE, self._times)
+
+
+def check_progress(
+    folder: Path, found_step: int, ends_at: float | None, margin: float, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Raise InputError if this slice cannot make progress; called before anything is built.
+
+    It cannot if the time left is shorter than a step and a save, as they were measured before, or if the slices of this
+    job before it saved nothing newer than they had found. `found_step`: the newest checkpoint, -1 for none.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if job is not None:
+        restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        this = {"job": job, "restart": restart, "step": found_step}
+        # Of several tries in one allocation, which a person makes, the last one counts.
+        slices = [one for one in read_json(folder / SLICES_FILE, []) if (one["job"], one["restart"]) != (job, restart)]
+        before = [(one["job"], one["step"]) for one in slices[-SLICES_WITHOUT_PROGRESS:]]
+        if before == [(job, found_step)] * SLICES_WITHOUT_PROGRESS:
+            found = "no checkpoint" if found_step < 0 else f"the checkpoint of step {found_step}"
+            raise InputError(
+                f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {found}, and so does this one; "
+                f"expected each to save a newer one: see {folder / 'logs'} for the reason, give the job more time, or "
+                "submit it anew to try all the same"
+            )
+        write_json(folder / SLICES_FILE, [*slices, this][-SLICES_KEPT:])
+    if ends_at is None:
+        return
+    times, left = read_json(folder / TIMES_FILE, {}), max(ends_at - time.time(), 0.0)
+    needed = times.get("step_s", 0.0) + times.get("save_s", 0.0)
+    log.info("the allocation ends in %s", duration(left))
+    if needed > 0 and left < needed + margin:
+        raise InputError(
+            f"the allocation ends in {duration(left)}; a step and a save of this run took {duration(needed)}, and "
+            f"{margin:.0f} s are kept free (trainer.walltime_margin): ask for more time, or, if that was an exception, "
+            f"remove {folder / TIMES_FILE}"
+        )
+
+
+def read_json(path: Path, absent: Any) -> Any:
+    """The content; `absent` if the file is missing or damaged, because it only helps to plan."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return absent
+    return found if isinstance(found, type(absent)) else absent
+
+
+def write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        log.warning("cannot write %s: %s", path, error.strerror)

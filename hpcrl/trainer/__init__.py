@@ -1,1 +1,0 @@
-"""The loops, on rank 0."""

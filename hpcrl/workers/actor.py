@@ -1,0 +1,294 @@
+"""The policy: log-probs, advantages, updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcrl.algorithms.advantages.estimator import AdvantageConfig
+from hpcrl.algorithms.advantages.lookup import get_adv_estimator
+from hpcrl.algorithms.aggregation import agg_loss
+from hpcrl.algorithms.kl import apply_kl_in_reward
+from hpcrl.algorithms.metrics import Metric, Sum, to_floats
+from hpcrl.algorithms.rollout_correction.correction import Corrected, correct_rollout
+from hpcrl.algorithms.statistics import (
+    response_statistics,
+    rollout_log_prob_statistics,
+    variance_proxy_statistics,
+)
+from hpcrl.batch.data_proto import Columns, DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.config.derive import Derived
+from hpcrl.config.offload import offloaded
+from hpcrl.config.schema import Config
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.grid.groups import RoleGroups
+from hpcrl.model.lora import Lora
+from hpcrl.model.shape import ModelShape
+from hpcrl.workers.actor_objective import ActorObjective
+from hpcrl.workers.columns import padded_if_there, training_mask
+from hpcrl.workers.model_worker import ModelWorker, Updates
+
+
+class ActorWorker(ModelWorker):
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int
+    ) -> None:
+        super().__init__(
+            groups,
+            shape,
+            head="lm",
+            dtype=config.model.dtype,
+            recompute=config.model.recompute,
+            te=config.model.transformer_engine,
+            moe=config.model.moe,
+            lora=Lora.from_config(config.model),
+            seed=config.run.seed,
+            optim=config.actor.optim,
+            total_updates=(total_steps - config.trainer.critic_warmup) * derived.actor_updates_per_step,
+            exact=config.rollout.exact,
+            head_chunk_tokens=config.trainer.head_chunk_tokens,
+            offload=offloaded(config, "actor"),
+        )
+        actor, algorithm = config.actor, config.algorithm
+        self.config = config
+        self.updates = Updates(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.run.seed)
+        self.loss_scale_factor = derived.loss_scale_factor
+        self.objective = ActorObjective(config, derived)
+        self.estimator = get_adv_estimator(algorithm.adv_estimator)
+        self.sum_pi_squared = derived.needs_sum_pi_squared
+        self.records_routing = actor.router_replay.mode == "R2"
+        self.ref_max_tokens = derived.ref_max_tokens
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("input_ids", "response_mask", "rollout_log_probs", "routed_experts?"),
+        writes=("old_log_probs", "sum_pi_squared?", "routed_experts?"),
+        phase="old_log_prob",
+        skip_if="old_log_prob_in_update",
+    )
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Log-probs under the policy before this step's update, their entropy, and how far the rollout engine's are.
+
+        In bypass mode they are the rollout's, and nothing is computed.
+        """
+        if self.objective.correction.bypass_mode:
+            return DataProto({"old_log_probs": batch.fetch("rollout_log_probs")})
+        outputs = self.engine.log_probs(
+            batch,
+            max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
+            temperature=self.config.rollout.temperature,
+            entropy=True,
+            sum_pi_squared=self.sum_pi_squared,
+            record_routing=self.records_routing,
+        )
+        return self._old_log_probs(batch, outputs) if self.is_home else DataProto()
+
+    def _old_log_probs(self, batch: DataProto, outputs: dict[str, Ragged]) -> DataProto:
+        """Columns of the policy before the update, and their metrics."""
+        mask = batch.padded("response_mask").float()
+        norm = self.global_norm(batch, self.loss_scale_factor)
+        entropy = agg_loss(outputs["entropy"].padded(), mask, self.config.actor.loss_agg_mode, norm)
+        columns: Columns = {"old_log_probs": outputs["log_probs"]}
+        if self.records_routing:
+            columns["routed_experts"] = outputs["routed_experts"]
+        if self.sum_pi_squared:
+            columns["sum_pi_squared"] = outputs["sum_pi_squared"]
+        metrics: dict[str, Metric] = {"actor/entropy": Sum(entropy)}
+        metrics |= rollout_log_prob_statistics(batch.padded("rollout_log_probs"), outputs["log_probs"].padded(), mask)
+        return DataProto(columns, {}, {"metrics": to_floats(metrics)})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",), phase="ref")
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Of a policy with adapters: what they started from is the reference, without a second model."""
+        temperature = self.config.rollout.temperature
+        with self.engine.without_adapters():
+            return self.log_prob_column("ref_log_prob", batch, max_tokens=self.ref_max_tokens, temperature=temperature)
+
+    def _with_correction(self, batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
+        """The batch with importance weights of training against rollout, and with the response mask without rejected
+        tokens; and metrics."""
+        lengths = batch.fetch("response_mask").lengths
+        corrected = self._corrected(batch, batch.fetch("old_log_probs"))
+        tokens: Columns = {}
+        if corrected.weights is not None:
+            tokens["rollout_is_weights"] = Ragged.from_padded(corrected.weights.float(), lengths)
+        if self.objective.correction.rollout_rs is not None:
+            tokens["loss_mask"] = Ragged.from_padded(corrected.response_mask.to(torch.int32), lengths)
+        return batch.union(DataProto(tokens)), dict(corrected.metrics)
+
+    def _corrected(self, batch: DataProto, old_log_probs: Ragged) -> Corrected:
+        return correct_rollout(
+            old_log_probs.padded(),
+            batch.padded("rollout_log_probs"),
+            batch.padded("response_mask").float(),
+            self.objective.correction,
+            self.sum_over_replicas,
+        )
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=(
+            "response_mask",
+            "token_level_scores",
+            "rollout_log_probs",
+            "old_log_probs?",
+            "ref_log_prob?",
+            "values?",
+            "sum_pi_squared?",
+            "prompt",
+            "prompt_length",
+            "reward_components?",
+            "reward_baseline?",
+        ),
+        writes=("token_level_rewards", "advantages", "returns", "rollout_is_weights?", "loss_mask?"),
+        group_by="prompt",
+        homes_only=True,
+        phase="adv",
+    )
+    def compute_advantage(self, batch: DataProto, *, kl_coef: float = 0.0) -> DataProto:
+        """Rollout correction, KL penalty of weight `kl_coef`, advantages and returns, on home ranks.
+
+        The samples of a prompt are on one replica. The penalty is on every token that the model wrote; estimators do
+        not see the tokens that the correction rejected (verl's order). Without old log-probs there is no correction:
+        then they come from the step's only update, which has weights of 1.
+        """
+        algorithm, data = self.config.algorithm, self.config.data
+        correction: dict[str, Metric] = {}
+        if "old_log_probs" in batch.tokens and not self.objective.correction.bypass_mode:
+            batch, correction = self._with_correction(batch)
+        column = batch.fetch("response_mask")
+        mask, counted = column.padded().float(), training_mask(batch)
+        scores = batch.padded("token_level_scores")
+        rewards = scores
+        metrics: dict[str, Metric] = {}
+        if algorithm.use_kl_in_reward:
+            rewards, metrics = apply_kl_in_reward(
+                scores,
+                batch.padded("old_log_probs"),
+                batch.padded("ref_log_prob"),
+                mask,
+                beta=kl_coef,
+                kind=algorithm.kl_penalty,
+            )
+        advantages, returns = self.estimator(
+            rewards,
+            counted,
+            cfg=AdvantageConfig(
+                algorithm.gamma,
+                algorithm.lam,
+                algorithm.norm_adv_by_std_in_grpo,
+                algorithm.gdpo_reward_keys or None,
+                algorithm.gdpo_reward_weights,
+            ),
+            reduce=self.sum_over_replicas,
+            **self._estimator_tensors(batch),
+        )
+        metrics = (
+            correction
+            | metrics
+            | response_statistics(
+                prompt_length=torch.from_numpy(batch.samples["prompt_length"]),
+                response_length=column.lengths,
+                max_prompt_length=data.max_prompt_length,
+                max_response_length=data.max_response_length,
+                token_level_scores=scores,
+                token_level_rewards=rewards,
+                advantages=advantages,
+                returns=returns,
+                response_mask=counted,
+                values=padded_if_there(batch, "values"),
+            )
+        )
+        written = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
+        tokens: Columns = {name: Ragged.from_padded(padded.float(), column.lengths) for name, padded in written.items()}
+        tokens |= {name: batch.tokens[name] for name in ("rollout_is_weights", "loss_mask") if name in batch.tokens}
+        return DataProto(tokens, {}, {"metrics": to_floats(metrics)})
+
+    def _estimator_tensors(self, batch: DataProto) -> dict[str, Any]:
+        """What the estimator asks for, by verl's names."""
+        samples, keys = batch.samples, self.config.algorithm.gdpo_reward_keys
+        sources: dict[str, Callable[[], Any]] = {
+            "index": lambda: torch.from_numpy(samples["prompt"].astype(np.int64)),
+            "reward_baselines": lambda: torch.from_numpy(samples["reward_baseline"].astype(np.float32)),
+            "reward_components": lambda: dict(
+                zip(keys, torch.from_numpy(samples["reward_components"]).unbind(1), strict=True)
+            ),
+        }
+        tensors = {}
+        for name in (*self.estimator.inputs, *self.estimator.optional):
+            if name in sources:
+                tensors[name] = sources[name]()
+            elif name in batch.tokens or name in self.estimator.inputs:
+                tensors[name] = batch.padded(name)
+        return tensors
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=(
+            "input_ids",
+            "response_mask",
+            "loss_mask?",
+            "rollout_log_probs",
+            "old_log_probs?",
+            "advantages",
+            "ref_log_prob?",
+            "rollout_is_weights?",
+            "teacher_log_prob?",
+            "teacher_topk_log_probs?",
+            "teacher_topk_ids?",
+            "routed_experts?",
+            "prompt",
+            "sample_index",
+        ),
+        writes=("old_log_probs?",),
+        updates=True,
+    )
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """All optimizer steps of a training step; "metrics" is a list, those of each mini-batch.
+
+        A batch without old log-probs must form one mini-batch. Its forward pass then also returns the columns and the
+        metrics of `compute_log_prob`.
+        """
+        outputs: dict[str, Ragged] | None = None if "old_log_probs" in batch.tokens else {}
+        with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
+            updates = [
+                self.train(
+                    mini,
+                    partial(self.objective.normalised, key=(batch.meta_info["step"], number)),
+                    loss_scale_factor=self.loss_scale_factor,
+                    max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
+                    temperature=self.config.rollout.temperature,
+                    entropy=self.objective.uses_entropy or outputs is not None,
+                    topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
+                    columns=outputs,
+                )
+                for number, mini in enumerate(self.updates.mini_batches(batch))
+            ]
+        if outputs is None or not self.is_home:
+            return DataProto({}, {}, {"metrics": updates})
+        (metrics,) = updates
+        found = self._old_log_probs(batch, outputs)
+        against_rollout = to_floats(self._corrected(batch, outputs["log_probs"]).metrics)
+        return DataProto(found.tokens, {}, {"metrics": [found.meta_info["metrics"] | against_rollout | metrics]})
+
+    @register(
+        Dispatch.DP_COMPUTE_METRIC,
+        reads=("response_mask", "loss_mask?", "old_log_probs", "sum_pi_squared", "advantages", "rollout_is_weights?"),
+        homes_only=True,
+    )
+    def variance_proxy(self, batch: DataProto, grad_norm: float | None) -> dict[str, Metric]:
+        """How noisy the step's gradient was; `grad_norm` is its update's, None where there was none."""
+        found = variance_proxy_statistics(
+            old_log_probs=batch.padded("old_log_probs"),
+            sum_pi_squared=batch.padded("sum_pi_squared"),
+            advantages=batch.padded("advantages"),
+            response_mask=training_mask(batch),
+            rollout_is_weights=padded_if_there(batch, "rollout_is_weights"),
+            grad_norm=grad_norm,
+        )
+        return to_floats(found)

@@ -1,0 +1,136 @@
+"""What the actor minimises: policy loss, entropy bonus, KL to the reference, distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from hpcrl.algorithms.aggregation import LossNorm, agg_loss, aggregate
+from hpcrl.algorithms.distillation import DistillationConfig, distillation_loss
+from hpcrl.algorithms.kl import kl_penalty
+from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
+from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
+from hpcrl.algorithms.policy_losses.lookup import get_policy_loss
+from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.workers.columns import padded_if_there, training_mask
+
+Outputs = dict[str, torch.Tensor]
+Loss = Callable[[Outputs, DataProto], tuple[torch.Tensor, dict[str, Metric]]]
+STREAM = 0x6C6F  # keeps these numbers apart from others keyed by the same seed
+
+
+class ActorObjective:
+    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + coef * distillation loss.
+
+    Each is aggregated over the global mini-batch. Without distillation_loss.use_task_rewards the last stands alone.
+    """
+
+    def __init__(self, config: Config, derived: Derived) -> None:
+        """Raises ValueError for settings that the losses do not take."""
+        self.actor = config.actor
+        self.seed = config.run.seed
+        self.correction = RolloutCorrection(**config.algorithm.rollout_correction.model_dump(exclude={"preset"}))
+        self.policy_loss = get_policy_loss(derived.loss_mode)
+        self.policy_loss_config = replace(
+            PolicyLossConfig.from_mapping(config.actor.model_dump()),
+            loss_scale_factor=derived.loss_scale_factor,
+            rollout_correction=self.correction,
+        )
+        self.policy_loss.check(self.policy_loss_config)
+        self.distillation = None
+        if derived.needs_teacher:
+            self.distillation = DistillationConfig(**config.distillation.distillation_loss.model_dump())
+
+    @property
+    def uses_entropy(self) -> bool:
+        return self.actor.entropy_coeff != 0 or self.actor.calculate_entropy
+
+    def normalised(self, norm: LossNorm, *, key: tuple[int, int]) -> Loss:
+        """The loss of a micro-batch as a share of the mini-batch's; `key` (step, mini-batch) keys what it draws."""
+
+        def loss(outputs: Outputs, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+            total = outputs["log_probs"].new_zeros(())
+            metrics: dict[str, Metric] = {}
+            if self.distillation is None or self.distillation.use_task_rewards:
+                total, metrics = self._on_rewards(outputs, micro, norm, self._generator(key, micro))
+            if self.distillation is not None:
+                distance, found = self._to_teacher(outputs, micro, norm)
+                total = total + self.distillation.coef * distance
+                metrics |= found
+            return total, metrics | {"actor/loss": Sum(total.detach())}
+
+        return loss
+
+    def _on_rewards(
+        self, outputs: Outputs, micro: DataProto, norm: LossNorm, generator: torch.Generator
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        actor, mask, log_probs = self.actor, training_mask(micro), outputs["log_probs"]
+        old_log_probs = _old_log_probs(outputs, micro)
+        token_losses = self.policy_loss(
+            log_probs,
+            old_log_probs,
+            micro.padded("advantages"),
+            mask,
+            self.policy_loss_config,
+            padded_if_there(micro, "rollout_is_weights"),
+            generator,
+        )
+        total = aggregate(token_losses, mask, actor.loss_agg_mode, norm)
+        deviation = (log_probs.detach() - old_log_probs).exp().sub(1).abs()
+        metrics = {
+            **token_losses.metrics,
+            "actor/pg_loss": Sum(total.detach()),
+            "actor/ratio_deviation_max": Max.of(deviation, mask),
+        }
+        if self.uses_entropy:
+            entropy = agg_loss(outputs["entropy"], mask, actor.loss_agg_mode, norm)
+            total = total - actor.entropy_coeff * entropy
+            metrics["actor/entropy_loss"] = Sum(entropy.detach())
+        if actor.use_kl_loss:
+            penalty = kl_penalty(log_probs, micro.padded("ref_log_prob"), actor.kl_loss_type)
+            kl = agg_loss(penalty, mask, actor.loss_agg_mode, norm)
+            total = total + actor.kl_loss_coef * kl
+            metrics |= {"actor/kl_loss": Sum(kl.detach()), "actor/kl_coef": Mean(actor.kl_loss_coef, 1.0)}
+        return total, metrics
+
+    def _to_teacher(self, outputs: Outputs, micro: DataProto, norm: LossNorm) -> tuple[torch.Tensor, dict[str, Metric]]:
+        assert self.distillation is not None
+        mask = training_mask(micro)
+        topk: dict[str, torch.Tensor] = {}
+        if "teacher_topk_ids" in micro.tokens:
+            width = self.distillation.topk or 1
+            topk = {
+                "student_topk": outputs["topk_log_probs"],
+                "teacher_topk": micro.fetch("teacher_topk_log_probs").padded_vectors(width),
+                "student_topk_ids": outputs["own_topk_ids"],
+                "teacher_topk_ids": micro.fetch("teacher_topk_ids").padded_vectors(width),
+            }
+        losses, metrics = distillation_loss(
+            self.distillation,
+            log_prob=outputs["log_probs"],
+            response_mask=mask,
+            teacher_log_prob=micro.padded("teacher_log_prob"),
+            old_log_prob=_old_log_probs(outputs, micro),
+            rollout_is_weights=padded_if_there(micro, "rollout_is_weights"),
+            **topk,
+        )
+        total = agg_loss(losses, mask, self.actor.loss_agg_mode, norm)
+        return total, {**metrics, "distillation/loss": Sum(total.detach())}
+
+    def _generator(self, key: tuple[int, int], micro: DataProto) -> torch.Generator:
+        """Random numbers of a micro-batch, the same on all ranks of a replica, whichever it is."""
+        first = (int(micro.samples["prompt"][0]), int(micro.samples["sample_index"][0]))
+        words = np.random.SeedSequence(self.seed % 2**64, spawn_key=(STREAM, *key, *first)).generate_state(2)
+        return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
+
+
+def _old_log_probs(outputs: Outputs, micro: DataProto) -> torch.Tensor:
+    """The column; without it the update is the first from these weights, and its own log-probs are the old ones."""
+    found = padded_if_there(micro, "old_log_probs")
+    return outputs["log_probs"].detach() if found is None else found

@@ -1,0 +1,88 @@
+"""Finished samples as lines of text, made where the samples are: rank 0 only has to write them down."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.data.prompts import PromptDataset
+from hpcrl.grid.layout import Layout
+from hpcrl.telemetry.generations import json_line
+from hpcrl.workers.scorer import response_text, responses_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hpcrl.workers.team import Team
+
+
+class GenerationsWorker(Worker):
+    """`log_probs`: whether a line holds them."""
+
+    colocated_with = ("rollout",)
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> GenerationsWorker | None:
+        layout, rank, inputs = team.layouts[role], team.world.rank, team.inputs
+        if rank not in layout:
+            return None
+        return cls(layout, rank, inputs.prompts, inputs.tokenizer, team.config.generate.log_probs)
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        prompts: dict[str, PromptDataset],
+        tokenizer: PreTrainedTokenizerBase,
+        log_probs: bool,
+    ) -> None:
+        super().__init__(layout, rank)
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.log_probs = log_probs
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=(
+            *("input_ids", "response_mask", "rollout_log_probs", "row", "epoch", "sample_index", "finish_reason"),
+            *("score?", "extras?"),
+        ),
+        homes_only=True,
+    )
+    def render(self, batch: DataProto) -> DataProto:
+        """Per sample `line`, a JSON object with its line break.
+
+        uid, sample_index, data_source, prompt and response as text, ground_truth, finish_reason; where the batch has
+        scores, score and what else the scorer returned; prompt_ids and response_ids; response_mask where tools or users
+        wrote some of the response; log_probs to six decimals.
+        """
+        prompts, samples = self.prompts[batch.meta_info["split"]], batch.samples
+        responses = responses_of(batch)
+        masks, log_probs = batch.fetch("response_mask"), batch.fetch("rollout_log_probs")
+        lines = np.empty(len(batch), object)
+        for index, response in enumerate(responses):
+            row = int(samples["row"][index])
+            record, mask = prompts.record(row), masks.row(index).numpy()
+            line = {
+                "uid": prompts.uid(row, int(samples["epoch"][index])),
+                "sample_index": int(samples["sample_index"][index]),
+                "data_source": record["data_source"],
+                "prompt": prompts.prompt_text(row),
+                "response": response_text(self.tokenizer, response),
+                "ground_truth": record["ground_truth"],
+                "finish_reason": samples["finish_reason"][index],
+            }
+            if "score" in samples:
+                line["score"] = round(float(samples["score"][index]), 6)
+                line |= {name: value for name, value in samples["extras"][index].items() if name not in line}
+            line |= {"prompt_ids": prompts.prompt_ids(row).tolist(), "response_ids": response.tolist()}
+            if not mask.all():
+                line["response_mask"] = mask.tolist()
+            if self.log_probs:
+                line["log_probs"] = np.round(log_probs.row(index).double().numpy(), 6).tolist()
+            lines[index] = json_line(line)
+        return DataProto({}, {"line": lines})

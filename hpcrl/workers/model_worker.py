@@ -1,0 +1,194 @@
+"""What roles with a megatron model have in common: building, loading and saving it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpcrl.algorithms.aggregation import LossNorm
+from hpcrl.algorithms.metrics import Mean, Metric, to_floats
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.mini_batches import mini_batch_of
+from hpcrl.checkpoint.saved_part import SavedPart
+from hpcrl.checkpoint.store import is_hugging_face
+from hpcrl.config.offload import Part
+from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.engine.engine import TrainEngine
+from hpcrl.grid.groups import RoleGroups
+from hpcrl.model.hf.directory import open_weights
+from hpcrl.model.lora import Lora
+from hpcrl.model.params import Head
+from hpcrl.model.shape import ModelShape
+from hpcrl.workers.columns import training_mask
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    from hpcrl.workers.team import Team
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How a step's samples become optimizer steps.
+
+    mini_batch_size: prompts per optimizer step. epochs: passes. Membership is keyed by (seed, step, pass).
+    """
+
+    mini_batch_size: int
+    epochs: int
+    shuffle: bool
+    seed: int
+
+    def mini_batches(self, batch: DataProto) -> Iterator[DataProto]:
+        """This replica's rows of every mini-batch, in order; a part may be empty."""
+        num_prompts, step = batch.meta_info["num_prompts"], batch.meta_info["step"]
+        for epoch in range(self.epochs):
+            of_prompt = mini_batch_of(
+                num_prompts, self.mini_batch_size, seed=self.seed, step=step, ppo_epoch=epoch, shuffle=self.shuffle
+            )
+            of_row = of_prompt[batch.samples["prompt"]]
+            for index in range(int(of_prompt.max()) + 1):
+                yield batch[np.flatnonzero(of_row == index)]
+
+
+class ModelWorker(Worker):
+    """A megatron model and, where it is trained, its optimizer."""
+
+    def __init__(
+        self,
+        groups: RoleGroups,
+        shape: ModelShape,
+        *,
+        head: Head,
+        dtype: str,
+        seed: int,
+        optim: OptimConfig | None,
+        total_updates: int = 0,
+        exact: bool = False,
+        recompute: RecomputeConfig | None = None,
+        te: TransformerEngineConfig | None = None,
+        moe: MoeConfig | None = None,
+        lora: Lora | None = None,
+        head_chunk_tokens: int | None = 1024,
+        offload: Collection[Part] = (),
+    ) -> None:
+        super().__init__(groups.layout, groups.rank)
+        self.groups = groups
+        self._save_memory: list[torch.Tensor] = []
+        self.engine = TrainEngine(
+            shape,
+            groups,
+            head=head,
+            dtype=DTYPES[dtype],
+            optim=optim,
+            total_steps=total_updates,
+            seed=seed,
+            exact=exact,
+            recompute=recompute,
+            te=te,
+            moe=moe,
+            lora=lora,
+            head_chunk_tokens=head_chunk_tokens,
+            offload=offload,
+            on_micro_batch=self.tick,
+        )
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> ModelWorker | None:
+        """Subclasses take (groups, shape, config, derived, total_steps)."""
+        groups = team.groups.get(role)
+        if groups is None:
+            return None
+        return cls(groups, team.shape_of(role), team.config, team.derived, team.total_steps)  # type: ignore[call-arg, arg-type]
+
+    def host_buffers(self) -> int:
+        """For what is offloaded, and for the copy of a save."""
+        return self.engine.offload.host_bytes + sum(tensor.nbytes for tensor in self._save_memory)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_save(self, folder: str, key: str, scratch: str | None = None, keep_memory: bool = False) -> SavePlan:
+        """Start writing the role's weights and optimizer state as they are now into <folder>/<role>; `folder` exists.
+
+        What comes next may change them. A SavedPart comes on the board under <key>/<role>/<rank> when this rank's part
+        is written. scratch: see `checkpoint.scratch`. keep_memory: of the copy, for the next save. What is offloaded is
+        on the device until it is copied.
+        """
+        from hpcrl.checkpoint.sharded_save import ShardedSave  # a second of imports, for runs that save
+
+        role, memory = self.groups.role, self._save_memory if keep_memory else []
+
+        def tell(part: SavedPart) -> None:
+            self.desk.post(f"{key}/{role}/{self.rank}", part.to_json())
+
+        tick = self.whereabouts.tick_beside
+        with self.engine.offload.on_device("parameters", "optimizer"):
+            return ShardedSave(self.engine, Path(folder) / role, self.groups, tell, scratch, memory, tick).plan
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:
+        """Read what was saved, under any layout. With `weights_only`, the weights of another role's model may be
+        taken, or those of a Hugging Face directory; a head that the other model lacks keeps its initial weights. What
+        is to be trained starts with adapters of its own, which no other model has merged."""
+        if weights_only and is_hugging_face(Path(folder)):
+            self.engine.load_hugging_face(open_weights(Path(folder), self.engine.shape))
+            return
+        from hpcrl.checkpoint.sharded_load import load_sharded
+
+        source = Path(folder) / (role or self.groups.role)
+        with self.engine.offload.on_device("parameters", "optimizer"):
+            load_sharded(
+                self.engine,
+                source,
+                self.groups,
+                optimizer=not weights_only,
+                strict=not weights_only,
+                adapters=not weights_only or self.engine.optimizer is None,
+            )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_frozen(self, folder: str) -> None:
+        """Load the weights of a model that is not trained: a policy's, of a checkpoint or a Hugging Face directory."""
+        self.load(folder, role="actor", weights_only=True)
+
+    def log_prob_column(self, name: str, batch: DataProto, *, max_tokens: int, temperature: float) -> DataProto:
+        """Column `name` with the log-probs of the response tokens, on the home rank."""
+        outputs = self.engine.log_probs(batch, max_tokens=max_tokens, temperature=temperature)
+        return DataProto({name: outputs["log_probs"]}) if self.is_home else DataProto()
+
+    def train(
+        self, mini: DataProto, objective: Callable[[LossNorm], Callable], *, loss_scale_factor: float, **options: Any
+    ) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch; `objective(norm)` is the loss, normalised by the global mini-batch.
+
+        No step, and no metrics, where it has no samples on any replica: Adam would move the weights all the same.
+        """
+        norm = self.global_norm(mini, loss_scale_factor)
+        if norm.global_batch_size == 0:
+            return {}
+        metrics = self.engine.train(mini, loss=objective(norm), **options)
+        # The engine's own are equal on all ranks, so their mean over replicas is what they are.
+        own = {f"{self.groups.role}/{name}": Mean(it, 1.0) for name, it in metrics.items() if isinstance(it, float)}
+        return to_floats({name: it for name, it in metrics.items() if not isinstance(it, float)} | own)
+
+    def global_norm(self, mini: DataProto, loss_scale_factor: float) -> LossNorm:
+        """Tokens and sequences of the mini-batch over all replicas."""
+        counts = torch.tensor([int(training_mask(mini).sum()), len(mini)], dtype=torch.float64)
+        num_tokens, num_sequences = self.sum_over_replicas(counts).tolist()
+        return LossNorm(num_tokens, num_sequences, loss_scale_factor)
+
+    def sum_over_replicas(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of x over the data-parallel replicas, on every rank; x is on the host."""
+        x = x.clone()
+        if self.groups.layout.dp > 1:
+            dist.all_reduce(x, group=self.groups.dp)
+        return x

@@ -1,0 +1,113 @@
+"""`hpcrl rm`: the reward model that learns from pairs, and the pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hpcrl.algorithms.aggregation import LossNorm
+from hpcrl.algorithms.bradley_terry import bradley_terry_loss
+from hpcrl.algorithms.metrics import Metric, Sum, to_floats
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.config.placement import architecture
+from hpcrl.config.schema import Config
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.data.preference import PreferenceDataset
+from hpcrl.grid.groups import RoleGroups
+from hpcrl.grid.layout import Layout
+from hpcrl.model.shape import ModelShape
+from hpcrl.workers.model_worker import ModelWorker
+
+if TYPE_CHECKING:
+    from hpcrl.workers.team import Team
+
+
+class PreferenceWorker(ModelWorker):
+    """The reward model of `hpcrl rm`, where rows 2i and 2i + 1 of a batch are a pair: chosen, rejected."""
+
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
+    ) -> None:
+        super().__init__(
+            groups,
+            shape,
+            head="reward",
+            dtype=architecture(config, "reward").dtype,
+            recompute=config.model.recompute,
+            te=config.model.transformer_engine,
+            moe=config.model.moe,
+            seed=config.run.seed,
+            optim=config.rm.optim,
+            total_updates=config.rm.total_training_steps,
+        )
+        self.max_tokens = config.rm.max_token_len_per_gpu
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"), phase="update", updates=True)
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """One optimizer step on the pairs of all replicas."""
+
+        def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
+            def loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+                return pair_loss(outputs["scores"].squeeze(1), norm.global_batch_size / 2, "train")
+
+            return loss
+
+        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens, unit=2)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"))
+    def evaluate(self, batch: DataProto) -> dict[str, Metric]:
+        """What `update` would report, under `val/` and without a step."""
+        num_pairs = self.global_norm(batch, 1.0).global_batch_size / 2
+        scores = self.engine.scores(batch, max_tokens=self.max_tokens)
+        return {} if scores is None else to_floats(pair_loss(scores, num_pairs, "val")[1])
+
+
+class PreferenceDataWorker(Worker):
+    """Pairs as columns, made on the reward model's home ranks."""
+
+    colocated_with = ("reward",)
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> PreferenceDataWorker | None:
+        layout, rank = team.layouts[role], team.world.rank
+        return cls(layout, rank, team.inputs.pairs) if rank in layout else None
+
+    def __init__(self, layout: Layout, rank: int, pairs: dict[str, PreferenceDataset]) -> None:
+        super().__init__(layout, rank)
+        self.pairs = pairs
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("row", "side"),
+        writes=("input_ids", "response_mask"),
+        homes_only=True,
+        phase="data",
+    )
+    def load(self, batch: DataProto) -> DataProto:
+        """Sequences of (row, side) of meta_info["split"]: prompt, then answer, which the mask covers."""
+        pairs = self.pairs[batch.meta_info["split"]]
+        sequences, lengths = [], []
+        for row, side in zip(batch.samples["row"].tolist(), batch.samples["side"].tolist(), strict=True):
+            answer = pairs.response(row, side)
+            sequences.append(torch.from_numpy(np.concatenate([pairs.prompt_ids(row), answer])))
+            lengths.append(len(answer))
+        mask = torch.ones(sum(lengths), dtype=torch.int32)
+        return DataProto(
+            {
+                "input_ids": Ragged.from_rows(sequences, dtype=torch.int32),
+                "response_mask": Ragged.from_lengths(mask, torch.tensor(lengths, dtype=torch.int64)),
+            }
+        )
+
+
+def pair_loss(scores: torch.Tensor, num_pairs: float, split: str) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The loss of scores (2 B,) in the order of a batch of pairs, and its metrics as `<split>/...`."""
+    chosen, rejected = scores.view(-1, 2).unbind(1)
+    loss, metrics = bradley_terry_loss(chosen, rejected, num_pairs)
+    named = {f"{split}/{name}": metric for name, metric in metrics.items()}
+    return loss, {f"{split}/loss": Sum(loss.detach()), **named}

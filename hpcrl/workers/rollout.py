@@ -1,0 +1,298 @@
+"""Generation: prompts in, responses and their log-probs out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hpcrl.algorithms.metrics import Metric, Sum, merge
+from hpcrl.batch.data_proto import Columns, DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.config.schema import Config
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.data.prompts import PromptDataset
+from hpcrl.grid.layout import Layout
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.job import run_directory
+from hpcrl.launch.waiting import create_group
+from hpcrl.rewards.manager import RewardManager, asks_rules
+from hpcrl.rollout.agent.loop import AgentLoop
+from hpcrl.rollout.agent.statistics import turn_columns, turn_metrics, turns_for_scorer
+from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.telemetry.archive import read_step, step_path
+from hpcrl.workers.response_journal import ResponseJournal
+from hpcrl.workers.response_stream import Response, ResponseStream
+from hpcrl.workers.responses import response_columns
+from hpcrl.workers.rollout_engine import make_engine
+from hpcrl.workers.scorer import ResponseScorer
+
+if TYPE_CHECKING:
+    from hpcrl.workers.team import Team
+
+RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
+WRITTEN = (*RECORDED, "routed_experts?")
+
+
+class RolloutWorker(Worker):
+    """`scorer`, on home ranks, scores responses as they finish. `agent` answers the model between its turns."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        engine: RolloutEngine,
+        config: Config,
+        prompts: dict[str, PromptDataset],
+        scorer: ResponseScorer | None = None,
+        agent: AgentLoop | None = None,
+    ) -> None:
+        super().__init__(layout, rank)
+        self.engine = engine
+        self.prompts = prompts
+        self.scorer = scorer
+        self.agent = agent
+        self.seed = config.run.seed
+        self.free_cache = config.rollout.free_cache_engine
+        self.on_response: Callable[[], None] | None = None  # told of each response of `generate`, as it ends
+        self.config = config
+        self.recalled_version: int | None = None  # of the weights that have drawn the responses in the journal
+        self.stream = ResponseStream(
+            self,
+            scorer,
+            "train",
+            capacity=config.rollout.max_num_seqs,
+            interrupts=config.async_training.partial_rollout,
+        )
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> RolloutWorker | None:
+        layout, world, config = team.layouts[role], team.world, team.config
+        if world.rank not in layout:
+            return None
+        scorer = _response_scorer(team) if team.inputs.is_scored and world.rank in layout.homes else None
+        engine = make_engine(team.groups[role], team.inputs.shape, config, ranks_on_node=world.local_size)
+        agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
+        return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent)
+
+    @property
+    def journal(self) -> ResponseJournal | None:
+        return self.stream.journal
+
+    @register(Dispatch.ONE_TO_ALL)
+    def keep_responses(self, origin: str, recalled_version: int | None) -> None:
+        """From now on responses for training are written through to the run's generation logs. Those are taken from
+        there that an earlier attempt has drawn with weights of `recalled_version`. `origin` names the start weights."""
+        self.recalled_version = recalled_version
+        if self.is_home:
+            folder = run_directory(self.config) / "rollouts"
+            self.stream.journal = ResponseJournal(folder, self.rank, self.config, origin)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Ends the processes of tools."""
+        if self.agent is not None:
+            self.agent.close()
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "epoch", "sample_index"), writes=WRITTEN)
+    def generate(self, batch: DataProto, sampling: SamplingParams) -> DataProto:
+        """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers, and where
+        `weight_version` tells that of the engine's weights, responses are kept (`keep_responses`)."""
+        start = time.perf_counter()
+        split, rows, requests = batch.meta_info["split"], batch.samples["row"].tolist(), self._requests(batch)
+        journal = self.journal if "weight_version" in batch.meta_info else None
+        known, left = self._recalled(requests, sampling, batch.meta_info)
+        metrics: dict[str, Metric] = {}
+        if known:
+            metrics["perf/rollouts_reused"] = Sum(float(len(known)))
+        if journal is not None and journal.num_stale:
+            metrics["perf/rollouts_stale"] = Sum(float(journal.num_stale))
+
+        def begin_score(index: int, done: Trajectory) -> None:
+            if self.scorer is not None:
+                turns = turns_for_scorer(done) if self.agent is not None else {}
+                self.scorer.begin(split, rows[index], done.token_ids, done.finish_reason, turns)
+
+        def finished(place: int, done: Completion | Trajectory) -> None:
+            if self.on_response is not None:
+                self.on_response()
+            trajectory = done if isinstance(done, Trajectory) else Trajectory.of_one_turn(done)
+            if journal is not None:
+                journal.write(requests[left[place]], trajectory)
+            begin_score(left[place], trajectory)
+
+        for index, done in known.items():
+            begin_score(index, done)
+        drawn, found = self._draw(
+            [requests[index] for index in left], [rows[index] for index in left], batch.meta_info, sampling, finished
+        )
+        if not self.is_home:
+            return DataProto({}, {}, {})
+        known |= dict(zip(left, drawn, strict=True))
+        trajectories = [known[index] for index in range(len(requests))]
+        columns = response_columns(requests, trajectories)
+        if self.agent is not None:
+            columns.samples |= turn_columns(trajectories)
+            found = merge([found, turn_metrics(trajectories)])
+        columns.meta_info["metrics"] = {**metrics, **found, "perf/rollout_busy_s": Sum(time.perf_counter() - start)}
+        return columns
+
+    def _recalled(
+        self, requests: list[Request], sampling: SamplingParams, meta: dict[str, Any]
+    ) -> tuple[dict[int, Trajectory], list[int]]:
+        """At home, what an earlier attempt has drawn, by index of the request; and, on every rank of the replica, the
+        indices of the others."""
+        known: dict[int, Trajectory] = {}
+        version = meta.get("weight_version")
+        recall = version is not None and version == self.recalled_version
+        if self.journal is not None and version is not None:
+            self.journal.begin(sampling, step=meta["step"], version=version, recall=recall)
+            found = [self.journal.recall(request) for request in requests]
+            known = {index: done for index, done in enumerate(found) if done is not None}
+        skipped = set(self.desk.share(self.layout, list(known) if self.is_home else None)) if recall else set()
+        return known, [index for index in range(len(requests)) if index not in skipped]
+
+    def _draw(
+        self,
+        requests: list[Request],
+        rows: list[int],
+        meta: dict[str, Any],
+        sampling: SamplingParams,
+        on_finished: Callable[[int, Any], None],
+    ) -> tuple[list[Trajectory], dict[str, Metric]]:
+        """New responses, in the order of the requests; metrics of tools."""
+        self.engine.wake()
+        options = {"seed": self.seed, "step": meta["step"], "on_finished": on_finished, "on_step": self._meanwhile}
+        metrics: dict[str, Metric] = {}
+        if self.agent is not None:
+            records = [self.prompts[meta["split"]].record(row) for row in rows] if self.is_home else None
+            trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, **options)
+        else:
+            completions = self.engine.generate(requests, sampling, **options)
+            trajectories = [Trajectory.of_one_turn(completion) for completion in completions]
+        if self.free_cache:
+            self.engine.sleep()
+        return trajectories, metrics
+
+    @register(Dispatch.DP_ORDER, reads=("row", "epoch", "sample_index", "prompt"), homes_only=True, meanwhile=True)
+    def submit(self, batch: DataProto) -> None:
+        """More samples for the stream, whole prompts; `prompt` is the number by which rank 0 will hear of them."""
+        prompts, rows = batch.samples["prompt"].tolist(), batch.samples["row"].tolist()
+        self.stream.add(
+            [
+                Response(request, prompt, row)
+                for request, prompt, row in zip(self._requests(batch), prompts, rows, strict=True)
+            ]
+        )
+
+    @register(Dispatch.ORDER_ALL)
+    def go_on(self, sampling: SamplingParams, version: int) -> None:
+        """Generates what was submitted, with weights of `version`, until a command comes that cannot run meanwhile.
+
+        Rank 0 hears a `Finished` for each prompt whose samples and scores are there; responses that an earlier attempt
+        has drawn with these weights are there at once.
+        """
+        self.engine.wake()
+        if self.journal is not None:
+            recall = version == self.recalled_version
+            self.journal.begin(sampling, step=version + 1, version=version, recall=recall)
+        self.stream.run(self.engine, sampling, seed=self.seed, version=version)
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO, reads=("prompt", "sample_index"), writes=WRITTEN, homes_only=True, meanwhile=True
+    )
+    def take(self, batch: DataProto) -> DataProto:
+        """The responses to prompts that have been told of, with their weight versions; rows in order of prompts, all
+        of a prompt's samples in order of their index."""
+        prompts = batch.samples["prompt"].tolist()
+        responses = [response for prompt in dict.fromkeys(prompts) for response in self.stream.pop(prompt)]
+        found = response_columns(
+            [response.request for response in responses], [response.trajectory() for response in responses]
+        )
+        versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
+        found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
+        num_recalled = sum(response.is_recalled for response in responses)
+        if num_recalled:
+            found.meta_info["metrics"] = {"perf/rollouts_reused": Sum(float(num_recalled))}
+        return found
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("position",),
+        writes=(*WRITTEN, "token_level_scores?"),
+        homes_only=True,
+    )
+    def replay(self, batch: DataProto, folder: str, *, scores: bool = False) -> DataProto:
+        """The recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive.
+
+        With `scores` also what scoring gave them.
+        """
+        needs_experts = self.config.actor.router_replay.mode == "R3"
+        names = [
+            *RECORDED,
+            *(["token_level_scores"] if scores else []),
+            *(["routed_experts?"] if needs_experts else []),
+        ]
+        tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
+        if needs_experts and "routed_experts" not in tokens:
+            raise InputError(
+                f"{folder}: the recording does not tell the experts of its tokens, which "
+                "actor.router_replay.mode=R3 sends them to; record with R3, or use another mode"
+            )
+        rows = batch.samples["position"]
+        for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
+            found = self.prompts["train"].uid(row, epoch) if row < len(self.prompts["train"]) else "no such row"
+            if uid != found:
+                raise InputError(
+                    f"{folder}: recorded sample {uid} is {found} in data.train_files; "
+                    "replay with the data files and the filter of the recording"
+                )
+        columns: Columns = {
+            name: Ragged(torch.from_numpy(values), torch.from_numpy(offsets)).take(rows)
+            for name, (values, offsets) in tokens.items()
+        }
+        turns = [name for name in ("num_turns", "tool_call_counts") if name in samples]
+        kept = ["prompt_length", "response_length", "finish_reason", *turns]
+        if scores:
+            samples["extras"] = np.array([json.loads(text) for text in samples["extras"]], object)
+            kept += [name for name in ("score", "acc", "extras", "rm_score") if name in samples]
+        return DataProto(columns, {name: samples[name][rows] for name in kept}, {})
+
+    def _requests(self, batch: DataProto) -> list[Request]:
+        prompts = self.prompts[batch.meta_info["split"]]
+        columns = (batch.samples[name].tolist() for name in ("row", "epoch", "sample_index"))
+        return [
+            Request(prompts.prompt_ids(row), prompts.uid(row, epoch), sample)
+            for row, epoch, sample in zip(*columns, strict=True)
+        ]
+
+    def _meanwhile(self) -> None:
+        """Between two tokens: scoring goes on, and others get the rows that this rank owes them."""
+        self.tick()
+        if self.scorer is not None:
+            self.scorer.pump()
+        if self.is_home:
+            self.desk.attend()
+
+
+def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
+    """Collective over the ranks of each replica."""
+    world, config = team.world, team.config
+    replica = rollout.replica(rollout.coord(world.rank).dp)
+    comm = create_group(world.comm, replica) if len(replica) > 1 else None
+    log_path = run_directory(config) / "logs" / f"tools_{world.rank:05d}.log"
+    return AgentLoop(config.rollout.multi_turn, config.data, team.inputs.tokenizer, comm, str(log_path))
+
+
+def _response_scorer(team: Team) -> ResponseScorer:
+    config, manager = team.config, None
+    if asks_rules(config.reward):
+        log_path = run_directory(config) / "logs" / f"scorer_{team.world.rank:05d}.log"
+        manager = RewardManager(config.reward, config.data.max_response_length, str(log_path))
+    return ResponseScorer(manager, team.inputs.tokenizer, team.inputs.prompts)

@@ -1,0 +1,202 @@
+"""Scores, made where the responses are: each home rank of the rollout role scores its own, from the first one on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hpcrl.algorithms.metrics import Sum
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.data.prompts import PromptDataset
+from hpcrl.grid.layout import Layout
+from hpcrl.launch.exits import InputError
+from hpcrl.rewards.manager import RewardManager, ScoreRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hpcrl.config.schema import RewardModelConfig
+    from hpcrl.workers.team import Team
+
+
+class ResponseScorer:
+    """A home rank's way from token ids to scores. The rollout begins scores here, the scorer role takes them.
+
+    Without a manager nobody is asked: every score is 0, for a reward model to add to.
+    """
+
+    def __init__(
+        self, manager: RewardManager | None, tokenizer: PreTrainedTokenizerBase, prompts: dict[str, PromptDataset]
+    ) -> None:
+        self.manager = manager
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+
+    def begin(
+        self,
+        split: str,
+        row: int,
+        response: np.ndarray,
+        finish_reason: str,
+        turns: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Starts scoring a response to a prompt; `response` int32 (length,). Does not wait.
+
+        `turns`: what scorers find in extra_info of a response of several turns. A recorded one is scored without.
+        """
+        if self.manager is None:
+            return
+        record = self.prompts[split].record(row)
+        request = ScoreRequest(
+            record["data_source"],
+            self.text(response),
+            record["ground_truth"],
+            {**record["extra_info"], **turns},
+            finish_reason,
+            len(response),
+        )
+        self.manager.submit(key_of(split, row, response, finish_reason), request)
+
+    def is_ready(self, split: str, row: int, response: np.ndarray, finish_reason: str) -> bool:
+        """Whether `take` would not wait for the score of a response that has begun."""
+        return self.manager is None or self.manager.is_ready(key_of(split, row, response, finish_reason))
+
+    def pump(self) -> None:
+        """Lets scoring go on, between two steps of something else. Does not wait."""
+        if self.manager is not None:
+            self.manager.pump()
+
+    def take(
+        self, split: str, rows: Sequence[int], responses: Sequence[np.ndarray], finish_reasons: Sequence[str]
+    ) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
+        """As RewardManager.collect; scores that have not begun begin here."""
+        if self.manager is None:
+            return np.zeros(len(rows), np.float32), [{} for _ in rows], {}
+        keys = [key_of(split, *one) for one in zip(rows, responses, finish_reasons, strict=True)]
+        wanted: Counter[Hashable] = Counter()
+        for key, row, response, reason in zip(keys, rows, responses, finish_reasons, strict=True):
+            wanted[key] += 1
+            if self.manager.submitted(key) < wanted[key]:
+                self.begin(split, row, response, reason)
+        return self.manager.collect(keys)
+
+    def text(self, response: np.ndarray) -> str:
+        return response_text(self.tokenizer, response)
+
+    def prompt_text(self, split: str, row: int) -> str:
+        return self.prompts[split].prompt_text(row)
+
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.close()
+
+
+class ScorerWorker(Worker):
+    """`scorer` is None on ranks that are no home: they have nothing to score."""
+
+    colocated_with = ("rollout",)
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> ScorerWorker | None:
+        rollout = team.workers.get("rollout")
+        if rollout is None:
+            return None
+        return cls(team.layouts[role], team.world.rank, rollout.scorer, team.config.reward.reward_model)  # type: ignore[attr-defined]
+
+    def __init__(self, layout: Layout, rank: int, scorer: ResponseScorer | None, cfg: RewardModelConfig) -> None:
+        super().__init__(layout, rank)
+        self.scorer = scorer
+        self.cfg = cfg
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "show?"),
+        writes=("token_level_scores",),
+        homes_only=True,
+        meanwhile=True,
+    )
+    def score(self, batch: DataProto) -> DataProto:
+        """Scores of whole responses, placed on their last token. Per sample: `score`, float32; `acc`, float32, NaN if
+        there is none; `extras`, what else the scorer returned, {} where scoring failed.
+
+        With `rm_score`, a reward model's, score = rule_weight * rule + weight * rm_score, and the extras hold both as
+        `rule_score` and `rm_score`; InputError where that is not finite. Where the batch has a bool column `show`, the
+        texts of those rows come back too.
+        """
+        assert self.scorer is not None
+        responses = responses_of(batch)
+        lengths = batch.fetch("response_mask").lengths
+        rows, reasons = batch.samples["row"].tolist(), batch.samples["finish_reason"].tolist()
+        split = batch.meta_info["split"]
+        scores, extras, counts = self.scorer.take(split, rows, responses, reasons)
+        acc = np.array([found if isinstance(found := extra.get("acc"), float) else np.nan for extra in extras])
+        if "rm_score" in batch.samples:
+            scores = self._add_model(scores, extras, batch.samples["rm_score"])
+            refuse_infinite(scores, extras, rows)
+        values = torch.zeros(int(lengths.sum()))
+        ends = lengths.cumsum(0)[lengths > 0] - 1
+        values[ends] = torch.from_numpy(scores)[lengths > 0]
+        samples = {"score": scores, "acc": acc.astype(np.float32), "extras": np.array(extras, object)}
+        if "show" in batch.samples:
+            shown = batch.samples["show"].tolist()
+            texts = [
+                (self.scorer.prompt_text(split, row), self.scorer.text(response)) if wanted else ("", "")
+                for row, response, wanted in zip(rows, responses, shown, strict=True)
+            ]
+            samples["prompt_text"], samples["response_text"] = np.array(texts, object).reshape(-1, 2).T
+        return DataProto(
+            {"token_level_scores": Ragged.from_lengths(values, lengths)},
+            samples,
+            {"metrics": {name: Sum(count) for name, count in counts.items()}},
+        )
+
+    def _add_model(self, scores: np.ndarray, extras: list[dict[str, float | str]], rm_score: np.ndarray) -> np.ndarray:
+        for extra, rule, model in zip(extras, scores.tolist(), rm_score.tolist(), strict=True):
+            extra |= {"rule_score": rule, "rm_score": model}
+        return (self.cfg.rule_weight * scores + self.cfg.weight * rm_score).astype(np.float32)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        if self.scorer is not None:
+            self.scorer.close()
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, response: np.ndarray) -> str:
+    """A response, int32 (length,), without the end-of-sequence token that closed it.
+
+    Other special tokens stay and show: a scorer must not take an answer with one inside for a clean one.
+    """
+    ids = response.tolist()
+    return str(tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids))
+
+
+def refuse_infinite(scores: np.ndarray, extras: Sequence[dict[str, float | str]], rows: Sequence[int]) -> None:
+    """InputError where a score with a reward model's part in it is NaN or infinite: it would spoil the whole batch."""
+    for bad in np.flatnonzero(~np.isfinite(scores))[:1]:
+        raise InputError(
+            f"the reward model gave rm_score={extras[bad]['rm_score']} for a response to row {rows[bad]}, whose score "
+            f"is {scores[bad]} with it; expected a finite number: check reward.reward_model's checkpoint and dtype"
+        )
+
+
+def key_of(split: str, row: int, response: np.ndarray, finish_reason: str) -> Hashable:
+    """Says what is scored, not for whom: the same response to the same prompt has the same score, whichever sample of
+    whichever rollout it is, so that a score which nobody took cannot go to another response."""
+    return split, row, finish_reason, np.asarray(response, np.int32).tobytes()
+
+
+def responses_of(batch: DataProto) -> list[np.ndarray]:
+    """The response tokens of every row, int32 (length,)."""
+    sequences = batch.fetch("input_ids")
+    values = sequences.values.numpy()
+    lengths = batch.fetch("response_mask").lengths.tolist()
+    ends = sequences.offsets[1:].tolist()
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -1,0 +1,91 @@
+"""The supervised warm start: its data, and the policy that learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hpcrl.algorithms.aggregation import LossNorm, agg_loss
+from hpcrl.algorithms.metrics import Metric, Sum
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.config.offload import offloaded
+from hpcrl.config.schema import Config
+from hpcrl.controller.register import Dispatch, register
+from hpcrl.controller.worker import Worker
+from hpcrl.data.sft import SftDataset
+from hpcrl.grid.groups import RoleGroups
+from hpcrl.grid.layout import Layout
+from hpcrl.model.lora import Lora
+from hpcrl.model.shape import ModelShape
+from hpcrl.workers.model_worker import ModelWorker
+
+if TYPE_CHECKING:
+    from hpcrl.workers.team import Team
+
+
+class SftDataWorker(Worker):
+    colocated_with = ("actor",)
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> SftDataWorker | None:
+        layout, rank = team.layouts[role], team.world.rank
+        return cls(layout, rank, team.inputs.answers) if rank in layout else None
+
+    def __init__(self, layout: Layout, rank: int, answers: SftDataset) -> None:
+        super().__init__(layout, rank)
+        self.answers = answers
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=("input_ids", "response_mask"), phase="data")
+    def load(self, batch: DataProto) -> DataProto:
+        """Sequences of the rows, prompt then answer; the mask covers the answer."""
+        pairs = [self.answers.pair(row) for row in batch.samples["row"].tolist()]
+        sequences = [torch.from_numpy(np.concatenate(pair)) for pair in pairs]
+        lengths = torch.tensor([len(answer) for _, answer in pairs], dtype=torch.int64)
+        return DataProto(
+            {
+                "input_ids": Ragged.from_rows(sequences, dtype=torch.int32),
+                "response_mask": Ragged.from_lengths(torch.ones(int(lengths.sum()), dtype=torch.int32), lengths),
+            }
+        )
+
+
+class SftActorWorker(ModelWorker):
+    """The policy of `hpcrl sft`: the same engine, a cross-entropy on the answer's tokens."""
+
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
+    ) -> None:
+        super().__init__(
+            groups,
+            shape,
+            head="lm",
+            dtype=config.model.dtype,
+            recompute=config.model.recompute,
+            te=config.model.transformer_engine,
+            moe=config.model.moe,
+            lora=Lora.from_config(config.model),
+            seed=config.run.seed,
+            optim=config.sft.optim,
+            total_updates=config.sft.total_training_steps,
+            head_chunk_tokens=config.trainer.head_chunk_tokens,
+            offload=offloaded(config, "actor"),
+        )
+        self.config = config
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"), phase="update_actor", updates=True)
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """One optimizer step on prompts and answers."""
+
+        def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
+            def loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+                mask = micro.padded("response_mask").float()
+                nll = agg_loss(-outputs["log_probs"], mask, "token-mean", norm)
+                return nll, {"train/loss": Sum(nll.detach())}
+
+            return loss
+
+        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.config.sft.max_token_len_per_gpu)

@@ -1,0 +1,214 @@
+"""From a config to this rank's workers: what it reads from files, layouts, groups, models, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.config.derive import RoleLayouts
+from hpcrl.config.placement import architecture
+from hpcrl.config.schema import Config, DataConfig
+from hpcrl.controller.worker import Worker
+from hpcrl.data.preference import PreferenceDataset
+from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.sft import SftDataset
+from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
+from hpcrl.grid.layout import Layout
+from hpcrl.launch import platform
+from hpcrl.launch.exits import InputError
+from hpcrl.launch.world import World
+from hpcrl.model.hf.directory import shape_of
+from hpcrl.model.lora import Lora
+from hpcrl.model.params import check_adapters, role_layout
+from hpcrl.model.shape import ModelShape
+from hpcrl.rewards.manager import check_rewards
+from hpcrl.rollout.agent.tools import tool_schemas
+from hpcrl.workers.teacher import teacher_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WORKERS = {  # role -> class, unless a job names another one
+    "actor": "hpcrl.workers.actor:ActorWorker",
+    "critic": "hpcrl.workers.critic:CriticWorker",
+    "ref": "hpcrl.workers.ref:RefWorker",
+    "teacher": "hpcrl.workers.teacher:TeacherWorker",
+    "reward": "hpcrl.workers.reward:RewardModelWorker",
+    "rollout": "hpcrl.workers.rollout:RolloutWorker",
+    "scorer": "hpcrl.workers.scorer:ScorerWorker",
+    "refit": "hpcrl.workers.refit:RefitWorker",
+    "export": "hpcrl.workers.hf_export:ExportWorker",
+    "archive": "hpcrl.workers.archive:ArchiveWorker",
+    "generations": "hpcrl.workers.generations:GenerationsWorker",
+}
+
+
+@dataclass
+class Inputs:
+    """What every rank reads from files before anything is built. Bad files end the job here, with one line."""
+
+    shape: ModelShape  # the policy's, or that of the only model
+    tokenizer: PreTrainedTokenizerBase | Any = None
+    prompts: dict[str, PromptDataset] = field(default_factory=dict)  # "train", "val"
+    answers: SftDataset | Any = None
+    pairs: dict[str, PreferenceDataset] = field(default_factory=dict)  # "train", and "val" for evaluations
+    shapes: dict[str, ModelShape] = field(default_factory=dict)  # role -> shape, of models with one of their own
+    is_scored: bool = True  # whether responses get scores
+
+
+@dataclass
+class Team:
+    """This rank's worker of each role that it is in; class and layout of every role."""
+
+    world: World
+    config: Config
+    derived: RoleLayouts
+    inputs: Inputs
+    total_steps: int
+    layouts: dict[str, Layout]
+    groups: dict[str, RoleGroups]
+    workers: dict[str, Worker] = field(default_factory=dict)
+    worker_classes: dict[str, type[Worker]] = field(default_factory=dict)
+
+    def shape_of(self, role: str) -> ModelShape:
+        return self.inputs.shapes.get(role, self.inputs.shape)
+
+
+def build_team(
+    world: World,
+    config: Config,
+    derived: RoleLayouts,
+    inputs: Inputs,
+    roles: Mapping[str, str | type[Worker]],
+    total_steps: int = 0,
+) -> Team:
+    """Build this rank's workers, role by role in the given order. Collective over the world.
+
+    roles: name -> worker class, or "module:Class", which is imported here; "" stands for the built-in one.
+    """
+    layouts = world.together(
+        lambda: {
+            role: role_layout(inputs.shapes.get(role, inputs.shape), role, **placed.grid)
+            for role, placed in derived.roles.items()
+        }
+    )
+    lora = Lora.from_config(config.model)
+    if lora is not None and "actor" in layouts:
+        world.together(lambda: check_adapters(inputs.shape, layouts["actor"], lora))
+    platform.install()
+    groups = make_groups(layouts, world.rank, GroupCache(world.rank, world.nccl_timeout))
+    team = Team(world, config, derived, inputs, total_steps, dict(layouts), groups)
+    for role, named in roles.items():
+        worker_class = team.worker_classes[role] = _class_of(named or WORKERS[role])
+        if role not in layouts:
+            team.layouts[role] = _layout_of_all(team, worker_class.colocated_with)
+        worker = worker_class.build(team, role)
+        if worker is not None:
+            team.workers[role] = worker
+    return team
+
+
+def _class_of(named: str | type[Worker]) -> type[Worker]:
+    if not isinstance(named, str):
+        return named
+    module, _, name = named.partition(":")
+    found: type[Worker] = getattr(import_module(module), name)
+    return found
+
+
+def _layout_of_all(team: Team, roles: tuple[str, ...]) -> Layout:
+    """The layout of one role, or one of single ranks over those of several."""
+    if len(roles) == 1:
+        return team.layouts[roles[0]]
+    return Layout(tuple(sorted({rank for role in roles for rank in team.layouts[role].ranks})))
+
+
+def read_training_inputs(config: Config, world: World) -> Inputs:
+    """Tokenizer, prompts and shapes of all models; collective, because the ranks share the work."""
+    tokenizer, shape = read_model(config)
+    data = data_config(config)
+    prompts = {"train": PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, world)}
+    inputs = Inputs(shape, tokenizer, prompts)
+    add_validation_prompts(inputs, config, world)
+    if config.distillation.enabled:
+        inputs.shapes["teacher"] = teacher_shape(config, shape)
+    if config.reward.reward_model.enable:
+        inputs.shapes["reward"] = shape_of(architecture(config, "reward"), shape.vocab_size)
+    return inputs
+
+
+def add_validation_prompts(inputs: Inputs, config: Config, world: World) -> None:
+    """Read data.val_files, and check that every prompt has a scorer. Collective."""
+    data = data_config(config)
+    if data.val_files:
+        inputs.prompts["val"] = PromptDataset(data.val_files, inputs.tokenizer, data, data.val_max_samples, world)
+    sources = [source for dataset in inputs.prompts.values() for source in dataset.data_sources()]
+    check_rewards(config.reward, sources)
+
+
+def read_generation_inputs(config: Config, split: str, world: World, *, scored: bool = True) -> Inputs:
+    """As `read_training_inputs`, for the one data set that samples are drawn for. Collective."""
+    tokenizer, shape = read_model(config)
+    data = data_config(config)
+    files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}[split]
+    prompts = PromptDataset(files[0], tokenizer, data, files[1], world)
+    inputs = Inputs(shape, tokenizer, {split: prompts}, is_scored=scored)
+    if scored:
+        check_rewards(config.reward, prompts.data_sources())
+        if config.reward.reward_model.enable:
+            inputs.shapes["reward"] = shape_of(architecture(config, "reward"), shape.vocab_size)
+    return inputs
+
+
+def data_config(config: Config) -> DataConfig:
+    """The section `data`, whose chat template lists the tools."""
+    multi_turn = config.rollout.multi_turn
+    if not multi_turn.enable or multi_turn.function_tool_path is None:
+        return config.data
+    told = {"tools": tool_schemas(multi_turn.function_tool_path)} | config.data.apply_chat_template_kwargs
+    return config.data.model_copy(update={"apply_chat_template_kwargs": told})
+
+
+def read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
+    named = config.model.tokenizer or config.model.path
+    if named is None:
+        raise InputError("model.tokenizer and model.path are null; name a tokenizer directory")
+    tokenizer = load_tokenizer(named)
+    shape = shape_of(config.model, len(tokenizer))
+    check_longest(shape, config)
+    check_experts(shape, config)
+    return tokenizer, shape
+
+
+def check_experts(shape: ModelShape, config: Config) -> None:
+    """InputError where the job wants something of experts that the model does not have."""
+    mode, moe = config.actor.router_replay.mode, config.model.moe
+    wanted = {
+        f"actor.router_replay.mode={mode}": mode != "disabled",
+        f"model.moe.aux_loss_coeff={moe.aux_loss_coeff}": moe.aux_loss_coeff > 0,
+        f"model.moe.z_loss_coeff={moe.z_loss_coeff}": moe.z_loss_coeff > 0,
+    }
+    for key, is_wanted in wanted.items():
+        if is_wanted and not shape.num_experts:
+            raise InputError(f"{key} is for a mixture of experts, and the model has none; leave it out")
+
+
+def check_longest(shape: ModelShape, config: Config) -> None:
+    """InputError where sequences may get longer than the model attends to."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise InputError(
+            f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
+            f"{shape.max_position_embeddings} tokens that model.path={config.model.path} attends to; shorten them"
+        )
+
+
+def policy_shape(config: Config) -> ModelShape:
+    """The policy's, for jobs without prompts: a tokenizer is read only where nothing else says how many tokens there
+    are."""
+    model = config.model
+    counts = model.path is None and model.vocab_size is None and model.tokenizer is not None
+    return shape_of(model, len(load_tokenizer(model.tokenizer or "")) if counts else 0)

@@ -1,0 +1,53 @@
+"""When a job ends because its scorer does not do what the job needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcrl.algorithms.metrics import Sum
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.schema import Config
+from hpcrl.launch.exits import InputError
+from hpcrl.rollout_source.first_samples import FirstSamples
+
+CONFIG = Config.model_validate(
+    {
+        "data": {"train_batch_size": 3},
+        "rollout": {"n": 2},
+        "algorithm": {"filter_groups": {"enable": True, "metric": "steps"}},
+    }
+)
+
+
+def scores(size: int, failed: int, **extras: float) -> DataProto:
+    """The samples that failed come first."""
+    column = np.empty(size, object)
+    column[:] = [{} if row < failed else extras for row in range(size)]
+    metrics = {"reward/timeouts": Sum(float(failed)), "reward/errors": Sum(0.0)}
+    return DataProto({}, {"extras": column}, {"metrics": [metrics]})
+
+
+def test_all_scores_of_a_step_have_to_fail() -> None:
+    first = FirstSamples(CONFIG)
+    for _ in range(2):
+        first.check_scores(scores(2, 2))
+    with pytest.raises(InputError, match=r"all of the first 6 scores failed \(reward/timeouts 6\); logs"):
+        first.check_scores(scores(2, 2))
+
+
+def test_after_one_score_all_others_may_fail() -> None:
+    first = FirstSamples(CONFIG)
+    for batch in (scores(4, 4), scores(2, 1), scores(20, 20)):
+        first.check_scores(batch)
+
+
+def test_the_metric_has_to_be_there_once() -> None:
+    first = FirstSamples(CONFIG)
+    first.check_metric(scores(4, 4))
+    first.check_metric(scores(2, 1, steps=3.0))
+    first.check_metric(scores(20, 20))
+    first = FirstSamples(CONFIG)
+    first.check_metric(scores(4, 0, length=1.0))
+    with pytest.raises(InputError, match=r"filter_groups.metric names 'steps', and no sample .* score, length"):
+        first.check_metric(scores(2, 0, length=1.0))
