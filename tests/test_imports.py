@@ -20,8 +20,10 @@ LAYERS = (
     ("model",),
     ("engine", "reshard", "algorithms", "rewards", "data", "checkpoint"),
     ("rollout", "plan", "slurm"),
-    ("roles",),
-    ("trainer",),
+    ("workers",),
+    ("rollout_source",),
+    ("run",),
+    ("jobs",),
     ("cli",),
     ("__main__",),
 )

@@ -38,7 +38,9 @@ class Convert(Job):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("source", metavar="SOURCE", help="Hugging Face directory, run or checkpoint")
         parser.add_argument("target", metavar="TARGET", help="folder of a run, or of the Hugging Face directory")
-        parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key of the config")
+        parser.add_argument(
+            "overrides", metavar="key=value", nargs="*", default=[], help="override a key of the config"
+        )
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:

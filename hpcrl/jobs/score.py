@@ -41,7 +41,9 @@ class Score(Job):
         parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, run or checkpoint")
         parser.add_argument("--tokens", metavar="IN.jsonl", required=True, help='{"tokens": [ids]} per line')
         parser.add_argument("--out", metavar="OUT.jsonl", required=True, help='{"log_probs": [...]} per line')
-        parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key of the config")
+        parser.add_argument(
+            "overrides", metavar="key=value", nargs="*", default=[], help="override a key of the config"
+        )
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:

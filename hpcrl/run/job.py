@@ -42,7 +42,9 @@ class Job:
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("config", metavar="CONFIG", help="YAML file")
-        parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key: actor.optim.lr=2e-6")
+        parser.add_argument(
+            "overrides", metavar="key=value", nargs="*", default=[], help="override a key: actor.optim.lr=2e-6"
+        )
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:

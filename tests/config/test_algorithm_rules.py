@@ -13,8 +13,8 @@ from hpcrl.algorithms.policy_losses.registry import LOSSES as REGISTRY
 from hpcrl.config.derive import ESTIMATOR_INPUTS
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
-from hpcrl.workers.actor_objective import ActorObjective
 from hpcrl.run.prepare import derive, with_presets
+from hpcrl.workers.actor_objective import ActorObjective
 
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": {"adv_estimator": "grpo"}}, "rollout.n=1 leaves nothing to compare"),

@@ -9,6 +9,8 @@ import pytest
 from hpcrl.config import derive, placement
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.jobs.rm import RewardModel
+from hpcrl.jobs.sft import Sft
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -172,12 +174,12 @@ def test_group_estimators_need_several_samples() -> None:
 
 def test_sft() -> None:
     # PPO's batch sizes mean nothing to SFT
-    derived = derive.check_sft(config(actor={"ppo_mini_batch_size": 9999}, placement={"actor": {"tp": 2}}), 4)
+    derived = Sft.check(config(actor={"ppo_mini_batch_size": 9999}, placement={"actor": {"tp": 2}}), 4)
     assert set(derived.roles) == {"actor"}
     assert derived.samples_per_step == 256
     assert "256 samples" in derive.describe(derived)
     with_eval = config(sft={"eval_freq": 5}, data={"train_files": ["a"], "val_files": ["b"]})
-    assert set(derive.check_sft(with_eval, 4).roles) == {"actor", "rollout"}
+    assert set(Sft.check(with_eval, 4).roles) == {"actor", "rollout"}
 
 
 @pytest.mark.parametrize(
@@ -200,12 +202,12 @@ def test_sft() -> None:
 )
 def test_sft_combinations(sections: dict[str, dict[str, Any]], line: str) -> None:
     with pytest.raises(ConfigError, match="^" + line):
-        derive.check_sft(config(**sections), 4)
+        Sft.check(config(**sections), 4)
 
 
 def test_reward_model_job() -> None:
     job = {"data": {"max_prompt_length": 30, "max_response_length": 20, "val_files": ["val.parquet"]}}
-    found = derive.check_rm(config(**job, rm={"batch_size": 8}, placement={"reward": {"pp": 2}}), 4)
+    found = RewardModel.check(config(**job, rm={"batch_size": 8}, placement={"reward": {"pp": 2}}), 4)
     assert (found.roles.keys(), found.roles["reward"].dp, found.samples_per_step) == ({"reward"}, 2, 16)
     assert "reward (all)  tp 1  pp 2  dp 2" in derive.describe(found)
     for rm, line in (
@@ -214,7 +216,7 @@ def test_reward_model_job() -> None:
     ):
         empty = {"data": {**job["data"], "val_files": []}}
         with pytest.raises(ConfigError, match=line):
-            derive.check_rm(config(**empty, rm=rm), 4)
+            RewardModel.check(config(**empty, rm=rm), 4)
 
 
 def test_adapters_make_the_actor_the_reference_where_it_is_one() -> None:
@@ -237,4 +239,4 @@ def test_adapters_make_the_actor_the_reference_where_it_is_one() -> None:
 def test_what_adapters_do_not_go_with(sections: dict[str, Any], line: str) -> None:
     assert line in refusal(1, model={"lora_rank": 8}, **sections)
     with pytest.raises(ConfigError, match="`hpcrl rm` trains a whole model"):
-        derive.check_rm(config(model={"lora_rank": 8}), 1)
+        RewardModel.check(config(model={"lora_rank": 8}), 1)

@@ -5,20 +5,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.derive import check_rm, check_sft
+from hpcrl.cli import load_job
 from hpcrl.config.schema import Config
 from hpcrl.launch.job import make_run_directory, run_directory
-from hpcrl.jobs import train, rm, sft
-from hpcrl.run.prepare import derive, with_presets
 
 ROOT = Path(__file__).parents[2]
 NOT_COMPARED = (
     *("timing_s/", "timing_per_token_ms/", "perf/", "memory/"),
     *("fully_async/trainer/idle_ratio", "fully_async/rollouter/idle_ratio"),
 )
+
+
+def run_job(world, name: str, config: Config) -> int:
+    """`hpcrl NAME` on the ranks of the session's world; the exit code."""
+    job = load_job(name)
+    if world.rank == 0:
+        make_run_directory(run_directory(config))
+    world.barrier()
+    code = job(world, config, job.check_with_torch(config, world.size), Namespace()).main()
+    world.barrier()
+    return code
 
 
 def make_countdown_files(folder: Path) -> None:
@@ -43,13 +53,8 @@ class Lab:
         world.barrier()
 
     def run(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
-        config = with_presets(Config.model_validate(self.config(name, placement or {}, sections)))
-        derived = derive(config, self.world.size)
-        if self.world.rank == 0:
-            make_run_directory(run_directory(config))
-        self.world.barrier()
-        ppo.run(self.world, config, derived)
-        self.world.barrier()
+        config = Config.model_validate(self.config(name, placement or {}, sections))
+        run_job(self.world, "train", load_job("train").prepare(config))
         return self.folder / name
 
     def run_sft(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
@@ -58,12 +63,7 @@ class Lab:
         sections = {**sections, "data": {**data, "max_response_length": 18}, "reward": rules}
         template = self.config(name, placement or {}, sections)
         template["trainer"].pop("total_training_steps")
-        config = Config.model_validate(template)
-        if self.world.rank == 0:
-            make_run_directory(run_directory(config))
-        self.world.barrier()
-        sft.run(self.world, config, check_sft(config, self.world.size))
-        self.world.barrier()
+        run_job(self.world, "sft", Config.model_validate(template))
         return self.folder / name
 
     def run_rm(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
@@ -71,12 +71,7 @@ class Lab:
         options = {"batch_size": 8, "total_training_steps": 2, "optim": {"lr": 1e-3}}
         template = self.config(name, placement or {}, {"data": files, "rm": options, **sections})
         template["trainer"].pop("total_training_steps")
-        config = Config.model_validate(template)
-        if self.world.rank == 0:
-            make_run_directory(run_directory(config))
-        self.world.barrier()
-        rm.run(self.world, config, check_rm(config, self.world.size))
-        self.world.barrier()
+        run_job(self.world, "rm", Config.model_validate(template))
         return self.folder / name
 
     def config(self, name: str, placement: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.telemetry.archive import RolloutLog, read_samples, read_step, step_path
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.response_stream import ResponseStream
 from hpcrl.workers.rollout import RolloutWorker
-from hpcrl.telemetry.archive import RolloutLog, read_samples, read_step, step_path
 from tests.mpi.lab import Lab, metrics
 
 pytestmark = pytest.mark.world(4)
@@ -141,7 +141,7 @@ RANDOM_LENGTHS = {"data": {"max_response_length": 40}}
     [(1, True), pytest.param(3, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.exhaustive)],
 )
 def test_no_sample_is_older_than_the_bound(world, lab: Lab, threshold: int, partial: bool) -> None:
-    """Random lengths: an untrained model stops where it likes. More schedules: tests/rollout_source/test_streaming.py."""
+    """Random lengths: an untrained model stops where it likes. See also tests/rollout_source/test_streaming.py."""
     found = run(
         lab,
         f"stream_{threshold}_{partial}",

@@ -11,14 +11,11 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from hpcrl.config.derive import check_evaluate, check_generate
 from hpcrl.config.schema import Config
 from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import make_run_directory, run_directory
-from hpcrl.jobs import evaluate, generate
 from hpcrl.run.inference import inside_run
 from hpcrl.run.prepare import with_presets
-from tests.mpi.lab import Lab, metrics, own_layout
+from tests.mpi.lab import Lab, metrics, own_layout, run_job
 
 pytestmark = pytest.mark.ci_world(2)
 
@@ -53,16 +50,14 @@ class Inference:
         """What evaluation.json holds."""
         sections = {"rollout": {"val_kwargs": WAYS}, **sections}
         config = self._config("evaluate", name, placement, sections)
-        evaluate.run(self.world, config, check_evaluate(config, self.world.size))
-        self.world.barrier()
+        run_job(self.world, "evaluate", config)
         return json.loads((self.lab.folder / name / "evaluation.json").read_text())
 
     def generate(self, name: str, placement: dict[str, Any], **sections: dict[str, Any]) -> list[dict[str, Any]]:
         """The lines of generations.jsonl."""
         sections = {"rollout": {"n": 3}, **sections}
         config = self._config("generate", name, placement, sections)
-        generate.run(self.world, config, check_generate(config, self.world.size))
-        self.world.barrier()
+        run_job(self.world, "generate", config)
         return [json.loads(line) for line in self.output(name).read_text().splitlines()]
 
     def output(self, name: str) -> Path:
@@ -72,10 +67,7 @@ class Inference:
         template = self.lab.config(name, placement, {"data": self.data, **sections})
         template["data"].pop("train_files")
         make = partial(inside_run, with_presets(Config.model_validate(template)), job)
-        config = self.world.broadcast(make() if self.world.rank == 0 else None)
-        if self.world.rank == 0:
-            make_run_directory(run_directory(config))
-        self.world.barrier()
+        config: Config = self.world.broadcast(make() if self.world.rank == 0 else None)
         return config
 
 

@@ -23,9 +23,9 @@ from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.reshard.pieces import Cell, megatron_cells
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.verification import ChecksumMismatch
-from hpcrl.workers.refit import refit_metrics
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.workers.refit import refit_metrics
 from tests.covering import covering
 from tests.live_bytes import LiveBytes, all_tensors
 from tests.mpi.layouts import SHAPE as TRAINED

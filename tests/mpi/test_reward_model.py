@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,18 @@ from hpcrl.algorithms.bradley_terry import bradley_terry_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.checkpoint.store import load_path
-from hpcrl.config.derive import check_rm
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.controller import Controller, run_program
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
+from hpcrl.jobs.rm import RewardModel
 from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import make_run_directory, run_directory
+from hpcrl.launch.job import run_directory
 from hpcrl.launch.world import World
 from hpcrl.workers.preference import PreferenceDataWorker
 from hpcrl.workers.reward import RewardModelWorker
-from hpcrl.workers.team import read_rm_inputs
-from hpcrl.jobs import rm
+from tests.mpi.lab import run_job
 from tests.mpi.layouts import SGD, SHAPE, SOME_LAYOUTS, assert_slices, gradients, make_batch, save_sharded
 
 pytestmark = pytest.mark.ci_world(2)
@@ -133,11 +133,7 @@ def make_config(folder: Path, name: str, placement: dict[str, Any], pairs: int =
 
 def run(world: World, config: Config) -> dict[int, dict[str, float]]:
     """Lines of metrics by step, without times and sizes."""
-    if world.rank == 0:
-        make_run_directory(run_directory(config))
-    world.barrier()
-    rm.run(world, config, check_rm(config, world.size))
-    world.barrier()
+    run_job(world, "rm", config)
     lines = [json.loads(line) for line in (run_directory(config) / "metrics.jsonl").read_text().splitlines()]
     apart = ("timing_s/", "perf/", "memory/")
     return {line["step"]: {k: v for k, v in line.items() if not k.startswith(apart)} for line in lines}
@@ -194,7 +190,7 @@ def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
     assert last["val/accuracy"] > 0.65
     assert last["val/margin"] > 0.5 and last["val/loss"] < 0.6
 
-    inputs = read_rm_inputs(config, world)
+    inputs = RewardModel(world, config, None, Namespace()).read_inputs()
     layouts = {"reward": Layout((0, 1))}  # two replicas
     worker = RewardModelWorker(make_groups(layouts, world.rank)["reward"], inputs.shape, config)
     checkpoint = world.broadcast(load_path(run_directory(config), print))
@@ -202,7 +198,7 @@ def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
     workers = {"reward": worker, "data": PreferenceDataWorker(layouts["data"], world.rank, inputs.pairs)}
 
     def program(controller: Controller) -> np.ndarray:
-        controller["reward"].load_model(str(checkpoint)).get()
+        controller["reward"].load_frozen(str(checkpoint)).get()
         rows = np.arange(300)
         assignment = np.random.default_rng(0).integers(0, 2, 600).astype(np.int32)
         samples = {"row": np.repeat(rows, 2), "side": np.tile([0, 1], 300), "replica_of_2": assignment}
@@ -221,11 +217,11 @@ def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
 def test_weights_of_another_head_are_no_reward_model(world, folder, world_tmp_path):
     """A critic's number means something else; an actor's checkpoint has no `reward` at all."""
     config = make_config(folder, "refused", {})
-    inputs = read_rm_inputs(config, world)
+    inputs = RewardModel(world, config, None, Namespace()).read_inputs()
     groups = make_groups({"reward": Layout(tuple(range(world.size)))}, world.rank)["reward"]
     save_sharded(TrainEngine(inputs.shape, groups, head="value"), world_tmp_path / "reward", groups)
     worker = RewardModelWorker(groups, inputs.shape, config)
     with pytest.raises(InputError, match="reward_head"):
-        worker.load_model(str(world_tmp_path))
+        worker.load_frozen(str(world_tmp_path))
     with pytest.raises(InputError, match="cannot load checkpoint"):
-        worker.load_model(str(world_tmp_path / "nothing"))
+        worker.load_frozen(str(world_tmp_path / "nothing"))

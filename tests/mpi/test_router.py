@@ -19,10 +19,10 @@ from hpcrl.model.kv_memory import BLOCK_SIZE, kv_bytes_per_token
 from hpcrl.model.router import Router
 from hpcrl.model.routing import OWN
 from hpcrl.model.shape import ModelShape
-from hpcrl.workers.response_stream import Response
-from hpcrl.workers.responses import response_columns
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.workers.response_stream import Response
+from hpcrl.workers.responses import response_columns
 from tests.mpi.layouts import (
     DEEPSEEK,
     MIXTURE,

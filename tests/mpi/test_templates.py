@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.derive import check_rm, check_sft
 from hpcrl.config.loader import load_config
-from hpcrl.launch.job import make_run_directory, run_directory
-from hpcrl.jobs import train, rm, sft
-from hpcrl.run.prepare import derive, with_presets
+from hpcrl.launch.job import run_directory
+from hpcrl.run.prepare import with_presets
+from tests.mpi.lab import run_job
 
 ROOT = Path(__file__).parents[2]
 WIDE = ["async_countdown_cpu", "one_step_off_countdown_cpu"]  # rank 0 leads, and generation has ranks of its own
@@ -73,16 +72,7 @@ def run_two_steps(world, template: str) -> None:
     for section in (config.model, config.teacher, config.reward.reward_model):
         if section.init_from:
             run_two_steps(world, f"{Path(section.init_from).name}_cpu")
-    if world.rank == 0:
-        make_run_directory(run_directory(config))
-    world.barrier()
-    if kind == "sft":
-        sft.run(world, config, check_sft(config, world.size))
-    elif kind == "rm":
-        rm.run(world, config, check_rm(config, world.size))
-    else:
-        ppo.run(world, config, derive(config, world.size))
-    world.barrier()
+    run_job(world, kind if kind in ("sft", "rm") else "train", config)
     lines = [json.loads(line) for line in (run_directory(config) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     losses = [value for line in lines for name, value in line.items() if name.endswith(("/loss", "/grad_norm"))]

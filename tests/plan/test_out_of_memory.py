@@ -58,21 +58,20 @@ def test_every_phase_of_a_plan_is_a_method_of_a_worker(job: Job) -> None:
 def test_a_method_has_the_figures_of_its_phase_on_its_rank(config: Config, job: Job, method: str, changes: str) -> None:
     ranks = job.derived.world_size
     for rank in (0, ranks - 1):
-        told = advice("train", config, ranks, rank, *method.split("."))
+        told = advice(config, ranks, rank, *method.split("."))
         (row,) = [row for row in job.rows() if row.phase == PHASES[method] and rank in row.place.ranks]
         assert told.startswith(f"`hpcrl plan` expects {row.total / GIB:.2f} GiB: ")
         assert f"; to need less: {changes}" in told
 
 
 def test_what_stays_on_the_device_without_need_is_offered_for_offload(config: Config, job: Job) -> None:
-    told = advice("train", config, job.derived.world_size, 0, "ref", "compute_ref_log_prob")
+    told = advice(config, job.derived.world_size, 0, "ref", "compute_ref_log_prob")
     assert "param_offload" not in told and "optimizer_offload" not in told  # this template offloads everything
     stays = config.model_copy(update={"critic": config.critic.model_copy(update={"optimizer_offload": False})})
-    told = advice("train", stays, job.derived.world_size, 0, "ref", "compute_ref_log_prob")
+    told = advice(stays, job.derived.world_size, 0, "ref", "compute_ref_log_prob")
     assert "critic.optimizer_offload=true" in told and "critic.param_offload" not in told
 
 
 def test_what_the_plan_does_not_know_is_no_error(config: Config) -> None:
-    assert advice("train", config, 3, 0, "actor", "update_actor").startswith("`hpcrl plan` has no figures: ")
-    assert advice("train", config, 512, 0, None, "start") == "`hpcrl plan` has no figures for this phase"
-    assert "sft.max_token_len_per_gpu" in advice("sft", config, 8, 0, "actor", "update")
+    assert advice(config, 3, 0, "actor", "update_actor").startswith("`hpcrl plan` has no figures: ")
+    assert advice(config, 512, 0, None, "start") == "`hpcrl plan` has no figures for this phase"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from hpcrl.controller.controller import Controller, Future
+from hpcrl.rollout_source.background_task import BackgroundTask, Steps
 from hpcrl.telemetry.timers import PhaseTimers
-from hpcrl.rollout_source.background_task import Pending, Steps
 
 
 def test_steps_go_on_when_their_futures_are_ready_and_wait_only_when_asked() -> None:
@@ -24,7 +24,9 @@ def test_steps_go_on_when_their_futures_are_ready_and_wait_only_when_asked() -> 
         return str(first + second)
 
     controller, clock = SimpleNamespace(background=None), iter(range(100))
-    pending = Pending(steps(), timers := PhaseTimers(lambda: next(clock))).in_background(cast(Controller, controller))
+    pending = BackgroundTask(steps(), timers := PhaseTimers(lambda: next(clock))).in_background(
+        cast(Controller, controller)
+    )
     assert begun == ["a"]
     controller.background()
     assert begun == ["a", "b"]

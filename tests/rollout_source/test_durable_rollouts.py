@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 import pytest
 
-from hpcrl.workers.response_journal import ARRAYS
+from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back
+from hpcrl.run.start import set_aside
 from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.telemetry.generation_log import generation_log, generation_logs
 from hpcrl.telemetry.record_log import read_records
-from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back
-from hpcrl.run.run import set_aside
+from hpcrl.workers.response_journal import ARRAYS
 from tests.launch.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 from tests.preloaded import RANK
 from tests.run.small_run import write_config

@@ -13,49 +13,58 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Future
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.launch.exits import InputError
-from hpcrl.telemetry.timers import PhaseTimers
-from hpcrl.rollout_source.synchronous import Collected
-from hpcrl.rollout_source.one_step_off import OneStepOff
 from hpcrl.rollout_source.background_task import Steps
+from hpcrl.rollout_source.one_step_off import OneStepOff
+from hpcrl.rollout_source.source import Collected, RolloutContext
+from hpcrl.telemetry.timers import PhaseTimers
 
 LAST = 2
 
 
-class WithoutStepThree(OneStepOff):
+class WithoutStepThree:
+    """A generator that finds no samples for the step after the last one."""
+
     def gather(self, step: int) -> Steps[Collected]:
         yield "gen", Future(lambda: None, lambda: True)
         if step == LAST + 1:
             raise InputError("no prompt is left that differs")
-        return SimpleNamespace(), {"step": float(step)}  # type: ignore[return-value]
+        return SimpleNamespace(samples={"epoch": [0]}), {"step": float(step)}  # type: ignore[return-value]
 
 
-def loop(total_steps: int) -> WithoutStepThree:
+def make(total_steps: int) -> tuple[OneStepOff, list[dict[str, float]]]:
     config = Config.model_validate({"async_training": {"mode": "one_step_off"}, "trainer": {"save_freq": 1}})
-    anything: Any = SimpleNamespace(bring=lambda version: None)
+    anything: Any = SimpleNamespace(update_to=lambda version: None)
     sampler = OrderedSampler(10, 0, False)
-    return WithoutStepThree(anything, config, anything, sampler, PhaseTimers(), (0,), anything, total_steps)
+    logged: list[dict[str, float]] = []
+    context = RolloutContext(
+        *(anything, config, anything, sampler, PhaseTimers(), (0,), anything, total_steps), log=logged.append
+    )
+    source = OneStepOff(context)
+    source.generator = WithoutStepThree()  # type: ignore[assignment]
+    return source, logged
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_run_ends_well_without_samples_for_a_step_after_the_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, in_background: bool
 ) -> None:
-    experience = loop(LAST)
+    source, logged = make(LAST)
     for step in (1, 2):
-        assert experience.collect(step)[1] == {"step": step}
+        source.next(step)
+    assert logged == [{"step": step, "training/epoch": 0.0} for step in (1, 2)]
     if in_background:
-        experience.controller.background()  # type: ignore[misc]
-    with caplog.at_level(logging.WARNING), experience.paused(LAST):  # for the last validation
+        source.context.controller.background()  # type: ignore[misc]
+    with caplog.at_level(logging.WARNING), source.paused(LAST):  # for the last validation
         pass
     assert [record.getMessage() for record in caplog.records] == [
         "no samples for a step after the last one: no prompt is left that differs"
     ]
-    assert "ahead" not in experience.save(tmp_path, LAST, experience.between_steps())
+    assert "ahead" not in source.save(tmp_path, LAST, source.between_steps())
 
 
 def test_a_step_of_the_run_needs_its_samples() -> None:
-    experience = loop(LAST + 1)
+    source, _ = make(LAST + 1)
     for step in (1, 2):
-        experience.collect(step)
-    with pytest.raises(InputError, match="no prompt is left"), experience.paused(LAST):
+        source.next(step)
+    with pytest.raises(InputError, match="no prompt is left"), source.paused(LAST):
         pass

@@ -9,7 +9,7 @@ from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
 from hpcrl.launch.exits import InputError
-from hpcrl.rollout_source.first_samples import FirstSamples
+from hpcrl.rollout_source.scoring import FirstSamples
 
 CONFIG = Config.model_validate(
     {

@@ -21,10 +21,11 @@ from hpcrl.controller.controller import Controller
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.grid.layout import Layout
 from hpcrl.launch.exits import InputError
-from hpcrl.workers.response_stream import Finished
+from hpcrl.rollout_source.source import RolloutContext
+from hpcrl.rollout_source.streaming import Streaming
+from hpcrl.rollout_source.weight_sync import WeightSync
 from hpcrl.telemetry.timers import PhaseTimers
-from hpcrl.rollout_source.weight_sync import EngineWeights
-from hpcrl.rollout_source.streaming import Stream
+from hpcrl.workers.response_stream import Finished
 
 N = 2
 
@@ -102,17 +103,26 @@ class Replicas:
         )
 
 
-class Weights(EngineWeights):
-    def bring(self, version: int) -> None:
+class Weights(WeightSync):
+    def update_to(self, version: int) -> None:
         self.version = version
 
 
-def stream(replicas: Replicas, config: Config, total_steps: int, version: int) -> Stream:
+def stream(replicas: Replicas, config: Config, total_steps: int, version: int) -> Streaming:
     timers = PhaseTimers()
-    weights = Weights(cast(Controller, replicas), timers)
-    weights.bring(version)
+    controller = cast(Controller, replicas)
+    weights = Weights(controller, timers)
+    weights.update_to(version)
     derived = cast(Derived, SimpleNamespace(needs_reward_model=False, needs_reward_baseline=False))
-    return Stream(replicas, config, derived, OrderedSampler(1000, 0, False), timers, (0,), weights, total_steps)
+    sampler = OrderedSampler(1000, 0, False)
+    return Streaming(RolloutContext(controller, config, derived, sampler, timers, (0,), weights, total_steps))
+
+
+def take_step(source: Streaming, step: int) -> tuple[DataProto, dict[str, float]]:
+    """The samples of a step, and the metrics that were logged with them."""
+    logged: dict[str, float] = {}
+    source.context.log = logged.update
+    return source.next(step), logged
 
 
 @settings(max_examples=100, deadline=None)
@@ -141,7 +151,7 @@ def test_no_sample_is_older_than_the_bound_and_none_is_lost(
     trained: list[int] = []
     dropped = 0.0
     for step in range(1, steps + 1):
-        batch, metrics = loop.collect(step)
+        batch, metrics = take_step(loop, step)
         samples = batch.samples
         assert len(batch) == batch_size * N
         age = step - 1 - samples["weight_version_min"]
@@ -152,23 +162,23 @@ def test_no_sample_is_older_than_the_bound_and_none_is_lost(
         dropped += metrics.get("training/filter_groups/evicted_samples", 0.0) / N
         for _ in range(replicas.random.randint(0, min(5, len(replicas.running)))):
             replicas.listen()  # while the actor trains
-        loop.updated(step)
+        loop.update_weights(step)
         assert replicas.most_live <= (1 + threshold) * batch_size
         if step == resumed_after:  # a checkpoint without anything finished: what is under way is drawn again
             loop.finished.clear()
             waiting = [(prompt.row, prompt.epoch) for _, prompt in sorted(loop.prompts.items())]
-            ready = loop.surplus
+            ready = loop.pool.surplus
             replicas = Replicas(dp, seed + 1, equal_scores)
-            position, counts, number = loop.sampler.state_dict(), loop.counts, loop.next_number
+            position, counts, number = loop.context.sampler.state_dict(), loop.pool.counts, loop.next_number
             loop = stream(replicas, config, steps, step)
-            loop.sampler.load_state_dict(position)
+            loop.context.sampler.load_state_dict(position)
             loop.again.extend(waiting)
-            loop.surplus, loop.counts, loop.next_number = ready, counts, number
-            loop.num_submitted = step * batch_size + len(loop._versions_here())
+            loop.pool.surplus, loop.pool.counts, loop.next_number = ready, counts, number
+            loop.num_submitted = step * batch_size + len(loop._ready_versions())
     left = [prompt.row for prompt in loop.prompts.values()] + [row for row, _ in loop.again]
-    left += np.unique(loop.surplus.samples["row"]).tolist() if loop.surplus is not None else []
+    left += np.unique(loop.pool.surplus.samples["row"]).tolist() if loop.pool.surplus is not None else []
     assert max(Counter(trained + left).values()) == 1
-    assert len(trained) + len(left) + dropped == loop.sampler.state_dict()["position"]
+    assert len(trained) + len(left) + dropped == loop.context.sampler.state_dict()["position"]
 
 
 def bounded(threshold: int, batch_size: int, **filtering: Any) -> Config:
@@ -195,12 +205,13 @@ def test_a_resumed_run_trains_what_is_late_by_its_smaller_bound(
         {
             "prompt": np.repeat(np.arange(8), N).astype(np.int32),
             "row": np.repeat(np.arange(8), N),
+            "epoch": np.zeros(8 * N, np.int64),
             "sample_index": np.tile(np.arange(N), 8),
             "weight_version_min": np.repeat([1, 2], 4 * N),
             "weight_version_max": np.repeat([1, 2], 4 * N),
         },
     )
-    loop.read = lambda folder, step: kept  # type: ignore[method-assign]
+    loop.pool.read = lambda folder, step: kept  # type: ignore[method-assign]
     loop.load({"sampler": {"position": 8}, "surplus": True}, Path(), 4)
     told = [record.getMessage() for record in caplog.records]
     assert [line.split(" will be older")[0] for line in told] == (
@@ -208,8 +219,8 @@ def test_a_resumed_run_trains_what_is_late_by_its_smaller_bound(
     )
     rows: list[int] = []
     for step in range(5, 5 + 8 // batch_size):
-        rows += loop.collect(step)[0].samples["row"].tolist()[::N]
-        loop.updated(step)
+        rows += take_step(loop, step)[0].samples["row"].tolist()[::N]
+        loop.update_weights(step)
     assert rows == list(range(8))
 
 
@@ -219,10 +230,10 @@ def test_prompts_whose_scores_failed_are_dropped_like_those_that_do_not_differ(s
     loop = stream(replicas, bounded(1, 4, enable=True, metric="steps"), 4, 0)
     dropped = 0.0
     for step in range(1, 5):
-        batch, metrics = loop.collect(step)
+        batch, metrics = take_step(loop, step)
         assert all("steps" in extra for extra in batch.samples["extras"])
         dropped += metrics["training/filter_groups/evicted_samples"]
-        loop.updated(step)
+        loop.update_weights(step)
     assert dropped > 0
 
 
@@ -230,4 +241,4 @@ def test_prompts_whose_scores_failed_are_dropped_like_those_that_do_not_differ(s
 def test_a_scorer_that_never_works_ends_the_job_after_a_step_of_samples(filtering: dict[str, Any]) -> None:
     loop = stream(Replicas(2, 0, 0.0, failed_scores=1.0), bounded(1, 4, **filtering), 4, 0)
     with pytest.raises(InputError, match=r"all of the first 8 scores failed \(reward/errors 8\)"):
-        loop.collect(1)
+        loop.next(1)

@@ -13,10 +13,10 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.launch.exits import InputError
+from hpcrl.rollout_source.prompt_groups import differing, metric_values, numbered
+from hpcrl.rollout_source.source import RECORDED, RolloutContext, SamplePool
 from hpcrl.telemetry.archive import RolloutLog, finish_step, log_path
 from hpcrl.telemetry.timers import PhaseTimers
-from hpcrl.rollout_source.synchronous import RECORDED, Experience
-from hpcrl.rollout_source.prompt_groups import differing, metric_values, numbered
 
 
 def batch(prompts: list[int], scores: list[float], **extras: list[float]) -> DataProto:
@@ -81,8 +81,9 @@ def test_a_change_of_mode_says_which_prompts_it_drops(
     config = Config.model_validate({"async_training": {"mode": mode}})
     sampler = OrderedSampler(40, 0, False)
     nothing: Any = SimpleNamespace()
-    loop = Experience(nothing, config, nothing, sampler, PhaseTimers(), (0,), nothing, 10)
-    loop.load(state, tmp_path, 3)
+    SamplePool(RolloutContext(nothing, config, nothing, sampler, PhaseTimers(), (0,), nothing, 10)).load(
+        state, tmp_path, 3
+    )
     assert sampler.position == 20
     told = [record.getMessage() for record in caplog.records]
     expected = (

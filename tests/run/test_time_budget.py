@@ -10,8 +10,8 @@ import pytest
 
 from hpcrl.launch.exits import InputError
 from hpcrl.launch.walltime import end_of_allocation
+from hpcrl.run.time_budget import StopRequested, TimeBudget, check_progress
 from hpcrl.telemetry.timers import PhaseTimers
-from hpcrl.run.time_budget import Leave, Slice, check_progress
 
 END = 1000.0
 
@@ -23,12 +23,12 @@ class Clock:
         return self.now
 
 
-def make(folder: Path, clock: Clock, ends_at: float | None = END, signals: tuple[str, ...] = ()) -> Slice:
+def make(folder: Path, clock: Clock, ends_at: float | None = END, signals: tuple[str, ...] = ()) -> TimeBudget:
     timers = PhaseTimers(clock)
     for phase, seconds in {"gen": 100.0, "update_actor": 50.0, "save_checkpoint": 20.0}.items():
         timers.took(phase, seconds)
     requested = lambda: signals[0] if signals else None  # noqa: E731
-    return Slice(folder, timers, requested=requested, ends_at=ends_at, margin=30.0, clock=clock)
+    return TimeBudget(folder, timers, requested=requested, ends_at=ends_at, margin=30.0, clock=clock)
 
 
 @pytest.mark.parametrize(
@@ -45,22 +45,19 @@ def make(folder: Path, clock: Clock, ends_at: float | None = END, signals: tuple
 def test_a_phase_begins_where_it_fits_with_a_save(tmp_path, now, saves, phases, leaves) -> None:
     clock = Clock()
     part = make(tmp_path, clock)
-    part.num_saves = lambda: saves
+    part._num_saves = lambda: saves
     clock.now = now
     if leaves:
-        with pytest.raises(Leave, match="the allocation ends in"):
-            part.go_on(*phases)
+        with pytest.raises(StopRequested, match="the allocation ends in"):
+            part.check(*phases)
     else:
-        part.go_on(*phases)
-        assert not part.is_open
+        part.check(*phases)
 
 
-def test_a_signal_is_heeded_where_the_loop_can_be_left(tmp_path) -> None:
-    part = make(tmp_path, Clock(), ends_at=None, signals=("SIGURG on rank 3 (n1)",))
-    part.timers.before("reward")  # in the middle of an update
-    part.is_open = True
-    with pytest.raises(Leave, match=r"SIGURG on rank 3 \(n1\), before reward"):
-        part.timers.before("reward")
+def test_a_signal_stops_the_run_before_the_next_phase(tmp_path) -> None:
+    budget = make(tmp_path, Clock(), ends_at=None, signals=("SIGURG on rank 3 (n1)",))
+    with pytest.raises(StopRequested, match=r"SIGURG on rank 3 \(n1\), before reward"):
+        budget.check("reward")
 
 
 def test_later_slices_know_what_was_measured(tmp_path) -> None:
@@ -68,15 +65,15 @@ def test_later_slices_know_what_was_measured(tmp_path) -> None:
     part = make(tmp_path, clock)
     with part.timers("step"):
         clock.now = 170.0
-    part.remember_times()
+    part.write_times()
     times = json.loads((tmp_path / "times.json").read_text())
     assert (times["step_s"], times["save_s"]) == (170.0, 20.0)
-    again = Slice(tmp_path, timers := PhaseTimers(), requested=lambda: None, ends_at=END, margin=30.0, clock=clock)
+    again = TimeBudget(tmp_path, timers := PhaseTimers(), requested=lambda: None, ends_at=END, margin=30.0, clock=clock)
     clock.now = 900.0
-    with pytest.raises(Leave, match="gen and a save take 2m00s"):
-        again.go_on("gen")
+    with pytest.raises(StopRequested, match="gen and a save take 2m00s"):
+        again.check("gen")
     timers.took("gen", 20.0)
-    again.go_on("gen")  # an exception once is not planned with for ever
+    again.check("gen")  # an exception once is not planned with for ever
 
 
 def test_two_slices_without_progress_end_a_chain(tmp_path) -> None:

@@ -12,8 +12,8 @@ import yaml
 
 from tests import preloaded
 from tests.launch.conftest import REPOSITORY
-from tests.slurm.conftest import Lab
 from tests.run.small_run import MODEL, NOT_COMPARED, write_rows
+from tests.slurm.conftest import Lab
 
 SCRIPT = """\
 #!/bin/bash

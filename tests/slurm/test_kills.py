@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.launch.heartbeat import read
+from tests.run.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import (
     PHASES,
@@ -23,7 +24,6 @@ from tests.slurm.small_ppo import (
     rank_for,
     write_job,
 )
-from tests.run.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
 
 PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_seconds": 240.0}
 

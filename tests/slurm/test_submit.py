@@ -127,4 +127,4 @@ def test_what_sbatch_says_is_told(login: Login) -> None:
 )
 def test_wrong_command_lines(arguments: tuple[str, ...], line: str) -> None:
     with pytest.raises(InputError, match=line):
-        parse(arguments)
+        parse(arguments, ["sft", "train"])

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import JobConfig
 from hpcrl.launch.exits import InputError
+from hpcrl.run import prepare
 from hpcrl.slurm.site import SiteConfig
 from hpcrl.slurm.template import Batch, render
-from hpcrl.run import prepare
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from hpcrl.config.schema import Config
-from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.telemetry.generation_log import generation_log
 from hpcrl.telemetry.record_log import RecordLog
+from hpcrl.workers.response_journal import ResponseJournal
 
 SAMPLING = SamplingParams(8, temperature=0.7, eos_token_ids=(2,))
 REQUESTS = [Request([5, 6, prompt], f"a.parquet:{prompt}:0", sample) for prompt in range(6) for sample in range(2)]
