@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from hpcrl.launch import exits
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime import exits
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.config.derive import Derived, DerivedGenerate, DerivedModel, DerivedRm, DerivedSft
     from hpcrl.config.schema import Config
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 Values = TypeVar("Values", "Derived", "DerivedGenerate", "DerivedModel", "DerivedRm", "DerivedSft")
 
@@ -89,12 +89,12 @@ def _run_job(
 
     if dry_run.requested(os.environ):
         dry_run.main(name, path, overrides)
-    from hpcrl.launch.job import run_spmd
+    from hpcrl.runtime.job import run_spmd
 
     run_spmd(
         partial(_load, path, overrides, inside=name if inside_run else None),
         job,
-        heeds_signals=resumable,
+        handles_signals=resumable,
         memory_advice=partial(_memory_advice, name),
     )
 
@@ -183,7 +183,7 @@ def _score(arguments: list[str]) -> NoReturn:
     if not words or "=" in words[0] or len(named) < len(paths):
         _refuse(f"score needs a model, --tokens and --out; {usage}")
     model, *overrides = words
-    from hpcrl.launch.job import run_spmd
+    from hpcrl.runtime.job import run_spmd
 
     def load() -> Config:
         from hpcrl.config.loader import quoted
@@ -208,7 +208,7 @@ def _convert(arguments: list[str]) -> NoReturn:
     if len(arguments) < 2 or any("=" in word or word.startswith("-") for word in arguments[:2]):
         _refuse(f"convert needs a source and a target; {usage}")
     source, target, *overrides = arguments
-    from hpcrl.launch.job import run_spmd
+    from hpcrl.runtime.job import run_spmd
 
     def load() -> Config:
         from hpcrl.trainer.of_weights import config_of, folder_of
@@ -250,15 +250,15 @@ def _plan(arguments: list[str]) -> NoReturn:
 def _check(arguments: list[str]) -> NoReturn:
     if arguments[:1] == ["--job"]:
         _check_job(arguments[1:])
-    from hpcrl.launch import check
     from hpcrl.rollout.tensorrt_llm.check import findings
+    from hpcrl.runtime import check
 
     check.main(arguments, findings)
 
 
 def _check_job(arguments: list[str]) -> NoReturn:
     from hpcrl.checkpoint.manifest import verify
-    from hpcrl.launch import check_job
+    from hpcrl.runtime import check_job
 
     def folder() -> str:
         if not arguments:
@@ -292,7 +292,7 @@ def _check_plan(command: str, config: Config, ranks: int) -> None:
 
 
 def _refuse(line: str) -> NoReturn:
-    exits.refuse(InputError(line))
+    exits.exit_with_error(InputError(line))
 
 
 COMMANDS: dict[str, Callable[[list[str]], NoReturn]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import defaultdict, deque
@@ -11,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.launch.exits import InputError
 from hpcrl.rewards.overlong import overlong_reward
-from hpcrl.rewards.pool import ScorePool, warn_of_failures
-from hpcrl.rewards.rate_limit import RateLimit
 from hpcrl.rewards.registry import rule_for
-from hpcrl.rewards.score_worker import Outcome, Source
+from hpcrl.rewards.score_worker import Source
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.process_pool import ProcessPool, RateLimit
+from hpcrl.sandbox.worker_process import Outcome
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import RewardConfig
 
+log = logging.getLogger(__name__)
+
 FATES = ("timeouts", "crashes", "errors")
+WARNINGS = 3  # lines per batch that say why scores failed
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class RewardManager:
         self._requests: defaultdict[Hashable, deque[tuple[ScoreRequest, int | None]]] = defaultdict(deque)
         limited = cfg.reward_manager.name == "rate_limited"
         kwargs = cfg.reward_kwargs
-        self._pool = ScorePool(
+        self._pool = ProcessPool(
             source_of(cfg),
             cfg.num_workers,
             kwargs.timeout if limited else cfg.timeout,
@@ -105,7 +109,7 @@ class RewardManager:
             outcomes = self._score_together(requests)
         else:
             outcomes = [self._pool.take(number) for _, number in found if number is not None]
-        warn_of_failures(outcomes)
+        _warn_of_failures(outcomes)
         results: list[dict[str, Any]] = [
             outcome.result if outcome.fate == "ok" else {"score": 0.0} for outcome in outcomes
         ]
@@ -216,6 +220,15 @@ def split_path(path: str, name: str) -> tuple[str, str]:
     """(file, function) of `file.py:function`, or of a file and the function named apart."""
     short = re.fullmatch(r"(.+\.py):(\w+)", path)
     return (short[1], short[2]) if short else (path, name)
+
+
+def _warn_of_failures(outcomes: Sequence[Outcome]) -> None:
+    """Logs why scores failed, a few lines for a batch."""
+    failed = [outcome for outcome in outcomes if outcome.fate != "ok"]
+    for outcome in failed[:WARNINGS]:
+        log.warning("reward: a response scored 0 (%s): %s", outcome.fate, outcome.why)
+    if len(failed) > WARNINGS:
+        log.warning("reward: %d more responses scored 0", len(failed) - WARNINGS)
 
 
 def _arguments(request: ScoreRequest) -> dict[str, Any]:

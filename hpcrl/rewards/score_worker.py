@@ -5,32 +5,28 @@ Imported in the child: the standard library alone here, so that a worker starts 
 
 from __future__ import annotations
 
-import fcntl
 import inspect
 import math
-import multiprocessing
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcrl.launch import family, supervisor
-from hpcrl.launch.user_code import import_file
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.user_code import import_file
+from hpcrl.sandbox import worker_supervisor
+from hpcrl.sandbox.worker_process import Answer, Outcome, Ready, answer_in_turn, describe, end_strays, use_one_thread
 
 if TYPE_CHECKING:
     import asyncio
 
-HIGH = 512  # file descriptors from here on are out of the way of those that a careless function closes
 MOST_BYTES = 4096  # of a result, each of whose numbers is 8: it travels to rank 0
 MOST_ENTRIES = 256  # of a result
 MOST_SCORE = (2 - 2**-23) * 2.0**127  # float32's largest number
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-Fate = Literal["ok", "timeouts", "crashes", "errors"]
 Plain = dict[str, float | str]
 
 
@@ -57,44 +53,16 @@ class Source:
 
     def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
         """Loads the function, says so, and answers (number, request) by an Answer until the pipe closes."""
-        supervisor.supervise(lambda: work(pipe, self, memory_limit_mb), log)
+        worker_supervisor.supervise(lambda: work(pipe, self, memory_limit_mb), log)
 
-    def refusal(self, why: str) -> str:
-        """One line about a function that could not be loaded."""
+    def load_error(self, why: str) -> InputError:
+        """The error to raise when the function cannot be loaded."""
         if self.path is None:
-            return f"cannot start a scoring process: {why}; expected one to start (reward.memory_limit_mb?)"
-        return (
+            return InputError(f"cannot start a scoring process: {why}; expected one to start (reward.memory_limit_mb?)")
+        return InputError(
             f"reward.custom_reward_function.path={self.path}: cannot load {self.name!r}: {why}; "
             f"expected a Python file with {self.signature}"
         )
-
-
-class Outcome(NamedTuple):
-    """What a request led to: `result` holds `score` and the extras if `fate` is "ok"; else `why` says what failed.
-
-    Of a batched request, `result` is a list of outcomes.
-    """
-
-    fate: Fate
-    result: Any
-    why: str = ""
-
-
-class Ready(NamedTuple):
-    """The worker's first message; `at_once` is how many requests it is on at a time, `why` a failure's."""
-
-    at_once: int = 1
-    why: str | None = None
-
-
-class Answer(NamedTuple):
-    """`ended`: the monotonic time, one clock for a node, at which the worker was done with the request. `leaving`: the
-    worker is worn out, does no more of what it was sent, and wants to be replaced."""
-
-    number: int
-    outcome: Outcome
-    ended: float
-    leaving: bool = False
 
 
 def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
@@ -113,54 +81,6 @@ def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
         asyncio.run(answer_concurrently(pipe, function, source))
         return
     answer_in_turn(pipe, lambda request: answer(function, request, source), memory_limit_mb)
-
-
-def use_one_thread() -> None:
-    """A node has many such processes; and each thread of a library takes address space."""
-    for name in THREADS:
-        os.environ.setdefault(name, "1")
-
-
-def answer_in_turn(
-    pipe: Connection, answer: Callable[[dict[str, Any]], Outcome], memory_limit_mb: int | None = None
-) -> None:
-    """Says that the worker is ready, and answers one request after the other until the pipe closes."""
-    pipe.send(Ready())
-    me, surroundings = os.getpid(), Surroundings()
-    while True:
-        try:
-            number, request = pipe.recv()
-        except EOFError:
-            return
-        surroundings.restore()
-        outcome = answer(request)
-        if os.getpid() != me:  # a process that the function forked, and that came back from it as well
-            os._exit(0)
-        leaving = outcome.fate == "errors" and memory_limit_mb is not None and address_space_mb() > memory_limit_mb / 2
-        pipe.send(Answer(number, outcome, time.monotonic(), leaving))
-        end_strays()
-
-
-class Surroundings:
-    """What a score finds: standard streams and working directory, whatever the one before did to them."""
-
-    def __init__(self) -> None:
-        self._folder = os.getcwd()
-        high = min(HIGH, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
-        self._streams = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, high) for number in range(3)]
-
-    def restore(self) -> None:
-        os.chdir(self._folder)
-        for number, kept in enumerate(self._streams):
-            os.dup2(kept, number)
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            if getattr(sys, name).closed:
-                setattr(sys, name, open(number, "w", encoding="utf-8", errors="replace", closefd=False))
-
-
-def address_space_mb() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize() / 2**20
 
 
 def score_by_rule(data_source: str, **request: Any) -> Any:
@@ -230,22 +150,6 @@ async def _finish(awaitable: Any) -> Any:
     return await awaitable
 
 
-def end_strays() -> None:
-    """Ends what a score has started and left, daemons too; multiprocessing's processes stay, which functions keep."""
-    me, parent = os.getpid(), os.getppid()
-    for orphan in family.children_of(parent):
-        if orphan != me:
-            family.kill_tree(orphan)
-    if children := family.children_of(me):
-        kept = {process.pid for process in multiprocessing.active_children()}
-        for child in set(children) - kept:
-            family.kill_tree(child)
-            try:
-                os.waitpid(child, 0)
-            except ChildProcessError:
-                pass
-
-
 def each(results: Any, request: dict[str, Any]) -> list[Outcome]:
     """The outcomes of a batched call; an entry that is no score costs that sample alone."""
     results, expected = list(results), len(request["solution_strs"])
@@ -305,12 +209,3 @@ def cut(result: Plain) -> Plain:
             break
         left -= length
     return result | {key: text[:share].decode(errors="ignore") for key, text in texts.items() if len(text) > share}
-
-
-def describe(error: BaseException) -> str:
-    """One line: the type, the message, and the user's line that raised it."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    where = f" ({os.path.basename(traceback.tb_frame.f_code.co_filename)}:{traceback.tb_lineno})" if traceback else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}"

@@ -13,14 +13,14 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import accelerator
-from hpcrl.launch.world import World, before_leaving_mpi
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.windows import nodes_of
 from hpcrl.roles.model_worker import DTYPES, ModelWorker
 from hpcrl.roles.rollout import RolloutWorker
+from hpcrl.runtime import accelerator
+from hpcrl.runtime.world import World, before_leaving_mpi
 
 if TYPE_CHECKING:
     from hpcrl.rollout.protocol import RolloutEngine

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcrl.controller.worker import Worker
-from hpcrl.launch.waiting import wait_for_ranks
 from hpcrl.roles.response_journal import ResponseJournal
 from hpcrl.roles.scorer import ResponseScorer
 from hpcrl.rollout.protocol import (
@@ -23,6 +22,7 @@ from hpcrl.rollout.protocol import (
     Trajectory,
     known_first,
 )
+from hpcrl.runtime.mpi import wait_for_ranks
 
 
 @dataclass(eq=False)

@@ -19,8 +19,6 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
 from hpcrl.roles.response_journal import ResponseJournal
 from hpcrl.roles.response_stream import Response, ResponseStream
 from hpcrl.roles.responses import response_columns
@@ -28,6 +26,8 @@ from hpcrl.roles.scorer import ResponseScorer
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.statistics import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.archive import read_step, step_path
 
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")

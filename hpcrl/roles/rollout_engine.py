@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hpcrl.config.schema import Config
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.launch import accelerator, platform
 from hpcrl.model.kv_memory import kv_cache_bytes
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import DTYPES
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import RolloutEngine
+from hpcrl.runtime import accelerator, platform
 
 
 def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:

@@ -8,10 +8,10 @@ from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.launch.exits import InputError
 from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.shape import ModelShape
 from hpcrl.roles.model_worker import ModelWorker
+from hpcrl.runtime.exits import InputError
 
 # The teacher's own distribution, whatever the policy was sampled at: the policy, its temperature included, becomes it.
 # verl does the same, and takes no notice of a temperature in its teacher's section.

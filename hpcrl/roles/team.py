@@ -17,11 +17,6 @@ from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import platform
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.waiting import create_group
-from hpcrl.launch.world import World
 from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.lora import Lora
 from hpcrl.model.params import check_adapters, role_layout
@@ -45,6 +40,11 @@ from hpcrl.roles.sft import SftActorWorker, SftDataWorker
 from hpcrl.roles.teacher import TeacherWorker, teacher_shape
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.tools import tool_schemas
+from hpcrl.runtime import platform
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.mpi import create_group
+from hpcrl.runtime.world import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -353,7 +353,7 @@ def _layouts(
 ) -> dict[str, Layout]:
     """Of every role; a size that does not divide its model ends the job, on all ranks, with one line."""
     shapes = others or {}
-    return world.together(
+    return world.run_collectively(
         lambda: {role: role_layout(shapes.get(role, shape), role, **placed.grid) for role, placed in roles.items()}
     )
 
@@ -361,7 +361,7 @@ def _layouts(
 def _check_adapters(world: World, config: Config, shape: ModelShape, layout: Layout) -> None:
     lora = Lora.from_config(config.model)
     if lora is not None:
-        world.together(lambda: check_adapters(shape, layout, lora))
+        world.run_collectively(lambda: check_adapters(shape, layout, lora))
 
 
 def _groups(world: World, layouts: dict[str, Layout]) -> dict[str, RoleGroups]:

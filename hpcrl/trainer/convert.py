@@ -12,10 +12,10 @@ from hpcrl.config.derive import DerivedModel
 from hpcrl.config.loader import dump_config
 from hpcrl.config.schema import CheckpointConfig, Config
 from hpcrl.controller.controller import Controller, run_program
-from hpcrl.launch.exits import DONE, OTHER, InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.world import World
 from hpcrl.roles.team import build_conversion_team, policy_shape
+from hpcrl.runtime.exits import DONE, OTHER, InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.hf_export import export
 from hpcrl.trainer.run import find_start, versions
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def run(world: World, config: Config, derived: DerivedModel, target: str) -> int:
     """`hpcrl convert` on every rank."""
-    shape = world.together(lambda: policy_shape(config))
+    shape = world.run_collectively(lambda: policy_shape(config))
     start = find_start(world, config)
     assert start.init_from is not None
     source = start.init_from
@@ -46,7 +46,7 @@ def convert(world: World, controller: Controller, config: Config, source: Path, 
     controller["actor"].load(str(source), role="actor", weights_only=True).get()
     if is_hugging_face(source):
         options = config.trainer.model_copy(update={"checkpoint": CheckpointConfig(async_save=False)})
-        saver = Saver(world.board, options, run_directory(config) / "checkpoints", PhaseTimers())
+        saver = Saver(world.key_value_store, options, run_directory(config) / "checkpoints", PhaseTimers())
         stamp = {"roles": ["actor"], "job": "convert", "versions": versions()}
         saver.begin(controller, 0, ("actor",), {}, lambda folder: stamp)
         if not saver.wait():

@@ -11,10 +11,10 @@ from pathlib import Path
 from hpcrl.config.derive import DerivedGenerate
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, run_program
-from hpcrl.launch.exits import DONE
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_generation_team, read_generation_inputs
+from hpcrl.runtime.exits import DONE
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.runlog import RunError, read_run
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
@@ -29,7 +29,7 @@ RESULT_FILE = "evaluation.json"
 
 def run(world: World, config: Config, derived: DerivedGenerate) -> int:
     """`hpcrl evaluate` on every rank; `config` is that of `inside_run`."""
-    inputs = world.together(lambda: read_generation_inputs(config, "val", world))
+    inputs = world.run_collectively(lambda: read_generation_inputs(config, "val", world))
     start = find_weights(world, config, derived)
     team = build_generation_team(world, config, derived, inputs)
     run_program(

@@ -19,9 +19,9 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.curriculum import StepReport, step_report
 from hpcrl.data.sampler import Sampler
-from hpcrl.launch.exits import InputError
 from hpcrl.rewards.extras import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.engine_weights import EngineWeights

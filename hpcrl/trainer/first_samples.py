@@ -9,7 +9,7 @@ import numpy as np
 from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.trainer.prompt_groups import metric_values
 
 

@@ -18,11 +18,11 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import DerivedGenerate
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, run_program
-from hpcrl.launch.exits import DONE
-from hpcrl.launch.world import World
 from hpcrl.roles.rollout import RolloutWorker
 from hpcrl.roles.team import Inputs, build_generation_team, read_generation_inputs
 from hpcrl.rollout.protocol import SamplingParams
+from hpcrl.runtime.exits import DONE
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.generations import json_line
 from hpcrl.telemetry.progress import Progress, duration
 from hpcrl.telemetry.timers import PhaseTimers
@@ -49,10 +49,10 @@ def run(world: World, config: Config, derived: DerivedGenerate) -> int:
     """`hpcrl generate` on every rank; `config` is that of `inside_run`."""
     split = "val" if config.data.val_files else "train"
     scores = config.generate.score
-    inputs = world.together(lambda: read_generation_inputs(config, split, world, scored=scores))
+    inputs = world.run_collectively(lambda: read_generation_inputs(config, split, world, scored=scores))
     start = find_weights(world, config, derived)
-    file = world.together(lambda: open_file(config, inputs, split, start) if world.rank == 0 else None)
-    if world.broadcast(file is not None and file.is_complete):
+    file = world.run_collectively(lambda: open_file(config, inputs, split, start) if world.rank == 0 else None)
+    if world.broadcast_object(file is not None and file.is_complete):
         return DONE
     team = build_generation_team(world, config, derived, inputs, scored=scores)
     own_rollout = cast("RolloutWorker | None", team.workers.get("rollout"))

@@ -11,9 +11,9 @@ from hpcrl.config.derive import DerivedGenerate
 from hpcrl.config.loader import dump_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.world import World
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.engine_weights import EngineWeights
 from hpcrl.trainer.run import Start, find_start
@@ -57,7 +57,7 @@ def find_weights(world: World, config: Config, derived: DerivedGenerate) -> Star
         if named is not None and not is_hugging_face(named) and not (named / "actor").is_dir():
             raise InputError(f"model.init_from: {named} holds no policy; name a run of `hpcrl train` or `hpcrl sft`")
 
-    world.together(check)
+    world.run_collectively(check)
     if world.rank == 0:
         _tell(config, start)
     return start

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.trainer.experience import BetweenSteps, Collected, Experience
 from hpcrl.trainer.pending import Pending, Steps
 from hpcrl.trainer.prompt_groups import numbered

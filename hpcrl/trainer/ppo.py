@@ -19,12 +19,12 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, Future, run_program
 from hpcrl.data.order import steps_for_epochs
 from hpcrl.data.sampler import Sampler, make_sampler
-from hpcrl.launch import accelerator
-from hpcrl.launch.exits import DONE, InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.world import World
 from hpcrl.model.flops import peak_of
 from hpcrl.roles.team import Inputs, build_team, read_inputs
+from hpcrl.runtime import accelerator
+from hpcrl.runtime.exits import DONE, InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.archive import discard_from
 from hpcrl.trainer.assignment import assign_to_replicas
 from hpcrl.trainer.durable_rollouts import DurableRollouts, origin_of
@@ -64,9 +64,9 @@ class State(NamedTuple):
 
 def run(world: World, config: Config, derived: Derived) -> int:
     """`hpcrl train` on every rank."""
-    inputs = world.together(lambda: read_inputs(config, world))
-    world.together(lambda: check_recording(config))
-    sampler = world.together(lambda: make_sampler(inputs.prompts["train"], config.data, config.run.seed))
+    inputs = world.run_collectively(lambda: read_inputs(config, world))
+    world.run_collectively(lambda: check_recording(config))
+    sampler = world.run_collectively(lambda: make_sampler(inputs.prompts["train"], config.data, config.run.seed))
     start = find_start(
         world, config, needs_ref="ref" in derived.roles, frozen=frozen_weights(config, derived), job="train"
     )

@@ -14,9 +14,9 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.data.order import batch_rows
 from hpcrl.data.preference import CHOSEN, REJECTED, PreferenceDataset
-from hpcrl.launch.exits import DONE
-from hpcrl.launch.world import World
 from hpcrl.roles.team import build_rm_team, read_rm_inputs
+from hpcrl.runtime.exits import DONE
+from hpcrl.runtime.world import World
 from hpcrl.trainer.run import Run, Start, find_start, start_slice
 from hpcrl.trainer.stragglers import Stragglers
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def run(world: World, config: Config, derived: DerivedRm) -> int:
     """`hpcrl rm` on every rank."""
-    inputs = world.together(lambda: read_rm_inputs(config, world))
+    inputs = world.run_collectively(lambda: read_rm_inputs(config, world))
     start = find_start(world, config, trained="reward", job="rm")
     start_slice(world, config, start, config.rm.total_training_steps)
     team = build_rm_team(world, config, derived, inputs)

@@ -17,10 +17,10 @@ from hpcrl.checkpoint.store import CheckpointStore, load_path
 from hpcrl.config.loader import dump_config, load_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
-from hpcrl.launch.exits import DONE, OTHER, REQUEUE, InputError, write_exit
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.watchdog import STRAGGLERS_FILE
-from hpcrl.launch.world import World
+from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, InputError, write_exit
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.watchdog import STRAGGLERS_FILE
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import MetricsWriter
@@ -96,7 +96,7 @@ def find_start(
             )
         return Start(*found, init_from, others) if found else Start(0, None, {}, init_from, others)
 
-    return world.broadcast(world.together(look))
+    return world.broadcast_object(world.run_collectively(look))
 
 
 class Run:
@@ -144,7 +144,7 @@ class Run:
         waits = config.async_training.mode == "sync"
         self.profiled = ProfiledSteps(controller, self.folder, config.trainer.profile_steps, waits=waits)
         saved_step = None if start.folder is None else start.step
-        self.saver = Saver(world.board, config.trainer, self.folder / "checkpoints", self.timers, saved_step)
+        self.saver = Saver(world.key_value_store, config.trainer, self.folder / "checkpoints", self.timers, saved_step)
         # One that is under way has to end before the one with which the slice is left.
         self.slice.num_saves = lambda: 1 if self.saver.step_under_way is None else 2
 
@@ -236,7 +236,7 @@ def start_slice(world: World, config: Config, start: Start, total_steps: int) ->
         if world.rank == 0 and (start.step < total_steps or start.unlogged is not None):
             check_progress(run_directory(config), found_step, world.ends_at, config.trainer.walltime_margin)
 
-    world.together(check)
+    world.run_collectively(check)
 
 
 def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to resume from") -> Path | None:

@@ -16,10 +16,10 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import DerivedModel
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import DONE, InputError
-from hpcrl.launch.world import World
 from hpcrl.roles.policy import PolicyWorker
 from hpcrl.roles.team import build_policy, policy_shape
+from hpcrl.runtime.exits import DONE, InputError
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.progress import Progress
 from hpcrl.trainer.run import find_start
 
@@ -30,14 +30,16 @@ WAVE = 16  # micro-batches of every replica between two writes
 
 def run(world: World, config: Config, derived: DerivedModel) -> int:
     """`hpcrl score` on every rank."""
-    shape = world.together(lambda: policy_shape(config))
+    shape = world.run_collectively(lambda: policy_shape(config))
     start = find_start(world, config)
     source, target = config.score.tokens_path, config.score.output_path
     if source is None or target is None:
         raise InputError("score.tokens_path and score.output_path are null; name both", everywhere=True)
     if Path(target).is_dir():
         raise InputError(f"--out {target} is a folder; name a file", everywhere=True)
-    sequences = world.together(lambda: read_sequences(Path(source), shape.vocab_size, shape.max_position_embeddings))
+    sequences = world.run_collectively(
+        lambda: read_sequences(Path(source), shape.vocab_size, shape.max_position_embeddings)
+    )
     policy = build_policy(world, config, derived, shape)
     if start.init_from is None and world.rank == 0:
         log.warning("model.path and model.init_from are null: these are the log-probs of random weights")
@@ -51,7 +53,7 @@ def run(world: World, config: Config, derived: DerivedModel) -> int:
     budget = config.score.max_token_len_per_gpu
     for wave in waves(sequences, WAVE * dp * budget):
         found = scored(policy, [sequences[row] for row in wave], dp, budget) if policy is not None else {}
-        parts = world.exchange(found)
+        parts = world.all_gather_object(found)
         if world.rank == 0:
             own = {place: log_probs for part in parts for place, log_probs in part.items()}
             with open(draft, "a", encoding="utf-8") as file:

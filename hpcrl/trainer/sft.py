@@ -13,9 +13,9 @@ from hpcrl.config.derive import DerivedSft
 from hpcrl.config.schema import Config, ValKwargs
 from hpcrl.controller.controller import Controller, replica_column, run_program
 from hpcrl.data.order import batch_rows
-from hpcrl.launch.exits import DONE
-from hpcrl.launch.world import World
 from hpcrl.roles.team import Inputs, build_sft_team, read_inputs
+from hpcrl.runtime.exits import DONE
+from hpcrl.runtime.world import World
 from hpcrl.trainer.run import Run, Start, find_start, start_slice
 from hpcrl.trainer.stragglers import Stragglers
 from hpcrl.trainer.validation import Validator
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def run(world: World, config: Config, derived: DerivedSft) -> int:
     """`hpcrl sft` on every rank."""
-    inputs = world.together(lambda: read_inputs(config, world, sft=True))
+    inputs = world.run_collectively(lambda: read_inputs(config, world, sft=True))
     start = find_start(world, config, job="sft")
     start_slice(world, config, start, 0 if start.state.get("reached") else config.sft.total_training_steps)
     team = build_sft_team(world, config, derived, inputs)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hpcrl.controller.busy import BusyReport
 from hpcrl.controller.controller import Controller, Future
-from hpcrl.launch.watchdog import STRAGGLERS_FILE
+from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 from hpcrl.trainer.memory import memory_metrics
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrl.config.derive import check_rm, check_sft
 from hpcrl.config.schema import Config
-from hpcrl.launch.job import make_run_directory, run_directory
+from hpcrl.runtime.job import make_run_directory, run_directory
 from hpcrl.trainer import ppo, rm, sft
 from hpcrl.trainer.prepare import derive, with_presets
 

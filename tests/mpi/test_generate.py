@@ -13,8 +13,8 @@ import pytest
 
 from hpcrl.config.derive import check_evaluate, check_generate
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import make_run_directory, run_directory
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import make_run_directory, run_directory
 from hpcrl.trainer import evaluate, generate
 from hpcrl.trainer.inference import inside_run
 from hpcrl.trainer.prepare import with_presets
@@ -72,7 +72,7 @@ class Inference:
         template = self.lab.config(name, placement, {"data": self.data, **sections})
         template["data"].pop("train_files")
         make = partial(inside_run, with_presets(Config.model_validate(template)), job)
-        config = self.world.broadcast(make() if self.world.rank == 0 else None)
+        config = self.world.broadcast_object(make() if self.world.rank == 0 else None)
         if self.world.rank == 0:
             make_run_directory(run_directory(config))
         self.world.barrier()

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.config.derive import check_rm, check_sft
 from hpcrl.config.loader import load_config
-from hpcrl.launch.job import make_run_directory, run_directory
+from hpcrl.runtime.job import make_run_directory, run_directory
 from hpcrl.trainer import ppo, rm, sft
 from hpcrl.trainer.prepare import derive, with_presets
 
@@ -36,7 +36,7 @@ SMALL_RM = ["rm.batch_size=8", "rm.total_training_steps=2", "rm.eval_freq=2", "r
 @pytest.fixture(scope="module")
 def folder(world, countdown_files: Path, tmp_path_factory) -> Path:
     """A working directory with the templates and the data that they name."""
-    found = Path(world.broadcast(str(tmp_path_factory.mktemp("templates")) if world.rank == 0 else None))
+    found = Path(world.broadcast_object(str(tmp_path_factory.mktemp("templates")) if world.rank == 0 else None))
     if world.rank == 0:
         (found / "configs").symlink_to(ROOT / "configs")
         (found / "data").mkdir()
@@ -68,7 +68,7 @@ def run_two_steps(world, template: str) -> None:
     small = SMALL + {"sft": SMALL_SFT, "rm": SMALL_RM}.get(kind, ["trainer.total_training_steps=2"])
     config = with_presets(load_config(f"configs/{template}.yaml", small))
     saved = run_directory(config) / "checkpoints" / "step_00000002" / "manifest.json"
-    if world.broadcast(saved.exists() if world.rank == 0 else None):
+    if world.broadcast_object(saved.exists() if world.rank == 0 else None):
         return
     for section in (config.model, config.teacher, config.reward.reward_model):
         if section.init_from:

@@ -16,7 +16,7 @@ from hpcrl.roles.refit import RefitWorker
 from hpcrl.roles.reward import RewardModelWorker
 from hpcrl.roles.rollout import RolloutWorker
 from hpcrl.roles.teacher import TeacherWorker
-from tests.launch.conftest import REPOSITORY
+from tests.runtime.conftest import REPOSITORY
 
 KINDS = {
     "actor": ActorWorker,

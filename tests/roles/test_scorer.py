@@ -18,9 +18,9 @@ from hpcrl.config.schema import CustomRewardConfig, DataConfig, RewardConfig, Re
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.rewards.manager import RewardManager
 from hpcrl.roles.scorer import ResponseScorer, ScorerWorker
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import pytest
 
-from hpcrl.launch.children import cleaned
-from tests.launch.conftest import REPOSITORY
+from hpcrl.sandbox.fork_server import cleaned
+from tests.runtime.conftest import REPOSITORY
 
 LAB = REPOSITORY / "tools" / "slurm_lab.sh"
 PROGRAMS = ("slurmctld", "slurmd", "sinfo", "munged")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tests import preloaded
-from tests.launch.conftest import REPOSITORY
+from tests.runtime.conftest import REPOSITORY
 from tests.slurm.conftest import Lab
 from tests.trainer.small_run import MODEL, NOT_COMPARED, write_rows
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.heartbeat import read
+from hpcrl.runtime.rank_status import read
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import (
     PHASES,

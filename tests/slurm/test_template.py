@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import JobConfig
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.site import SiteConfig
 from hpcrl.slurm.template import Batch, render
 from hpcrl.trainer import prepare

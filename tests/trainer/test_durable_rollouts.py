@@ -19,8 +19,8 @@ from hpcrl.telemetry.generation_log import generation_log, generation_logs
 from hpcrl.telemetry.record_log import read_records
 from hpcrl.trainer.durable_rollouts import DurableRollouts, bring_back
 from hpcrl.trainer.run import set_aside
-from tests.launch.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 from tests.preloaded import RANK
+from tests.runtime.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 from tests.trainer.small_run import write_config
 from tests.trainer.test_ends import ranks_of
 

@@ -12,7 +12,7 @@ import pytest
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import OrderedSampler
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import RolloutLog, finish_step, log_path
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.experience import RECORDED, Experience

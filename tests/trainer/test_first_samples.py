@@ -8,7 +8,7 @@ import pytest
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.trainer.first_samples import FirstSamples
 
 CONFIG = Config.model_validate(

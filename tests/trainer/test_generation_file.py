@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.trainer.generation_file import GenerationFile, Key
 
 KEYS = [

@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.launch.heartbeat import read
-from tests.launch.conftest import MPIEXEC, start  # noqa: F401  # fixture
-from tests.launch.test_ends import left_of
+from hpcrl.runtime.rank_status import read
 from tests.preloaded import RANK
+from tests.runtime.conftest import MPIEXEC, start  # noqa: F401  # fixture
+from tests.runtime.test_ends import left_of
 from tests.trainer.small_run import write_config
 from tests.trainer.test_ends import TP2
 
-HANGING_JOB = Path(__file__).parents[1] / "launch" / "hanging_job.py"
+HANGING_JOB = Path(__file__).parents[1] / "runtime" / "hanging_job.py"
 STEP = 2  # in which it hangs
 ROLES = {"update_actor": "actor", "generate": "rollout"}
 PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_seconds": 240.0}

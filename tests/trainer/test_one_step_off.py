@@ -12,7 +12,7 @@ import pytest
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Future
 from hpcrl.data.sampler import OrderedSampler
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.experience import Collected
 from hpcrl.trainer.one_step_off import OneStepOff

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.launch.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 from tests.preloaded import RANK
+from tests.runtime.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 from tests.trainer.small_run import START, write_config
 
 FAKE_GPU = """
@@ -15,7 +15,7 @@ import functools
 
 import torch
 
-from hpcrl.launch import accelerator
+from hpcrl.runtime import accelerator
 from hpcrl.roles.actor import ActorWorker
 
 update_actor, recorded = ActorWorker.update_actor, []

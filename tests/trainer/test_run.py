@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.trainer.run import find_start
 
 ALONE = SimpleNamespace(rank=0, together=lambda look: look(), broadcast=lambda found: found)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.walltime import end_of_allocation
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.stop import end_of_allocation
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.slice import Leave, Slice, check_progress
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
 from tests.preloaded import RANK
+from tests.runtime.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
 from tests.trainer.small_run import NOT_COMPARED, write_config
 
 HELD_JOB = REPOSITORY / "tests" / "slurm" / "held_job.py"

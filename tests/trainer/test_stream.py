@@ -20,8 +20,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.roles.response_stream import Finished
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.trainer.engine_weights import EngineWeights
 from hpcrl.trainer.stream import Stream

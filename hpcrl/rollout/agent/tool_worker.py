@@ -10,11 +10,12 @@ from difflib import get_close_matches
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
-from hpcrl.launch import supervisor
-from hpcrl.launch.user_code import import_file
-from hpcrl.rewards.score_worker import Outcome, Ready, answer_in_turn, describe, use_one_thread
 from hpcrl.rollout.agent.interaction import Interaction
 from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.user_code import import_file
+from hpcrl.sandbox import worker_supervisor
+from hpcrl.sandbox.worker_process import Outcome, Ready, answer_in_turn, describe, use_one_thread
 
 MOST_CHARACTERS = 2**16  # of an answer on its way to the rank, which cuts it to tokens
 MOST_METRICS = 64  # of one answer
@@ -30,12 +31,12 @@ class AgentSource:
     topic: ClassVar[str] = "rollout.multi_turn"
 
     def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
-        supervisor.supervise(lambda: work(pipe, self), log)
+        worker_supervisor.supervise(lambda: work(pipe, self), log)
 
-    def refusal(self, why: str) -> str:
+    def load_error(self, why: str) -> InputError:
         named = {"function_tool_path": self.tools, "interaction_path": self.interaction}
         files = ", ".join(f"rollout.multi_turn.{key}={path}" for key, path in named.items() if path is not None)
-        return (
+        return InputError(
             f"{files}: cannot load: {why}; expected Python files with functions marked @tool, or with a class "
             f"{self.interaction_name!r} that has start and respond"
         )
