@@ -33,7 +33,7 @@ from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
 from hpcrl.runtime.accelerator import annotated
 from hpcrl.runtime.launcher import node_name
-from hpcrl.runtime.mpi import create_group, wait, waited
+from hpcrl.runtime.mpi import create_group, wait, wait_time
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -118,7 +118,7 @@ class Executor:
         self.layouts = layouts
         self.wire = Wire(world.comm)
         self.store = ColumnStore()
-        self._busy = BusyClock(waited)
+        self._busy = BusyClock(wait_time)
         self._memory = MemoryLedger()
         self._profiler = Profiler(world.rank)
         self._row_bytes = 0

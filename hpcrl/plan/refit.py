@@ -27,6 +27,7 @@ from hpcrl.plan.state import ITEMSIZE
 from hpcrl.reshard.planner import Resharding, Traffic
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.launcher import is_first_launched
 
 USAGE = "hpcrl plan --refit CONFIG [key=value ...]"
 NAMED = 4  # ranks that a row names
@@ -49,7 +50,7 @@ def show(plan: Callable[[], list[str]]) -> NoReturn:
         if exits.is_user_error(error):
             exits.exit_with_error(error)
         raise
-    if exits.is_first_launched(os.environ):
+    if is_first_launched(os.environ):
         print("\n".join(lines))
     sys.exit(exits.DONE)
 

@@ -20,7 +20,7 @@ from hpcrl.reshard.windows import nodes_of
 from hpcrl.roles.model_worker import DTYPES, ModelWorker
 from hpcrl.roles.rollout import RolloutWorker
 from hpcrl.runtime import accelerator
-from hpcrl.runtime.world import World, before_leaving_mpi
+from hpcrl.runtime.world import World, before_mpi_finalize
 
 if TYPE_CHECKING:
     from hpcrl.rollout.protocol import RolloutEngine
@@ -89,7 +89,7 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
         verify=options.verify,
         device_group=device_group,
     )
-    before_leaving_mpi(refit.close)
+    before_mpi_finalize(refit.close)
     return refit
 
 

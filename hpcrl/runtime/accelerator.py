@@ -1,4 +1,4 @@
-"""What only a GPU has: streams, a caching allocator, pinned memory, NCCL, NVTX. On another device, no-ops."""
+"""The device's streams, memory and profiler ranges: torch.cuda's functions on a GPU, no-ops on another device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from hpcrl.runtime import accelerator
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.rank_status import RankStatus
 
 _NO_RANGE = nullcontext()
-_OUT_OF_MEMORY = re.compile(r"cuda.*out of memory", re.IGNORECASE | re.DOTALL)  # of torch's allocator, CUDA or NCCL
-HISTORY_ENTRIES = 100_000  # allocations and frees, the newest
+_OUT_OF_MEMORY = re.compile(r"cuda.*out of memory", re.IGNORECASE | re.DOTALL)  # torch, CUDA and NCCL
+HISTORY_ENTRIES = 100_000  # the newest allocations and frees
 
 
 def synchronize(device: torch.device) -> None:
@@ -30,7 +29,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Return what torch's allocator holds and no tensor uses."""
+    """Return memory that torch's allocator holds and no tensor uses to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -42,14 +41,14 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device, ranks_on_node: int) -> int:
-    """Of a GPU, which belongs to this rank only; of the node's memory an equal share."""
+    """Free bytes of this rank's GPU, or on the CPU this rank's equal share of the node's free memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) // ranks_on_node
 
 
 def take_peak_bytes() -> tuple[int, int]:
-    """Most bytes that torch had allocated and reserved on the GPU since the last call; 0, 0 without a GPU."""
+    """Peak bytes allocated and reserved by torch on the GPU since the last call; 0, 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0, 0
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -58,7 +57,7 @@ def take_peak_bytes() -> tuple[int, int]:
 
 
 def record_memory_history(device: torch.device) -> None:
-    """Keep the Python stack of each allocation, for `dump_memory_history`; 2 to 4 us of host time each."""
+    """Record the Python stack of each allocation, for `dump_memory_history`. Costs 2 to 4 us of host time each."""
     if device.type != "cuda":
         return
     if (allocator := torch.cuda.get_allocator_backend()) != "native":
@@ -70,7 +69,7 @@ def record_memory_history(device: torch.device) -> None:
 
 
 def dump_memory_history(path: Path) -> bool:
-    """Write what was recorded, as https://pytorch.org/memory_viz reads it; False without a GPU."""
+    """Write the recorded allocations, for https://pytorch.org/memory_viz. Returns False without a GPU."""
     if not torch.cuda.is_available():
         return False
     torch.cuda.memory._dump_snapshot(str(path))
@@ -78,14 +77,14 @@ def dump_memory_history(path: Path) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU's memory was not enough for torch, CUDA or NCCL."""
+    """Whether torch, CUDA or NCCL ran out of GPU memory."""
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def annotated(name: str) -> AbstractContextManager[object]:
-    """A named range of a trace: of torch's profiler while it records, otherwise of NVTX, which Nsight Systems shows.
+    """A named range: of torch's profiler while it records, otherwise of NVTX, for Nsight Systems.
 
-    Both tools read CUPTI, which serves one of them at a time.
+    Both profilers use CUPTI, which serves one of them at a time.
     """
     if torch.autograd._profiler_enabled():
         return record_function(name)
@@ -104,17 +103,17 @@ class _NvtxRange:
 
 
 def name_of(device: torch.device) -> str | None:
-    """The GPU's name as its maker spells it, None for another device."""
+    """The GPU's product name, or None for another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def has_nccl() -> bool:
-    """Whether device tensors of the world's process group go over NCCL."""
+    """Whether the world's process group uses NCCL for device tensors."""
     return "nccl" in str(dist.get_backend_config())
 
 
 class _Memory:
-    """Holds the tensor for as long as an array on its memory lives."""
+    """Keeps the tensor alive while an array uses its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -127,31 +126,31 @@ class _Memory:
 
 
 def host_bytes(tensor: Tensor) -> np.ndarray:
-    """uint8 (bytes,) on the memory of a contiguous tensor of any dtype.
+    """View the memory of a contiguous host tensor of any dtype as uint8 (bytes,), for numpy and MPI.
 
-    `Tensor.numpy` would do, if torch did not forbid for good, to a storage once seen by numpy, to change its size: and
-    so its offload (`hpcrl.engine.offload`).
+    `Tensor.numpy` is not used because torch never again resizes a storage that numpy has seen, as
+    `hpcrl.engine.offload` does. Raises ValueError for a tensor that is not in host memory.
     """
     if tensor.device.type != "cpu":
         raise ValueError(f"expected a tensor in host memory, found one on {tensor.device}")
     if not tensor.nbytes:
-        return np.empty(0, np.uint8)  # its address is 0, which numpy 2.2 refuses
+        return np.empty(0, np.uint8)  # its address is 0, for which numpy 2.2 raises
     return np.asarray(_Memory(tensor))
 
 
 GIB = 2**30
 
 
-def explained(
+def explain_out_of_memory(
     error: BaseException, rank: int, here: RankStatus, advice: Callable[[], str], snapshot: Path | None
 ) -> torch.OutOfMemoryError:
-    """`error` with the rank, its phase, what was allocated there, `advice()`, and where the memory snapshot is.
+    """`error` with the rank, its phase, the memory allocated there, `advice()`, and the path of the memory snapshot.
 
-    snapshot: the file for it; None where allocations are not recorded.
+    snapshot: the file to write; None if allocations are not recorded.
     """
-    allocated, reserved = accelerator.take_peak_bytes()
+    allocated, reserved = take_peak_bytes()
     parts = [
-        str(error).split(" If reserved")[0],  # torch goes on with advice that holds already, and a link
+        str(error).split(" If reserved")[0],  # the rest is advice that is followed already
         f"rank {rank} ({here.role or 'no role'}, {here.phase}) had at most {allocated / GIB:.2f} GiB allocated and "
         f"{reserved / GIB:.2f} GiB reserved in this phase",
         advice(),
@@ -164,7 +163,7 @@ def _snapshot(path: Path | None) -> str:
     if path is None:
         return "run.memory_snapshot=true writes a memory snapshot next time"
     try:
-        is_written = accelerator.dump_memory_history(path)
+        is_written = dump_memory_history(path)
     except (OSError, RuntimeError) as error:
         return f"the memory snapshot could not be written: {error}"
     return f"memory snapshot: {path}, to be opened at https://pytorch.org/memory_viz" if is_written else ""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.runtime import exits, gpus
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.launcher import library_name
+from hpcrl.runtime.launcher import is_first_launched, library_name
 from hpcrl.runtime.mpi import all_gather_object, broadcast_object
 from hpcrl.runtime.world import finish, start_mpi
 from hpcrl.sandbox.isolation import probe_isolation
@@ -56,7 +56,7 @@ def main(arguments: list[str], engine: Callable[[MPI.Intracomm], list[Finding]])
     try:
         comm = start_mpi()
     except InputError as error:
-        if exits.is_first_launched(os.environ):
+        if is_first_launched(os.environ):
             report([Finding("MPI", "unusable", str(error)), *local_findings()])
         os._exit(exits.OTHER)
     hosts = all_gather_object(comm, (platform.node(), len(os.sched_getaffinity(0))))
@@ -187,7 +187,7 @@ def cuda_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
         why = "no GPU can be used here: normal on a login node, wrong on a compute node (driver? --gpus-per-node?)"
         return Finding("CUDA", f"{found.wheel_cuda}, no GPU", wrong or why, needed=wrong is not None)
     kinds = Counter((gpu.name, gpu.capability) for gpu in usable)
-    names = [f"{count} x {name} ({gpus.in_words(capability)})" for (name, capability), count in kinds.items()]
+    names = [f"{count} x {name} ({gpus.version_text(capability)})" for (name, capability), count in kinds.items()]
     old = [line for gpu in usable if (line := gpus.too_old(gpu))]
     without_bfloat16 = [line for gpu in usable if (line := gpus.lacks_bfloat16(gpu))]
     wrong = next(iter([*old, *without_bfloat16]), None)

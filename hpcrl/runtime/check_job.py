@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, NoReturn
 from hpcrl.runtime import exits
 from hpcrl.runtime.check import GIB, Finding, report
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.hang_report import ranks_in_words
-from hpcrl.runtime.launcher import library_name, node_name
+from hpcrl.runtime.hang_report import format_ranks
+from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name
 from hpcrl.runtime.links import (
     Pair,
     best_of_nodes,
@@ -42,7 +42,8 @@ from hpcrl.runtime.links import (
 )
 from hpcrl.runtime.mpi import all_gather_object, broadcast_object
 from hpcrl.runtime.rank_status import RankStatus
-from hpcrl.runtime.world import abort, finish, own_address, start_mpi
+from hpcrl.runtime.rendezvous import own_address
+from hpcrl.runtime.world import abort, finish, start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,7 +60,7 @@ class Node:
     ranks: list[int]
 
     def __str__(self) -> str:
-        return f"{self.host} ({ranks_in_words(self.ranks)})"
+        return f"{self.host} ({format_ranks(self.ranks)})"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> 
     try:
         comm = start_mpi()
     except InputError as error:
-        if exits.is_first_launched(os.environ):
+        if is_first_launched(os.environ):
             report([Finding("MPI", "unusable", str(error))])
         os._exit(exits.OTHER)
     try:
@@ -169,7 +170,7 @@ def node_findings(nodes: Sequence[Node], found: Sequence[Facts], links: Links) -
     best, slow = best_of_nodes(links.bandwidth, len(nodes)), slow_nodes(links.bandwidth, len(nodes))
     for place, node in enumerate(nodes):
         fact, offset = found[node.ranks[0]], links.offsets[place]
-        cells = [ranks_in_words(node.ranks), fact.address, f"clock {1e3 * offset:+.1f} ms"]
+        cells = [format_ranks(node.ranks), fact.address, f"clock {1e3 * offset:+.1f} ms"]
         if len(nodes) > 1:
             cells.append(f"{best[place] / 1e9:.2f} GB/s")
         cells.append(f"{fact.scratch_free / GIB:.1f} GiB free in {fact.scratch}")
@@ -285,7 +286,7 @@ def _pair(nodes: Sequence[Node], pair: Pair) -> str:
 
 def _give_up(here: RankStatus) -> NoReturn:
     """A link that is dead makes MPI wait for ever: every rank says where it is, and the job ends."""
-    rank = exits.launched_rank(os.environ) or "?"
+    rank = launched_rank(os.environ) or "?"
     os.write(2, f"hpcrl check: rank {rank} on {node_name()} is still {here.phase} after {DEADLINE:.0f} s\n".encode())
     time.sleep(1.0)  # launchers drop what is still in their pipes when the first rank leaves
     os._exit(exits.OTHER)

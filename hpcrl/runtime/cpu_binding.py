@@ -1,9 +1,12 @@
-"""Binding of each rank to CPUs near its GPU: copies between host and device then stay within a NUMA node."""
+"""CPUs of a rank: the number of its threads, and its binding to CPUs near its GPU.
+
+Copies between host and device then stay within a NUMA node.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +22,7 @@ Core = tuple[int, ...]  # its CPUs: one for each hardware thread
 def bind_near_gpu(node: MPI.Intracomm, pci_id: str) -> list[int] | None:
     """Bind this process to CPUs near the GPU with this PCI id and return them. Collective over the ranks of `node`.
 
-    Returns None and binds nothing if a launcher has bound any of these ranks, or if the CPUs near the GPU are unknown.
+    Returns None and binds nothing if the launcher has bound any of these ranks, or if sysfs does not list the CPUs.
     """
     everyone = all_gather_object(node, (is_bound(os.sched_getaffinity(0), online_cpus()), cores_near(pci_id)))
     if any(bound for bound, _ in everyone):
@@ -31,9 +34,9 @@ def bind_near_gpu(node: MPI.Intracomm, pci_id: str) -> list[int] | None:
 
 
 def share(cores: Sequence[Sequence[Core]], rank: int) -> list[int]:
-    """The CPUs of `rank`. `cores`: those near the GPU of each rank of the node.
+    """The CPUs of `rank`. `cores`: the cores near the GPU of each rank of the node.
 
-    Ranks with the same cores divide them in rank order, as evenly as possible; a core is not divided. Empty where there
+    Ranks with the same cores divide them in rank order, as evenly as possible; a core is not divided. Empty if there
     are fewer cores than ranks.
     """
     mine = list(cores[rank])
@@ -46,12 +49,12 @@ def share(cores: Sequence[Sequence[Core]], rank: int) -> list[int]:
 
 
 def is_bound(allowed: Iterable[int], online: Iterable[int]) -> bool:
-    """Whether a launcher has bound a process to a part of the CPUs. It counts as bound where `online` is empty."""
+    """Whether a process is bound to a part of the CPUs. It counts as bound if `online` is empty."""
     return set(allowed) != set(online)
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """[0, 1, 2, 8] of '0-2,8', as the kernel writes lists of CPUs."""
+    """Convert '0-2,8', the kernel's format, to [0, 1, 2, 8]."""
     cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -60,7 +63,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def format_cpu_list(cpus: Sequence[int]) -> str:
-    """'0-2,8' of [0, 1, 2, 8]."""
+    """Convert [0, 1, 2, 8] to '0-2,8'."""
     runs: list[list[int]] = []
     for cpu in cpus:
         if runs and cpu == runs[-1][-1] + 1:
@@ -71,7 +74,7 @@ def format_cpu_list(cpus: Sequence[int]) -> str:
 
 
 def cores_near(pci_id: str, sysfs: str = "/sys") -> list[Core]:
-    """Cores near a PCI device such as 0000:17:00.0, in the order of their first CPUs; [] where sysfs lacks them."""
+    """Cores near a PCI device such as 0000:17:00.0, in the order of their first CPUs; [] if sysfs has none."""
     cpus = read_cpu_list(Path(sysfs, "bus/pci/devices", pci_id, "local_cpulist"))
     cores: dict[Core, None] = {}
     for cpu in cpus:
@@ -92,10 +95,25 @@ def read_cpu_list(path: Path) -> list[int]:
 
 
 def bind(cpus: Sequence[int]) -> None:
-    """Bind all threads of this process, and the children that it starts from now on."""
+    """Bind all threads of this process, and the child processes that it starts from now on."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cpus)
         except ProcessLookupError:
             pass  # it has ended
     fork_server.bind(cpus)
+
+
+def rank_threads(environ: Mapping[str, str], cores: int, local_size: int) -> int:
+    """Number of threads of a rank: OMP_NUM_THREADS, or an even share of the cores that it may use.
+
+    Under `srun --cpus-per-task` with binding, each rank sees only its own cores. Without binding, the ranks of a node
+    all see the node's cores.
+    """
+    chosen = environ.get("OMP_NUM_THREADS", "")
+    if chosen.isdigit() and int(chosen) > 0:
+        return int(chosen)
+    bound = environ.get("SLURM_CPUS_PER_TASK", "")
+    if bound.isdigit() and cores == int(bound):
+        return cores
+    return max(1, cores // local_size)

@@ -1,4 +1,4 @@
-"""How a job ends: exit codes, the error that is the user's to mend, and exit.json, which tells a template the truth."""
+"""How a job ends: exit codes, the error for bad input, and exit.json, from which a batch script reads what happened."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
+
+from hpcrl.runtime.launcher import is_first_launched
 
 DONE = 0
 OTHER = 1
@@ -21,10 +22,10 @@ INTERRUPTED = 130
 
 
 class InputError(Exception):
-    """Bad input, in one line that says found, expected, what to do next.
+    """Bad input, in one line: what was found, what was expected, what to do next.
 
     Shown as `hpcrl: error: <line>`; exit code 2, no traceback.
-    `everywhere` is True when all ranks are known to have raised it, so that they can leave MPI together.
+    `everywhere`: all ranks raise this error, so that they can finalize MPI together.
     """
 
     user_error = True
@@ -35,12 +36,12 @@ class InputError(Exception):
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Layers below `launch` have error classes of their own; the attribute is what they share."""
+    """Whether `error` is bad input. Error classes of layers that do not import this module have the attribute too."""
     return bool(getattr(error, "user_error", False))
 
 
 def exit_code(error: BaseException) -> int:
-    """The code that a job ends with when `error` was raised and nobody caught it."""
+    """Exit code of a job that ends with this uncaught error."""
     if is_user_error(error):
         return BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
@@ -49,12 +50,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """`hpcrl: error: <line>`, line breaks of the message folded into spaces."""
+    """`hpcrl: error: <message>`, with line breaks folded into spaces."""
     return "hpcrl: error: " + " ".join(str(error).split())
 
 
 def summary(error: BaseException) -> str:
-    """What exit.json says of an error."""
+    """The text of an error in exit.json."""
     return str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
 
 
@@ -66,10 +67,10 @@ def write_exit(
     phase: str | None = None,
     error: str | None = None,
 ) -> bool:
-    """Write exit.json at once or not at all, and only where none exists: the first rank that fails is the cause.
+    """Write exit.json atomically, and only if none exists: the first rank that fails is the cause.
 
-    Returns whether this call wrote it; True as well when there is no run directory or it cannot be written, so that the
-    caller still reports what happened.
+    Returns whether this call wrote it. Returns True as well without a run directory, or if the file cannot be written,
+    so that the caller still reports the error.
     """
     if run_dir is None:
         return True
@@ -82,7 +83,7 @@ def write_exit(
                 file.write(json.dumps(record, indent=1) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(draft, target)  # unlike rename, link refuses when another rank was first
+            os.link(draft, target)  # unlike rename, link fails if another rank was first
             return True
         except FileExistsError:
             return False
@@ -93,27 +94,14 @@ def write_exit(
 
 
 def clear_exit(run_dir: str | os.PathLike[str]) -> None:
-    """Take away the exit.json of an earlier attempt of the same run."""
+    """Remove the exit.json of an earlier attempt of the same run."""
     (Path(run_dir) / "exit.json").unlink(missing_ok=True)
 
 
-def is_first_launched(environ: Mapping[str, str]) -> bool:
-    """Whether this process is the first of those started together, where MPI cannot tell: it alone prints."""
-    return launched_rank(environ) in (None, "0")
-
-
-def launched_rank(environ: Mapping[str, str]) -> str | None:
-    """Its rank, as the launcher has it; None without a launcher."""
-    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
-        if name in environ:
-            return environ[name]
-    return None
-
-
 def exit_with_error(error: BaseException) -> NoReturn:
-    """End without MPI (a wrong command line, MPI unusable): one line from one process, exit code 2 from all."""
+    """End a process that has not started MPI: the first one prints one line, all exit with code 2."""
     if is_first_launched(os.environ):
         print(one_line(error), file=sys.stderr, flush=True)
     else:
-        time.sleep(0.5)  # a launcher may kill the first as soon as another has left
+        time.sleep(0.5)  # a launcher may kill the first process as soon as another one has exited
     os._exit(BAD_INPUT)

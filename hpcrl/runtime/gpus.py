@@ -1,19 +1,27 @@
-"""Which GPUs torch can use here, and what keeps a job from running on them, in one line."""
+"""Selection of each rank's GPU, and one-line errors for GPUs that a job cannot use."""
 
 from __future__ import annotations
 
 import ctypes
 import glob
 import importlib.util
+import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.mpi import all_gather_object, run_collectively
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+log = logging.getLogger(__name__)
 
 BFLOAT16_CAPABILITY = (8, 0)
 ON_CPU = "set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
@@ -21,12 +29,12 @@ ON_CPU = "set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
 
 @dataclass(frozen=True)
 class FoundGpus:
-    """What a process finds on its node.
+    """GPUs of this node.
 
     num_devices: GPUs that the driver has device files for. num_usable: GPUs that torch can use. wheel_cuda: CUDA
-    version that torch is built for, None for a CPU build. visible: CUDA_VISIBLE_DEVICES. Where torch can use none of
-    them: driver_cuda, the newest CUDA version that the driver supports, None without a driver library; problem, torch's
-    warning.
+    version that torch is built for, None for a CPU build. visible: CUDA_VISIBLE_DEVICES. If torch can use none:
+    driver_cuda is the newest CUDA version that the driver supports (None without a driver library), and problem is
+    torch's warning.
     """
 
     num_devices: int
@@ -47,7 +55,7 @@ class Gpu:
 
 
 def find_gpus() -> FoundGpus:
-    """Import torch and ask it, the driver and /dev."""
+    """Find this node's GPUs by torch, the driver and /dev. Imports torch."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -62,7 +70,7 @@ def find_gpus() -> FoundGpus:
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
-    """Newest CUDA version that the driver supports; asking for it does not start CUDA."""
+    """Newest CUDA version that the driver supports, or None without a driver. Does not initialize CUDA."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -74,8 +82,11 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def unusable(found: FoundGpus) -> str | None:
-    """Why torch can use none of the node's GPUs, and what to do. None where it can, where there are none, and where the
-    user has chosen the CPU: by CUDA_VISIBLE_DEVICES, or by a torch that is built for it."""
+    """Why torch can use none of the node's GPUs, and what to do.
+
+    None if it can use one, if there are none, or if the user has chosen the CPU: by CUDA_VISIBLE_DEVICES, or by a torch
+    that is built for the CPU.
+    """
     if found.num_usable or not found.num_devices or found.wheel_cuda is None:
         return None
     if found.visible is not None and found.visible.strip() in ("", "-1", "NoDevFiles"):
@@ -96,41 +107,43 @@ def unusable(found: FoundGpus) -> str | None:
 
 
 def check_usable(found: FoundGpus) -> None:
-    """InputError where the job would run on the CPU by mistake."""
+    """Raise InputError if the job would run on the CPU by mistake."""
     if (problem := unusable(found)) is not None:
         raise InputError(problem)
 
 
 def unused(found: FoundGpus) -> str | None:
-    """A line about GPUs that a torch built for the CPU leaves unused; None where there are none."""
+    """A line about GPUs that a CPU build of torch does not use, or None."""
     if found.wheel_cuda is None and found.num_devices:
         return f"torch is built for the CPU; the GPUs of this node ({found.num_devices}) are not used"
     return None
 
 
 def too_old(gpu: Gpu) -> str | None:
-    """What is wrong with a GPU that this torch has no kernels for."""
+    """Error text if this torch has no kernels for the GPU, otherwise None."""
     if not gpu.wheel_archs or any(runs_on(gpu.capability, arch) for arch in gpu.wheel_archs):
         return None
     return (
-        f"{gpu.name} has compute capability {in_words(gpu.capability)}, which this torch has no kernels for "
+        f"{gpu.name} has compute capability {version_text(gpu.capability)}, which this torch has no kernels for "
         f"({', '.join(gpu.wheel_archs)}); install a torch that has them, or {ON_CPU}"
     )
 
 
 def lacks_bfloat16(gpu: Gpu) -> str | None:
-    """What is wrong with a GPU for a job in bfloat16."""
+    """Error text if the GPU has no bfloat16, otherwise None."""
     if gpu.capability >= BFLOAT16_CAPABILITY:
         return None
     return (
-        f"{gpu.name} has compute capability {in_words(gpu.capability)}, and bfloat16 needs "
-        f"{in_words(BFLOAT16_CAPABILITY)} or newer; set model.dtype and rollout.dtype to float32"
+        f"{gpu.name} has compute capability {version_text(gpu.capability)}, and bfloat16 needs "
+        f"{version_text(BFLOAT16_CAPABILITY)} or newer; set model.dtype and rollout.dtype to float32"
     )
 
 
 def runs_on(capability: tuple[int, int], arch: str) -> bool:
-    """Whether code for `arch` runs on a GPU: sm_80 on 8.x from 8.0, compute_80 (PTX, compiled when it is loaded) on all
-    from 8.0, sm_90a on 9.0 only."""
+    """Whether a GPU runs code that is built for `arch`.
+
+    sm_80 runs on 8.x from 8.0 on, compute_80 (PTX, compiled when it is loaded) on all from 8.0 on, sm_90a on 9.0 only.
+    """
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if match is None:
         return False
@@ -140,12 +153,12 @@ def runs_on(capability: tuple[int, int], arch: str) -> bool:
     return capability >= built_for and (kind == "compute" or capability[0] == built_for[0])
 
 
-def in_words(capability: tuple[int, int]) -> str:
+def version_text(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
 def missing_triton(environ: Mapping[str, str], is_installed: bool) -> str | None:
-    """What is wrong where a job on CUDA has no Triton, unless HPCRL_KERNELS=torch."""
+    """Error text if Triton is not installed and HPCRL_KERNELS is not torch, otherwise None."""
     if is_installed or environ.get("HPCRL_KERNELS") == "torch":
         return None
     return (
@@ -159,27 +172,27 @@ def triton_is_installed() -> bool:
 
 
 def gpu_here(index: int) -> Gpu:
-    """The GPU that torch has under this number."""
+    """The GPU with this index in torch."""
     cuda = sys.modules["torch"].cuda
     return Gpu(cuda.get_device_name(index), tuple(cuda.get_device_capability(index)), tuple(cuda.get_arch_list()))
 
 
 def pci_id(properties: Any) -> str:
-    """0000:17:00.0 from torch's properties of a GPU; empty where torch is older than 2.8."""
+    """PCI id such as 0000:17:00.0 from torch's properties of a GPU; empty for a torch older than 2.8."""
     if not hasattr(properties, "pci_bus_id"):
         return ""
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def check_gpu(gpu: Gpu, *, needs_bfloat16: bool, environ: Mapping[str, str], has_triton: bool) -> None:
-    """InputError where a job cannot run on the GPU."""
+    """Raise InputError if a job cannot run on the GPU."""
     problem = too_old(gpu) or (lacks_bfloat16(gpu) if needs_bfloat16 else None) or missing_triton(environ, has_triton)
     if problem is not None:
         raise InputError(problem)
 
 
 def check_all_or_none(counts: Sequence[int]) -> None:
-    """InputError where some ranks have GPUs and others have none. `counts`: that each rank can use, in rank order."""
+    """Raise InputError if some ranks have GPUs and others have none. `counts`: usable GPUs of each rank."""
     if any(counts) and not all(counts):
         without, having = counts.index(0), [count > 0 for count in counts].index(True)
         raise InputError(
@@ -188,7 +201,7 @@ def check_all_or_none(counts: Sequence[int]) -> None:
 
 
 def check_own_gpus(uuids: Sequence[str]) -> None:
-    """InputError where two ranks have one GPU. `uuids`: of every rank's, in rank order."""
+    """Raise InputError if two ranks have the same GPU. `uuids`: of each rank's GPU."""
     for rank, uuid in enumerate(uuids):
         first = uuids.index(uuid)
         if first < rank:
@@ -196,3 +209,31 @@ def check_own_gpus(uuids: Sequence[str]) -> None:
                 f"ranks {first} and {rank} have the same GPU ({uuid}), and NCCL takes one rank per GPU; start as many "
                 "ranks per node as it has GPUs (job.ntasks_per_node), or set HPCRL_SHARE_GPU=1 for a slow test"
             )
+
+
+def select_device(comm: MPI.Intracomm, local_rank: int, *, needs_bfloat16: bool) -> tuple[torch.device, bool]:
+    """Select this rank's device; returns it and whether ranks share a GPU. Collective.
+
+    Raises InputError on all ranks if one of them cannot run.
+    """
+    import torch
+
+    found = find_gpus()
+    run_collectively(comm, lambda: check_usable(found))
+    if comm.rank == 0 and (line := unused(found)):
+        log.warning(line)
+    counts = all_gather_object(comm, found.num_usable)
+    run_collectively(comm, lambda: check_all_or_none(counts))
+    if not found.num_usable:
+        return torch.device("cpu"), False
+    device = torch.device("cuda", local_rank % found.num_usable)
+    torch.cuda.set_device(device)
+    gpu, has_triton = gpu_here(device.index), triton_is_installed()
+    run_collectively(
+        comm,
+        lambda: check_gpu(gpu, needs_bfloat16=needs_bfloat16, environ=os.environ, has_triton=has_triton),
+    )
+    uuids = all_gather_object(comm, str(torch.cuda.get_device_properties(device).uuid))
+    may_share = os.environ.get("HPCRL_SHARE_GPU") == "1"
+    run_collectively(comm, lambda: None if may_share else check_own_gpus(uuids))
+    return device, len(set(uuids)) < len(uuids)

@@ -1,4 +1,4 @@
-"""The one way a job runs: children's server, MPI, config from rank 0, run directory, logs, torch, main, and an end."""
+"""The entry of every job: start MPI, load the config on rank 0, start logs, watchdog and torch, run main, and end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from hpcrl.runtime import exits, rank_status, watchdog
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.launcher import is_first_launched
 from hpcrl.runtime.mpi import broadcast_object
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.stop import StopRequests, block_signals, end_of_allocation
@@ -48,18 +49,18 @@ class RunSection(Protocol):
     @property
     def cpu_bind(self) -> bool: ...
     @property
-    def watchdog(self) -> watchdog.Patience: ...
+    def watchdog(self) -> watchdog.WatchdogLimits: ...
 
 
 class JobConfig(Protocol):
-    """What a job needs of its configuration; hpcrl.config.schema.Config has it."""
+    """The part of the configuration that every job uses; `hpcrl.config.schema.Config` has it."""
 
     @property
     def run(self) -> RunSection: ...
 
 
 C = TypeVar("C", bound=JobConfig)
-# Of a config, the number of ranks, a rank, its role and its phase.
+# (config, number of ranks, rank, role, phase) -> text
 Advice = Callable[[C, int, int, str | None, str | None], str]
 
 
@@ -73,22 +74,23 @@ def run_spmd(
     """Run a job on every rank that the launcher started, and end the process with the job's exit code.
 
     Args:
-        load: makes the configuration; runs on rank 0 alone, so that a template is read, and refused, once.
-        main: the job on every rank; returns the exit code. When ranks disagree the highest counts.
-        handles_signals: `main` asks `world.stop` whether a signal has come, and ends of its own accord; without it
-            SIGTERM and SIGUSR1 kill.
-        memory_advice: what to add to the error of a rank whose GPU has not enough memory for a phase.
+        load: makes the configuration. Runs on rank 0 only, so that a template is read, and an error in it is reported,
+            once.
+        main: the job on every rank; returns the exit code. The highest code of all ranks counts.
+        handles_signals: `main` polls `world.stop` and ends when a signal has arrived. Otherwise SIGTERM and SIGUSR1
+            kill.
+        memory_advice: returns what to add to the error of a rank whose GPU is out of memory.
 
-    A user error that all ranks share ends the job by agreement; anything else that main raises ends it by MPI_Abort,
-    with the rank, its role and phase (world.status) and the traceback on the terminal and in exit.json.
+    A user error that all ranks raise ends the job with exit code 2. Any other exception ends it by MPI_Abort, with the
+    rank, its role and phase (`world.status`) and the traceback on the terminal and in exit.json.
     """
     if handles_signals:
         block_signals()
-    ends_at = end_of_allocation(os.environ) if exits.is_first_launched(os.environ) else None
-    os.umask(0o077)  # a run directory holds data and weights; children inherit it
+    ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None
+    os.umask(0o077)  # a run directory holds data and weights; child processes inherit the mask
     fork_server.start()
     if handles_signals:
-        block_signals()  # again: multiprocessing has unblocked SIGTERM
+        block_signals()  # again: multiprocessing unblocks SIGTERM
     try:
         comm = start_mpi()
     except InputError as error:
@@ -104,7 +106,7 @@ def run_spmd(
         world = start_torch(
             comm,
             config.run.c10d_backend,
-            with_tensorrt_llm=asks_for_tensorrt_llm(config),
+            with_tensorrt_llm=uses_tensorrt_llm(config),
             needs_bfloat16="bfloat16" in getattr(config, "dtypes", ()),
             cpu_bind=config.run.cpu_bind,
             nccl_timeout=config.run.nccl_timeout,
@@ -112,7 +114,7 @@ def run_spmd(
             ends_at=broadcast_object(comm, ends_at),
             status=status,
         )
-        take_terminal_from_torch()
+        remove_torch_log_handlers()
         set_torch_precision(config.run.full_determinism)
         from hpcrl.runtime import accelerator, platform  # import torch
 
@@ -128,7 +130,7 @@ def run_spmd(
                 print(exits.one_line(error), file=sys.stderr)
             finish(exits.BAD_INPUT)
         if run_dir is not None and "torch" in sys.modules:
-            error = _with_memory(error, config, run_dir, comm, status, memory_advice)
+            error = _explain_out_of_memory(error, config, run_dir, comm, status, memory_advice)
         abort(error, run_dir=run_dir, rank=comm.rank, role=status.role, phase=status.phase)
     if comm.rank == 0:
         exits.write_exit(run_dir, code)
@@ -136,7 +138,10 @@ def run_spmd(
 
 
 def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
-    """rank 0's configuration on every rank, with its run directory made. A user error is raised on all ranks."""
+    """Load the configuration and make the run directory on rank 0, and return the configuration on every rank.
+
+    A user error is raised on all ranks. Collective.
+    """
     config, line = None, None
     if comm.rank == 0:
         try:
@@ -152,7 +157,7 @@ def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
     return config
 
 
-def _with_memory(
+def _explain_out_of_memory(
     error: BaseException,
     config: C,
     run_dir: Path,
@@ -160,7 +165,7 @@ def _with_memory(
     here: RankStatus,
     advice: Advice[C] | None,
 ) -> BaseException:
-    """`error`, explained where it is that of a GPU without enough memory."""
+    """`error`, with an explanation if it says that a GPU is out of memory."""
     snapshot = run_dir / "logs" / f"oom_rank_{comm.rank:05d}.pickle" if config.run.memory_snapshot else None
     place = config, comm.size, comm.rank, here.role, here.phase
     try:
@@ -169,35 +174,35 @@ def _with_memory(
         if not accelerator.is_out_of_memory(error):
             return error
         advice_here = partial(advice, *place) if advice is not None else str
-        return accelerator.explained(error, comm.rank, here, advice_here, snapshot)
-    except Exception:  # the job has to end with the first error, whatever state torch is in
-        logging.getLogger("hpcrl").exception("rank %d cannot explain its error", comm.rank)
+        return accelerator.explain_out_of_memory(error, comm.rank, here, advice_here, snapshot)
+    except Exception:  # the job must end with the first error, whatever the state of torch
+        logging.getLogger("hpcrl").exception("rank %d failed to explain its error", comm.rank)
         return error
 
 
-def asks_for_tensorrt_llm(config: object) -> bool:
-    """Jobs without generation have no such section."""
+def uses_tensorrt_llm(config: object) -> bool:
+    """Whether the job generates with TensorRT-LLM. Jobs without generation have no rollout section."""
     return getattr(getattr(config, "rollout", None), "engine", None) == "tensorrt_llm"
 
 
 def run_directory(config: JobConfig) -> Path:
-    """<run.dir>/<run.name>, absolute: a rank may change its working directory later."""
+    """`<run.dir>/<run.name>` as an absolute path, because a rank may change its working directory later."""
     return Path(os.path.abspath(os.path.join(config.run.dir, config.run.name)))
 
 
 def make_run_directory(path: Path) -> None:
-    """Make it, for the user's eyes alone: it will hold data and weights."""
+    """Make the run directory, readable by the user only, and remove exit.json and heartbeats of an earlier attempt."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         exits.clear_exit(path)
-        shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)  # of an earlier attempt
+        shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
     except OSError as error:
         why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"
         raise InputError(why) from error
 
 
 class TerminalFormatter(logging.Formatter):
-    """`12:30:05 message`, with the level in front of the message only where it is not INFO."""
+    """`12:30:05 message`, with the level before the message unless it is INFO."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
@@ -205,7 +210,7 @@ class TerminalFormatter(logging.Formatter):
 
 
 def start_logging(run_dir: str | os.PathLike[str], rank: int) -> None:
-    """Log to `<run_dir>/logs/rank_%05d.log`, Python's warnings too; rank 0 shows hpcrl's own lines on stdout."""
+    """Log everything, including warnings, to `<run_dir>/logs/rank_%05d.log`; rank 0 also prints hpcrl's lines."""
     folder = Path(run_dir) / "logs"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = logging.FileHandler(folder / f"rank_{rank:05d}.log", encoding="utf-8")
@@ -220,8 +225,8 @@ def start_logging(run_dir: str | os.PathLike[str], rank: int) -> None:
     faulthandler.enable()  # a crash in a library shows its Python stack on stderr
 
 
-def take_terminal_from_torch() -> None:
-    """torch hangs handlers of its own on its loggers; N ranks' worth of its warnings belong into the files."""
+def remove_torch_log_handlers() -> None:
+    """Remove the stream handlers of torch's loggers, so that its warnings go to the ranks' log files only."""
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch":
             logger.handlers = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]

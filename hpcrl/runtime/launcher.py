@@ -1,4 +1,7 @@
-"""Which MPI library this is, and whether the launcher speaks its language. Strings only: nothing here calls MPI."""
+"""What the launcher and the batch system tell a process: its rank and node, and whether MPI found the other ranks.
+
+Environment variables and strings only: nothing here calls MPI.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,46 @@ import sys
 from collections.abc import Mapping
 
 
+def node_name() -> str:
+    """Name of this node: Slurm's, so that it can be excluded from a job, otherwise the host name."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def launched_rank(environ: Mapping[str, str]) -> str | None:
+    """This process's rank according to the launcher, or None without a launcher."""
+    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        if name in environ:
+            return environ[name]
+    return None
+
+
+def is_first_launched(environ: Mapping[str, str]) -> bool:
+    """Whether this process is rank 0 according to the launcher: before MPI starts, only that one prints."""
+    return launched_rank(environ) in (None, "0")
+
+
+def on_one_node(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks are on this node, according to the launcher: this is needed before MPI starts."""
+    for here, all_ranks in (("MPI_LOCALNRANKS", "PMI_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")):
+        if here in environ and all_ranks in environ:
+            return environ[here] == environ[all_ranks]
+    nodes = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_JOB_NUM_NODES"))
+    if nodes is not None:
+        return nodes == "1"
+    return not any(name in environ for name in ("PMI_SIZE", "PMIX_RANK"))  # started without a launcher
+
+
 def library_name(version: str) -> str:
-    """'MPICH 5.0.2' from what MPI_Get_library_version says."""
+    """'MPICH 5.0.2' from the string that MPI_Get_library_version returns."""
     first = version.replace("\x00", "").strip().split("\n")[0].split(",")[0]
     return " ".join(first.replace("Version:", "").split())
 
 
 def split_world(environ: Mapping[str, str], size: int, library: str) -> str | None:
-    """What is wrong when the launcher started several ranks and MPI made each of them a world of its own; else None.
+    """Error text if the launcher started several ranks and each of them is an MPI world of its own, otherwise None.
 
-    The launcher closest to the rank knows best: under mpiexec inside a Slurm job, Slurm's variables describe mpiexec.
+    Variables of the launcher closest to the rank count: under mpiexec inside a Slurm job, Slurm's variables describe
+    mpiexec.
     """
     if size > 1:
         return None
@@ -45,8 +78,3 @@ def split_world(environ: Mapping[str, str], size: int, library: str) -> str | No
 
 def srun_flag(mpich: bool) -> str:
     return "--mpi=pmi2" if mpich else "--mpi=pmix"
-
-
-def node_name() -> str:
-    """As Slurm calls it, so that a person can exclude it; else the host's name."""
-    return os.environ.get("SLURMD_NODENAME") or platform.node()

@@ -1,4 +1,7 @@
-"""Waiting on MPI without spinning: ranks outnumber cores, so a rank that waits must leave its core to the others."""
+"""MPI calls that wait without spinning, and collectives of Python objects.
+
+Ranks may outnumber cores, so a rank that waits must leave its core to the others.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 C = TypeVar("C", bound="MPI.Comm")
+T = TypeVar("T")
 
 # Measured, 1 KB all-reduce of 4 ranks on 2 cores: 24 us with 300 to 2,000 yielding tests before the first sleep, but
 # 2,800 us with 60: a rank that sleeps too early delays every round of the others. 1,000 tests cost 0.6 ms of CPU.
@@ -28,9 +32,9 @@ _LAST_PAUSE = 1e-3  # seconds
 
 @dataclass
 class WaitTime:
-    """How long the main thread has waited for other ranks. What a GPU waits for inside NCCL's kernels is not seen.
+    """How long the main thread has waited for other ranks. Waits inside NCCL's kernels are not measured.
 
-    seconds: of the waits that have ended. since: when the wait under way began, on `time.perf_counter`, None outside
+    seconds: total of the waits that have ended. since: start of the current wait on `time.perf_counter`, None outside
     waits.
     """
 
@@ -38,14 +42,14 @@ class WaitTime:
     since: float | None = None
 
 
-# Of this process. Waits happen below torch.distributed and MPI, where nothing of the program's own can be passed.
-waited = WaitTime()
+# Of this process: waits happen below torch.distributed and MPI, to which no object of ours can be passed.
+wait_time = WaitTime()
 
 
 def wait_until(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> None:
-    """Call `ready` until it is true: first yielding the core in between, then with pauses that grow from 20 us to 1 ms.
+    """Call `ready` until it returns True: first yielding the core in between, then sleeping for 20 us up to 1 ms.
 
-    `ready` should make progress itself (MPI_Test does): nothing else does while this rank sleeps.
+    `ready` must make progress itself, as MPI_Test does: nothing else makes progress while this rank sleeps.
     """
     for _ in range(eager_tests):
         if ready():
@@ -58,41 +62,42 @@ def wait_until(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> No
 
 
 def wait_for_ranks(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> None:
-    """As `wait_until`, for what other ranks do: it counts in `waited`, once where `ready` itself waits for others."""
+    """As `wait_until`, and count the time in `wait_time`. Nested calls count once."""
     if ready():
         return
-    if waited.since is not None:
+    if wait_time.since is not None:
         return wait_until(ready, eager_tests)
-    waited.since = began = time.perf_counter()
+    wait_time.since = began = time.perf_counter()
     try:
         wait_until(ready, eager_tests)
     finally:
-        waited.since = None
-        waited.seconds += time.perf_counter() - began
+        wait_time.since = None
+        wait_time.seconds += time.perf_counter() - began
 
 
 def wait(request: MPI.Request, status: MPI.Status | None = None) -> None:
-    """Complete `request`. `status`, when given, is filled. Raises MPI.Exception when the operation failed."""
+    """Complete `request`, and fill `status` if given. Raises MPI.Exception if the operation failed."""
     wait_for_ranks(lambda: request.Test(status))
 
 
 def wait_all(requests: Iterable[MPI.Request]) -> None:
-    """Complete every request. One after the other: each test makes progress on all of them."""
+    """Complete every request. They are waited for in turn, because each test makes progress on all of them."""
     for request in requests:
         wait(request)
 
 
 def duplicate(comm: C) -> C:
-    """A communicator of the same ranks whose messages never meet those of `comm`. Collective over `comm`."""
+    """Duplicate a communicator: messages of the copy never match those of `comm`. Collective over `comm`."""
     copy, request = comm.Idup()
     wait(request)
     return copy
 
 
 def create_group(comm: MPI.Intracomm, ranks: Sequence[int], tag: int = 0) -> MPI.Intracomm:
-    """Communicator of `ranks` of `comm`, in that order. Collective over them alone.
+    """Create a communicator of `ranks` of `comm`, in that order. Collective over these ranks only.
 
-    `tag` tells apart what overlapping sets of ranks make at the same time; nobody else may send under it meanwhile.
+    `tag` distinguishes groups that overlapping sets of ranks create at the same time. No other message on `comm` may
+    have this tag meanwhile.
     """
     _meet(comm, ranks, tag)
     everyone = comm.Get_group()
@@ -104,7 +109,7 @@ def create_group(comm: MPI.Intracomm, ranks: Sequence[int], tag: int = 0) -> MPI
 
 
 def _meet(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> None:
-    """Wait with back-off until all `ranks` are here (dissemination barrier): Create_group itself would spin."""
+    """Wait without spinning until all `ranks` are here (dissemination barrier), because Create_group spins."""
     from mpi4py import MPI
 
     nothing = [bytearray(), 0, MPI.BYTE]
@@ -115,15 +120,13 @@ def _meet(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> None:
         distance *= 2
 
 
-T = TypeVar("T")
-
-
 def barrier(comm: MPI.Intracomm) -> None:
+    """Wait until all ranks of `comm` have called it."""
     wait(comm.Ibarrier())
 
 
 def broadcast_object(comm: MPI.Intracomm, obj: Any, root: int = 0) -> Any:
-    """`obj` of rank `root` on every rank, by pickle; waits with back-off."""
+    """Return rank `root`'s `obj` on every rank. Collective; uses pickle."""
     blob = bytearray(pickle.dumps(obj)) if comm.rank == root else bytearray()
     size = array("q", [len(blob)])
     wait(comm.Ibcast(size, root))
@@ -134,7 +137,7 @@ def broadcast_object(comm: MPI.Intracomm, obj: Any, root: int = 0) -> Any:
 
 
 def all_gather_object(comm: MPI.Intracomm, obj: Any) -> list[Any]:
-    """Every rank's `obj`, in rank order, on every rank, by pickle; waits with back-off."""
+    """Return every rank's `obj`, in rank order, on every rank. Collective; uses pickle."""
     blob = pickle.dumps(obj)
     sizes = array("q", [0] * comm.size)
     wait(comm.Iallgather(array("q", [len(blob)]), sizes))
@@ -145,10 +148,10 @@ def all_gather_object(comm: MPI.Intracomm, obj: Any) -> list[Any]:
 
 
 def run_collectively(comm: MPI.Intracomm, fn: Callable[[], T]) -> T:
-    """Run `fn` on every rank and agree on how it went.
+    """Run `fn` on every rank. A user error on any rank is raised on all of them. Collective.
 
-    A user error on any rank is raised on all of them with the same text (the lowest rank's), so that the job can end by
-    exit code 2 without an abort. Any other exception is raised where it happened, which ends the job.
+    All ranks raise InputError with the text of the lowest rank that failed, so the job can end with exit code 2 without
+    MPI_Abort. Any other exception is raised on its own rank only, and ends the job.
     """
     result: T
     line = None
@@ -156,7 +159,7 @@ def run_collectively(comm: MPI.Intracomm, fn: Callable[[], T]) -> T:
         result = fn()
     except Exception as error:
         if not exits.is_user_error(error) or getattr(error, "everywhere", False):
-            raise  # the latter by all ranks: `fn` has agreed on it, perhaps with ranks whose error is their own
+            raise  # if everywhere, `fn` is collective itself and has raised on all ranks already
         line = str(error)
     lines = [line for line in all_gather_object(comm, line) if line is not None]
     if lines:

@@ -1,7 +1,7 @@
-"""A thread on each rank that says where the rank is, and that ends the job with a verdict when nobody gets on.
+"""A thread on each rank that writes heartbeats, and ends the job with a hang report when no rank makes progress.
 
-It uses files and `faulthandler`, never MPI and never the main thread, which may be what hangs. The lowest rank whose
-watchdog runs is the judge, so that it does not matter which rank is stuck or stopped.
+It uses files and `faulthandler`, never MPI and never the main thread, because these may hang. The lowest rank whose
+watchdog runs leads the report, so any rank may be the one that hangs.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TextIO
 
 from hpcrl.runtime import exits, rank_status
-from hpcrl.runtime.hang_report import Verdict, is_due, judge, report
+from hpcrl.runtime.hang_report import Diagnosis, diagnose, is_hang, render
 from hpcrl.runtime.launcher import node_name
-from hpcrl.runtime.mpi import waited
-from hpcrl.runtime.rank_status import Heartbeat, Peers, RankStatus, Sighting
+from hpcrl.runtime.mpi import wait_time
+from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
 from hpcrl.sandbox import fork_server
 
 log = logging.getLogger(__name__)
 
-STRAGGLERS_FILE = "stragglers.jsonl"  # in the run's folder: a line for each rank that stood out as slow
-STALE_BEATS = 4  # a record that has not been renewed for so many intervals is of a process that does not run
-NEIGHBOURS = 16  # ranks that are looked at together, once rank 0's watchdog is known not to run
-WARY = 4  # a rank looks at others from a fourth of min_seconds on: how long one has stopped shows by looking
-ASKING, TOLD = 1, 2  # Heartbeat.judging
-LONGEST_REPORT = 60.0  # seconds that a rank waits for the judge's verdict
+STRAGGLERS_FILE = "stragglers.jsonl"  # in the run directory: a line for each rank that was much slower than its peers
+STALE_BEATS = 4  # a heartbeat that is older than this many intervals belongs to a process that does not run
+NEIGHBOURS = 16  # ranks whose heartbeats are read at a time, if rank 0's watchdog does not run
+EARLY = 4  # a rank reads the others' heartbeats from min_seconds / EARLY on, because their age is known only by reading
+COLLECTING, WRITTEN = 1, 2  # Heartbeat.report_state
+REPORT_TIMEOUT = 60.0  # seconds that a rank waits for the leader's report
 POLL = 0.1  # seconds
-SECONDS_TO_REPORT = 1.0  # launchers drop what is still in their pipes when the first rank leaves
+SECONDS_TO_REPORT = 1.0  # launchers drop output that is still in their pipes when the first rank exits
 
 
-class Patience(Protocol):
+class WatchdogLimits(Protocol):
     """`run.watchdog`; hpcrl.config.schema has it."""
 
     @property
@@ -49,20 +49,20 @@ class Patience(Protocol):
     def first_seconds(self) -> float: ...
 
 
-def start(run_dir: Path, rank: int, size: int, status: RankStatus, patience: Patience) -> None:
-    """Start this rank's watchdog, which lasts as long as the process."""
-    if not patience.enable:
+def start(run_dir: Path, rank: int, size: int, status: RankStatus, limits: WatchdogLimits) -> None:
+    """Start this rank's watchdog, a daemon thread that runs until the process ends."""
+    if not limits.enable:
         return
     folder = run_dir / rank_status.FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
-    watchdog = Watchdog(run_dir, rank, size, status, patience)
+    watchdog = Watchdog(run_dir, rank, size, status, limits)
     watchdog.publish()
     threading.Thread(target=watchdog.run, name="watchdog", daemon=True).start()
 
 
 class Clock:
-    """Seconds in which this thread has run. A thread that was held up, as by a file system that did not answer or by
-    SIGSTOP, knows nothing of that time, which must not count as silence of others."""
+    """Seconds in which this thread has run. Time in which it was suspended, as by SIGSTOP or by a file system that did
+    not answer, must not count as silence of other ranks."""
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = 2 * interval
@@ -76,39 +76,39 @@ class Clock:
         return self._now
 
 
-class Silence:
-    """How long a rank has not got on, and how long it may.
+class ProgressTimer:
+    """How long a rank has made no progress, and how long it may.
 
-    In a phase that has come to its end before: `factor` times the longest silence seen in it, `min_seconds` at least.
-    In another one, which may compile, read or connect for the first time: `first_seconds`. Who waits for other ranks
-    is not asked for patience of its own: those it waits for are.
+    The timeout of a phase that has ended before is `factor` times the longest silence in it so far, at least
+    `min_seconds`. The timeout of a new phase, which may compile, read or connect, is `first_seconds`. A rank that waits
+    for other ranks has no longer timeout of its own: theirs count.
 
-    A thread that writes a checkpoint ends the rank's silence too, as all may wait for it, but it does not make the
-    phase any quicker.
+    A background thread that writes a checkpoint ends the silence too, because all ranks may wait for it, but the
+    longest silence of the phase does not depend on it.
     """
 
-    def __init__(self, status: RankStatus, patience: Patience) -> None:
+    def __init__(self, status: RankStatus, limits: WatchdogLimits) -> None:
         self._status = status
-        self._patience = patience
+        self._limits = limits
         self._longest: dict[str, float] = {}  # "role.phase" -> seconds
         self._mark = self._progress()
         self._since = 0.0
-        self._beside, self._beside_since = status.beside, 0.0
+        self._background, self._background_since = status.background_ticks, 0.0
 
-    def seconds(self, now: float) -> float:
-        """Of silence until `now`."""
+    def silent_seconds(self, now: float) -> float:
+        """Seconds from the last progress until `now`."""
         mark = self._progress()
         if mark != self._mark:
             name = self._mark[0]
             self._longest[name] = max(self._longest.get(name, 0.0), now - self._since)
             self._mark, self._since = mark, now
-        if (beside := self._status.beside) != self._beside:
-            self._beside, self._beside_since = beside, now
-        return now - max(self._since, self._beside_since)
+        if (background := self._status.background_ticks) != self._background:
+            self._background, self._background_since = background, now
+        return now - max(self._since, self._background_since)
 
-    def allowed(self, waiting_s: float) -> float:
-        """Seconds, to one who has waited so long for other ranks."""
-        cfg, name = self._patience, self._status.name
+    def timeout(self, waiting_s: float) -> float:
+        """Seconds that the rank may be silent, if it has waited for other ranks for `waiting_s`."""
+        cfg, name = self._limits, self._status.name
         if waiting_s >= cfg.min_seconds:
             return cfg.min_seconds
         if name not in self._status.ended:
@@ -116,24 +116,24 @@ class Silence:
         return max(cfg.factor * self._longest.get(name, 0.0), cfg.min_seconds)
 
     def _progress(self) -> tuple[str, int, int]:
-        here = self._status
-        return here.name, here.switches, here.ticks
+        status = self._status
+        return status.name, status.switches, status.ticks
 
 
 class Watchdog:
-    def __init__(self, run_dir: Path, rank: int, size: int, status: RankStatus, patience: Patience) -> None:
+    def __init__(self, run_dir: Path, rank: int, size: int, status: RankStatus, limits: WatchdogLimits) -> None:
         self._run_dir = run_dir
         self._folder = run_dir / rank_status.FOLDER
         self._rank = rank
         self._size = size
-        self._here = status
-        self._patience = patience
-        self._interval = patience.publish_seconds
+        self._status = status
+        self._limits = limits
+        self._interval = limits.publish_seconds
         self._clock = Clock(self._interval)
-        self._silence = Silence(status, patience)
+        self._progress = ProgressTimer(status, limits)
         self._peers = Peers(self._folder, STALE_BEATS * self._interval)
         self._beat = 0
-        self._judging = 0
+        self._report_state = 0
         self._has_dumped = False
         self._stacks: TextIO = open(rank_status.stacks_path(self._folder, rank), "w", encoding="utf-8")
 
@@ -141,118 +141,123 @@ class Watchdog:
         while True:
             time.sleep(self._interval)
             try:
-                self._look_around()
-            except OSError as error:  # a file system that is full or away for a while
+                self._check()
+            except OSError as error:  # the file system is full or unavailable for a while
                 log.warning("the watchdog cannot use %s: %s", self._folder, error.strerror)
 
     def publish(self) -> Heartbeat:
-        """This rank's record, renewed."""
+        """Write this rank's heartbeat."""
         self._beat += 1
-        here, since = self._here, waited.since
+        status, since = self._status, wait_time.since
         waiting = time.perf_counter() - since if since is not None else 0.0
-        record = Heartbeat(
+        heartbeat = Heartbeat(
             rank=self._rank,
             host=node_name(),
             pid=os.getpid(),
-            role=here.role,
-            phase=here.phase,
-            step=here.step,
-            command=here.command,
-            ticks=here.ticks,
+            role=status.role,
+            phase=status.phase,
+            step=status.step,
+            command=status.command,
+            ticks=status.ticks,
             beat=self._beat,
-            silent_s=self._silence.seconds(self._clock.now()),
+            silent_s=self._progress.silent_seconds(self._clock.now()),
             waiting_s=waiting,
-            patience_s=self._silence.allowed(waiting),
-            judging=self._judging,
+            timeout_s=self._progress.timeout(waiting),
+            report_state=self._report_state,
             has_dumped=self._has_dumped,
         )
-        rank_status.write(self._folder, record)
-        return record
+        rank_status.write_heartbeat(self._folder, heartbeat)
+        return heartbeat
 
-    def _look_around(self) -> None:
-        record = self.publish()
-        # C code that keeps the interpreter's lock stops this thread too; then the stacks come from a thread without it.
-        faulthandler.dump_traceback_later(self._patience.min_seconds / 2, file=self._stacks)
-        if record.silent_s < self._patience.min_seconds / WARY:
+    def _check(self) -> None:
+        heartbeat = self.publish()
+        # C code that holds the interpreter's lock stops this thread too; then a C thread writes the stack traces.
+        faulthandler.dump_traceback_later(self._limits.min_seconds / 2, file=self._stacks)
+        if heartbeat.silent_s < self._limits.min_seconds / EARLY:
             self._peers.forget()
             return
-        chief = self._chief()
-        if chief is None:
-            self._judge()
-        elif chief.record is not None and chief.record.judging:
-            self._obey(chief.rank)
+        leader = self._leader()
+        if leader is None:
+            self._lead()
+        elif leader.heartbeat is not None and leader.heartbeat.report_state:
+            self._follow(leader.rank)
 
-    def _chief(self) -> Sighting | None:
-        """The lowest rank before this one whose watchdog runs, as one does that was never looked at."""
+    def _leader(self) -> PeerStatus | None:
+        """The lowest rank below this one whose watchdog runs.
+
+        A rank that is read for the first time counts as running.
+        """
         now, first, count = self._clock.now(), 0, 1
         while first < self._rank:
-            seen = self._peers.look(range(first, min(first + count, self._rank)), now)
-            running = [sighting for sighting in seen if not sighting.is_stale]
+            peers = self._peers.read(range(first, min(first + count, self._rank)), now)
+            running = [peer for peer in peers if not peer.is_stale]
             if running:
                 return running[0]
             first, count = first + count, NEIGHBOURS
         return None
 
-    def _everyone(self) -> list[Sighting]:
-        return self._peers.look(range(self._size), self._clock.now())
+    def _all_ranks(self) -> list[PeerStatus]:
+        return self._peers.read(range(self._size), self._clock.now())
 
-    def _judge(self) -> None:
-        patience = max(self._patience.first_seconds, self._patience.min_seconds)
-        if not is_due(self._everyone(), patience):
+    def _lead(self) -> None:
+        """End the job with a report if no rank has made progress within its timeout."""
+        timeout = max(self._limits.first_seconds, self._limits.min_seconds)
+        ranks = self._all_ranks()
+        if not is_hang(ranks, timeout):
             return
-        log.error("nobody gets on: asking all ranks for their stacks")
-        self._dump(ASKING)
+        log.error("no rank made progress for %.0f s; collecting stack traces", min(peer.silent_s for peer in ranks))
+        self._dump(COLLECTING)
         give_up = time.monotonic() + STALE_BEATS * self._interval + SECONDS_TO_REPORT
-        while time.monotonic() < give_up and not all(s.is_stale or _has_dumped(s) for s in self._everyone()):
+        while time.monotonic() < give_up and not all(p.is_stale or _has_dumped(p) for p in self._all_ranks()):
             time.sleep(POLL)
             self.publish()
-        sightings = self._everyone()
-        if is_due(sightings, patience):
-            self._end(judge(sightings))
-        self._withdraw()
+        ranks = self._all_ranks()
+        if is_hang(ranks, timeout):
+            self._end(diagnose(ranks))
+        self._cancel()
 
-    def _obey(self, chief: int) -> None:
-        """Give the judge this rank's stacks, and leave once it has given its verdict, unless it thinks better of it."""
+    def _follow(self, leader: int) -> None:
+        """Write this rank's stack traces, then exit once the leader has written its report, unless it cancels it."""
         self._dump(0)
-        give_up = time.monotonic() + LONGEST_REPORT
+        give_up = time.monotonic() + REPORT_TIMEOUT
         while time.monotonic() < give_up:
-            record = rank_status.read(self._folder, chief)
-            if record is not None and record.judging == TOLD:
-                _leave(2 * SECONDS_TO_REPORT)
-            if record is not None and not record.judging:
+            heartbeat = rank_status.read_heartbeat(self._folder, leader)
+            if heartbeat is not None and heartbeat.report_state == WRITTEN:
+                _exit(2 * SECONDS_TO_REPORT)
+            if heartbeat is not None and not heartbeat.report_state:
                 break
             time.sleep(POLL)
             self.publish()
-        self._withdraw()
+        self._cancel()
 
-    def _dump(self, judging: int) -> None:
+    def _dump(self, report_state: int) -> None:
         self._stacks.truncate(0)
         self._stacks.seek(0)
         faulthandler.dump_traceback(self._stacks)
-        self._judging, self._has_dumped = judging, True
+        self._report_state, self._has_dumped = report_state, True
         self.publish()
 
-    def _withdraw(self) -> None:
-        log.warning("somebody has got on after all")
-        self._judging, self._has_dumped = 0, False
+    def _cancel(self) -> None:
+        log.warning("progress resumed; hang report cancelled")
+        self._report_state, self._has_dumped = 0, False
 
-    def _end(self, verdict: Verdict) -> NoReturn:
-        stacks = {rank: self._stacks_of(rank) for rank in verdict.culprits}
-        first = verdict.first
+    def _end(self, diagnosis: Diagnosis) -> NoReturn:
+        stacks = {rank: self._stacks_of(rank) for rank in diagnosis.culprits}
+        first = diagnosis.first
         role, phase = (first.role, first.phase) if first else (None, None)
         target = self._run_dir / "verdict.md"
         try:
-            text = report(verdict, stacks, os.environ, time.ctime(), self._slow_before())
+            text = render(diagnosis, stacks, os.environ, time.ctime(), self._slow_before())
             target.write_text(text, encoding="utf-8")
         except OSError as error:
             log.error("cannot write %s: %s", target, error.strerror)
-        rank = verdict.culprits[0] if verdict.is_clear else None
-        exits.write_exit(self._run_dir, exits.HANG, rank, role, phase, verdict.sentence)
-        log.error("%s", verdict.sentence)
-        os.write(2, f"hpcrl: hang: {verdict.sentence}; see {target}\n".encode(errors="replace"))
-        self._judging = TOLD
+        rank = diagnosis.culprits[0] if diagnosis.is_clear else None
+        exits.write_exit(self._run_dir, exits.HANG, rank, role, phase, diagnosis.sentence)
+        log.error("%s", diagnosis.sentence)
+        os.write(2, f"hpcrl: hang: {diagnosis.sentence}; see {target}\n".encode(errors="replace"))
+        self._report_state = WRITTEN
         self.publish()
-        _leave(SECONDS_TO_REPORT)
+        _exit(SECONDS_TO_REPORT)
 
     def _slow_before(self) -> list[str]:
         try:
@@ -267,12 +272,12 @@ class Watchdog:
             return ""
 
 
-def _has_dumped(sighting: Sighting) -> bool:
-    return sighting.record is not None and sighting.record.has_dumped
+def _has_dumped(peer: PeerStatus) -> bool:
+    return peer.heartbeat is not None and peer.heartbeat.has_dumped
 
 
-def _leave(seconds: float) -> NoReturn:
-    """Without MPI, as the main thread may be in it; the launcher ends the ranks that cannot leave by themselves."""
+def _exit(seconds: float) -> NoReturn:
+    """Exit without MPI, because the main thread may be in it. The launcher kills ranks that cannot exit."""
     time.sleep(seconds)
     fork_server.remove_files()
     os._exit(exits.HANG)

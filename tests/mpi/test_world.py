@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpcrl.runtime.cpu_binding import rank_threads
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import all_gather_object, create_group, duplicate, wait, wait_all
-from hpcrl.runtime.world import World, rank_threads
+from hpcrl.runtime.world import World
 
 
 def test_ranks_agree_with_torch(world: World) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime.launcher import split_world
-from hpcrl.runtime.world import on_one_node, prepare_environment, rank_threads
+from hpcrl.runtime.cpu_binding import rank_threads
+from hpcrl.runtime.launcher import on_one_node, split_world
+from hpcrl.runtime.world import prepare_environment
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: today"
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI"

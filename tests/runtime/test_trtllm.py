@@ -91,10 +91,10 @@ CLOSING = """
 from mpi4py import MPI
 from types import SimpleNamespace
 from hpcrl.runtime.job import run_spmd
-from hpcrl.runtime.world import before_leaving_mpi
+from hpcrl.runtime.world import before_mpi_finalize
 def main(world, config):
     for name in ("first", "last"):
-        before_leaving_mpi(lambda name=name: open(f"ended_{world.rank}", "a").write(f"{name} {MPI.Is_finalized()}\\n"))
+        before_mpi_finalize(lambda name=name: open(f"ended_{world.rank}", "a").write(f"{name} {MPI.Is_finalized()}\\n"))
     return 0
 watchdog = SimpleNamespace(enable=False)
 torch = dict(c10d_backend="gloo", nccl_timeout=60, cpu_bind=True, memory_snapshot=False, full_determinism=False)

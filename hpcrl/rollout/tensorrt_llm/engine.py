@@ -151,7 +151,7 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
 
     from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker
     from hpcrl.runtime.mpi import broadcast_object, create_group, duplicate
-    from hpcrl.runtime.world import before_leaving_mpi
+    from hpcrl.runtime.world import before_mpi_finalize
 
     theirs = create_group(MPI.COMM_WORLD, layout.group_of(groups.rank, "tp"))
     ours = duplicate(theirs)  # TensorRT-LLM's thread uses the first one
@@ -165,5 +165,5 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
         vocab_size=shape.vocab_size,
         can_sleep=config.rollout.free_cache_engine,
     )
-    before_leaving_mpi(engine.close)
+    before_mpi_finalize(engine.close)
     return engine
