@@ -1,6 +1,6 @@
-"""What a scoring process runs: the rules, or one custom reward function, on requests that come over a pipe.
+"""What a scoring process runs: the built-in rules, or a custom reward function, on requests from a pipe.
 
-Imported in the child: the standard library alone here, so that a worker starts in a moment and stays small.
+Imported in the child: standard library only, so that a worker starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -18,24 +18,32 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
 from hpcrl.sandbox import worker_supervisor
-from hpcrl.sandbox.worker_process import Answer, Outcome, Ready, answer_in_turn, describe, end_strays, use_one_thread
+from hpcrl.sandbox.worker_process import (
+    Answer,
+    Outcome,
+    Ready,
+    answer_in_turn,
+    describe,
+    kill_leftovers,
+    use_one_thread,
+)
 
 if TYPE_CHECKING:
     import asyncio
 
-MOST_BYTES = 4096  # of a result, each of whose numbers is 8: it travels to rank 0
-MOST_ENTRIES = 256  # of a result
-MOST_SCORE = (2 - 2**-23) * 2.0**127  # float32's largest number
+MAX_BYTES = 4096  # of a result that is sent to rank 0; each number has 8
+MAX_ENTRIES = 256  # of a result
+MAX_SCORE = (2 - 2**-23) * 2.0**127  # float32's largest number
 
 Plain = dict[str, float | str]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What scores: the function `name` of the Python file `path`, or with path None the built-in rules.
+    """The function `name` of the Python file `path`, or the built-in rules if path is None.
 
-    `batched`: the function takes lists. `at_once`: how many awaitables of a coroutine function may be under way; None
-    for one call after the other. `timeout`: seconds, of each of those awaitables.
+    batched: the function takes lists. at_once: how many calls of a coroutine function run concurrently; None for one
+    call after the other. timeout: seconds, for each of these concurrent calls.
     """
 
     path: str | None = None
@@ -52,7 +60,7 @@ class Source:
         return f"{self.name}({arguments.replace(',', 's,') + 's' if self.batched else arguments})"
 
     def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
-        """Loads the function, says so, and answers (number, request) by an Answer until the pipe closes."""
+        """Load the function, send Ready, and answer each (number, request) until the pipe closes."""
         worker_supervisor.supervise(lambda: work(pipe, self, memory_limit_mb), log)
 
     def load_error(self, why: str) -> InputError:
@@ -71,11 +79,11 @@ def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
     try:
         function = score_by_rule if source.path is None else load_function(source.path, source.name)
-    except BaseException as error:  # the file is the user's: SystemExit too must become one line
+    except BaseException as error:  # user code may raise SystemExit too
         pipe.send(Ready(why=describe(error)))
         return
     if inspect.iscoroutinefunction(function):
-        import asyncio  # half of what a worker imports, and most functions are plain
+        import asyncio  # slow to import, and most functions are not coroutines
     if source.at_once is not None and inspect.iscoroutinefunction(function):
         pipe.send(Ready(source.at_once))
         asyncio.run(answer_concurrently(pipe, function, source))
@@ -84,14 +92,14 @@ def work(pipe: Connection, source: Source, memory_limit_mb: int | None) -> None:
 
 
 def score_by_rule(data_source: str, **request: Any) -> Any:
-    """The built-in rule's result."""
+    """Score with the built-in rule for the data source."""
     from hpcrl.rewards.registry import scorer_for
 
     return scorer_for(data_source)(data_source, **request)
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """The function `name` of the Python file `path`, whose own folder it may import from."""
+    """Load the function `name` of a Python file, which may import from its own folder."""
     function = getattr(import_file(path), name, None)
     if not callable(function):
         raise ImportError(f"no function {name!r} in it")
@@ -99,7 +107,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 def answer(function: Callable[..., Any], request: dict[str, Any], source: Source) -> Outcome:
-    """One call of the function; whatever it raises becomes an error."""
+    """Call the function once. Any exception becomes an outcome with fate "errors"."""
     try:
         result = function(**request, **source.kwargs)
         if inspect.isawaitable(result):
@@ -112,7 +120,7 @@ def answer(function: Callable[..., Any], request: dict[str, Any], source: Source
 
 
 async def answer_concurrently(pipe: Connection, function: Callable[..., Coroutine], source: Source) -> None:
-    """Calls of a coroutine function as they come, each under its own timeout, until the pipe closes."""
+    """Run calls of a coroutine function concurrently, each with its own timeout, until the pipe closes."""
     import asyncio
 
     closed = asyncio.Event()
@@ -131,9 +139,9 @@ async def answer_concurrently(pipe: Connection, function: Callable[..., Coroutin
             os._exit(0)
         pipe.send(Answer(number, outcome, time.monotonic()))
         if len(under_way) == 1:
-            end_strays()
+            kill_leftovers()
 
-    def hear() -> None:
+    def receive() -> None:
         try:
             while pipe.poll():
                 task = asyncio.ensure_future(one(*pipe.recv()))
@@ -142,7 +150,7 @@ async def answer_concurrently(pipe: Connection, function: Callable[..., Coroutin
         except EOFError:
             closed.set()
 
-    asyncio.get_running_loop().add_reader(pipe.fileno(), hear)
+    asyncio.get_running_loop().add_reader(pipe.fileno(), receive)
     await closed.wait()
 
 
@@ -151,7 +159,7 @@ async def _finish(awaitable: Any) -> Any:
 
 
 def each(results: Any, request: dict[str, Any]) -> list[Outcome]:
-    """The outcomes of a batched call; an entry that is no score costs that sample alone."""
+    """Outcomes of a batched call. An invalid entry fails its own sample only."""
     results, expected = list(results), len(request["solution_strs"])
     if len(results) != expected:
         raise ValueError(f"{len(results)} results for {expected} responses")
@@ -165,43 +173,42 @@ def each(results: Any, request: dict[str, Any]) -> list[Outcome]:
 
 
 def plain(result: Any) -> Plain:
-    """A result as {"score": float, ...} of numbers and strings; ValueError where the score is no finite float32.
+    """Convert a result to {"score": float, ...} of numbers and strings. Raises ValueError for an invalid score.
 
-    A bare number is its own accuracy, as in verl: {"score": x, "acc": x}. Names and values have 4 KB (MOST_BYTES, in
-    UTF-8): where they are more, texts are cut, the longest first; numbers and names that alone are more are an error.
+    A bare number is its own accuracy, as in verl: {"score": x, "acc": x}. The score must be a finite float32. Names and
+    values may have 4 KB (MAX_BYTES, in UTF-8). If they have more, texts are cut, the longest first; if numbers and
+    names alone have more, ValueError is raised.
     """
     extras = dict(result) if isinstance(result, dict) else {"score": result, "acc": result}
-    extras = {key: value for key, value in extras.items() if value is not None}  # as if the key were not there
+    extras = {key: value for key, value in extras.items() if value is not None}  # like a missing key
     if "score" not in extras:
         raise ValueError(f"the result has no 'score', only {', '.join(map(str, extras)) or 'nothing'}")
-    if len(extras) > MOST_ENTRIES:
-        raise ValueError(f"the result has {len(extras)} entries; expected at most {MOST_ENTRIES}")
+    if len(extras) > MAX_ENTRIES:
+        raise ValueError(f"the result has {len(extras)} entries; expected at most {MAX_ENTRIES}")
     score = extras["score"]
     if isinstance(score, (str, bytes, list, tuple, dict, set)):
         raise ValueError(f"the score is a {type(score).__name__}; expected a number, or a dict with 'score'")
-    if not abs(float(score)) <= MOST_SCORE:
+    if not abs(float(score)) <= MAX_SCORE:
         raise ValueError(f"the score is {score!r}; expected a number that is finite as a float32")
     return cut({str(key): number_or_text(value) for key, value in extras.items()} | {"score": float(score)})
 
 
 def number_or_text(value: Any) -> float | str:
     if isinstance(value, str):
-        return value[:MOST_BYTES]
+        return value[:MAX_BYTES]
     try:
         number = float(value)  # bool, int, numpy and torch scalars
-        return number if abs(number) < math.inf else math.nan  # one infinity would be the mean of them all
+        return number if abs(number) < math.inf else math.nan  # one infinity would make every mean infinite
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        return str(value)[:MOST_BYTES]
+        return str(value)[:MAX_BYTES]
 
 
 def cut(result: Plain) -> Plain:
-    """The result in MOST_BYTES, its texts cut to the one length at which they fit."""
+    """Cut the texts of a result to one length such that it fits MAX_BYTES."""
     texts = {key: value.encode(errors="replace") for key, value in result.items() if isinstance(value, str)}
-    left = MOST_BYTES - sum(len(key.encode(errors="replace")) for key in result) - 8 * (len(result) - len(texts))
+    left = MAX_BYTES - sum(len(key.encode(errors="replace")) for key in result) - 8 * (len(result) - len(texts))
     if left < 0:
-        raise ValueError(
-            f"the result's names and numbers take {MOST_BYTES - left} bytes; expected at most {MOST_BYTES}"
-        )
+        raise ValueError(f"the result's names and numbers take {MAX_BYTES - left} bytes; expected at most {MAX_BYTES}")
     share = left
     for num_shorter, length in enumerate(sorted(map(len, texts.values()))):
         share = left // (len(texts) - num_shorter)

@@ -20,6 +20,7 @@ from hpcrl.runtime.rank_status import RankStatus
 _NO_RANGE = nullcontext()
 _OUT_OF_MEMORY = re.compile(r"cuda.*out of memory", re.IGNORECASE | re.DOTALL)  # torch, CUDA and NCCL
 HISTORY_ENTRIES = 100_000  # the newest allocations and frees
+GIB = 2**30
 
 
 def synchronize(device: torch.device) -> None:
@@ -136,9 +137,6 @@ def host_bytes(tensor: Tensor) -> np.ndarray:
     if not tensor.nbytes:
         return np.empty(0, np.uint8)  # its address is 0, for which numpy 2.2 raises
     return np.asarray(_Memory(tensor))
-
-
-GIB = 2**30
 
 
 def explain_out_of_memory(

@@ -1,7 +1,7 @@
-"""`hpcrl check`: what is installed on this machine, and what is wrong with it, in plain words.
+"""`hpcrl check`: a table of what is installed on this machine, and what is wrong with it.
 
-Runs in one process or under a launcher; there rank 0 prints. Exit code 1 when something that hpcrl needs is wrong.
-With --trtllm it is about that engine alone.
+Runs in one process or under a launcher, where rank 0 prints. The exit code is 1 if something that hpcrl needs is wrong.
+With --trtllm it checks that engine only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHARED_MEMORY_PER_RANK = 16 * 2**20  # bytes; MPICH's own shared segment takes 2
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `wrong` says what is wrong and what to do; `needed` whether hpcrl fails because of it."""
+    """One line of the table. wrong: what is wrong and what to do. needed: whether hpcrl fails because of it."""
 
     name: str
     found: str
@@ -46,13 +46,13 @@ class Finding:
 
 
 def main(arguments: list[str], engine: Callable[[MPI.Intracomm], list[Finding]]) -> NoReturn:
-    """The subcommand. Collective over the ranks that the launcher started.
+    """Run the subcommand. Collective over the ranks that the launcher started.
 
-    `engine(comm)`, collective, is what there is to say of the engine that --trtllm asks about.
+    engine: a collective function that returns the findings for --trtllm.
     """
     if arguments not in ([], ["--trtllm"]):
         exits.exit_with_error(InputError(f"found {arguments[0]!r}; hpcrl check takes --trtllm, --job or nothing"))
-    probe_isolation()  # starts processes, which is for before MPI; the answer is kept
+    probe_isolation()  # starts processes, so it comes before MPI; the result is cached
     try:
         comm = start_mpi()
     except InputError as error:
@@ -67,7 +67,7 @@ def main(arguments: list[str], engine: Callable[[MPI.Intracomm], list[Finding]])
 
 
 def report(findings: list[Finding], what: str = "hpcrl") -> int:
-    """Print the table and what is wrong with `what`; returns the exit code."""
+    """Print the table and what is wrong, and return the exit code. `what`: what cannot run then."""
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         mark = " " if finding.wrong is None else "!" if finding.needed else "?"
@@ -76,12 +76,12 @@ def report(findings: list[Finding], what: str = "hpcrl") -> int:
     for finding in wrong:
         print(f"\n{'wrong' if finding.needed else 'note'}: {finding.name.strip()}: {finding.wrong}")
     needed = [finding for finding in wrong if finding.needed]
-    print("\nready" if not needed else f"\n{len(needed)} thing{'s' * (len(needed) > 1)} to mend before {what} can run")
+    print("\nready" if not needed else f"\n{len(needed)} thing{'s' * (len(needed) > 1)} to fix before {what} can run")
     return exits.OTHER if needed else exits.DONE
 
 
 def mpi_findings(comm: MPI.Intracomm, hosts: list[tuple[str, int]]) -> Iterator[Finding]:
-    """The MPI library and where its ranks are. `hosts` is (host, cores) of each rank."""
+    """The MPI library and the nodes of its ranks. `hosts`: (host, cores) of each rank."""
     from mpi4py import MPI
 
     level = {
@@ -107,7 +107,7 @@ def mpi_findings(comm: MPI.Intracomm, hosts: list[tuple[str, int]]) -> Iterator[
 
 
 def local_findings(ranks: int = 1) -> list[Finding]:
-    """What this process sees of its own machine."""
+    """Findings about this process's own node."""
     probes: list[Callable[[], Finding]] = [
         python,
         lambda: package("mpi4py", needed=True),
@@ -143,7 +143,7 @@ def version_of(name: str) -> str | None:
 
 
 def package(name: str, *, absent: str = "not installed", needed: bool = False) -> Finding:
-    """A package by its metadata alone: some are too heavy, or too rude, to be imported for a look."""
+    """A package by its metadata only, because some are slow to import or print messages."""
     title = name.replace("_", "-")
     version = version_of(title)
     if version is not None:
@@ -152,7 +152,7 @@ def package(name: str, *, absent: str = "not installed", needed: bool = False) -
 
 
 def attempt(name: str, load: Callable[[str], object] = importlib.import_module) -> Exception | None:
-    """Import a module, silently; the exception if it raises one."""
+    """Import a module without warnings and logs. Returns the exception if it raises one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
@@ -195,7 +195,7 @@ def cuda_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
 
 
 def triton() -> Finding:
-    """Needed where there is a GPU."""
+    """Triton, which is needed if there is a GPU."""
     on_gpu = "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
     wrong = gpus.missing_triton(os.environ, gpus.triton_is_installed()) if on_gpu else None
     return Finding("triton", version_of("triton") or "not installed (needed for CUDA only)", wrong)
@@ -211,7 +211,7 @@ def transformer_engine() -> Finding:
     return Finding(
         "transformer-engine",
         f"{version or 'installed'}, half-installed",
-        f"it is there but cannot be imported ({exits.summary(error)}), and megatron-core then refuses to be imported: "
+        f"it is installed but cannot be imported ({exits.summary(error)}), and megatron-core then fails to import: "
         "`pip uninstall transformer-engine transformer-engine-torch`, or on CUDA install `transformer-engine[pytorch]` "
         "built for this torch",
     )
@@ -238,19 +238,19 @@ def _as_a_job_does(name: str) -> None:
 
 
 def apex() -> Finding:
-    """NVIDIA's Apex, or the web toolkit of the same name that `pip install apex` brings."""
+    """NVIDIA's Apex, or the unrelated package that `pip install apex` installs."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return Finding("apex", "not installed (not needed)")
     folders = [Path(folder) for folder in spec.submodule_search_locations or []]
     if any((folder / "normalization").is_dir() or (folder / "multi_tensor_apply").is_dir() for folder in folders):
         return Finding("apex", f"NVIDIA Apex {version_of('apex') or ''}".strip())
-    why = "this is PyPI's `apex`, an unrelated package, not NVIDIA's Apex; megatron-core may trip over it: "
+    why = "this is PyPI's `apex`, an unrelated package, not NVIDIA's Apex; megatron-core may fail because of it: "
     return Finding("apex", f"{version_of('apex') or 'installed'}, not NVIDIA's", why + "`pip uninstall apex`")
 
 
 def requirements() -> Finding:
-    """The other packages that hpcrl's own metadata asks for."""
+    """The requirements in hpcrl's own metadata."""
     from packaging.requirements import Requirement
 
     try:
@@ -271,19 +271,19 @@ def requirements() -> Finding:
 
 
 def sandbox() -> Finding:
-    """What keeps programs that a model wrote, which code rewards run, from the rest of the machine."""
+    """Isolation of the programs that a model wrote, which code rewards run."""
     isolation = probe_isolation()
     name, limits = "code sandbox", "limits of time, memory and processes"
     if isolation.shown:
         return Finding(name, f"no network, no other processes, none of your files; {limits}")
-    # Sockets with a path lead out of a network namespace.
+    # sockets with a path are reachable from a network namespace
     reach = "read and write your files, ground truths too, and connect to services of this machine"
     if not isolation.network:
         reach = f"use the network, read and kill your processes, {reach}"
     return Finding(
         name,
         f"no network, own process namespace; {limits}" if isolation.network else f"{limits} only",
-        f"programs under test can {reach} ({isolation.why_not}); where you score code, have user namespaces allowed, "
+        f"programs under test can {reach} ({isolation.why_not}); where you score code, allow user namespaces, "
         "and mounts in them (user.max_user_namespaces, user.max_mnt_namespaces, or the container's seccomp profile)",
         needed=False,
     )
@@ -301,14 +301,16 @@ def memory() -> Finding:
 
 
 def shared_memory(ranks: int) -> Finding:
-    """/dev/shm, where ranks of a node exchange messages; containers often have 64 MB of it."""
+    """/dev/shm, through which the ranks of a node exchange messages; containers often have 64 MB of it."""
     if not os.path.isdir("/dev/shm"):
         return Finding("/dev/shm", "missing", "MPI needs it for ranks on one node: mount a tmpfs there")
     free = shutil.disk_usage("/dev/shm").free
     found = f"{free / GIB:.2f} GiB free"
     if free >= ranks * SHARED_MEMORY_PER_RANK:
         return Finding("/dev/shm", found)
-    return Finding("/dev/shm", found, "too small for this many ranks: remove left-overs, or give the container more")
+    return Finding(
+        "/dev/shm", found, "too small for this many ranks: remove old files there, or give the container more"
+    )
 
 
 def disk() -> Finding:

@@ -1,6 +1,6 @@
-"""`hpcrl check --job`: whether the nodes of an allocation are fit for a job, in one table, in less than a minute.
+"""`hpcrl check --job`: whether the nodes of an allocation can run a job, in one table, in less than a minute.
 
-Runs on all ranks of the job, as the job would: under srun or mpiexec. Exit code 1 when something is wrong.
+Runs on all ranks of the job, under srun or mpiexec like the job. The exit code is 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ from hpcrl.runtime.world import abort, finish, start_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-DEADLINE = 60.0  # seconds for everything but the bundle, which may be large
+DEADLINE = 60.0  # seconds, without the check of the bundle, which may be large
 CLOCKS_DIFFER, CLOCKS_WRONG = 1.0, 60.0  # seconds
+PACKAGES = ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy", "transformers", "tensorrt-llm", "transformer-engine")
+CANARY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Node:
-    """ranks: of the job, on this node; the first one speaks for it."""
+    """A node of the job. ranks: the job's ranks on it; the first one measures links and clock."""
 
     host: str
     ranks: list[int]
@@ -65,8 +67,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Links:
-    """latencies: seconds, from each rank to the next. bandwidth: bytes/s, of pairs of nodes. offsets: seconds, of the
-    nodes' clocks."""
+    """Measurements between ranks.
+
+    latencies: seconds, from each rank to the next. bandwidth: bytes/s, of pairs of nodes. offsets: seconds, of the
+    nodes' clocks.
+    """
 
     latencies: list[float]
     bandwidth: dict[Pair, float]
@@ -75,7 +80,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Folder:
-    """Rank 0's, as the job would use it. unseen: ranks that did not find there what rank 0 wrote."""
+    """The run directory on rank 0. unseen: ranks that did not find the file that rank 0 wrote."""
 
     path: str
     free: int
@@ -84,13 +89,13 @@ class Folder:
 
 
 def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> NoReturn:
-    """The subcommand. Collective over the ranks that the launcher started.
+    """Run the subcommand. Collective over the ranks that the launcher started.
 
-    find_folder: the folder of the run, on rank 0; it may be relative, and need not be there yet. verify: what is wrong
-    with the files of a bundle.
+    find_folder: returns the run directory, on rank 0; it may be relative, and need not exist. verify: returns what is
+    wrong with the files of a bundle.
     """
-    here = RankStatus(phase="starting MPI")
-    timer = threading.Timer(DEADLINE, _give_up, (here,))
+    status = RankStatus(phase="starting MPI")
+    timer = threading.Timer(DEADLINE, _give_up, (status,))
     timer.daemon = True
     timer.start()
     try:
@@ -100,28 +105,28 @@ def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> 
             report([Finding("MPI", "unusable", str(error))])
         os._exit(exits.OTHER)
     try:
-        finish(_run(comm, here, timer, find_folder, verify))
+        finish(_run(comm, status, timer, find_folder, verify))
     except BaseException as error:  # the others would wait for this rank
-        abort(error, rank=comm.rank, phase=here.phase)
+        abort(error, rank=comm.rank, phase=status.phase)
 
 
 def _run(
     comm: MPI.Intracomm,
-    here: RankStatus,
+    status: RankStatus,
     timer: threading.Timer,
     find_folder: Callable[[], str],
     verify: Callable[[str], list[str]],
 ) -> int:
-    """The exit code, on every rank. `timer` is stopped when all that may hang has been done."""
+    """Run the checks and return the exit code on every rank. `timer` is cancelled after all steps that may hang."""
     from mpi4py import MPI
 
     def stage(name: str) -> AbstractContextManager[None]:
-        return here.within("check", name)
+        return status.within("check", name)
 
     folder = _agreed_folder(comm, find_folder)
 
     with stage("looking at versions and folders"):
-        found = all_gather_object(comm, facts(MPI.Get_library_version()))
+        found = all_gather_object(comm, find_facts(MPI.Get_library_version()))
     nodes = nodes_of([fact.host for fact in found])
     first = [node.ranks[0] for node in nodes]
     with stage("pinging the next rank"):
@@ -148,7 +153,7 @@ def _run(
 
 
 def nodes_of(hosts: Sequence[str]) -> list[Node]:
-    """In the order of their first ranks."""
+    """The nodes in the order of their first ranks."""
     return [Node(host, [rank for rank, other in enumerate(hosts) if other == host]) for host in dict.fromkeys(hosts)]
 
 
@@ -158,7 +163,7 @@ def world_findings(environ: Mapping[str, str], size: int, library: str, num_node
         count = environ.get(name, "")
         if count.isdigit() and int(count) != size:
             wrong = f"{name}={count}, but MPI's world has {size} ranks: check --mpi of srun, and --ntasks"
-            needed = name != "SLURM_NTASKS"  # which an mpiexec inside the allocation need not use up
+            needed = name != "SLURM_NTASKS"  # an mpiexec inside the allocation may use fewer tasks
             break
     yield Finding(
         "world", f"{size} rank{'s' * (size > 1)} on {num_nodes} node(s), {library_name(library)}", wrong, needed
@@ -166,7 +171,7 @@ def world_findings(environ: Mapping[str, str], size: int, library: str, num_node
 
 
 def node_findings(nodes: Sequence[Node], found: Sequence[Facts], links: Links) -> Iterator[Finding]:
-    """A line per node, the bad one marked."""
+    """A line for each node, with what is wrong with it."""
     best, slow = best_of_nodes(links.bandwidth, len(nodes)), slow_nodes(links.bandwidth, len(nodes))
     for place, node in enumerate(nodes):
         fact, offset = found[node.ranks[0]], links.offsets[place]
@@ -185,7 +190,7 @@ def node_findings(nodes: Sequence[Node], found: Sequence[Facts], links: Links) -
 
 
 def link_findings(nodes: Sequence[Node], links: Links) -> Iterator[Finding]:
-    """The slowest links, by the names of their ends."""
+    """The slowest links and their end points."""
     host = {rank: node.host for node in nodes for rank in node.ranks}
     if links.latencies:
         size = len(links.latencies)
@@ -217,7 +222,7 @@ def folder_finding(nodes: Sequence[Node], folder: Folder) -> Finding:
 
 
 def version_findings(nodes: Sequence[Node], versions: Sequence[Mapping[str, str | None]]) -> Iterator[Finding]:
-    """What all ranks must have alike; a line for each that differs, one for all that do not."""
+    """Versions that must be the same on all ranks: a line for each that differs, and one for all that do not."""
     equal = []
     for name in versions[0]:
         common, others = deviants([found[name] for found in versions])
@@ -231,7 +236,7 @@ def version_findings(nodes: Sequence[Node], versions: Sequence[Mapping[str, str 
 
 
 def bundle_findings(folder: str, verify: Callable[[str], list[str]]) -> Iterator[Finding]:
-    """Of what `hpcrl submit` has put beside the run."""
+    """The bundle that `hpcrl submit` has put into the run directory."""
     bundle = Path(folder) / "bundle"
     if (bundle / "manifest.json").exists():
         began = time.perf_counter()
@@ -242,7 +247,7 @@ def bundle_findings(folder: str, verify: Callable[[str], list[str]]) -> Iterator
 
 
 def _agreed_folder(comm: MPI.Intracomm, find_folder: Callable[[], str]) -> str:
-    """The run's folder, or the nearest one above it that is there already; relative where the configuration is."""
+    """The run directory, or its nearest parent that exists, relative if the configuration has a relative path."""
     found, line = "", None
     if comm.rank == 0:
         try:
@@ -262,7 +267,7 @@ def _agreed_folder(comm: MPI.Intracomm, find_folder: Callable[[], str]) -> str:
 
 
 def _try_folder(comm: MPI.Intracomm, folder: str) -> Folder:
-    """Every rank looks where it would itself, with its own working directory."""
+    """Write a file on rank 0, and look for it on every rank, relative to its own working directory."""
     path = os.path.abspath(folder)
     token, wrong = secrets.token_hex(8), None
     if comm.rank == 0:
@@ -276,7 +281,7 @@ def _try_folder(comm: MPI.Intracomm, folder: str) -> Folder:
 
 
 def _some_of(nodes: Sequence[Node], ranks: Sequence[int]) -> list[Node]:
-    """The nodes with those of their ranks."""
+    """The nodes of `ranks`, with only these ranks."""
     return [Node(node.host, own) for node in nodes if (own := [rank for rank in node.ranks if rank in ranks])]
 
 
@@ -284,22 +289,21 @@ def _pair(nodes: Sequence[Node], pair: Pair) -> str:
     return f"{nodes[pair[0]].host} and {nodes[pair[1]].host}"
 
 
-def _give_up(here: RankStatus) -> NoReturn:
-    """A link that is dead makes MPI wait for ever: every rank says where it is, and the job ends."""
+def _give_up(status: RankStatus) -> NoReturn:
+    """End the job when a dead link makes MPI wait forever. Every rank prints the step that it is in."""
     rank = launched_rank(os.environ) or "?"
-    os.write(2, f"hpcrl check: rank {rank} on {node_name()} is still {here.phase} after {DEADLINE:.0f} s\n".encode())
-    time.sleep(1.0)  # launchers drop what is still in their pipes when the first rank leaves
+    os.write(2, f"hpcrl check: rank {rank} on {node_name()} is still {status.phase} after {DEADLINE:.0f} s\n".encode())
+    time.sleep(1.0)  # launchers drop output that is still in their pipes when the first rank exits
     os._exit(exits.OTHER)
-
-
-PACKAGES = ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy", "transformers", "tensorrt-llm", "transformer-engine")
-CANARY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """versions: of what must be the same everywhere, None where it is not installed. address: this node's for others,
-    with its interface. no_address: why it has none. scratch_free: bytes."""
+    """What one rank finds on its node.
+
+    versions: versions that must be the same on all ranks, None for what is not installed. address: this node's address
+    for other nodes, with its interface. no_address: why it has none. scratch_free: bytes.
+    """
 
     host: str
     versions: dict[str, str | None]
@@ -309,7 +313,7 @@ class Facts:
     scratch_free: int
 
 
-def facts(mpi_library: str) -> Facts:
+def find_facts(mpi_library: str) -> Facts:
     address, no_address = address_here()
     scratch = os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(scratch).free
@@ -327,7 +331,7 @@ def versions(mpi_library: str) -> dict[str, str | None]:
 
 
 def code_hash(folder: Path) -> str:
-    """Of the Python files below: the same version may be another checkout."""
+    """Hash of the Python files below a folder: the same version may be another checkout."""
     digest = hashlib.blake2b(digest_size=4)
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -343,16 +347,14 @@ def cuda_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
 
 
 def address_here() -> tuple[str, str | None]:
-    """`10.0.0.3 (hsn0)`, and what is wrong with it for other nodes."""
+    """This node's address, such as `10.0.0.3 (hsn0)`, and why other nodes cannot reach it, or None."""
     try:
         address = own_address(socket.gethostname())
     except InputError as error:
         return "no address", str(error)
     wrong = None
     if ipaddress.IPv4Address(address).is_link_local:
-        wrong = (
-            f"its address {address} is link-local, which other nodes do not reach; mend its name in DNS or /etc/hosts"
-        )
+        wrong = f"its address {address} is link-local: other nodes cannot reach it; correct it in DNS or /etc/hosts"
     return f"{address} ({interface_of(address)})", wrong
 
 
@@ -366,7 +368,7 @@ def interface_of(address: str) -> str:
 
 
 def write_canary(folder: str, token: str) -> str | None:
-    """Leave `token` in a file that is named for it; what is wrong if that cannot be done."""
+    """Write `token` to a file that is named after it. Returns what is wrong if that fails."""
     try:
         canary_path(folder, token).write_text(token, encoding="utf-8")
     except OSError as error:
@@ -374,9 +376,9 @@ def write_canary(folder: str, token: str) -> str | None:
     return None
 
 
-def see_canary(folder: str, token: str, patience: float = CANARY_SECONDS) -> bool:
-    """Whether the file is here, with its content, within `patience` seconds: other nodes' caches may take some."""
-    give_up = time.monotonic() + patience
+def see_canary(folder: str, token: str, timeout: float = CANARY_SECONDS) -> bool:
+    """Whether the file is visible here, with its content, within `timeout` seconds: caches of nodes may delay it."""
+    give_up = time.monotonic() + timeout
     while True:
         try:
             if canary_path(folder, token).read_text(encoding="utf-8") == token:

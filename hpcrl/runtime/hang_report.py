@@ -16,7 +16,7 @@ class Diagnosis:
     """The ranks that cause a hang.
 
     culprits: the ranks that the others wait for, never empty. why: what they have in common, in words. is_clear: False
-    if only some of them may be the cause, and the heartbeats do not tell which.
+    if only some of them may be the cause, and the heartbeats do not show which.
     """
 
     ranks: tuple[PeerStatus, ...]

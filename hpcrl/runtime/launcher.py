@@ -1,4 +1,4 @@
-"""What the launcher and the batch system tell a process: its rank and node, and whether MPI found the other ranks.
+"""What the launcher and the batch system set for a process: its rank and node, and whether MPI found the other ranks.
 
 Environment variables and strings only: nothing here calls MPI.
 """
@@ -69,7 +69,7 @@ def split_world(environ: Mapping[str, str], size: int, library: str) -> str | No
             )
         return (
             f"{count} ranks were started ({name}={count}) but each is an MPI world of its own, of size 1: the launcher "
-            f"and the MPI library ({library_name(library)}) do not speak the same process-management interface; start "
+            f"and the MPI library ({library_name(library)}) do not use the same process-management interface; start "
             f"with `srun {srun_flag(mpich)} ...`, or with the mpiexec of the same MPI library "
             f"({os.path.join(sys.prefix, 'bin', 'mpiexec')})"
         )

@@ -1,4 +1,4 @@
-"""How fast ranks reach each other, and how far their nodes' clocks are apart: measurements by MPI messages."""
+"""Latency, bandwidth and clock offsets between ranks, measured by MPI messages, and the outliers among them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from hpcrl.runtime.mpi import all_gather_object, barrier, wait, wait_all
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T", bound=Hashable)
+Pair = tuple[int, int]  # of nodes
+
 PINGS = 20
 MESSAGE = 4 * 2**20  # bytes
-MESSAGES = 8  # of which the fastest counts; the first one also connects
+MESSAGES = 8  # the fastest one counts; the first one also connects
+SLOW = 2.0  # times slower than the median
+LATE = 5.0  # times the median latency, because small messages vary much more
 
 
 def ring_latencies(comm: MPI.Intracomm) -> list[float]:
-    """Seconds that a small message takes from rank r to the next one, the last one's to rank 0. Collective.
+    """Seconds that a small message takes from each rank to the next one, from the last one to rank 0. Collective.
 
     Links that share a rank are measured one after the other.
     """
@@ -40,9 +45,9 @@ def ring_latencies(comm: MPI.Intracomm) -> list[float]:
 
 
 def pair_bandwidths(comm: MPI.Intracomm, nodes: Sequence[int]) -> dict[Pair, float]:
-    """Bytes per second in each direction, while both are under way, between the ranks that speak for the nodes.
+    """Bytes per second in each direction, with both in use, between pairs of the ranks `nodes`, one of each node.
 
-    Keyed by places in `nodes`. Collective over `comm`; as many pairs at once as there are.
+    The keys are pairs of indices into `nodes`. Disjoint pairs are measured at the same time. Collective over `comm`.
     """
     mine: dict[Pair, float] = {}
     for pairs in rounds(len(nodes)):
@@ -57,7 +62,7 @@ def pair_bandwidths(comm: MPI.Intracomm, nodes: Sequence[int]) -> dict[Pair, flo
 
 
 def clock_offsets(comm: MPI.Intracomm, nodes: Sequence[int]) -> list[float]:
-    """Seconds by which the clock of each of these ranks is ahead of rank 0's, to half a round trip. Collective."""
+    """Seconds by which the clock of each of these ranks is ahead of rank 0's, within half a round trip. Collective."""
     found = [0.0 for _ in nodes]
     for place, rank in enumerate(nodes):
         if rank == 0:
@@ -70,7 +75,7 @@ def clock_offsets(comm: MPI.Intracomm, nodes: Sequence[int]) -> list[float]:
 
 
 def _ping(comm: MPI.Intracomm, peer: int) -> tuple[float, float]:
-    """The shortest round trip, in seconds, and by how much the peer's clock was ahead then."""
+    """The shortest round trip, and by how much the peer's clock was ahead in it, in seconds."""
     sent, answer, best = np.zeros(1), np.zeros(1), (np.inf, 0.0)
     for _ in range(PINGS):
         left, began = time.time(), time.perf_counter()
@@ -97,17 +102,10 @@ def _bandwidth(comm: MPI.Intracomm, peer: int) -> float:
     return MESSAGE / best
 
 
-T = TypeVar("T", bound=Hashable)
-Pair = tuple[int, int]
-
-SLOW = 2.0  # times slower than usual
-LATE = 5.0  # times the usual latency: small messages vary much more
-
-
 def rounds(count: int) -> list[list[Pair]]:
-    """All pairs of `count`, in rounds of pairs that have nobody in common: count - 1 rounds, count where it is odd.
+    """All pairs of `count` nodes, in rounds of disjoint pairs: count - 1 rounds, or count if it is odd.
 
-    The circle method: one stands still, the others move on by one place between rounds.
+    The circle method of round-robin tournaments: one node stays, the others rotate by one place between rounds.
     """
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
@@ -120,13 +118,13 @@ def rounds(count: int) -> list[list[Pair]]:
 
 
 def deviants(values: Sequence[T]) -> tuple[T, list[int]]:
-    """The commonest value, the first of equally common ones, and the places where there is another."""
+    """The most common value, the first of equally common ones, and the indices of other values."""
     common = Counter(values).most_common(1)[0][0]
     return common, [index for index, value in enumerate(values) if value != common]
 
 
 def slow_nodes(bandwidth: Mapping[Pair, float], count: int) -> list[int]:
-    """Nodes that are slow with every partner. Needs three nodes: of two nobody can say which one it is."""
+    """Nodes that are slow with every partner. Needs three nodes: of two, either may be the slow one."""
     if count < 3:
         return []
     best = best_of_nodes(bandwidth, count)
@@ -134,17 +132,17 @@ def slow_nodes(bandwidth: Mapping[Pair, float], count: int) -> list[int]:
 
 
 def slow_pairs(bandwidth: Mapping[Pair, float], count: int) -> list[Pair]:
-    """Pairs that are slow though both their nodes are fast with others."""
+    """Slow pairs of nodes that are both fast with other nodes."""
     best = best_of_nodes(bandwidth, count)
     return [pair for pair, found in bandwidth.items() if found < min(best[pair[0]], best[pair[1]]) / SLOW]
 
 
 def best_of_nodes(bandwidth: Mapping[Pair, float], count: int) -> list[float]:
-    """Each node's bandwidth with its fastest partner."""
+    """Bandwidth of each node with its fastest partner."""
     return [max((found for pair, found in bandwidth.items() if node in pair), default=0.0) for node in range(count)]
 
 
 def late_links(seconds: Sequence[float], kinds: Sequence[bool]) -> list[int]:
-    """Links whose latency is far above that of the others of their kind (inside a node, between nodes)."""
+    """Links whose latency is far above the median of their kind (inside a node, between nodes)."""
     usual = {kind: median(s for s, other in zip(seconds, kinds, strict=True) if other == kind) for kind in set(kinds)}
     return [link for link, kind in enumerate(kinds) if seconds[link] > LATE * usual[kind]]

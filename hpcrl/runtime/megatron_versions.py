@@ -1,6 +1,6 @@
-"""What differs between the supported versions of megatron-core, 0.16 and 0.19.
+"""Differences between the supported versions of megatron-core, 0.16 and 0.19.
 
-Where both have an interface, or the later version only hands over more arguments, the other modules use it as it is.
+Interfaces that both have, or that only have more arguments in the later version, are used directly by other modules.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from megatron.core.transformer.mlp import MLPSubmodules
     from torch import Tensor
 
-# What a parameter group of a checkpoint is recognised by. 0.19 adds the learning rates, with which a run could not go
-# on with other ones.
+# Keys that identify a parameter group of a checkpoint. 0.19 adds the learning rates, so that a run could not be resumed
+# with other ones.
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
-# What 0.19 warns of on each model: by logger, the beginning of the message.
+# Warnings of 0.19 on each model: logger -> beginning of the message.
 _EXPECTED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
@@ -32,26 +32,28 @@ _EXPECTED = {
 
 
 def install() -> None:
-    """Let all versions behave alike. A part of `hpcrl.runtime.platform.install`, which is called once."""
+    """Patch megatron-core so that all versions behave alike. `platform.install` calls it once."""
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 asks for it by name even where Transformer Engine is missing
+        moe_utils.te_general_gemm = None  # 0.16 reads the name even without Transformer Engine
     optimizer.param_group_identifier_keys = distrib_optimizer.param_group_identifier_keys = _GROUP_KEYS
     for name, message in _EXPECTED.items():
-        logging.getLogger(name).addFilter(functools.partial(_is_news, message))
+        logging.getLogger(name).addFilter(functools.partial(_is_unexpected, message))
 
 
-def _is_news(expected: str, record: logging.LogRecord) -> bool:
+def _is_unexpected(expected: str, record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(expected)
 
 
 def submodules_of(description: Any) -> Any:
-    """What a module is built from, to be changed in place: of a `ModuleSpec`, or of the partial that 0.19 has for an
-    MLP, a mixture and its experts."""
+    """The submodules of a description, to be changed in place.
+
+    The description is a `ModuleSpec`, or the partial that 0.19 has for an MLP, a mixture and its experts.
+    """
     return description.submodules if isinstance(description, ModuleSpec) else description.keywords["submodules"]
 
 
 def mlp_submodules(layer: ModuleSpec) -> list[MLPSubmodules]:
-    """Of a layer's MLP, or of its routed and its shared experts."""
+    """Submodules of a layer's MLP, or of its routed and its shared experts."""
     inside = submodules_of(layer.submodules.mlp)
     if hasattr(inside, "experts"):
         return [submodules_of(inside.experts), submodules_of(inside.shared_experts)]
@@ -59,7 +61,7 @@ def mlp_submodules(layer: ModuleSpec) -> list[MLPSubmodules]:
 
 
 def use_mixture(layer: ModuleSpec, mixture: type, router: Callable[..., Any], groups: ProcessGroupCollection) -> None:
-    """Let a layer have this mixture of experts, with this router, in the place of megatron's own."""
+    """Replace a layer's mixture of experts and router."""
     description = layer.submodules.mlp
     submodules_of(description).router = router
     if isinstance(description, ModuleSpec):
@@ -70,7 +72,9 @@ def use_mixture(layer: ModuleSpec, mixture: type, router: Callable[..., Any], gr
 
 
 def grads_for_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """The gradients that this rank adds to the gradient norm: without shared parameters, and without what another
-    tensor-parallel rank has as well."""
+    """The gradients that this rank adds to the gradient norm.
+
+    Without shared parameters, and without those that another tensor-parallel rank has as well.
+    """
     method: Callable[[], list[Tensor]] | None = getattr(optimizer, "get_grads_for_grad_norm", None)  # of 0.19
     return (method or optimizer.get_main_grads_for_grad_norm)()

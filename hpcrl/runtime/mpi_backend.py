@@ -1,8 +1,8 @@
 """The `torch.distributed` backend `mpi_host`: collectives and point-to-point over mpi4py.
 
 A Python `ProcessGroup` with one communicator per group. `torch.distributed` calls its methods by the names of the
-installed torch: `_allgather_base` and its like up to 2.9, `all_gather_single` and its like in 2.13; both are here.
-Collectives complete inside the call; only send and receive stay under way until their Work is waited for.
+installed torch: `_allgather_base` and similar names up to 2.9, `all_gather_single` and similar ones in 2.13; both are
+here. Collectives complete inside the call; only sends and receives are pending until their Work is waited for.
 Everything must be called from the one thread that calls MPI.
 """
 
@@ -25,13 +25,13 @@ from torch._C._distributed_c10d import Work
 from hpcrl.runtime.mpi import create_group, duplicate, wait, wait_for_ranks
 from hpcrl.runtime.mpi_buffers import (
     Reduction,
-    deliver,
-    deliver_parts,
+    copy_parts,
+    copy_result,
     dense,
     flatten,
-    landing,
     overlap,
     raw,
+    receive_buffer,
     row_counts,
 )
 
@@ -39,17 +39,17 @@ BACKEND = "mpi_host"
 
 
 def register(comm_world: MPI.Intracomm) -> None:
-    """Make `mpi_host` known to torch.distributed; the ranks of its groups are ranks of `comm_world`.
+    """Register the backend with torch.distributed. The ranks of its groups are ranks of `comm_world`.
 
-    Collective over `comm_world` the first time, without effect afterwards.
+    Collective over `comm_world` the first time; later calls have no effect.
     """
     if BACKEND in dist.Backend.backend_list:
         return
-    # A communicator of its own: what the program sends over `comm_world` must not match what is sent here.
+    # a communicator of its own, so that messages never match those of `comm_world`
     control = duplicate(comm_world)
 
     def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
-        # torch gives no ranks for the default group, which has them all.
+        # torch passes no ranks for the default group, which has all of them
         ranks = list(options.global_ranks_in_group) or list(range(control.size))
         return MpiProcessGroup(control, ranks, options)
 
@@ -63,12 +63,12 @@ class MpiProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, control: MPI.Intracomm, ranks: list[int], options: Any) -> None:
-        """Collective over `ranks` of `control`. `options` is what torch gives the creator of a backend."""
+        """Collective over `ranks` of `control`. `options` is what torch passes to the creator of a backend."""
         super().__init__(options.group_rank, len(ranks))  # type: ignore[call-arg]  # the one for Python subclasses
         self._rank: int = options.group_rank
         self._size = len(ranks)
         self._name: str = options.group_id
-        self._under_way: list[MpiWork] = []
+        self._pending: list[MpiWork] = []
         self._comm: MPI.Intracomm = MPI.COMM_SELF
         if self._size > 1:  # MPICH has about 2,046 communicators, and COMM_SELF costs none of them
             self._comm = _create_comm(control, ranks, self._name)
@@ -82,7 +82,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     def name(self) -> str:
         return BACKEND
 
-    # The base class keeps the group's name and devices in C++ backends, of which this group has none.
+    # The base class reads the group's name and devices from C++ backends; this group has none.
     @property
     def group_name(self) -> str:
         return self._name
@@ -94,7 +94,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> MpiProcessGroup:
         return self
 
-    # Names under which C++ calls the same.
+    # names by which C++ calls these methods
     getRank = rank
     getSize = size
     getBackendName = name
@@ -124,7 +124,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> MpiWork:
-        """Other ranks than the root keep their values (gloo overwrites them)."""
+        """Ranks other than the root keep their values (gloo overwrites them)."""
         for tensor in tensors:
             reduction = Reduction.of(opts.reduceOp, tensor.dtype, self._size)
             if self._size > 1:
@@ -137,10 +137,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         return MpiWork(tensors)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> MpiWork:
-        """`input` is the parts for all ranks one after the other; `output` may be a slice of it."""
+        """`input`: the concatenated parts of all ranks; `output` may be a slice of it."""
         self._check_parts("reduce_scatter", whole=input, part=output)
         reduction = Reduction.of(opts.reduceOp, input.dtype, self._size)
-        whole, part = reduction.to_wire(input), reduction.landing(output)
+        whole, part = reduction.to_wire(input), reduction.receive_buffer(output)
         # megatron reduces a gradient buffer into this rank's slice of the same buffer.
         if overlap(whole, part):
             part = torch.empty_like(part)
@@ -162,7 +162,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Each list of inputs has one tensor per rank, which may differ in size."""
         for output, parts in zip(outputs, inputs, strict=True):
             reduction = Reduction.of(opts.reduceOp, output.dtype, self._size)
-            whole, part = reduction.to_wire(flatten(parts)), reduction.landing(output)
+            whole, part = reduction.to_wire(flatten(parts)), reduction.receive_buffer(output)
             counts = [tensor.numel() for tensor in parts]
             wait(self._comm.Ireduce_scatter(reduction.spec(whole), reduction.spec(part), counts, op=reduction.op))
             reduction.from_wire(part, output)
@@ -171,23 +171,23 @@ class MpiProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> MpiWork:
         if self._size > 1:
             for tensor in tensors:
-                data = dense(tensor) if self._rank == opts.rootRank else landing(tensor)
+                data = dense(tensor) if self._rank == opts.rootRank else receive_buffer(tensor)
                 wait(self._comm.Ibcast(raw(data), root=opts.rootRank))
                 if self._rank != opts.rootRank:
-                    deliver(data, tensor)
+                    copy_result(data, tensor)
         return MpiWork(tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MpiWork:
-        """`output` is the parts of all ranks one after the other; `input` may be a slice of it."""
+        """`output`: the concatenated parts of all ranks; `input` may be a slice of it."""
         self._check_parts("all_gather", whole=output, part=input)
-        whole, part = landing(output), dense(input)
-        # megatron gathers parameters from this rank's slice of the very buffer that receives them.
+        whole, part = receive_buffer(output), dense(input)
+        # megatron gathers parameters from this rank's slice of the buffer that receives them
         if part.data_ptr() == whole.view(-1)[self._rank * part.numel() :].data_ptr():
             wait(self._comm.Iallgather(MPI.IN_PLACE, raw(whole, part.numel())))
         else:
             source = part.clone() if overlap(part, whole) else part
             wait(self._comm.Iallgather(raw(source), raw(whole, part.numel())))
-        deliver(whole, output)
+        copy_result(whole, output)
         return MpiWork([output])
 
     _allgather_base = all_gather_single
@@ -205,7 +205,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             counts = [part.numel() for part in parts]
             whole = torch.empty(sum(counts), dtype=input.dtype)
             wait(self._comm.Iallgatherv(raw(dense(input)), raw(whole, counts)))
-            deliver_parts(whole, parts)
+            copy_parts(whole, parts)
         return MpiWork([part for parts in outputs for part in parts])
 
     allgather_coalesced = allgather
@@ -219,31 +219,31 @@ class MpiProcessGroup(dist.ProcessGroup):
         counts = [part.numel() for part in outputs[0]]
         whole = send.new_empty(sum(counts))
         wait(self._comm.Igatherv(raw(send), raw(whole, counts), root=opts.rootRank))
-        deliver_parts(whole, outputs[0])
+        copy_parts(whole, outputs[0])
         return MpiWork(outputs[0])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MpiWork:
         """`inputs` is one list with a tensor per rank on the root, and empty elsewhere."""
-        part = landing(outputs[0])
+        part = receive_buffer(outputs[0])
         if self._rank == opts.rootRank:
             counts = [tensor.numel() for tensor in inputs[0]]
             wait(self._comm.Iscatterv(raw(flatten(inputs[0]), counts), raw(part), root=opts.rootRank))
         else:
             wait(self._comm.Iscatterv(None, raw(part), root=opts.rootRank))
-        deliver(part, outputs[0])
+        copy_result(part, outputs[0])
         return MpiWork(outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> MpiWork:
         """Splits are rows of the first dimension per rank; empty means equal parts."""
-        send, receive = dense(input), landing(output)
+        send, receive = dense(input), receive_buffer(output)
         if overlap(send, receive):
             send = send.clone()
         input_counts = row_counts(input, input_splits, self._size)
         output_counts = row_counts(output, output_splits, self._size)
         wait(self._comm.Ialltoallv(raw(send, input_counts), raw(receive, output_counts)))
-        deliver(receive, output)
+        copy_result(receive, output)
         return MpiWork([output])
 
     alltoall_base = all_to_all_single
@@ -254,7 +254,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         output_counts = [tensor.numel() for tensor in outputs]
         whole = torch.empty(sum(output_counts), dtype=outputs[0].dtype)
         wait(self._comm.Ialltoallv(raw(flatten(inputs), input_counts), raw(whole, output_counts)))
-        deliver_parts(whole, outputs)
+        copy_parts(whole, outputs)
         return MpiWork(outputs)
 
     def barrier(self, opts: Any = None) -> MpiWork:
@@ -269,7 +269,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> MpiWork:
         (tensor,) = tensors
-        data = landing(tensor)
+        data = receive_buffer(tensor)
         spec = raw(data)
 
         def finish(status: MPI.Status) -> None:
@@ -279,7 +279,7 @@ class MpiProcessGroup(dist.ProcessGroup):
                     f"received {found} elements of {data.element_size()} bytes from rank {status.Get_source()} into a "
                     f"tensor of {data.numel()}; sender and receiver must agree on the size"
                 )
-            deliver(data, tensor)
+            copy_result(data, tensor)
 
         return self._hold(MpiWork([tensor], self._comm.Irecv(spec, source=src, tag=tag), finish))
 
@@ -287,17 +287,17 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to do: collectives end in their calls, and `_end_coalescing` waits for the messages."""
+        """Do nothing: collectives end in their calls, and `_end_coalescing` waits for sends and receives."""
 
     def _end_coalescing(self, device: torch.device) -> MpiWork:
-        for work in self._under_way:
+        for work in self._pending:
             work.wait()
         return MpiWork([])
 
     def _hold(self, work: MpiWork) -> MpiWork:
-        """Keep `work` until it has ended: the caller may drop it, and MPI would go on using its memory."""
-        self._under_way = [other for other in self._under_way if not other.is_completed()]
-        self._under_way.append(work)
+        """Keep `work` until it has ended, because MPI uses its memory even if the caller drops it."""
+        self._pending = [other for other in self._pending if not other.is_completed()]
+        self._pending.append(work)
         return work
 
     def _check_parts(self, call: str, whole: Tensor, part: Tensor) -> None:
@@ -309,15 +309,17 @@ class MpiProcessGroup(dist.ProcessGroup):
 
 
 def _create_comm(control: MPI.Intracomm, ranks: list[int], name: str) -> MPI.Intracomm:
-    """Communicator of `ranks`, in that order. Collective over them alone."""
-    tag = zlib.crc32(name.encode()) % 32768  # tells apart groups that overlapping sets of ranks make at the same time
+    """Communicator of `ranks`, in that order. Collective over these ranks only."""
+    tag = (
+        zlib.crc32(name.encode()) % 32768
+    )  # distinguishes groups that overlapping sets of ranks create at the same time
     comm = create_group(control, ranks, tag)
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     return comm
 
 
 class MpiWork(Work):
-    """An operation under way or done. Holds its tensors, completes once, and raises on the thread that waits."""
+    """A pending or finished operation. Holds its tensors, completes once, and raises on the thread that waits."""
 
     def __init__(
         self,
@@ -325,7 +327,7 @@ class MpiWork(Work):
         request: MPI.Request | None = None,
         finish: Callable[[MPI.Status], None] | None = None,
     ) -> None:
-        """`finish` gets the status of `request` once it has ended, and delivers the result."""
+        """`finish` is called with the status of `request` when it has ended, and copies the result."""
         super().__init__()
         self._tensors = tensors
         self._request = request
@@ -352,7 +354,7 @@ class MpiWork(Work):
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when the operation ended well. `timeout` is ignored: hangs are the watchdog's business."""
+        """Wait for the operation; returns True. `timeout` is ignored, because the watchdog finds hangs."""
         if self._request is not None:
             wait_for_ranks(self.is_completed)
         if self._error is not None:
@@ -372,14 +374,14 @@ class MpiWork(Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        """Group rank that a received message came from."""
+        """Group rank of the sender of a received message."""
         self.wait()
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """Future of the tensors. Its callbacks run on the thread whose test or wait finds the operation ended."""
+        """Future of the tensors. Its callbacks run on the thread whose test or wait completes the operation."""
         if self._future is None:
             self._future = _MpiFuture(self)
             if self._request is None:
@@ -388,7 +390,7 @@ class MpiWork(Work):
 
 
 class _MpiFuture(torch.futures.Future):
-    """A future whose waiter drives MPI itself: no other thread would bring its message forward."""
+    """A future whose `wait` makes progress in MPI itself, because no other thread does."""
 
     def __new__(cls, work: MpiWork) -> _MpiFuture:
         return super().__new__(cls)

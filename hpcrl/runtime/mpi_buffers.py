@@ -1,8 +1,7 @@
-"""Tensors as MPI sees them: address, count and datatype, in place wherever the memory is contiguous.
+"""Tensors as MPI buffers: address, count and datatype, without a copy if the memory is contiguous.
 
-Tensors on a device are copied through the host.
-
-With an MPI that has large counts (MPI-4, as MPICH) messages have no limit; with Open MPI 5 it is 2^31 - 1 elements.
+Tensors on a device are copied through the host. With an MPI that has large counts (MPI-4, such as MPICH) messages have
+no limit; with Open MPI 5 the limit is 2^31 - 1 elements.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from hpcrl.runtime.accelerator import host_bytes
 
 Spec = list  # [array, count or counts, MPI.Datatype], what mpi4py takes for a buffer
 
-# Types for traffic that is not reduced, by bytes per element. Elements, not bytes, keep counts below 2^31 for longer.
+# Types of messages that are not reduced, by bytes per element. Counts of elements, not bytes, stay below 2^31 longer.
 _CARRIERS = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
-# Types that MPI reduces as they are. bf16 and fp16 are reduced as fp32, bool as uint8.
+# Types that MPI can reduce. bf16 and fp16 are reduced as fp32, bool as uint8.
 _NUMBERS = {
     torch.float64: MPI.DOUBLE,
     torch.float32: MPI.FLOAT,
@@ -54,20 +53,20 @@ _BOOL_OPS = {
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """`tensor` without autograd, contiguous, on the host: its own memory if that is so already, else a copy."""
+    """`tensor` without autograd, contiguous, on the host: its own memory if possible, otherwise a copy."""
     _check_dense(tensor)
     return tensor.detach().cpu().contiguous()
 
 
-def landing(target: Tensor) -> Tensor:
-    """Contiguous host tensor to receive into for `target`: its own memory if it is one, else new memory."""
+def receive_buffer(target: Tensor) -> Tensor:
+    """Contiguous host tensor to receive into for `target`: its own memory if possible, otherwise new memory."""
     _check_dense(target)
     if target.device.type == "cpu" and target.is_contiguous():
         return target.detach()
     return torch.empty(target.shape, dtype=target.dtype)
 
 
-def deliver(result: Tensor, target: Tensor) -> None:
+def copy_result(result: Tensor, target: Tensor) -> None:
     """Copy contiguous `result` (dtype may differ) into `target` unless it is `target`'s own memory."""
     if (result.data_ptr(), result.dtype, result.device) != (target.data_ptr(), target.dtype, target.device):
         target.detach().copy_(result.view(target.shape))
@@ -83,10 +82,10 @@ def flatten(tensors: list[Tensor]) -> Tensor:
     return torch.cat([dense(tensor).view(-1) for tensor in tensors])
 
 
-def deliver_parts(whole: Tensor, targets: list[Tensor]) -> None:
-    """Copy consecutive pieces of 1-D `whole` into `targets`."""
-    for piece, target in zip(whole.split([target.numel() for target in targets]), targets, strict=True):
-        deliver(piece, target)
+def copy_parts(whole: Tensor, targets: list[Tensor]) -> None:
+    """Copy consecutive parts of 1-D `whole` into `targets`."""
+    for part, target in zip(whole.split([target.numel() for target in targets]), targets, strict=True):
+        copy_result(part, target)
 
 
 def raw(tensor: Tensor, counts: int | list[int] | None = None) -> Spec:
@@ -99,7 +98,7 @@ def raw(tensor: Tensor, counts: int | list[int] | None = None) -> Spec:
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduce operation on one dtype: what goes over the wire, and what becomes of the result."""
+    """One reduce operation on one dtype: the dtype that MPI reduces, and the conversion of the result."""
 
     dtype: torch.dtype
     wire: torch.dtype
@@ -108,7 +107,7 @@ class Reduction:
 
     @staticmethod
     def of(reduce_op: ReduceOp, dtype: torch.dtype, ranks: int) -> Reduction:
-        """Raises ValueError for what has no meaning (AVG of bool) or no MPI operation (PREMUL_SUM)."""
+        """Raise ValueError for an operation without meaning (AVG of bool) or without MPI operation (PREMUL_SUM)."""
         kind = getattr(reduce_op, "op", reduce_op)
         wire = _WIRE.get(dtype, dtype)
         ops = _BOOL_OPS if dtype is torch.bool else _OPS if dtype.is_floating_point else _OPS | _BIT_OPS
@@ -124,18 +123,18 @@ class Reduction:
         tensor = dense(tensor)
         return tensor.view(self.wire) if self.dtype is torch.bool else tensor.to(self.wire)
 
-    def landing(self, target: Tensor) -> Tensor:
+    def receive_buffer(self, target: Tensor) -> Tensor:
         """Contiguous tensor of the wire dtype to receive into, in `target`'s own memory where possible."""
-        place = landing(target)
+        place = receive_buffer(target)
         if self.dtype is torch.bool:
             return place.view(self.wire)
         return place if self.dtype is self.wire else torch.empty_like(place, dtype=self.wire)
 
     def from_wire(self, wire: Tensor, target: Tensor) -> None:
-        """Put the reduced `wire` into `target`. AVG divides before the one rounding; integers are cut toward zero."""
+        """Copy the reduced `wire` to `target`. AVG divides before rounding to the dtype; integers round toward zero."""
         if self.divisor > 1:
             wire.div_(self.divisor, rounding_mode=None if wire.is_floating_point() else "trunc")
-        deliver(wire.view(torch.bool) if self.dtype is torch.bool else wire, target)
+        copy_result(wire.view(torch.bool) if self.dtype is torch.bool else wire, target)
 
     def spec(self, wire: Tensor, count: int | None = None) -> Spec:
         """MPI buffer over a contiguous tensor of the wire dtype; `count` elements per rank, default all of them."""
@@ -157,4 +156,4 @@ def row_counts(tensor: Tensor, splits: list[int], ranks: int) -> list[int]:
 
 def _check_dense(tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
-        raise ValueError(f"mpi_host carries dense tensors, found layout {tensor.layout}; call .to_dense() first")
+        raise ValueError(f"mpi_host takes dense tensors, found layout {tensor.layout}; call .to_dense() first")

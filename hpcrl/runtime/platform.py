@@ -1,9 +1,9 @@
-"""The device of this process, and the bridge that lets megatron-core run on a CPU.
+"""The device of this process, and patches with which megatron-core runs on a CPU.
 
-Megatron names CUDA in four ways: `torch.cuda.current_device()`, `device="cuda"` literals, `.cuda()`, and checks such as
-`grad.type() == "torch.cuda.FloatTensor"`. `install` answers the first for good; `cpu_bridge` rewrites the others while
-it is entered. It costs about 1.6 us per torch call, so it surrounds construction, optimizer step and checkpoint, never
-forward and backward. On a machine with CUDA both do nothing.
+Megatron refers to CUDA in four ways: `torch.cuda.current_device()`, `device="cuda"` literals, `.cuda()`, and checks
+such as `grad.type() == "torch.cuda.FloatTensor"`. `install` replaces the first one permanently; the context
+`cpu_bridge` rewrites the others. The context costs about 1.6 us per torch call, so it surrounds construction, optimizer
+step and checkpoint, never forward and backward. On a machine with CUDA both do nothing.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Of megatron-core 0.16, and of no use on a CPU. 0.19 derives classes of its own from what they hold.
+# Modules that megatron-core 0.16 imports and does not use on a CPU. 0.19 derives classes from classes in them.
 OPTIONAL = ("torch.distributed._tensor", "torch.distributed.tensor", "torch.utils.tensorboard", "triton")
-UNUSED = ("torch.distributed.checkpoint", "torch.utils.cpp_extension")  # nor are these, without which it fails
+UNUSED = ("torch.distributed.checkpoint", "torch.utils.cpp_extension")  # its import fails without these
 _CPU = torch.device("cpu")
 _in_place_of_cuda = _CPU
 _installed = False
 
 
 def device() -> torch.device:
-    """Where weights and activations of this process live."""
+    """The device of the weights and activations of this process."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _in_place_of_cuda
 
 
 @contextlib.contextmanager
 def in_place_of_cuda(device: torch.device) -> Iterator[None]:
-    """Context in which the device of this process is `device` where there is no CUDA: for tests of code whose tensors
-    are not on the CPU."""
+    """Context in which this process uses `device` if there is no CUDA, for tests of tensors that are not on the CPU."""
     global _in_place_of_cuda
     install()
     before, _in_place_of_cuda = _in_place_of_cuda, device
@@ -50,13 +49,14 @@ def in_place_of_cuda(device: torch.device) -> Iterator[None]:
 
 
 def import_megatron() -> None:
-    """Import megatron-core. Call it before any other import of it: on the CPU its small fused functions stay as they
-    are. `torch.compile`, which it puts around them, costs a rank a second of imports, and a C++ compiler when they run.
-    What it has optional support for, such as DTensor, costs another two.
+    """Import megatron-core. Call it before any other import of the package.
+
+    On the CPU, it imports without torch.compile, which costs a second of imports and needs a C++ compiler at run time,
+    and without optional modules such as DTensor, which cost another two seconds.
     """
     if torch.cuda.is_available():
         return
-    # Megatron loads it, and it warns where there is a CUDA toolkit and no GPU, as on a login node.
+    # megatron imports this module, which warns if there is a CUDA toolkit and no GPU, as on a login node
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     optimize_without_dynamo()
     compiler = torch.compile
@@ -64,7 +64,7 @@ def import_megatron() -> None:
     try:
         can_do_without = metadata.version("megatron-core").startswith("0.16.")
         optional, unused = (OPTIONAL, UNUSED) if can_do_without else ((), ())
-        with without(*optional), hollow(*unused):
+        with blocked_imports(*optional), empty_modules(*unused):
             import megatron.core
 
             with warnings.catch_warnings():
@@ -75,7 +75,7 @@ def import_megatron() -> None:
 
 
 def install() -> None:
-    """Prepare megatron-core for this machine. Call it before any model is built; calling it again does nothing."""
+    """Patch megatron-core for this machine. Call it before any model is built; later calls do nothing."""
     global _installed
     if _installed:
         return
@@ -87,7 +87,7 @@ def install() -> None:
     from hpcrl.runtime import megatron_versions
 
     megatron_versions.install()
-    # No layer draws random numbers, as there is no dropout, so there are no states to keep, nor to ask a GPU for.
+    # no layer draws random numbers, because there is no dropout, so there are no random states to save and restore
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoRandomStates(), True
     random._get_all_rng_states = lambda: ()  # type: ignore[assignment,return-value]
     random._set_all_rng_states = lambda *states: None
@@ -96,7 +96,7 @@ def install() -> None:
 
 
 def _make_gather_buffer() -> None:
-    """No parallel state, only memory: what sequence parallelism gathers one layer's input into."""
+    """Allocate the buffer into which sequence parallelism gathers a layer's input. It is no other parallel state."""
     from megatron.core import parallel_state
 
     parallel_state._GLOBAL_MEMORY_BUFFER = None
@@ -106,20 +106,20 @@ def _make_gather_buffer() -> None:
 def _install_on_cpu() -> None:
     torch.cuda.current_device = device  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]  # asked for, not used
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]  # read, not used
     with warnings.catch_warnings():
-        # "Transformer Engine and Apex are not installed": expected on the CPU, and said by `hpcrl check`.
+        # "Transformer Engine and Apex are not installed": expected on the CPU, and shown by `hpcrl check`.
         warnings.simplefilter("ignore")
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     # The schedules make one device="cuda" scalar per call, around all of forward and backward.
     schedules.torch = _TorchWithoutCuda()  # type: ignore[attr-defined]
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # made once, where there is none
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # otherwise megatron makes a CUDA stream
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_host
 
 
 def _splits_to_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """How many tokens go where, as the collectives want it; megatron copies it from the device on a stream beside."""
+    """Copy the splits of the all-to-all to the host, as megatron does on a CUDA stream of its own."""
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if isinstance(splits := getattr(dispatcher, name), torch.Tensor):
@@ -128,19 +128,19 @@ def _splits_to_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor
 
 
 def cpu_bridge() -> contextlib.AbstractContextManager[Any]:
-    """Context in which torch calls that ask for CUDA get the device of this process."""
+    """Context in which torch calls with a CUDA device use the device of this process."""
     return contextlib.nullcontext() if torch.cuda.is_available() else _CudaMeansDevice(_in_place_of_cuda)
 
 
 @contextlib.contextmanager
 def meta_bridge() -> Iterator[None]:
-    """Context in which all that torch makes is on the meta device, whatever device it is asked for."""
+    """Context in which torch creates all tensors on the meta device, whatever device is requested."""
     with torch.device("meta"), _AllIsMeta():
         yield
 
 
 class _NoRandomStates:
-    """In the place of megatron's `CudaRNGStatesTracker`. What it is asked beyond `fork` is by Transformer Engine."""
+    """Replaces megatron's `CudaRNGStatesTracker`. Transformer Engine calls the methods other than `fork`."""
 
     def fork(self, name: str = "") -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -186,7 +186,7 @@ class _AllIsMeta(TorchFunctionMode):
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """The torch module with one factory that takes CUDA for the device of this process."""
+    """The torch module, with a `zeros` that uses the device of this process in place of CUDA."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -206,8 +206,8 @@ def _is_cuda(device: object) -> bool:
 
 
 @contextlib.contextmanager
-def without(*names: str) -> Iterator[None]:
-    """Context in which these modules cannot be imported, as if they were not installed; those that are loaded can."""
+def blocked_imports(*names: str) -> Iterator[None]:
+    """Context in which these modules cannot be imported, unless they are loaded already."""
     kept_out = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(kept_out))  # type: ignore[arg-type]  # None: the import fails
     try:
@@ -218,9 +218,9 @@ def without(*names: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hollow(*names: str) -> Iterator[None]:
-    """Context in which these modules are imported as ones whose every name is None; those that are loaded stay."""
-    stand_ins = {name: _Hollow(name) for name in names if name not in sys.modules}
+def empty_modules(*names: str) -> Iterator[None]:
+    """Context in which these modules are modules whose every name is None, unless they are loaded already."""
+    stand_ins = {name: _EmptyModule(name) for name in names if name not in sys.modules}
     sys.modules.update(stand_ins)
     try:
         yield
@@ -232,25 +232,27 @@ def hollow(*names: str) -> Iterator[None]:
                 delattr(sys.modules[package], last)
 
 
-class _Hollow(types.ModuleType):
+class _EmptyModule(types.ModuleType):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
 
 
 def optimize_without_dynamo() -> None:
-    """Torch's optimizers import its compiler, a second's work, to tell it what not to trace: needless where nothing is
-    compiled. Call it before one of them is made."""
+    """Keep torch's optimizers from importing torch._dynamo, which takes a second and only marks what not to trace.
+
+    Call it before an optimizer is created. Nothing is compiled on the CPU.
+    """
     for method in vars(torch.optim.Optimizer).values():
         if function := getattr(method, "__wrapped__", None):
-            function.__dynamo_disable = function  # where torch._disable_dynamo looks first
+            function.__dynamo_disable = function  # torch._disable_dynamo reads this first
     for optimizer in (torch.optim.Adam, torch.optim.SGD):
         if step := getattr(optimizer.step, "__wrapped__", None):
             optimizer.step = _step_without_dynamo(step)  # type: ignore[method-assign]
 
 
 def _step_without_dynamo(step: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's `_use_grad_for_differentiable`, without the breaks of a graph that is not being made."""
+    """As torch's `_use_grad_for_differentiable`, without its graph breaks."""
 
     @functools.wraps(step)
     def without_dynamo(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The import of tensorrt_llm, which is a collective of MPI's world and works with one MPI library.
+"""The import of tensorrt_llm, which is collective over MPI's world and works with Open MPI only.
 
-Importing it splits MPI_COMM_WORLD by a constant that only Open MPI has, so that every rank must import it at the same
-point, and other libraries hang or abort. Nobody has run this with the package yet.
+The package splits MPI_COMM_WORLD when it is imported, by a constant that only Open MPI has. So every rank must import
+it at the same point, and other MPI libraries hang or abort.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 PACKAGE = "tensorrt_llm"
 
 
-def refusal(library: str, thread_multiple: bool) -> str | None:
-    """What keeps TensorRT-LLM from this MPI in one line, or None. `library` is what MPI_Get_library_version says."""
+def unsupported_mpi(library: str, thread_multiple: bool) -> str | None:
+    """Error text if TensorRT-LLM cannot use this MPI, otherwise None. `library`: from MPI_Get_library_version."""
     if not library.startswith("Open MPI"):
         return (
             f"TensorRT-LLM needs Open MPI, and mpi4py found {library_name(library)}: run in TensorRT-LLM's container "
@@ -35,8 +35,8 @@ def refusal(library: str, thread_multiple: bool) -> str | None:
     return None
 
 
-def absence() -> str | None:
-    """Why the package cannot be imported, found without importing it, or None."""
+def missing_package() -> str | None:
+    """Error text if the package is not installed, otherwise None. Does not import it."""
     if importlib.util.find_spec(PACKAGE) is None:
         return (
             "tensorrt-llm is not installed: run in TensorRT-LLM's container (its release 1.2.1), or use "
@@ -48,27 +48,27 @@ def absence() -> str | None:
 def import_on_all_ranks(comm: MPI.Intracomm) -> None:
     """Import tensorrt_llm on every rank of MPI's world, which `comm` must span. Collective.
 
-    Raises InputError on all ranks alike where MPI or a missing package forbids it on any of them. When the import
-    itself fails the others may spin in it: that is an InputError of this rank alone (not `everywhere`), to be answered
-    by `world.abort`.
+    Raises InputError on all ranks if MPI is unsupported or the package is missing on any of them. If the import itself
+    fails, the other ranks may spin in it: then only this rank raises InputError (not `everywhere`), and must call
+    `world.abort`.
     """
     from mpi4py import MPI
 
     def check() -> None:
-        why = refusal(MPI.Get_library_version(), MPI.Query_thread() == MPI.THREAD_MULTIPLE) or absence()
+        why = unsupported_mpi(MPI.Get_library_version(), MPI.Query_thread() == MPI.THREAD_MULTIPLE) or missing_package()
         if why is not None:
             raise InputError(why)
 
     run_collectively(comm, check)
-    barrier(comm)  # the import spins until all ranks are in it
+    barrier(comm)  # the import spins until all ranks have begun it
     load()
 
 
 def load() -> None:
     try:
         importlib.import_module(PACKAGE)
-    except Exception as error:  # a missing library, an MPI of another build: whatever it is, the user's installation
+    except Exception as error:  # such as a missing library: a fault of the user's installation
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(
-            f"tensorrt_llm cannot be imported: {why}; mend its installation, or use rollout.engine=native"
+            f"tensorrt_llm cannot be imported: {why}; correct its installation, or use rollout.engine=native"
         ) from error

@@ -1,4 +1,4 @@
-"""Python files of the user's own: samplers, losses, reward functions."""
+"""Import of the user's Python files: samplers, losses, reward functions, tools."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import ModuleType
 
 
 def import_file(path: str | os.PathLike[str]) -> ModuleType:
-    """The module of a Python file, run once in a process; the file may import from its own folder.
+    """Import a Python file, once in a process, and return its module. The file may import from its own folder.
 
-    Raises ImportError where there is no such file, and whatever the file raises.
+    Raises ImportError if there is no such file, and any exception of the file itself.
     """
     file = os.path.realpath(path)
     name = f"hpcrl_user_{blake2b(file.encode(), digest_size=8).hexdigest()}"
@@ -25,7 +25,7 @@ def import_file(path: str | os.PathLike[str]) -> ModuleType:
         raise ImportError("not a Python file; expected one that ends in .py")
     if os.path.dirname(file) not in sys.path:
         sys.path.insert(0, os.path.dirname(file))
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,7 +1,7 @@
-"""The files that code under test sees: Python and the system's programs, read-only, and an empty folder of its own.
+"""The files that untrusted code sees: Python and the system's programs, read-only, and an empty folder of its own.
 
-No home, no data, no /tmp or /run of the machine, hence no socket in them either. Linux, after `isolation.leave`. The
-standard library alone, as in process_tree.py.
+It sees no home, no data, and no /tmp or /run of the machine, hence none of their sockets. Linux only, after
+`isolation.unshare_namespaces`. Standard library only, as in process_tree.py.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import os
 import sys
 from collections.abc import Iterable
 
-from hpcrl.sandbox.process_tree import call
+from hpcrl.sandbox.process_tree import libc_call
 
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"),
     *("/dev/null", "/dev/zero", "/dev/urandom"),
 )
-FOLDER = "/box"  # where the code begins
-WRITABLE = (FOLDER, "/tmp", "/dev/shm")  # /dev/shm is where multiprocessing's locks are
-ROOT = "/tmp"  # where the root is mounted while it is made; any folder would do
-MOST_FILES = 16384
+FOLDER = "/box"  # the working folder of the code
+WRITABLE = (FOLDER, "/tmp", "/dev/shm")  # multiprocessing's locks are in /dev/shm
+ROOT = "/tmp"  # where the new root is mounted at first; any folder would do
+MAX_FILES = 16384
 LIBRARIES_OF = "bz2 ctypes hashlib lzma sqlite3 ssl zlib"
 
 CLONE_NEWNS = 1 << 17
@@ -29,17 +29,17 @@ MNT_DETACH = 2
 KEPT_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC}
 
 
-def places(packages: Iterable[str]) -> list[str]:
-    """What this interpreter needs with the folders `packages`: existing files and folders, none below another.
+def visible_paths(packages: Iterable[str]) -> list[str]:
+    """Files and folders that this interpreter needs to run with the folders `packages`, none of them below another.
 
-    OSError where Python's own folder is one that holds other things as well: a home, the temporary folder, all files.
+    Raises OSError if Python's own folder contains other files as well: a home or the temporary folder.
     """
     prefixes = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
     if wide := [prefix for prefix in prefixes if prefix not in SYSTEM and is_wide(prefix)]:
         raise OSError(0, f"Python's folder {wide[0]} holds other files too")
     others = [*packages, *os.environ.get("LD_LIBRARY_PATH", "").split(":"), *library_folders()]
     wanted = [*SYSTEM, *prefixes, *(other for other in others if os.path.isabs(other) and not is_wide(other))]
-    # By both names where there are links, as the others of its files lead to the one or the other.
+    # by both names if there are links, because files may refer to either
     named = {name for place in wanted for name in (os.path.normpath(place), os.path.realpath(place))}
     found: list[str] = []
     for name in sorted(named, key=len):
@@ -49,8 +49,8 @@ def places(packages: Iterable[str]) -> list[str]:
 
 
 def is_wide(folder: str) -> bool:
-    """Whether the user's home or temporary folder is it or in it."""
-    import tempfile  # which programs under test should not have to wait for, nor for subprocess
+    """Whether a folder is or contains the user's home or the temporary folder."""
+    import tempfile  # programs under test import this module, and should not wait for it
 
     inside = os.path.join(os.path.realpath(folder), "")
     kept = (os.path.expanduser("~"), tempfile.gettempdir(), "/tmp")
@@ -58,7 +58,7 @@ def is_wide(folder: str) -> bool:
 
 
 def library_folders() -> list[str]:
-    """Where the libraries of Python's own modules are, which may be anywhere: asked of a process that loads them."""
+    """Folders of the shared libraries of Python's own modules, from the memory map of a process that loads them."""
     import subprocess
 
     look = (
@@ -74,30 +74,30 @@ def library_folders() -> list[str]:
 
 
 def enter(shown: list[str], megabytes: int) -> None:
-    """From now on this process and its children see `shown`, read-only, their own processes in /proc where the kernel
-    lets it be mounted, and empty folders in memory, of that size together; the working folder becomes one of them.
+    """Let this process and its children see only `shown`, read-only, and empty folders in memory of `megabytes` in all.
 
-    OSError where the kernel cannot; files are then as they were.
+    /proc shows only their own processes, if the kernel lets it be mounted. The working folder becomes one of the empty
+    folders. Raises OSError, and changes nothing, if the kernel does not allow it.
     """
-    call("unshare", CLONE_NEWNS)
-    call("mount", None, b"/", None, MS_REC | MS_SLAVE, None)
-    sources = [os.open(place, os.O_PATH) for place in shown]  # before `ROOT` is covered, as it may hold some of them
-    options = f"size={megabytes}m,nr_inodes={MOST_FILES},mode=755".encode()
-    call("mount", b"tmpfs", ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    libc_call("unshare", CLONE_NEWNS)
+    libc_call("mount", None, b"/", None, MS_REC | MS_SLAVE, None)
+    sources = [os.open(place, os.O_PATH) for place in shown]  # before a mount covers `ROOT`
+    options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode=755".encode()
+    libc_call("mount", b"tmpfs", ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
     try:
         for folder in WRITABLE:
             os.makedirs(ROOT + folder)
         for place, source in zip(shown, sources, strict=True):
-            bind(f"/proc/self/fd/{source}", ROOT + place)
+            bind_mount(f"/proc/self/fd/{source}", ROOT + place)
         for path, flags in mounts_in(ROOT):
             flags |= MS_REMOUNT | MS_BIND | MS_RDONLY
-            call("mount", None, os.fsencode(path), None, flags, None)
+            libc_call("mount", None, os.fsencode(path), None, flags, None)
         mount_proc(f"{ROOT}/proc")
         os.chdir(ROOT)
-        become_root()
+        pivot_root()
     except OSError:
         os.chdir("/")
-        call("umount2", ROOT.encode(), MNT_DETACH)
+        libc_call("umount2", ROOT.encode(), MNT_DETACH)
         raise
     finally:
         for source in sources:
@@ -105,20 +105,20 @@ def enter(shown: list[str], megabytes: int) -> None:
     os.chdir(FOLDER)
 
 
-def bind(source: str, target: str) -> None:
-    """Shows a file or folder, with what is mounted in it, at `target` too, which is made."""
+def bind_mount(source: str, target: str) -> None:
+    """Bind-mount a file or folder, with the mounts in it, at `target`, which is created."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
-    call("mount", os.fsencode(source), os.fsencode(target), None, MS_BIND | MS_REC, None)
+    libc_call("mount", os.fsencode(source), os.fsencode(target), None, MS_BIND | MS_REC, None)
 
 
 def mounts_in(root: str) -> list[tuple[str, int]]:
-    """Path and flags of each mount below the one at `root`, those below them too.
+    """Path and flags of each mount below the one at `root`, recursively.
 
-    By their numbers: of the same paths there may be others, which `root` covers.
+    Found by mount ids, because `root` may cover other mounts with the same paths.
     """
     file = os.open(root, os.O_PATH)
     with open(f"/proc/self/fdinfo/{file}") as info:
@@ -126,7 +126,7 @@ def mounts_in(root: str) -> list[tuple[str, int]]:
     os.close(file)
     below, found = {number}, []
     with open("/proc/self/mountinfo", errors="surrogateescape") as table:
-        for line in table:  # each after its parent
+        for line in table:  # parents come first
             number, parent, _, _, path, options, *_ = line.split(" ")
             if parent in below:
                 below.add(number)
@@ -137,34 +137,34 @@ def mounts_in(root: str) -> list[tuple[str, int]]:
 
 
 def mount_proc(folder: str) -> None:
-    """Of this process namespace alone; nothing where the kernel refuses, as it does in containers that hide parts.
+    """Mount the /proc of this process namespace, if the kernel allows it; containers that hide parts of /proc do not.
 
-    Read-only: to a user who is root outside, files in /proc/sys belong.
+    Read-only, because files in /proc/sys are writable for a user who is root outside.
     """
     os.mkdir(folder)
-    for options in (b"subset=pid", None):  # the first from Linux 5.8
+    for options in (b"subset=pid", None):  # subset=pid from Linux 5.8 on
         try:
-            call("mount", b"proc", folder.encode(), b"proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+            libc_call("mount", b"proc", folder.encode(), b"proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
             return
         except OSError:
             pass
 
 
-def become_root() -> None:
-    """The working folder becomes the root of this process's files."""
+def pivot_root() -> None:
+    """Make the working folder the root of this process's files."""
     try:
-        call("pivot_root", b".", b".")  # puts the old root on top of the new one
+        libc_call("pivot_root", b".", b".")  # puts the old root on top of the new one
     except OSError:
-        os.chroot(".")  # on nodes that boot from memory; rights to come back from there are given up
+        os.chroot(".")  # on nodes that boot from memory; leaving a chroot needs privileges, which are given up
     else:
-        call("umount2", b".", MNT_DETACH)
+        libc_call("umount2", b".", MNT_DETACH)
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder, also one whose owner may not look into it; what cannot be removed stays."""
+    """Remove a folder that untrusted code has written to, as far as possible, whatever its permissions."""
     import shutil  # programs under test should not have to wait for it
 
-    for path, folders, _ in os.walk(folder):  # each before it is looked into
+    for path, folders, _ in os.walk(folder):  # top-down: a folder is readable before it is entered
         for name in folders:
             inside = os.path.join(path, name)
             if not os.path.islink(inside):

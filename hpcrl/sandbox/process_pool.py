@@ -1,4 +1,4 @@
-"""Processes that score, each of which can be killed and is then replaced."""
+"""A pool of supervised worker processes; one that hangs or crashes is killed and replaced."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from hpcrl.sandbox.worker_process import Answer, Fate, Outcome, Ready
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 120.0  # a worker's start and its import of the user's file, on a cold parallel file system
-END_SECONDS = 5.0  # for a worker's supervisor to end what is below it
-MESSAGE_SECONDS = 10  # for a message on a node's own pipes
-LATE_SECONDS = 5.0  # beyond the timeout that a worker with several requests keeps itself
-AHEAD_BYTES = 2**15  # a request this small fits a pipe that nobody reads, so that a worker may have it early
-FAILED_STARTS = 3  # in a row, and what waits scores 0
+START_SECONDS = 120.0  # for a worker to start and import the user's file, on a cold parallel file system
+END_SECONDS = 5.0  # for a worker's supervisor to kill its descendants
+MESSAGE_SECONDS = 10  # to send or receive a message on a pipe
+LATE_SECONDS = 5.0  # added to the timeout if the worker runs several requests and enforces it itself
+AHEAD_BYTES = 2**15  # requests up to this size fit the pipe's buffer, so that a busy worker can be sent one more
+FAILED_STARTS = 3  # in a row; then the requests that wait fail
 
 
 class Source(Protocol):
-    """What the processes of a pool load and run; it goes to them by pickle. `topic` begins warnings."""
+    """What the processes of a pool load and run; sent to them by pickle. `topic` is the prefix of warnings."""
 
     topic: ClassVar[str]
 
     def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
-        """A process's whole life: one Ready, then an Answer to each (number, request)."""
+        """Run a worker process: send one Ready, then an Answer to each (number, request), until the pipe closes."""
         ...
 
     def load_error(self, why: str) -> Exception:
@@ -51,15 +51,18 @@ class _Job:
     message: bytes  # (number, request), pickled
     timeout: float  # seconds
     start_at: float  # monotonic time, as all times here
-    alone: bool = False  # a worker that ended was on it among others: it is run with no other, to tell which it was
+    alone: bool = False  # one of several that a worker was running when it crashed: it is run again without others
     sent: float = 0.0
-    deadline: float = float("inf")  # until its worker is on it
+    deadline: float = float("inf")  # until its worker runs it
 
 
 @dataclass
 class _Worker:
-    """One process below its supervisor, its pipe, and its requests in the order in which they were sent: it is on the
-    first `ready.at_once` of them; one more may wait in the pipe, so that it need not wait while its rank is busy."""
+    """One process, its pipe, and its requests in the order in which they were sent.
+
+    It runs the first `ready.at_once` of them. One more may be in the pipe, so that the worker has work while its rank
+    is busy.
+    """
 
     process: ForkServerProcess
     pipe: Connection
@@ -73,14 +76,14 @@ class _Worker:
         process = fork_server.spawn(source.serve, (far_end, memory_limit_mb, log_path))
         far_end.close()
         with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-            # A worker that stops in the middle of a message counts as dead; the rank must not wait for it.
+            # A worker that stops in the middle of a message counts as crashed; the rank must not wait for it.
             for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", MESSAGE_SECONDS, 0))
         return cls(process, pipe)
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
+        """The supervisor's process id."""
         assert self.process.pid is not None
         return self.process.pid
 
@@ -91,14 +94,14 @@ class _Worker:
         return min((job.deadline for job in self.jobs.values()), default=float("inf"))
 
     def takes(self, job: _Job) -> bool:
-        """Whether it has room for this job."""
+        """Whether the worker has room for this job."""
         if self.ready is None or any(other.alone for other in self.jobs.values()):
             return False
         ahead = len(job.message) <= AHEAD_BYTES
         return len(self.jobs) < (1 if job.alone else self.ready.at_once + ahead)
 
     def begin(self, since: float) -> None:
-        """Sets the deadlines of the requests that the worker can be on since that time."""
+        """Set the deadlines of the requests that the worker may be running since that time."""
         assert self.ready is not None
         late = LATE_SECONDS if self.ready.at_once > 1 else 0.0
         for job in itertools.islice(self.jobs.values(), self.ready.at_once):
@@ -106,7 +109,7 @@ class _Worker:
                 job.deadline = max(job.sent, since) + job.timeout + late
 
     def kill(self) -> None:
-        """Ends the process and whatever it has started, and waits until it is gone."""
+        """Kill the process and all processes it has started, and wait until they have ended."""
         with contextlib.suppress(ProcessLookupError):  # it ended by itself
             os.kill(self.pid, process_tree.END)
         self.process.join(END_SECONDS)
@@ -114,7 +117,7 @@ class _Worker:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                pass  # it has no session of its own yet, or is gone
+                pass  # it has no session of its own yet, or has ended
             self.process.kill()
             self.process.join()
         self.process.close()
@@ -122,11 +125,11 @@ class _Worker:
 
 
 class ProcessPool:
-    """`num_workers` processes with `source`; a request holds its function's keyword arguments.
+    """A pool of `num_workers` processes that run `source`. A request is the keyword arguments of one call.
 
-    A request that times out, crashes its process, raises, or returns no finite number gets an Outcome that says so.
-    Its time counts from when its worker came to it, and an answer that is there counts however late it is heard: the
-    rank may be busy with something else for long.
+    A request that times out, crashes its process, or raises gets an Outcome with this fate. Its timeout counts from the
+    time at which its worker begins it. An answer in the pipe counts however late it is read, because the rank may be
+    busy with something else for long.
     """
 
     def __init__(
@@ -150,13 +153,13 @@ class ProcessPool:
         self._outcomes: dict[int, Outcome] = {}
         self._workers: list[_Worker] = []
         self._failed_starts = 0
-        # multiprocessing's own exit hook joins the workers for ever; hooks run last come, first served.
+        # Before multiprocessing's own exit hook, which joins the workers for ever: hooks run in reverse order.
         atexit.register(self.close)
         self._fill()
         self._wait_until_loaded(self._workers[0])
 
     def submit(self, request: dict[str, Any], weight: int = 1) -> int:
-        """Queues a request, and returns its number; its timeout is `weight` times the usual one. Does not wait."""
+        """Queue a request and return its number. Its timeout is `weight` times the usual one. Does not wait."""
         now = time.monotonic()
         start_at = now if self._limit is None else self._limit.reserve(now)
         number = next(self._numbers)
@@ -165,7 +168,7 @@ class ProcessPool:
         return number
 
     def pump(self) -> None:
-        """Gives waiting requests to free workers and takes their answers, as far as that goes without waiting."""
+        """Send queued requests to free workers and receive answers, without waiting."""
         self._progress(0.0)
 
     def has(self, number: int) -> bool:
@@ -173,41 +176,41 @@ class ProcessPool:
         return number in self._outcomes
 
     def take(self, number: int) -> Outcome:
-        """Waits for a request's outcome, and hands it out once."""
+        """Wait for the outcome of a request and return it, once."""
         while number not in self._outcomes:
             self._progress(max(0.0, self._next_event() - time.monotonic()))
         return self._outcomes.pop(number)
 
     def close(self) -> None:
-        """Kills the workers. Harmless when called twice."""
+        """Kill the workers. May be called twice."""
         atexit.unregister(self.close)
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.kill()
 
     def _progress(self, seconds: float) -> None:
-        """One round; waits for at most `seconds` until a worker has answered or died."""
+        """One round: wait for at most `seconds` until a worker answers or crashes."""
         if not self._pending and not any(worker.jobs or worker.ready is None for worker in self._workers):
             return
-        self._give()
-        heard = wait([worker.pipe for worker in self._workers], seconds)
-        for worker in [worker for worker in self._workers if worker.pipe in heard]:
-            self._hear(worker)
+        self._assign()
+        readable = wait([worker.pipe for worker in self._workers], seconds)
+        for worker in [worker for worker in self._workers if worker.pipe in readable]:
+            self._receive(worker)
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.next_deadline <= now]:
-            self._hear(worker)  # what it has said since `wait` looked
+            self._receive(worker)  # messages since `wait` returned
             self._end_if_late(worker, now)
         if self._failed_starts >= FAILED_STARTS:
             for job in self._pending:
-                self._outcomes[job.number] = Outcome("crashes", None, "the workers do not start any more")
+                self._outcomes[job.number] = Outcome("crashes", None, "worker processes fail to start")
             self._pending.clear()
             self._failed_starts = 0
         self._fill()
-        self._give()
-        self._fill()  # a worker that died unheard is found out when it is given something
+        self._assign()
+        self._fill()  # sending may have found that a worker has crashed
 
     def _next_event(self) -> float:
-        """The time at which there is something to do though no worker stirs."""
+        """The next time at which there is something to do without a message from a worker."""
         events = [worker.next_deadline for worker in self._workers]
         if self._pending and not self._is_full() and any(worker.takes(self._pending[0]) for worker in self._workers):
             events.append(self._pending[0].start_at)
@@ -218,13 +221,13 @@ class ProcessPool:
         return self._limit is not None and under_way >= self._limit.max_concurrent
 
     def _fill(self) -> None:
-        """Starts what workers are missing; after a failed start only when there is work."""
+        """Start missing workers; after a failed start only if requests are queued."""
         if self._failed_starts and not self._pending:
             return
         while len(self._workers) < self._num_workers:
             self._workers.append(_Worker.start(self._source, self._memory_limit_mb, self._log_path))
 
-    def _give(self) -> None:
+    def _assign(self) -> None:
         now = time.monotonic()
         while self._pending and self._pending[0].start_at <= now and not self._is_full():
             job = self._pending[0]
@@ -241,17 +244,17 @@ class ProcessPool:
         try:
             worker.pipe.send_bytes(job.message)
         except OSError:
-            self._hear(worker)  # it may have answered before
+            self._receive(worker)  # it may have answered before it crashed
             if worker in self._workers:
                 self._end(worker, "crashes", "the process died")
 
-    def _hear(self, worker: _Worker) -> None:
-        """Takes all that a worker has said: it may be many scores, if the rank was busy."""
+    def _receive(self, worker: _Worker) -> None:
+        """Receive all messages of a worker: there may be many if the rank was busy."""
         why: str | None = None
         try:
             while why is None and worker.pipe.poll():
                 message = worker.pipe.recv()
-                why = self._heed(worker, message)
+                why = self._handle(worker, message)
                 if isinstance(message, Answer) and message.leaving:
                     self._retire(worker)
                     return
@@ -260,8 +263,8 @@ class ProcessPool:
         if why is not None:
             self._end(worker, "crashes", why)
 
-    def _heed(self, worker: _Worker, message: Ready | Answer) -> str | None:
-        """Takes one message; returns why a new worker is of no use, if it says so."""
+    def _handle(self, worker: _Worker, message: Ready | Answer) -> str | None:
+        """Handle one message. Returns why a new worker cannot be used, if the message says so."""
         if isinstance(message, Ready):
             if message.why is not None:
                 return f"a new process cannot load the function: {message.why}"
@@ -283,8 +286,10 @@ class ProcessPool:
         self._end(worker, "timeouts", f"longer than {late.timeout:g} s")
 
     def _end(self, worker: _Worker, fate: Fate, why: str) -> None:
-        """Kills a worker. The request it was on has this fate; of several, each is tried once more on its own. A
-        request that it had not come to waits for the next worker."""
+        """Kill a worker. The request it was running gets this fate; if it was running several, each is run again alone.
+
+        Requests that it had not begun are queued again.
+        """
         if worker.ready is None:
             self._failed_starts += 1
             log.warning("%s: %s", self._source.topic, why)
@@ -298,7 +303,7 @@ class ProcessPool:
         self._retire(worker)
 
     def _retire(self, worker: _Worker) -> None:
-        """Ends a worker; the requests it has not answered wait for another."""
+        """Kill a worker and queue its unanswered requests again."""
         for job in reversed(list(worker.jobs.values())):
             job.deadline = float("inf")
             self._pending.appendleft(job)
@@ -306,7 +311,7 @@ class ProcessPool:
         worker.kill()
 
     def _wait_until_loaded(self, worker: _Worker) -> None:
-        """Refuses a function that cannot be loaded, before the run starts."""
+        """Raise the source's `load_error` if a worker cannot load it."""
         why: str | None = "the process that loads it died"
         try:
             if not worker.pipe.poll(START_SECONDS):
@@ -325,16 +330,16 @@ class ProcessPool:
 
 @dataclass
 class TokenBucket:
-    """Fills at `rate` per second up to what comes in one second, and is full at first (as verl's)."""
+    """A token bucket: fills at `rate` per second, holds at most one second's worth, and starts full (as verl's)."""
 
     rate: float
     level: float = 0.0
     time: float | None = None
 
     def reserve(self, amount: float, now: float) -> float:
-        """Takes `amount`, and returns the time at which it will have been there; `now` never goes back.
+        """Take `amount` and return the time at which the bucket has held it. `now` never decreases.
 
-        The level may become negative: those who come later wait for what those before them have taken.
+        The level may become negative: later calls wait for what earlier ones have taken.
         """
         if self.time is None:
             self.level = self.rate
@@ -348,7 +353,7 @@ class TokenBucket:
 
 @dataclass
 class RateLimit:
-    """When requests may start: at most so many at once, and so many, with their tokens, per minute (None: any)."""
+    """Limits of requests at the same time, and of requests and tokens per minute (None: no limit)."""
 
     max_concurrent: int
     rpm: TokenBucket | None
@@ -363,7 +368,7 @@ class RateLimit:
         return cls(max_concurrent, rpm, tpm, tokens_per_request)
 
     def reserve(self, now: float) -> float:
-        """The time at which the next request may start: first its turn among requests, then among tokens."""
+        """The time at which the next request may start, according to the request limit and then the token limit."""
         if self.rpm is not None:
             now = self.rpm.reserve(1, now)
         if self.tpm is not None:

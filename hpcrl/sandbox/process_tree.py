@@ -1,6 +1,6 @@
-"""A process with all that it has started, whatever session or parent those have got themselves since.
+"""A process and its descendants: find, measure and kill them, whatever their session or parent.
 
-Linux only, the standard library alone: what supervises code under test imports this and must start in a moment.
+Linux only, standard library only: the supervisors of untrusted code import this module and must start fast.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import os
 import signal
 from collections.abc import Callable
 
-# What batch systems send to every process of a job, whoever it is meant for. Ranks alone answer it.
+# Batch systems send these to every process of a job. Only ranks handle them.
 STEP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
-END = signal.SIGUSR2  # to a supervisor: end what is below you, and yourself
+END = signal.SIGUSR2  # to a supervisor: kill the descendants and exit
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-LISTED = os.path.exists("/proc/thread-self/children")  # not by kernels without CONFIG_PROC_CHILDREN
+HAS_CHILDREN_FILE = os.path.exists("/proc/thread-self/children")  # False for kernels without CONFIG_PROC_CHILDREN
 
 
 def adopt_orphans() -> None:
-    """From now on this process, not init, is the parent of descendants whose own parent has gone; it must reap them."""
-    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Make this process, not init, the parent of descendants whose own parent has ended. It must reap them."""
+    libc_call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Get `signum` when the parent goes, whose process id the caller knows from before; at once if it has gone."""
-    call("prctl", PR_SET_PDEATHSIG, signum, 0, 0, 0)
+def signal_on_parent_death(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when its parent ends, or now if `parent` has ended already."""
+    libc_call("prctl", PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
 
 
 def raise_oom_score() -> None:
-    """When memory runs out, the kernel ends this process and its descendants before it ends a rank."""
+    """Have the kernel kill this process and its descendants before a rank when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -40,13 +40,13 @@ def raise_oom_score() -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids; none if the process has gone."""
-    return _children_now()(pid)
+    """Process ids of a process's children; empty if the process has ended."""
+    return _children_lookup()(pid)
 
 
 def descendants_of(pid: int, most: int | None = None) -> list[int]:
-    """Children, their children and so on, nearest first; the search ends when it has found more than `most`."""
-    children = _children_now()
+    """Process ids of children, their children and so on, nearest first. The search stops after more than `most`."""
+    children = _children_lookup()
     found = children(pid)
     for member in found:
         if most is not None and len(found) > most:
@@ -55,28 +55,28 @@ def descendants_of(pid: int, most: int | None = None) -> list[int]:
     return found
 
 
-def use_more_than(size: int, pids: list[int]) -> bool:
-    """Whether the resident memory of these processes is more than `size` bytes, what several share counted once."""
-    return sum(map(_resident, pids)) > size and sum(map(_share, pids)) > size
+def memory_exceeds(size: int, pids: list[int]) -> bool:
+    """Whether the resident memory of these processes exceeds `size` bytes. Shared pages count once."""
+    return sum(map(_resident, pids)) > size and sum(map(_proportional, pids)) > size
 
 
 def kill_tree(pid: int) -> None:
-    """Kills a process with its descendants. Each is stopped before its children are looked up: it has no more then."""
+    """Kill a process and its descendants. Each is stopped before its children are listed, so that it cannot fork."""
     stopped: dict[int, None] = {}
     found = [pid]
     while found:
         for member in found:
             _stop(member)
             stopped[member] = None
-        # Again for all: a process may have been in the middle of starting one when it was stopped.
-        children = _children_now()
+        # for all of them again, because a process may have been forking when it was stopped
+        children = _children_lookup()
         found = [child for member in stopped for child in children(member) if child not in stopped]
     for member in stopped:
         _signal(member, signal.SIGKILL)
 
 
 def kill_descendants() -> None:
-    """Ends and reaps everything below this process, which must have called `adopt_orphans`."""
+    """Kill and reap all descendants of this process, which must have called `adopt_orphans`."""
     while children := children_of(os.getpid()):
         for child in children:
             kill_tree(child)
@@ -88,7 +88,7 @@ def kill_descendants() -> None:
 
 
 def reap() -> None:
-    """Takes leave of the children that have ended."""
+    """Reap the children that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -97,7 +97,7 @@ def reap() -> None:
 
 
 def _stop(pid: int) -> None:
-    """Stops a process with its whole group, unless that is this process's own: many that fork are stopped at once."""
+    """Stop a process and, unless it is this process's own, its whole group, so that many forking ones stop at once."""
     try:
         group = os.getpgid(pid)
         if group == os.getpgid(0):
@@ -115,22 +115,22 @@ def _signal(pid: int, signum: signal.Signals) -> None:
         pass
 
 
-def _children_now() -> Callable[[int], list[int]]:
-    """Tells the children of a process id, as of now or of later."""
-    if LISTED:
-        return _listed
+def _children_lookup() -> Callable[[int], list[int]]:
+    """A function from a process id to its children, as of now or of the time of the call."""
+    if HAS_CHILDREN_FILE:
+        return _read_children
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", errors="replace") as file:
-                parent = file.read().rpartition(")")[2].split()[1]  # after the state; the name may hold anything
+                parent = file.read().rpartition(")")[2].split()[1]  # after the name, which may contain anything
         except (FileNotFoundError, ProcessLookupError):
             continue
         children.setdefault(int(parent), []).append(int(name))
     return lambda pid: children.get(pid, [])
 
 
-def _listed(pid: int) -> list[int]:
+def _read_children(pid: int) -> list[int]:
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -142,7 +142,7 @@ def _listed(pid: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes; 0 if the process has gone."""
+    """Resident bytes; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -150,8 +150,8 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def _share(pid: int) -> int:
-    """Bytes, of shared pages this process's part; all it has resident where the kernel does not tell (Linux 4.14)."""
+def _proportional(pid: int) -> int:
+    """Resident bytes, with this process's share of shared pages. The same as `_resident` before Linux 4.14."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
@@ -159,8 +159,8 @@ def _share(pid: int) -> int:
         return _resident(pid)
 
 
-def call(function: str, *arguments: object) -> None:
-    """A function of the C library that returns 0; OSError, which names it, where it does not."""
+def libc_call(function: str, *arguments: object) -> None:
+    """Call a function of the C library. Raises OSError with its name unless it returns 0."""
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")

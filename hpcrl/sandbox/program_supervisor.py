@@ -1,7 +1,7 @@
-"""The program that `sandbox.run_python` starts: runs one piece of code in a child, watches it, and clears up after it.
+"""The supervisor that `program.run_python` starts: runs one program in a child, enforces its limits, and cleans up.
 
-It runs without site-packages (`python -I -S`), which halves its start. Job and result go by marshal through its
-standard input and output, which the code under test does not have.
+It runs without site-packages (`python -I -S`), which halves its start-up time. Job and result are passed by marshal
+through its standard input and output, which the child does not have.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if __name__ == "__main__":
 
 from hpcrl.sandbox import isolation, mount_namespace, process_tree
 
-TICK_SECONDS = 0.05  # between two looks at how many processes there are, and how large
-MOST_OPEN = 256  # files of each process
-OUT_OF_MEMORY = 240  # exit code by which the child says MemoryError
+TICK_SECONDS = 0.05  # between two checks of the number of processes and their memory
+MAX_OPEN_FILES = 256  # of each process
+OUT_OF_MEMORY = 240  # exit code of the child after a MemoryError
 MB = 2**20
 
 
 class Child:
-    """The code under test, with what it has printed so far."""
+    """The process that runs the program, with its output so far."""
 
     def __init__(self, pid: int, stdout: int, stderr: int) -> None:
         self.pid = pid
@@ -48,7 +48,7 @@ class Child:
                 self.open.remove(pipe)
 
     def reap(self) -> None:
-        """Also takes leave of orphans that came to this process."""
+        """Reap the child and orphans that this process has adopted."""
         try:
             while True:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -73,10 +73,10 @@ def main() -> None:
     process_tree.adopt_orphans()
     try:
         if network:
-            isolation.leave()
+            isolation.unshare_namespaces()
         if not shown:
             os.mkdir(folder, 0o700)
-        process_tree.die_with(parent, process_tree.END)  # after `leave`, which forgets it
+        process_tree.signal_on_parent_death(parent, process_tree.END)  # after `unshare_namespaces`, which resets it
         child = start(source, stdin, limits, folder, packages, network, shown)
         fate = watch(child, wake, limits)
     finally:
@@ -84,13 +84,13 @@ def main() -> None:
         if not shown:
             mount_namespace.remove_folder(folder)
     stdout, stderr = (bytes(part[: limits[3] * 1024]) for part in child.output.values())
-    sys.stdout.buffer.write(marshal.dumps((*verdict(child, fate, limits[0]), stdout, stderr)))
+    sys.stdout.buffer.write(marshal.dumps((*outcome(child, fate, limits[0]), stdout, stderr)))
 
 
 def start(
     source: str, stdin: bytes, limits: tuple, folder: str, packages: list[str], isolated: bool, shown: list[str]
 ) -> Child:
-    """Forks; in the child, the code runs and this does not return."""
+    """Fork. In the child, run the program and do not return."""
     given = os.memfd_create("stdin")
     os.write(given, stdin)
     os.lseek(given, 0, os.SEEK_SET)
@@ -114,13 +114,13 @@ def start(
 
 
 def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> None:
-    """Everything that the code must not be able to undo."""
+    """Apply limits and isolation that the program cannot undo."""
     seconds, memory_mb, file_mb, _, _ = limits
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, process_tree.END):
         signal.signal(signum, signal.SIG_DFL)
-    os.setsid()  # else `os.kill(0, ...)` would mean the supervisor too
-    process_tree.die_with(os.getppid())
+    os.setsid()  # otherwise `os.kill(0, ...)` would reach the supervisor too
+    process_tree.signal_on_parent_death(os.getppid())
     process_tree.raise_oom_score()
     if shown:
         mount_namespace.enter(shown, file_mb)
@@ -134,7 +134,7 @@ def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> Non
         (resource.RLIMIT_AS, memory_mb * MB),
         (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_FSIZE, file_mb * MB),
-        (resource.RLIMIT_NOFILE, MOST_OPEN),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
@@ -143,7 +143,7 @@ def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> Non
 
 
 def run(source: str, packages: list[str]) -> NoReturn:
-    """The code as a main module would run, up to the end of the process."""
+    """Run the code as a main module, then end the process as Python would."""
     import atexit
     import site
     import threading
@@ -171,7 +171,7 @@ def run(source: str, packages: list[str]) -> NoReturn:
         traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
     finally:
         try:
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads, as its end would
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -184,21 +184,21 @@ def run(source: str, packages: list[str]) -> NoReturn:
 
 
 def watch(child: Child, wake: int, limits: tuple) -> str | None:
-    """Until the child ends (None) or must be ended (the fate)."""
+    """Return None when the child has ended, or the fate for which it must be killed."""
     seconds, memory_mb, _, output_kb, processes = limits
-    end, next_look = time.monotonic() + seconds, 0.0
+    end, next_check = time.monotonic() + seconds, 0.0
     while True:
         now = time.monotonic()
         if now >= end:
             return "timeout"
-        if now >= next_look:
+        if now >= next_check:
             alive = process_tree.descendants_of(os.getpid(), processes)
             if len(alive) > processes:
                 return "killed"
-            if process_tree.use_more_than(memory_mb * MB, alive):
+            if process_tree.memory_exceeds(memory_mb * MB, alive):
                 return "memory"
-            next_look = now + TICK_SECONDS
-        ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_look) - now)
+            next_check = now + TICK_SECONDS
+        ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_check) - now)
         if wake in ready and process_tree.END in os.read(wake, 256):
             return "killed"
         child.read([pipe for pipe in ready if pipe != wake])
@@ -211,7 +211,7 @@ def watch(child: Child, wake: int, limits: tuple) -> str | None:
             return None
 
 
-def verdict(child: Child, fate: str | None, seconds: float) -> tuple[str, int]:
+def outcome(child: Child, fate: str | None, seconds: float) -> tuple[str, int]:
     """(fate, return code)."""
     if fate is not None or child.status is None:
         return fate or "killed", -signal.SIGKILL

@@ -1,6 +1,6 @@
-"""What a worker process of a `ProcessPool` runs: it answers requests that come over a pipe, one after the other.
+"""The loop of a worker process of a `ProcessPool`: it answers requests from a pipe, one after the other.
 
-Imported in the child: the standard library alone here, so that a worker starts in a moment and stays small.
+Imported in the child: standard library only, so that a worker starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, Literal, NamedTuple
 
 from hpcrl.sandbox import process_tree
 
-HIGH = 512  # file descriptors from here on are out of the way of those that a careless function closes
+HIGH = 512  # first file descriptor for saved streams, above those that a careless function closes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 Fate = Literal["ok", "timeouts", "crashes", "errors"]
 
 
 class Outcome(NamedTuple):
-    """What a request led to: `result` holds `score` and the extras if `fate` is "ok"; else `why` says what failed.
+    """The outcome of a request: `result` if `fate` is "ok", otherwise `why` says what failed.
 
-    Of a batched request, `result` is a list of outcomes.
+    The result of a scorer is its `score` and extras; of a batched request it is a list of outcomes.
     """
 
     fate: Fate
@@ -34,15 +34,15 @@ class Outcome(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The worker's first message; `at_once` is how many requests it is on at a time, `why` a failure's."""
+    """The worker's first message. at_once: how many requests it runs at a time. why: reason if it failed to load."""
 
     at_once: int = 1
     why: str | None = None
 
 
 class Answer(NamedTuple):
-    """`ended`: the monotonic time, one clock for a node, at which the worker was done with the request. `leaving`: the
-    worker is worn out, does no more of what it was sent, and wants to be replaced."""
+    """The answer to a request. ended: monotonic time at which it was done (processes of a node share this clock).
+    leaving: the worker uses too much memory, runs no more requests, and must be replaced."""
 
     number: int
     outcome: Outcome
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 def use_one_thread() -> None:
-    """A node has many such processes; and each thread of a library takes address space."""
+    """Limit libraries to one thread: a node has many workers, and each thread takes address space."""
     for name in THREADS:
         os.environ.setdefault(name, "1")
 
@@ -59,7 +59,7 @@ def use_one_thread() -> None:
 def answer_in_turn(
     pipe: Connection, answer: Callable[[dict[str, Any]], Outcome], memory_limit_mb: int | None = None
 ) -> None:
-    """Says that the worker is ready, and answers one request after the other until the pipe closes."""
+    """Send Ready, then answer one request after the other until the pipe closes."""
     pipe.send(Ready())
     me, surroundings = os.getpid(), Surroundings()
     while True:
@@ -69,15 +69,15 @@ def answer_in_turn(
             return
         surroundings.restore()
         outcome = answer(request)
-        if os.getpid() != me:  # a process that the function forked, and that came back from it as well
+        if os.getpid() != me:  # the function has forked, and returned in the child too
             os._exit(0)
         leaving = outcome.fate == "errors" and memory_limit_mb is not None and address_space_mb() > memory_limit_mb / 2
         pipe.send(Answer(number, outcome, time.monotonic(), leaving))
-        end_strays()
+        kill_leftovers()
 
 
 class Surroundings:
-    """What a score finds: standard streams and working directory, whatever the one before did to them."""
+    """Standard streams and working directory, restored before each request."""
 
     def __init__(self) -> None:
         self._folder = os.getcwd()
@@ -98,8 +98,8 @@ def address_space_mb() -> float:
         return int(file.read().split()[0]) * resource.getpagesize() / 2**20
 
 
-def end_strays() -> None:
-    """Ends what a score has started and left, daemons too; multiprocessing's processes stay, which functions keep."""
+def kill_leftovers() -> None:
+    """Kill processes that a request has left, including daemons. Those of multiprocessing stay for the next request."""
     me, parent = os.getpid(), os.getppid()
     for orphan in process_tree.children_of(parent):
         if orphan != me:
@@ -115,7 +115,7 @@ def end_strays() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """One line: the type, the message, and the user's line that raised it."""
+    """One line of text: the type, the message, and the line that raised it."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -1,7 +1,8 @@
-"""A child that runs a user's code under a parent of its own, which ends with it whatever that code has started.
+"""A supervisor for a worker process: a parent that kills the worker and everything the worker has started.
 
 The supervisor does nothing that could hang or fail: it waits for the rank to end, for `process_tree.END` from the rank,
-and for the child to end. The kernel's means are not enough: a signal to a session misses what has called setsid.
+and for the child to end. The kernel's means are not enough: a signal to a session does not reach processes that have
+called setsid.
 """
 
 from __future__ import annotations
@@ -17,28 +18,29 @@ from typing import NoReturn
 from hpcrl.sandbox import process_tree
 from hpcrl.sandbox.mount_namespace import remove_folder
 
-TICK_SECONDS = 0.2  # between two looks at how many processes there are
-MOST_PROCESSES = 256  # of one child; a fork bomb has passed it within a tick or two
-LOG_BYTES = 2**20  # of what one child prints; the rest is dropped
+TICK_SECONDS = 0.2  # between two counts of the processes
+MAX_PROCESSES = 256  # of one worker; a fork bomb exceeds it within a tick or two
+LOG_BYTES = 2**20  # of one worker's output; the rest is dropped
 
 
 def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
-    """Runs `work` in a child, up to the end of this process. The first line of a child of `children.context()`.
+    """Run `work` in a forked worker, and end this process when the worker ends. Call it first in a fork server's child.
 
-    The rank ends it with `process_tree.END`. A batch system's signals to all processes change nothing here.
+    The worker is killed when the rank ends or sends `process_tree.END` to this process. A batch system's signals to all
+    processes are ignored.
 
-    What the child prints goes to the end of the file `log`, if it is given, and nowhere else. Its folder for temporary
-    files is its own and is removed in the end.
+    The worker's output is appended to the file `log`, if given, and dropped otherwise. Its folder for temporary files
+    is removed at the end.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
     wake, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
-    # Handlers that do nothing: what `work` starts by exec gets the defaults back, so that it can be terminated.
+    # Handlers that do nothing, instead of SIG_IGN: programs that `work` starts by exec get the defaults back.
     for signum in (signal.SIGCHLD, process_tree.END, *process_tree.STEP_SIGNALS):
         signal.signal(signum, lambda *_: None)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a job; it is the rank that answers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a job; the rank handles it
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.setsid()
     process_tree.adopt_orphans()
@@ -48,14 +50,14 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     child = os.fork()
     if child == 0:
         try:
-            process_tree.die_with(supervisor)
+            process_tree.signal_on_parent_death(supervisor)
             os.setsid()
             process_tree.raise_oom_score()
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGCHLD, process_tree.END):
                 signal.signal(signum, signal.SIG_DFL)
             os.environ["TMPDIR"] = tempfile.tempdir = folder
-            _redirect(print_writer)
+            _redirect_output(print_writer)
             for file in (wake, wake_writer, printed, print_writer):
                 os.close(file)
             work()
@@ -70,7 +72,7 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
 
 
 def _wait(rank: int, wake: int, printed: int, child: int, log: str | None) -> None:
-    """Until the child has ended, or must."""
+    """Return when the worker has ended, or must be killed."""
     files, num_logged = [rank, wake, printed], 0
     while True:
         ready, _, _ = select.select(files, [], [], TICK_SECONDS)
@@ -85,12 +87,12 @@ def _wait(rank: int, wake: int, printed: int, child: int, log: str | None) -> No
                 with open(log, "ab") as file:
                     file.write(text)
         process_tree.reap()
-        alive = process_tree.descendants_of(os.getpid(), MOST_PROCESSES)
-        if child not in alive or len(alive) > MOST_PROCESSES:
+        alive = process_tree.descendants_of(os.getpid(), MAX_PROCESSES)
+        if child not in alive or len(alive) > MAX_PROCESSES:
             return
 
 
-def _redirect(writer: int) -> None:
+def _redirect_output(writer: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, file in enumerate((nothing, writer, writer)):
         os.dup2(file, number)
@@ -98,7 +100,7 @@ def _redirect(writer: int) -> None:
 
 
 def _close_all_but(kept: tuple[int, ...]) -> None:
-    """So that pipes end when the child does, and not only when its supervisor does; standard files stay."""
+    """Close all files but `kept` and the standard ones, so that pipes are closed when the worker ends."""
     for name in os.listdir("/proc/self/fd"):
         file = int(name)
         if file > 2 and file not in kept:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.sandbox.fork_server import cleaned
+from hpcrl.sandbox.fork_server import without_launcher_variables
 from tests import preloaded
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ class Ended:
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without launchers' variables, with one thread per rank and the server of ranks."""
     here = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HPCRL_TEST_SERVER": preloaded.server()}
-    return cleaned(dict(os.environ)) | here | more
+    return without_launcher_variables(dict(os.environ)) | here | more
 
 
 @pytest.fixture

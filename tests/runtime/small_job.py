@@ -15,7 +15,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_spmd
 from hpcrl.runtime.mpi import wait_until
 from hpcrl.runtime.world import World
-from hpcrl.sandbox import fork_server
+from hpcrl.sandbox import fork_server, worker_supervisor
 
 MODE = sys.argv[1] if len(sys.argv) > 1 else ""
 
@@ -67,14 +67,14 @@ def main(world: World, config: SimpleNamespace) -> int:
         world.barrier()
     if MODE == "children":
         for _ in range(2):
-            fork_server.context().Process(target=loop, daemon=True).start()
+            fork_server.context().Process(target=loop_supervised, daemon=True).start()
         while len(list(Path().glob("looping.*"))) < 2 * world.size:
             time.sleep(0.05)
         world.barrier()
         Path(f"ready.{world.rank}").write_text(str(os.getpid()))
         wait_until(lambda: False)
     if MODE == "environment":
-        with fork_server.context().Pool(1, initializer=fork_server.die_with_parent) as pool:
+        with fork_server.context().Pool(1) as pool:
             names = pool.apply(names_in_child)
         Path(f"environment.{world.rank}").write_text("\n".join(names))
     return 0
@@ -88,8 +88,11 @@ def break_down() -> None:
     raise ValueError("boom")
 
 
+def loop_supervised() -> None:
+    worker_supervisor.supervise(loop)
+
+
 def loop() -> None:
-    fork_server.die_with_parent()
     Path(f"looping.{os.getpid()}").touch()
     while True:
         time.sleep(0.01)

@@ -108,8 +108,8 @@ def family_when_ready(process: psutil.Popen, folder: Path) -> list[psutil.Proces
         assert process.poll() is None and time.monotonic() < give_up
         time.sleep(0.1)
     family = psutil.Process(process.pid).children(recursive=True)
-    # the proxy; per rank itself, the server of its children, its resource tracker, and two children
-    assert len(family) == 1 + 3 * 5
+    # the proxy; per rank itself, its fork server, its resource tracker, and two children with their supervisors
+    assert len(family) == 1 + 3 * 7
     return family
 
 

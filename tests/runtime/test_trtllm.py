@@ -27,10 +27,10 @@ run_spmd(lambda: SimpleNamespace(run=run, rollout=SimpleNamespace(engine="tensor
 
 
 def test_open_mpi_with_threads_alone_will_do() -> None:
-    assert trtllm.refusal(OPEN_MPI, thread_multiple=True) is None
-    assert "MPI_THREAD_MULTIPLE" in (trtllm.refusal(OPEN_MPI, thread_multiple=False) or "")
+    assert trtllm.unsupported_mpi(OPEN_MPI, thread_multiple=True) is None
+    assert "MPI_THREAD_MULTIPLE" in (trtllm.unsupported_mpi(OPEN_MPI, thread_multiple=False) or "")
     for library in ("MPICH Version:      5.0.2\nMPICH Release date: ...", "Intel(R) MPI Library 2021.13"):
-        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (trtllm.refusal(library, True) or "")
+        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (trtllm.unsupported_mpi(library, True) or "")
 
 
 def test_a_job_under_mpich_ends_in_one_line_before_anything_hangs(run: Callable, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_an_import_that_fails_on_one_rank_ends_the_job(run: Callable, tmp_path: 
     (tmp_path / "tensorrt_llm.py").write_text(LOST)
     start = {"job": JOB, "check": "from hpcrl.cli import main\nmain(['check', '--trtllm'])\n"}[program]
     (tmp_path / "program.py").write_text(
-        "from hpcrl.runtime import trtllm\ntrtllm.refusal = lambda library, thread_multiple: None\n" + start
+        "from hpcrl.runtime import trtllm\ntrtllm.unsupported_mpi = lambda library, thread_multiple: None\n" + start
     )
     ended = run(MPIEXEC, "-n", "3", *RANK, "program.py")
     assert ended.code == 2, ended.stdout + ended.stderr
@@ -128,7 +128,7 @@ def test_an_import_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
         trtllm.load()
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(trtllm, "PACKAGE", "no_such_package")
-    assert "not installed" in (trtllm.absence() or "")
+    assert "not installed" in (trtllm.missing_package() or "")
 
 
 def test_only_the_adapter_imports_the_package() -> None:

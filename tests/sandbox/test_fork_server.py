@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcrl.sandbox.fork_server import cleaned
+from hpcrl.sandbox.fork_server import without_launcher_variables
 from tests.runtime.conftest import run, run_job, start  # noqa: F401  # fixtures
 
 
 def test_launchers_variables_are_taken_away_and_others_stay() -> None:
     launchers = ["PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "MPI_LOCALRANKID"]
-    assert cleaned(dict.fromkeys([*launchers, "HOME", "OMP_NUM_THREADS"], "1")).keys() == {"HOME", "OMP_NUM_THREADS"}
+    assert without_launcher_variables(dict.fromkeys([*launchers, "HOME", "OMP_NUM_THREADS"], "1")).keys() == {
+        "HOME",
+        "OMP_NUM_THREADS",
+    }
 
 
 def test_children_of_a_rank_do_not_take_themselves_for_ranks(run_job: Callable, tmp_path: Path) -> None:  # noqa: F811

@@ -303,7 +303,7 @@ def test_what_a_scorer_returns_is_cut_to_a_size() -> None:
     result = score_worker.plain(long)
     size = sum(len(key.encode()) + (8 if isinstance(value, float) else len(value.encode(errors="replace")))
                for key, value in result.items())  # fmt: skip
-    assert score_worker.MOST_BYTES - 8 < size <= score_worker.MOST_BYTES
+    assert score_worker.MAX_BYTES - 8 < size <= score_worker.MAX_BYTES
     assert result["short"] == "b" * 1000 and result["score"] == 1
     lengths = [len(str(result[key]).encode()) for key in ("a", "é", "list")]
     assert max(lengths) - min(lengths) <= 1 and lengths[0] > 900

@@ -13,9 +13,9 @@ from hpcrl.sandbox import process_tree
 from tests.processes import alive
 
 
-@pytest.mark.parametrize("listed", [process_tree.LISTED, False])
+@pytest.mark.parametrize("listed", [process_tree.HAS_CHILDREN_FILE, False])
 def test_all_below_a_process_are_found_and_go_with_it(monkeypatch: pytest.MonkeyPatch, listed: bool) -> None:
-    monkeypatch.setattr(process_tree, "LISTED", listed)
+    monkeypatch.setattr(process_tree, "HAS_CHILDREN_FILE", listed)
     nap = f"1001.{os.getpid()}"
     shell = subprocess.Popen(["sh", "-c", f"(sleep {nap}; :) & (setsid sleep {nap}; :) & wait"])
     try:

@@ -174,8 +174,8 @@ SHOWN = """
 import os, sys
 from hpcrl.sandbox import isolation, mount_namespace, process_tree
 pivot, package = sys.argv[1:]
-places = mount_namespace.places([package])
-isolation.leave()
+places = mount_namespace.visible_paths([package])
+isolation.unshare_namespaces()
 if os.fork():
     os.wait()
     sys.exit()
@@ -183,17 +183,17 @@ if not pivot:
     def call(function, *arguments):
         if function == "pivot_root":
             raise OSError(22, function)
-        process_tree.call(function, *arguments)
-    mount_namespace.call = call
-process_tree.call("unshare", mount_namespace.CLONE_NEWNS)
-process_tree.call("mount", b"tmpfs", os.fsencode(package + "/mounted"), b"tmpfs", 0, None)
+        process_tree.libc_call(function, *arguments)
+    mount_namespace.libc_call = call
+process_tree.libc_call("unshare", mount_namespace.CLONE_NEWNS)
+process_tree.libc_call("mount", b"tmpfs", os.fsencode(package + "/mounted"), b"tmpfs", 0, None)
 open(package + "/mounted/file", "w").close()
 mount_namespace.enter(places, 1)
 isolation.give_up_privileges()
 print(os.listdir(package), os.listdir(package + "/mounted"), os.listdir(os.path.dirname(package)), os.getcwd())
 for name in (package, package + "/mounted", "/box"):
     print(os.access(name, os.W_OK))
-unshare = lambda: process_tree.call("unshare", 1 << 28)
+unshare = lambda: process_tree.libc_call("unshare", 1 << 28)
 for escape in (lambda: os.chroot("."), unshare, lambda: os.listdir("/proc/1/root/home")):
     try:
         escape()
@@ -223,7 +223,7 @@ def test_packages_anywhere_are_shown_and_nothing_of_them_can_be_written(tmp_path
 def test_a_home_is_not_shown_for_the_python_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", sys.prefix)
     with pytest.raises(OSError, match="holds other files too"):
-        mount_namespace.places([])
+        mount_namespace.visible_paths([])
 
 
 def test_all_processes_together_may_take_what_one_may(run: Run) -> None:
@@ -289,5 +289,5 @@ def test_a_program_ends_with_the_process_that_runs_it() -> None:
 
 def test_a_rank_may_not_run_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", sys)
-    with pytest.raises(RuntimeError, match="from a scoring process"):
+    with pytest.raises(RuntimeError, match="from a worker process"):
         run_python("pass")
