@@ -16,14 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpcrl.launch import exits
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime import exits
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.config.derive import RoleLayouts
     from hpcrl.config.schema import Config
-    from hpcrl.launch.world import World
     from hpcrl.run.job import Job
+    from hpcrl.runtime.world import World
 
 JOBS_FOLDER = Path(__file__).parent / "jobs"
 
@@ -87,7 +87,7 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
 
     if dry_run.requested(os.environ):
         dry_run.main(arguments, lambda: load_job(name).check)
-    from hpcrl.launch.job import run_spmd
+    from hpcrl.runtime.job import run_spmd
 
     job = load_job(name)
     parser = Parser(prog=f"hpcrl {name}", description=job.__doc__)
@@ -107,7 +107,7 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
     run_spmd(
         lambda: job.load(parsed),
         on_every_rank,
-        heeds_signals=job.handles_signals,
+        handles_signals=job.handles_signals,
         memory_advice=partial(memory_advice, job),
     )
 
@@ -144,15 +144,15 @@ def plan(arguments: list[str]) -> NoReturn:
 def check(arguments: list[str]) -> NoReturn:
     if arguments[:1] == ["--job"]:
         check_job(arguments[1:])
-    from hpcrl.launch import check
     from hpcrl.rollout.tensorrt_llm.check import findings
+    from hpcrl.runtime import check
 
     check.main(arguments, findings)
 
 
 def check_job(arguments: list[str]) -> NoReturn:
     from hpcrl.checkpoint.manifest import verify
-    from hpcrl.launch import check_job
+    from hpcrl.runtime import check_job
 
     def folder() -> str:
         if not arguments:
@@ -184,7 +184,7 @@ def submit(arguments: list[str]) -> NoReturn:
 
 
 def refuse(line: str) -> NoReturn:
-    exits.refuse(InputError(line))
+    exits.exit_with_error(InputError(line))
 
 
 TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {

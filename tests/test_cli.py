@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl import cli
-from tests.launch.conftest import environment
 from tests.preloaded import RANK
+from tests.runtime.conftest import environment
 
 ROOT = Path(__file__).parents[1]
 

@@ -116,7 +116,7 @@ def test_algorithms_need_torch_and_numpy_alone() -> None:
 @pytest.mark.slow
 def test_importing_starts_no_mpi() -> None:
     """`from mpi4py import MPI` initialises MPI; launch/mpi_*.py do so, and only start-up imports those."""
-    apart = {"hpcrl.__main__", *(f"hpcrl.launch.{path.stem}" for path in (PACKAGE / "launch").glob("mpi_*.py"))}
+    apart = {"hpcrl.__main__", *(f"hpcrl.runtime.{path.stem}" for path in (PACKAGE / "launch").glob("mpi_*.py"))}
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in sources()}
     modules = ", ".join(sorted(name.removesuffix(".__init__") for name in names - apart))
     program = f"import sys, {modules}; sys.exit('mpi4py.MPI is loaded' if 'mpi4py.MPI' in sys.modules else 0)"
@@ -126,14 +126,14 @@ def test_importing_starts_no_mpi() -> None:
 
 def test_a_job_is_described_without_torch() -> None:
     """A login node may have none; and in a job, the ranks wait while rank 0 reads the template."""
-    code = "import hpcrl.plan.command, hpcrl.slurm.submit, hpcrl.config.loader, hpcrl.run.prepare, hpcrl.launch.job"
+    code = "import hpcrl.plan.command, hpcrl.slurm.submit, hpcrl.config.loader, hpcrl.run.prepare, hpcrl.runtime.job"
     loaded = loaded_after(f"{code}, hpcrl.rewards.score_worker; assert 'asyncio' not in __import__('sys').modules")
     assert not loaded.intersection({"torch", "mpi4py", "megatron", "transformers"})
 
 
 RANK = """
 import sys, torch
-from hpcrl.launch import platform
+from hpcrl.runtime import platform
 if torch.cuda.is_available():
     sys.exit()
 from hpcrl.algorithms.advantages import lookup

@@ -8,7 +8,7 @@ import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 
-from hpcrl.launch.world import World, finish, start_mpi, start_torch
+from hpcrl.runtime.world import World, finish, start_mpi, start_torch
 
 
 def seconds_each(group: dist.ProcessGroup | None, tensor: torch.Tensor, calls: int) -> float:

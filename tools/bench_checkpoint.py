@@ -26,11 +26,10 @@ from hpcrl.controller.controller import Controller, run_program
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import children
-from hpcrl.launch.board import Board
-from hpcrl.launch.world import finish, start_mpi, start_torch
 from hpcrl.model.shape import ModelShape
 from hpcrl.run.saver import Saver
+from hpcrl.runtime import children
+from hpcrl.runtime.world import finish, start_mpi, start_torch
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.workers.model_worker import ModelWorker
 
@@ -93,12 +92,12 @@ def main() -> None:
     )
     groups = make_groups(layouts, world.rank)["actor"]
     worker = BenchWorker(groups, shape, head="lm", dtype="float32", seed=1, optim=OptimConfig(), total_updates=1)
-    program = lambda controller: measure(world.board, controller, world.size, options)  # noqa: E731
+    program = lambda controller: measure(world.key_value_store, controller, world.size, options)  # noqa: E731
     run_program(world, {"actor": worker}, {"actor": BenchWorker}, layouts, program)
     finish(0)
 
 
-def measure(board: Board, controller: Controller, num_ranks: int, options: argparse.Namespace) -> None:
+def measure(key_values: KeyValueStore, controller: Controller, num_ranks: int, options: argparse.Namespace) -> None:
     folder = options.folder / "bench_checkpoint"
     actor = controller["actor"]
     total = BYTES_PER_WEIGHT * actor.num_weights().get()[0]
@@ -106,7 +105,7 @@ def measure(board: Board, controller: Controller, num_ranks: int, options: argpa
     for _ in range(1 + options.repetitions):
         shutil.rmtree(folder, ignore_errors=True)
         (sync_blocked, _, _), (async_blocked, saved, phases) = (
-            save(board, controller, folder / name, asynchronous=name == "async") for name in ("sync", "async")
+            save(key_values, controller, folder / name, asynchronous=name == "async") for name in ("sync", "async")
         )
         phase = statistics.median(max(actor.phase().get()) for _ in range(5))
         memcpy = max(actor.memcpy(total // num_ranks).get())
@@ -119,10 +118,10 @@ def measure(board: Board, controller: Controller, num_ranks: int, options: argpa
         show(medians, total, num_ranks)
 
 
-def save(board: Board, controller: Controller, root: Path, *, asynchronous: bool) -> tuple[float, float, list[float]]:
+def save(key_values: KeyValueStore, controller: Controller, root: Path, *, asynchronous: bool) -> tuple[float, float, list[float]]:
     """Seconds that the loop was blocked, seconds until the checkpoint counts, and those of the phases meanwhile."""
     options = TrainerConfig.model_validate({"checkpoint": {"async_save": asynchronous}})
-    saver, phases = Saver(board, options, root, PhaseTimers()), []
+    saver, phases = Saver(key_values, options, root, PhaseTimers()), []
     start = time.perf_counter()
     blocked = timed(lambda: saver.begin(controller, 1, ("actor",), {}, lambda folder: {}))
     while saver.step_under_way is not None:

@@ -28,7 +28,7 @@ import triton
 from kernel_cases.case import Case
 
 from hpcrl.kernels.specimen import CHIPS
-from hpcrl.launch import platform
+from hpcrl.runtime import platform
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP_MS, REPEAT_MS = 50, 300

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import platform
-from hpcrl.launch.world import World, finish, start_mpi, start_torch
 from hpcrl.model.build import build_model, local_shards
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.reshard.planner import Resharding
+from hpcrl.runtime import platform
+from hpcrl.runtime.world import World, finish, start_mpi, start_torch
 
 from megatron.core.resharding.refit import swap_model_weights  # isort: skip
 
@@ -111,8 +111,8 @@ def measure(
             raise SystemExit(f"{name} differs from megatron's result on rank {world.rank}")
     refit.close()
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    checksums = max(world.exchange(reports[WARM_UP - 1].checksum_seconds))
-    busiest = max(world.exchange(reports[-1]), key=lambda report: report.bytes_received)
+    checksums = max(world.all_gather_object(reports[WARM_UP - 1].checksum_seconds))
+    busiest = max(world.all_gather_object(reports[-1]), key=lambda report: report.bytes_received)
     return Result(**medians, checksums=checksums, report=busiest)
 
 
@@ -143,7 +143,7 @@ def _last_of_all(world: World, run: Callable[[], object]) -> float:
     world.barrier()
     start = time.perf_counter()
     run()
-    return max(world.exchange(time.perf_counter() - start))
+    return max(world.all_gather_object(time.perf_counter() - start))
 
 
 def _by_global_name(model: torch.nn.Module, groups: RoleGroups) -> dict[str, Tensor]:

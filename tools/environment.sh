@@ -86,7 +86,7 @@ trap 'rm -f "$pinned"' EXIT
 [[ ! -s $pinned ]] || run_pip install -qq --no-compile --no-deps -r "$pinned"
 run_pip install -qq --no-deps -e .
 env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 .venv/bin/python -W ignore -c "
-from hpcrl.launch import platform
+from hpcrl.runtime import platform
 platform.import_megatron()
 import hpcrl.checkpoint.sharded_load, hpcrl.checkpoint.sharded_save, hpcrl.jobs.train, hpcrl.jobs.sft, tensorboard" ||
     die "what is installed cannot be imported; see above"

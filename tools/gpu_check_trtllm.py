@@ -20,7 +20,6 @@ from torch import Tensor
 from hpcrl.config.schema import Config
 from hpcrl.grid.groups import make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.world import World
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
@@ -28,6 +27,7 @@ from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.windows import nodes_of
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
+from hpcrl.runtime.world import World
 from tools.gpu.outcome import Failed, Skip, require
 from tools.gpu.weights import held, whole_weights
 
@@ -49,7 +49,7 @@ class Job:
         self.world, self.layout = world, Layout(ranks, tp=tp)
         self.training = Layout(ranks, tp=2 if world.size % 2 == 0 else 1)
         self.groups = make_groups({"actor": self.training, "rollout": self.layout}, world.rank)["rollout"]
-        folder = world.broadcast(tempfile.mkdtemp() if world.rank == 0 else None)
+        folder = world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else None)
         if world.rank == 0:
             write_config(Path(folder), SHAPE)
         world.barrier()
@@ -164,7 +164,7 @@ def imports(world: World) -> str:
 
     from hpcrl.rollout.tensorrt_llm import signatures
 
-    world.together(lambda: signatures.self_test(importlib.import_module))
+    world.run_collectively(lambda: signatures.self_test(importlib.import_module))
     return f"{world.size} ranks imported it together; {len(signatures.TABLE)} signatures as expected"
 
 
@@ -174,7 +174,7 @@ def groups(world: World) -> str:
         raise Skip("two engines need two ranks, on two GPUs")
     with job(world, world.size // 2) as made:
         made.update(made.source(0))
-        found = world.exchange(tokens(made.generate()))
+        found = world.all_gather_object(tokens(made.generate()))
     require(all(each == found[0] for each in found), "two replicas of the same weights draw different greedy tokens")
     return f"2 engines of tp {world.size // 2} draw the same greedy tokens"
 
@@ -194,7 +194,7 @@ def oracle(world: World) -> str:
             full = {name: value.to(world.device, torch.bfloat16) for name, value in hugging_face(whole).items()}
             model_engine.model_loader.reload(model_engine.model, full, allow_partial_loading=True)
         theirs = dict(made.engine._worker.parameters())  # the model's own, which reload() may have put elsewhere
-        wrong = sum(world.exchange([name for name in ours if not torch.equal(ours[name], theirs[name])]), [])
+        wrong = sum(world.all_gather_object([name for name in ours if not torch.equal(ours[name], theirs[name])]), [])
         require(not wrong, f"{len(wrong)} parameters differ from what reload() writes, such as {wrong[:1]}")
         require(tokens(made.generate()) == tokens(done), "greedy tokens differ after reload() of the same weights")
         folder = made.config.rollout.trtllm.model_dir
@@ -233,7 +233,7 @@ def idle(world: World) -> str:
         while time.monotonic() < until:
             time.sleep(1.0)
         share = (time.process_time() - used) / IDLE_SECONDS
-        shares = world.exchange(share)
+        shares = world.all_gather_object(share)
         require(tokens(made.generate()) == before, f"other tokens after {IDLE_SECONDS:.0f} s of idling")
     line = f"alive after {IDLE_SECONDS:.0f} s; cores used meanwhile: {', '.join(f'{each:.2f}' for each in shares)}"
     require(max(shares) < 0.5, f"{line}; try OMPI_MCA_mpi_yield_when_idle=1, which yields but still counts")

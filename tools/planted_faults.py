@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.launch import family
+from hpcrl.sandbox import process_tree
 
 ROOT = Path(__file__).parents[1]
 LONGEST = 3600  # seconds of one test; those of tests/mpi end themselves before that
@@ -391,7 +391,7 @@ FAULTS = [
     Fault(
         "scorer-loops",
         "a scorer that loops costs one sample and is counted",
-        "rewards/pool.py",
+        "sandbox/process_pool.py",
         'self._end(worker, "timeouts", f"longer',
         'self._end(worker, "crashes", f"longer',
         0,
@@ -400,8 +400,8 @@ FAULTS = [
     Fault(
         "scorer-forks",
         "a scorer that forks leaves nothing",
-        "rewards/score_worker.py",
-        "    for orphan in family.children_of(parent):",
+        "sandbox/worker_process.py",
+        "    for orphan in process_tree.children_of(parent):",
         "    for orphan in ():",
         0,
         "tests/rewards/test_hostile_scorers.py",
@@ -427,7 +427,7 @@ FAULTS = [
     Fault(
         "scorer-prints",
         "what a scorer prints is bounded",
-        "launch/supervisor.py",
+        "sandbox/worker_supervisor.py",
         "elif log is not None and num_logged < LOG_BYTES:",
         "elif log is not None:",
         0,
@@ -437,8 +437,8 @@ FAULTS = [
         "scorer-nan",
         "a scorer that returns NaN costs one sample",
         "rewards/score_worker.py",
-        "if not abs(float(score)) <= MOST_SCORE:",
-        "if abs(float(score)) > MOST_SCORE:",
+        "if not abs(float(score)) <= MAX_SCORE:",
+        "if abs(float(score)) > MAX_SCORE:",
         0,
         "tests/rewards/test_hostile_scorers.py",
     ),
@@ -465,7 +465,7 @@ FAULTS = [
     Fault(
         "kill-9",
         "kill -9 of a rank ends the job and leaves no process of a reward function",
-        "launch/supervisor.py",
+        "sandbox/worker_supervisor.py",
         "if rank in ready or (",
         "if (",
         0,
@@ -492,18 +492,18 @@ FAULTS = [
     Fault(
         "stopped-rank",
         "a rank that is stopped is named with its phase and node, and the job ends",
-        "launch/verdict.py",
-        "stale = [sighting for sighting in everyone if sighting.is_stale or sighting.record is None]",
-        "stale = [sighting for sighting in everyone if sighting.record is None]",
+        "runtime/hang_report.py",
+        "stale = [peer for peer in everyone if peer.is_stale or peer.heartbeat is None]",
+        "stale = [peer for peer in everyone if peer.heartbeat is None]",
         0,
-        "tests/launch/test_watchdog.py::test_a_stopped_rank_is_blamed_before_those_who_wait_for_it",
+        "tests/runtime/test_watchdog.py::test_a_stopped_rank_is_blamed_before_those_who_wait_for_it",
     ),
     Fault(
         "looping-rank",
         "a rank that loops is named with its phase, and the job ends",
-        "launch/verdict.py",
-        "working = [sighting for sighting in first if not _waits(sighting)]",
-        "working = [sighting for sighting in first if _waits(sighting)]",
+        "runtime/hang_report.py",
+        "working = [peer for peer in first if not _waits(peer)]",
+        "working = [peer for peer in first if _waits(peer)]",
         0,
         "tests/run/test_hangs.py -k 'generate and spin'",
     ),
@@ -627,7 +627,7 @@ def main() -> None:
         for fault in chosen:
             print(f"{fault.name:24} {fault.claim}")
         return
-    family.adopt_orphans()  # a fault may leave processes behind
+    process_tree.adopt_orphans()  # a fault may leave processes behind
     with tempfile.TemporaryDirectory(prefix="planted_", ignore_cleanup_errors=True) as folder:
         copy = copied(Path(folder) / "hpcrl")
         missed = [fault.name for fault in chosen if not tried(fault, copy, options.check)]
@@ -696,7 +696,7 @@ def run(fault: Fault, copy: Path) -> tuple[int, str]:
             code = job.wait(LONGEST)
         except subprocess.TimeoutExpired:
             code = 124
-        family.kill_descendants()
+        process_tree.kill_descendants()
         file.seek(0)
         return code, file.read()
 

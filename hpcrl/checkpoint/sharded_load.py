@@ -23,9 +23,9 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_a
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcrl.checkpoint.untrusted import check_archive, check_metadata, size_of_plain_file
-from hpcrl.launch import platform
-from hpcrl.launch.exits import InputError
 from hpcrl.model.lora import is_adapter
+from hpcrl.runtime import platform
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups

@@ -31,7 +31,7 @@ from hpcrl.checkpoint.manifest import FileEntry, hash_file
 from hpcrl.checkpoint.saved_part import SavedPart, told
 from hpcrl.checkpoint.scratch import write_file
 from hpcrl.checkpoint.store import fsync
-from hpcrl.launch import accelerator, platform
+from hpcrl.runtime import accelerator, platform
 
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups

@@ -22,7 +22,7 @@ from typing import Any
 
 from hpcrl.checkpoint.manifest import FileEntry, read_plain, verify, write_manifest
 from hpcrl.checkpoint.retention import Retention
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 log = logging.getLogger(__name__)
 TRAINER_FILE = "trainer.json"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hpcrl.controller.memory import MemoryUse
-from hpcrl.launch.waiting import Waited
+from hpcrl.runtime.mpi import WaitTime
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BusyClock:
     as work. There the ranks that are *less* busy in a phase of collectives are the slow ones, or none stands out.
     """
 
-    def __init__(self, waited: Waited, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, waited: WaitTime, clock: Callable[[], float] = time.perf_counter) -> None:
         self._waited = waited
         self._clock = clock
         self._seconds: dict[str, float] = {}

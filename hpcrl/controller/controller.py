@@ -45,10 +45,10 @@ from hpcrl.controller.register import Registration, registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.accelerator import annotated
+from hpcrl.runtime.accelerator import annotated
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 T = TypeVar("T")
 
@@ -187,7 +187,7 @@ class Controller:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Inside it, rank 0 is said to be in that phase of its program."""
-        with self._executor.world.whereabouts.within("controller", name), annotated(f"controller.{name}"):
+        with self._executor.world.status.within("controller", name), annotated(f"controller.{name}"):
             yield
 
     def listen(self) -> None:
@@ -431,7 +431,7 @@ def run_program(
     """
     executor = Executor(world, workers, layouts)
     result = None
-    with world.whereabouts.within("controller", "program" if world.rank == 0 else "next command"):
+    with world.status.within("controller", "program" if world.rank == 0 else "next command"):
         if world.rank == 0:
             controller = Controller(executor, kinds)
             result = program(controller)

@@ -31,15 +31,15 @@ from hpcrl.controller.profiler import Profiler
 from hpcrl.controller.register import registration_of
 from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.controller.worker import Worker
-from hpcrl.launch.accelerator import annotated
-from hpcrl.launch.node import node_name
-from hpcrl.launch.waiting import create_group, wait, waited
+from hpcrl.runtime.accelerator import annotated
+from hpcrl.runtime.launcher import node_name
+from hpcrl.runtime.mpi import create_group, wait, wait_time
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcrl.grid.layout import Layout
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 COMMANDS, RESULTS, ROWS = 1, 2, 3  # message tags
 FETCH = "fetch"
@@ -118,14 +118,14 @@ class Executor:
         self.layouts = layouts
         self.wire = Wire(world.comm)
         self.store = ColumnStore()
-        self._busy = BusyClock(waited)
+        self._busy = BusyClock(wait_time)
         self._memory = MemoryLedger()
         self._profiler = Profiler(world.rank)
         self._row_bytes = 0
         self._come: deque[Command] = deque()  # received, and not yet run
         self._replicas = _replica_communicators(self.wire.comm, layouts)
         for worker in workers.values():
-            worker.desk, worker.whereabouts = self, world.whereabouts
+            worker.desk, worker.status = self, world.status
 
     def serve(self) -> None:
         """Run commands of rank 0 until it says stop."""
@@ -134,7 +134,7 @@ class Executor:
         self.wire.send(encode(Farewell(self.wire.rank)), to=0, tag=RESULTS)
 
     def run(self, command: Command) -> Result | None:
-        here, outer_row_bytes = self.world.whereabouts, self._row_bytes
+        here, outer_row_bytes = self.world.status, self._row_bytes
         self._row_bytes = 0
         with here.within(command.role or "owner", command.method, command.id):
             here.step = command.meta.get("step", here.step)
@@ -163,7 +163,7 @@ class Executor:
         self.wire.send(encode(Note(self.wire.rank, note)), to=0, tag=RESULTS)
 
     def post(self, key: str, text: str) -> None:
-        self.world.board.post(key, text)
+        self.world.key_value_store.set(key, text)
 
     def share(self, layout: Layout, value: Any) -> Any:
         dp = layout.coord(self.wire.rank).dp

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hpcrl.launch import accelerator
+from hpcrl.runtime import accelerator
 
 
 class MemoryUse(NamedTuple):

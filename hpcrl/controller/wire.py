@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.launch.waiting import duplicate, wait, wait_all, wait_for_ranks
+from hpcrl.runtime.mpi import duplicate, wait, wait_all, wait_for_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI

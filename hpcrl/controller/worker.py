@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.whereabouts import Whereabouts
+from hpcrl.runtime.rank_status import RankStatus
 
 
 class Desk(Protocol):
@@ -43,7 +43,7 @@ class Worker:
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
         self.rank = rank
-        self.whereabouts = Whereabouts()  # the executor replaces it by this rank's own
+        self.status = RankStatus()  # the executor replaces it by this rank's own
 
     @classmethod
     def build(cls, team: Any, role: str) -> Worker | None:
@@ -55,7 +55,7 @@ class Worker:
 
     def tick(self) -> None:
         """To be called about every second by a method that takes long: it gets on."""
-        self.whereabouts.tick()
+        self.status.tick()
 
     def host_buffers(self) -> int:
         """Bytes of host memory that it keeps from phase to phase."""

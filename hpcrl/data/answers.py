@@ -8,13 +8,13 @@ import numpy as np
 
 from hpcrl.data.prompts import TOKENISE_ROWS, PromptDataset, encode_texts, is_conversation
 from hpcrl.data.spread import spread
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 
 class Answers:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.data.prompts import folded
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.user_code import import_file
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.user_code import import_file
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import DataConfig

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 CHOSEN, REJECTED = 0, 1  # the sides of a pair
 

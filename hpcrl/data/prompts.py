@@ -13,13 +13,13 @@ import numpy as np
 
 from hpcrl.data.row_file import RowFile, short_names
 from hpcrl.data.spread import spread
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 TOKENISE_ROWS = 1024  # prompts handed to the tokenizer at once, by one rank
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcrl.data.curriculum import Curriculum, StepReport, load_class
 from hpcrl.data.order import rows_at, weight_quotas, weighted_rows_at
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import DataConfig

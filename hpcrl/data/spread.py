@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -27,8 +27,8 @@ def spread(world: World | None, pieces: Sequence[Piece], work: Callable[[Piece],
     found: list[Result] = []
     for start in range(world.rank, world.rank + len(pieces), world.size):
         mine = pieces[start : start + 1]  # none, where the last round has no piece for this rank
-        results = world.together(partial(_each, work, mine))
-        found += [result for done in world.exchange(results) for result in done]
+        results = world.run_collectively(partial(_each, work, mine))
+        found += [result for done in world.all_gather_object(results) for result in done]
     return found
 
 

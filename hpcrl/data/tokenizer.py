@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,8 +22,6 @@ from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gathered, scores, values
 from hpcrl.engine.ranges import MegatronRanges
 from hpcrl.engine.routing import recorded_experts
-from hpcrl.launch import platform
-from hpcrl.launch.accelerator import annotated
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf.directory import Safetensors, load_weights
@@ -31,6 +29,8 @@ from hpcrl.model.lora import Lora
 from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.router import RouterLosses
 from hpcrl.model.transformer_engine import FP8_ROWS
+from hpcrl.runtime import platform
+from hpcrl.runtime.accelerator import annotated
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hpcrl.engine.optim import parts_of
-from hpcrl.launch import platform
-from hpcrl.launch.megatron_versions import grads_for_norm
+from hpcrl.runtime import platform
+from hpcrl.runtime.megatron_versions import grads_for_norm
 
 
 def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

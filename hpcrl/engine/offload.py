@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from hpcrl.config.offload import HOST_BLOCK, Part
 from hpcrl.engine.optim import optimizer_tensors
-from hpcrl.launch import accelerator, platform
+from hpcrl.runtime import accelerator, platform
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from hpcrl.launch.accelerator import annotated
+from hpcrl.runtime.accelerator import annotated
 
 
 class MegatronRanges:

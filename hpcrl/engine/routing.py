@@ -14,10 +14,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
-from hpcrl.launch.exits import InputError
 from hpcrl.model.context_parallel import places
 from hpcrl.model.router import Routing
 from hpcrl.model.routing import OWN
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.engine.microbatch import MicroBatch

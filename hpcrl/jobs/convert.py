@@ -14,11 +14,11 @@ from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
 from hpcrl.config.schema import CheckpointConfig, Config
-from hpcrl.launch.exits import DONE, OTHER, InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.world import World
 from hpcrl.run.job import Job
 from hpcrl.run.weights_config import config_of, folder_of
+from hpcrl.runtime.exits import DONE, OTHER, InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.timers import PhaseTimers
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Convert(Job):
         from hpcrl.workers.team import Inputs, build_team, policy_shape
 
         world, config, target = self.world, self.config, Path(self.arguments.target)
-        shape = world.together(lambda: policy_shape(config))
+        shape = world.run_collectively(lambda: policy_shape(config))
         start = find_start(world, config)
         source = start.init_from
         assert source is not None
@@ -74,7 +74,7 @@ def convert(world: World, controller: Controller, config: Config, source: Path, 
     controller["actor"].load(str(source), role="actor", weights_only=True).get()
     if is_hugging_face(source):
         options = config.trainer.model_copy(update={"checkpoint": CheckpointConfig(async_save=False)})
-        saver = Saver(world.board, options, run_directory(config) / "checkpoints", PhaseTimers())
+        saver = Saver(world.key_value_store, options, run_directory(config) / "checkpoints", PhaseTimers())
         stamp = {"roles": ["actor"], "job": "convert", "versions": versions()}
         saver.begin(controller, 0, ("actor",), {}, lambda folder: stamp)
         if not saver.wait():

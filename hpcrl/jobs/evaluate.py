@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import DONE
-from hpcrl.launch.job import run_directory
 from hpcrl.run.inference import (
     INFERENCE_ADVICE,
     DerivedGenerate,
@@ -28,6 +26,8 @@ from hpcrl.run.inference import (
 )
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, set_aside
+from hpcrl.runtime.exits import DONE
+from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.runlog import RunError, read_run
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
@@ -65,7 +65,7 @@ class Evaluate(Job):
         from hpcrl.workers.team import build_team, read_generation_inputs
 
         world, config, derived = self.world, self.config, self.derived
-        inputs = world.together(lambda: read_generation_inputs(config, "val", world))
+        inputs = world.run_collectively(lambda: read_generation_inputs(config, "val", world))
         start = find_weights(world, config, derived)
         team = build_team(world, config, derived, inputs, inference_roles(derived))
         self.run_program(team, lambda controller: evaluate(controller, config, inputs, start))

@@ -16,7 +16,6 @@ import numpy as np
 
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import DONE
 from hpcrl.run.generation_file import GenerationFile, Key
 from hpcrl.run.inference import (
     INFERENCE_ADVICE,
@@ -32,6 +31,7 @@ from hpcrl.run.inference import (
 )
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, flatten
+from hpcrl.runtime.exits import DONE
 from hpcrl.telemetry.generations import json_line
 from hpcrl.telemetry.progress import Progress, duration
 from hpcrl.telemetry.timers import PhaseTimers
@@ -80,10 +80,10 @@ class Generate(Job):
         world, config, derived = self.world, self.config, self.derived
         split = "val" if config.data.val_files else "train"
         scored = config.generate.score
-        inputs = world.together(lambda: read_generation_inputs(config, split, world, scored=scored))
+        inputs = world.run_collectively(lambda: read_generation_inputs(config, split, world, scored=scored))
         start = find_weights(world, config, derived)
-        file = world.together(lambda: open_file(config, inputs, split, start) if world.rank == 0 else None)
-        if world.broadcast(file is not None and file.is_complete):
+        file = world.run_collectively(lambda: open_file(config, inputs, split, start) if world.rank == 0 else None)
+        if world.broadcast_object(file is not None and file.is_complete):
             return DONE
         team = build_team(world, config, derived, inputs, inference_roles(derived))
         own_rollout = cast("RolloutWorker | None", team.workers.get("rollout"))

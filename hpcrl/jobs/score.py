@@ -16,9 +16,9 @@ from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import quoted
 from hpcrl.config.placement import place
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import DONE, InputError
 from hpcrl.run.job import Job
 from hpcrl.run.weights_config import config_of
+from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.telemetry.progress import Progress
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Score(Job):
         from hpcrl.workers.team import Inputs, build_team, policy_shape
 
         world, config = self.world, self.config
-        shape = world.together(lambda: policy_shape(config))
+        shape = world.run_collectively(lambda: policy_shape(config))
         start = find_start(world, config)
         source, target = config.score.tokens_path, config.score.output_path
         if source is None or target is None:
@@ -70,7 +70,7 @@ class Score(Job):
         if Path(target).is_dir():
             raise InputError(f"--out {target} is a folder; name a file", everywhere=True)
         longest = shape.max_position_embeddings
-        sequences = world.together(lambda: read_sequences(Path(source), shape.vocab_size, longest))
+        sequences = world.run_collectively(lambda: read_sequences(Path(source), shape.vocab_size, longest))
         team = build_team(world, config, self.derived, Inputs(shape), {"actor": "hpcrl.workers.policy:PolicyWorker"})
         policy = cast("PolicyWorker | None", team.workers.get("actor"))
         if start.init_from is None and world.rank == 0:
@@ -85,7 +85,7 @@ class Score(Job):
         budget = config.score.max_token_len_per_gpu
         for wave in waves(sequences, WAVE * dp * budget):
             found = log_probs_of(policy, [sequences[row] for row in wave], dp, budget) if policy is not None else {}
-            parts = world.exchange(found)
+            parts = world.all_gather_object(found)
             if world.rank == 0:
                 own = {index: log_probs for part in parts for index, log_probs in part.items()}
                 with open(draft, "a", encoding="utf-8") as file:

@@ -11,10 +11,10 @@ import numpy as np
 from hpcrl.config import algorithm_rules, derive
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.prepare import derive as derive_with_torch
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.launch.exits import InputError
 from hpcrl.model.hf.families import hf_config, shape_from_hf
 from hpcrl.model.hf.rope_scaling import rope_from_hf
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import ModelConfig

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
-from hpcrl.launch import platform
-from hpcrl.launch.exits import InputError
 from hpcrl.model import params, transformer_engine
+from hpcrl.runtime import platform
+from hpcrl.runtime.exits import InputError
 
 with warnings.catch_warnings():
     # Megatron says on import that Transformer Engine and Apex are missing; `hpcrl check` says it where it matters.
@@ -26,7 +26,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from hpcrl.launch.megatron_versions import mlp_submodules, use_mixture
     from hpcrl.model.activation import SwiGLU
     from hpcrl.model.adapters import add_adapters
     from hpcrl.model.attention import ExactPackedAttention, PackedAttention
@@ -38,6 +37,7 @@ with warnings.catch_warnings():
     from hpcrl.model.mixture import Mixture, MixtureLayer
     from hpcrl.model.norm import RMSNorm
     from hpcrl.model.router import Router
+    from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import RecomputeConfig, TransformerEngineConfig

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.model.shape import ModelShape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 
 BLOCK_SIZE = 32  # tokens, of the native engine
 

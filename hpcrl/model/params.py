@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.model.lora import ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
 from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.runtime.exits import InputError
 
 Head = Literal["lm", "value", "reward"]
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 VOCAB_MULTIPLE = 64
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -73,7 +73,7 @@ def use_transformer_engine(spec: ModuleSpec) -> None:
     """
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
-    from hpcrl.launch.megatron_versions import mlp_submodules
+    from hpcrl.runtime.megatron_versions import mlp_submodules
 
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = TENorm

@@ -19,12 +19,12 @@ from typing import NoReturn
 from hpcrl.config.job_time import node_hours
 from hpcrl.config.loader import load_config
 from hpcrl.config.placement import format_ranks
-from hpcrl.launch import exits
-from hpcrl.launch.exits import InputError
 from hpcrl.plan import refit
 from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes, staged_bytes
 from hpcrl.plan.memory import GIB, MIB, Job, Phase, Row, binary, cheapest_fix, tightest
 from hpcrl.plan.refit import size
+from hpcrl.runtime import exits
+from hpcrl.runtime.exits import InputError
 
 USAGE = "hpcrl plan [--refit] CONFIG [key=value ...]"
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "refit", "total")
@@ -172,7 +172,7 @@ def _built(job: Job) -> Iterator[str]:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, of what a login node lacks
-        from hpcrl.launch import platform
+        from hpcrl.runtime import platform
 
         platform.import_megatron()
         from hpcrl.plan.meta import parameter_bytes

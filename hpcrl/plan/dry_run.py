@@ -15,10 +15,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hpcrl.grid.layout import GROUP_DIMS, Coord, Layout
-from hpcrl.launch import exits
-from hpcrl.launch.collectives import broadcast, exchange, together
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.world import abort, finish, start_mpi
+from hpcrl.runtime import exits
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.mpi import all_gather_object, broadcast_object, run_collectively
+from hpcrl.runtime.world import abort, finish, start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str], load_check: Callable[[], Check]) -> NoReturn:
     try:
         comm = start_mpi()
     except InputError as error:
-        exits.refuse(error)
+        exits.exit_with_error(error)
     try:
         finish(_run(comm, lambda: _read(arguments, load_check(), comm.size, launched)))
     except BaseException as error:
@@ -71,13 +71,13 @@ def main(arguments: Sequence[str], load_check: Callable[[], Check]) -> NoReturn:
 
 def _run(comm: MPI.Intracomm, read: Callable[[], Job]) -> int:
     """The exit code, on every rank."""
-    job: Job = broadcast(comm, together(comm, lambda: read() if comm.rank == 0 else None))
+    job: Job = broadcast_object(comm, run_collectively(comm, lambda: read() if comm.rank == 0 else None))
     layouts = {role: Layout(**fields) for role, fields in job.layouts.items()}
-    places = exchange(comm, _place(comm, layouts))
+    places = all_gather_object(comm, _place(comm, layouts))
     problems = disagreements(layouts, places) if comm.rank == 0 else []
     if comm.rank == 0:
         print("\n".join([*table(job, layouts, places, problems), *problems]))
-    return broadcast(comm, exits.OTHER if problems else exits.DONE)
+    return broadcast_object(comm, exits.OTHER if problems else exits.DONE)
 
 
 def started_by_launcher(environ: Mapping[str, str]) -> int | None:

@@ -18,7 +18,6 @@ from hpcrl.config.offload import KEYS, Part, offloaded
 from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.kv_memory import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_kv_bytes
 from hpcrl.model.lora import Lora
@@ -28,6 +27,7 @@ from hpcrl.plan.activations import Pass
 from hpcrl.plan.refit import Question, job_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
 from hpcrl.reshard.planner import Resharding, Traffic
+from hpcrl.runtime.exits import InputError
 
 MIB = 2**20
 GIB = 2**30

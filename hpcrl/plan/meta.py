@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.model.build import build_model
 from hpcrl.plan.state import RoleModel
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

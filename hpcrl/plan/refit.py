@@ -20,13 +20,14 @@ from hpcrl.config.loader import load_config
 from hpcrl.config.offload import shares_weights
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.schema import Config
-from hpcrl.launch import exits
-from hpcrl.launch.exits import InputError
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import role_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.reshard.planner import Resharding, Traffic
+from hpcrl.runtime import exits
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.launcher import is_first_launched
 
 USAGE = "hpcrl plan --refit CONFIG [key=value ...]"
 NAMED = 4  # ranks that a row names
@@ -47,9 +48,9 @@ def show(plan: Callable[[], list[str]]) -> NoReturn:
         lines = plan()
     except Exception as error:
         if exits.is_user_error(error):
-            exits.refuse(error)
+            exits.exit_with_error(error)
         raise
-    if exits.is_first_launched(os.environ):
+    if is_first_launched(os.environ):
         print("\n".join(lines))
     sys.exit(exits.DONE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from hpcrl.launch.waiting import wait_for_ranks
+from hpcrl.runtime.mpi import wait_for_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI

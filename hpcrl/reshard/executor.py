@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.pack import RepeatedCopies
-from hpcrl.launch import accelerator, platform
-from hpcrl.launch.waiting import create_group
 from hpcrl.reshard.events import Events
 from hpcrl.reshard.planner import Move, Resharding
 from hpcrl.reshard.rectangles import Weights, copy, destination_part, source_part
 from hpcrl.reshard.transports import make_transports
 from hpcrl.reshard.verification import Verifier
+from hpcrl.runtime import accelerator, platform
+from hpcrl.runtime.mpi import create_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist

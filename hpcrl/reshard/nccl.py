@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.kernels.pack import RepeatedCopies
-from hpcrl.launch import platform
 from hpcrl.reshard.buckets import Part, messages
 from hpcrl.reshard.events import Events
 from hpcrl.reshard.planner import Move
 from hpcrl.reshard.rectangles import Weights, destination_part, source_part
+from hpcrl.runtime import platform
 
 
 class DeviceMessages:

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head, check_layout
 from hpcrl.model.shape import ModelShape
@@ -23,6 +22,7 @@ from hpcrl.reshard.pieces import Cell, hugging_face_cells, megatron_cells, peft_
 from hpcrl.reshard.routes import Routes
 from hpcrl.reshard.streams import Delivery
 from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
+from hpcrl.runtime.exits import InputError
 
 Format = Literal["megatron", "tensorrt_llm", "hugging_face", "peft"]
 

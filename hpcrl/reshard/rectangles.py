@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.launch.host_bytes import host_bytes
 from hpcrl.reshard.buckets import Part
 from hpcrl.reshard.planner import Move
+from hpcrl.runtime.accelerator import host_bytes
 
 Weights = Mapping[str, Tensor]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hpcrl.launch.exits import InputError
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Shard
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 
 
 def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from hpcrl.launch.waiting import create_group, wait
 from hpcrl.reshard.events import Events
 from hpcrl.reshard.messages import Messages
 from hpcrl.reshard.nccl import DeviceMessages
 from hpcrl.reshard.planner import Move
 from hpcrl.reshard.rectangles import Weights
 from hpcrl.reshard.windows import SharedWindows, shared_memory_left
+from hpcrl.runtime.mpi import create_group, wait
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.collectives import exchange
-from hpcrl.launch.exits import CHECKSUM
-from hpcrl.launch.waiting import wait
 from hpcrl.model.params import Box, Shard
 from hpcrl.reshard.checksum import checksum
 from hpcrl.reshard.pieces import Cell
 from hpcrl.reshard.rectangles import Weights
+from hpcrl.runtime.exits import CHECKSUM
+from hpcrl.runtime.mpi import all_gather_object, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -95,7 +94,7 @@ class Verifier:
         wait(self._comm.Iallreduce(MPI.IN_PLACE, expected, MPI.SUM))  # wraps around at 2^64
         found = self._sum(self._held, destination)
         wrong = list(dict.fromkeys(part.tensor for part in self._held if found[part.total] != expected[part.total]))
-        everyone = exchange(self._comm, wrong)
+        everyone = all_gather_object(self._comm, wrong)
         if any(everyone):
             raise ChecksumMismatch(self._message(dict(zip(self._ranks, everyone, strict=True))))
 

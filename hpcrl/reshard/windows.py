@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.launch.collectives import barrier, broadcast, exchange
-from hpcrl.launch.waiting import wait, wait_all
 from hpcrl.reshard.buckets import Direction, Part, directed, pages
 from hpcrl.reshard.events import Events
 from hpcrl.reshard.planner import Move
 from hpcrl.reshard.rectangles import Weights, pack, unpack
+from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, wait, wait_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -169,6 +168,6 @@ def nodes_of(comm: MPI.Intracomm) -> list[int]:
 
     barrier(comm)  # Split_type spins until all ranks are here
     node: MPI.Intracomm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)  # type: ignore[assignment]
-    first = broadcast(node, comm.rank)
+    first = broadcast_object(node, comm.rank)
     node.Free()
-    return exchange(comm, first)
+    return all_gather_object(comm, first)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 
 def numbers_of(

@@ -1,7 +1,8 @@
-"""Scores of finished responses, all of them made in scoring processes; and the five ways of asking for them."""
+"""Scores of finished responses, computed in scoring processes, in one of five ways."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import defaultdict, deque
@@ -11,24 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.launch.exits import InputError
 from hpcrl.rewards.overlong import overlong_reward
-from hpcrl.rewards.pool import ScorePool, warn_of_failures
-from hpcrl.rewards.rate_limit import RateLimit
 from hpcrl.rewards.registry import rule_for
-from hpcrl.rewards.score_worker import Outcome, Source
+from hpcrl.rewards.score_worker import Source
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.process_pool import ProcessPool, RateLimit
+from hpcrl.sandbox.worker_process import Outcome
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import RewardConfig
 
+log = logging.getLogger(__name__)
+
 FATES = ("timeouts", "crashes", "errors")
+WARNINGS = 3  # lines per batch that say why scores failed
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One response; `finish_reason` is "stop" when its end-of-sequence token ended it, "length" when it was cut off.
+    """A response to score.
 
-    `response_length` is in tokens; only the dapo manager looks at it.
+    finish_reason: "stop" if it ended with the end-of-sequence token, "length" if it was truncated. response_length: in
+    tokens; only the dapo manager reads it.
     """
 
     data_source: str
@@ -40,9 +45,9 @@ class ScoreRequest:
 
 
 class RewardManager:
-    """Scores by `data_source`, or all by reward.custom_reward_function when that names a file.
+    """Scores by the rule for each `data_source`, or by reward.custom_reward_function if that names a file.
 
-    A scorer gets verl's arguments; `extra_info` has `finish_reason` added. reward.reward_manager.name says how:
+    A scorer gets verl's arguments, with `finish_reason` added to `extra_info`. reward.reward_manager.name is one of:
 
     naive: one call per response.
     gdpo: the same; every component that the scorer returns stays in the extras, where the gdpo estimator finds it.
@@ -63,7 +68,7 @@ class RewardManager:
         self._requests: defaultdict[Hashable, deque[tuple[ScoreRequest, int | None]]] = defaultdict(deque)
         limited = cfg.reward_manager.name == "rate_limited"
         kwargs = cfg.reward_kwargs
-        self._pool = ScorePool(
+        self._pool = ProcessPool(
             source_of(cfg),
             cfg.num_workers,
             kwargs.timeout if limited else cfg.timeout,
@@ -77,35 +82,38 @@ class RewardManager:
         )
 
     def submit(self, key: Hashable, request: ScoreRequest) -> None:
-        """Starts scoring a response. Does not wait. The same key may come several times, to be collected as often."""
+        """Start scoring a response. Does not wait. A key may be submitted several times and collected as often."""
         number = None if self._batched else self._pool.submit(_arguments(request))
         self._requests[key].append((request, number))
 
     def submitted(self, key: Hashable) -> int:
-        """How often `collect` can still give the score of this key."""
+        """How many scores of this key can still be collected."""
         return len(self._requests[key]) if key in self._requests else 0
 
     def is_ready(self, key: Hashable) -> bool:
-        """Whether `collect` would not wait for this key; with the batch manager always, whose scoring starts there."""
+        """Whether `collect` would not wait for this key.
+
+        Always true for the batch manager, which scores in `collect`.
+        """
         return all(number is None or self._pool.has(number) for _, number in self._requests[key])
 
     def pump(self) -> None:
-        """Lets waiting responses go on to free processes. Does not wait."""
+        """Send queued responses to free processes. Does not wait."""
         self._pool.pump()
 
     def collect(self, keys: Iterable[Hashable]) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
-        """Waits for the scores of submitted responses; returns (scores, extras, counts), rows in the order of `keys`.
+        """Wait for the scores of submitted responses; returns (scores, extras, counts) in the order of `keys`.
 
-        scores: float32 (N,), 0 where scoring failed. extras: what else each scorer returned, {} where it failed.
-        counts: how many scores failed, `reward/timeouts`, `reward/crashes`, `reward/errors`.
+        scores: float32 (N,), 0 if scoring failed. extras: other values that the scorer returned, {} if it failed.
+        counts: number of failed scores, `reward/timeouts`, `reward/crashes`, `reward/errors`.
         """
         found = [self._take(key) for key in keys]
         requests = [request for request, _ in found]
         if self._batched:
-            outcomes = self._score_together(requests)
+            outcomes = self._score_batch(requests)
         else:
             outcomes = [self._pool.take(number) for _, number in found if number is not None]
-        warn_of_failures(outcomes)
+        _warn_of_failures(outcomes)
         results: list[dict[str, Any]] = [
             outcome.result if outcome.fate == "ok" else {"score": 0.0} for outcome in outcomes
         ]
@@ -118,14 +126,14 @@ class RewardManager:
         return scores, results, counts
 
     def score(self, items: Sequence[ScoreRequest]) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
-        """Submits and collects."""
+        """Submit and collect."""
         keys = [object() for _ in items]
         for key, item in zip(keys, items, strict=True):
             self.submit(key, item)
         return self.collect(keys)
 
     def close(self) -> None:
-        """Ends the scoring processes. Harmless when called twice."""
+        """Kill the scoring processes. May be called twice."""
         self._pool.close()
 
     def _take(self, key: Hashable) -> tuple[ScoreRequest, int | None]:
@@ -135,7 +143,7 @@ class RewardManager:
             del self._requests[key]
         return found
 
-    def _score_together(self, requests: list[ScoreRequest]) -> list[Outcome]:
+    def _score_batch(self, requests: list[ScoreRequest]) -> list[Outcome]:
         if not requests:
             return []
         each = [_arguments(request) for request in requests]
@@ -153,13 +161,15 @@ class RewardManager:
 
 
 def asks_rules(cfg: RewardConfig) -> bool:
-    """Whether rules, or a custom function, have a part in the score; else it is the reward model's alone."""
+    """Whether the score uses rules or a custom function; otherwise it is the reward model's only."""
     return not cfg.reward_model.enable or cfg.reward_model.rule_weight != 0
 
 
 def check_rewards(cfg: RewardConfig, data_sources: Iterable[str]) -> None:
-    """Refuses, at the start of a run, a custom function's file that is not there, or data sources that nothing scores
-    (InputError)."""
+    """Check the rewards at the start of a run.
+
+    Raises InputError if the custom function's file does not exist, or if a data source has no rule.
+    """
     if not asks_rules(cfg):
         return
     if cfg.custom_reward_function.path is not None:
@@ -170,7 +180,7 @@ def check_rewards(cfg: RewardConfig, data_sources: Iterable[str]) -> None:
 
 
 def check_manager(cfg: RewardConfig, max_resp_len: int | None) -> None:
-    """Refuses settings of the manager that do not go together (InputError)."""
+    """Raise InputError for settings of the manager that exclude each other."""
     if cfg.reward_manager.name == "batch" and cfg.custom_reward_function.path is None:
         raise InputError(
             "reward.reward_manager.name=batch, and the built-in rules score one response at a time; use naive, or name "
@@ -187,7 +197,7 @@ def check_manager(cfg: RewardConfig, max_resp_len: int | None) -> None:
 
 
 def source_of(cfg: RewardConfig) -> Source:
-    """What the scoring processes load."""
+    """The source that the scoring processes load."""
     custom, name = cfg.custom_reward_function, cfg.reward_manager.name
     if custom.path is None:
         return Source(kwargs={} if cfg.format_score is None else {"format_score": cfg.format_score})
@@ -203,7 +213,7 @@ def source_of(cfg: RewardConfig) -> Source:
 
 
 def custom_function(cfg: RewardConfig) -> tuple[str, str]:
-    """(file, function) of the configured custom function; InputError where there is no such file."""
+    """(file, function) of the configured custom function. Raises InputError if there is no such file."""
     path, name = split_path(cfg.custom_reward_function.path or "", cfg.custom_reward_function.name)
     if not os.path.isfile(path):
         raise InputError(
@@ -216,6 +226,15 @@ def split_path(path: str, name: str) -> tuple[str, str]:
     """(file, function) of `file.py:function`, or of a file and the function named apart."""
     short = re.fullmatch(r"(.+\.py):(\w+)", path)
     return (short[1], short[2]) if short else (path, name)
+
+
+def _warn_of_failures(outcomes: Sequence[Outcome]) -> None:
+    """Log why scores failed, a few lines for each batch."""
+    failed = [outcome for outcome in outcomes if outcome.fate != "ok"]
+    for outcome in failed[:WARNINGS]:
+        log.warning("reward: a response scored 0 (%s): %s", outcome.fate, outcome.why)
+    if len(failed) > WARNINGS:
+        log.warning("reward: %d more responses scored 0", len(failed) - WARNINGS)
 
 
 def _arguments(request: ScoreRequest) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 FUNCTION = "compute_score"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout_source.background_task import BackgroundTask, Steps
 from hpcrl.rollout_source.prompt_groups import numbered
 from hpcrl.rollout_source.source import Collected, RolloutContext, RolloutState, SamplePool
 from hpcrl.rollout_source.synchronous import StepGenerator
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.writer import with_nan, without_nan
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout_source.background_task import BackgroundTask, Steps
 from hpcrl.rollout_source.prompt_groups import metric_values
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.timers import PhaseTimers
 
 

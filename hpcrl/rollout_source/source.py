@@ -19,13 +19,13 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.curriculum import StepReport
 from hpcrl.data.sampler import Sampler
-from hpcrl.launch.exits import InputError
 from hpcrl.rewards.extras import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.prompt_groups import num_prompts, numbered
 from hpcrl.rollout_source.scoring import FirstSamples
 from hpcrl.rollout_source.staleness import Counts, staleness_metrics
 from hpcrl.rollout_source.weight_sync import WeightSync
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.timers import PhaseTimers
 

@@ -14,7 +14,6 @@ import numpy as np
 from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.data.curriculum import step_report
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.background_task import BackgroundTask, Steps
 from hpcrl.rollout_source.prompt_groups import differing, numbered
@@ -27,6 +26,7 @@ from hpcrl.rollout_source.source import (
     SamplePool,
     recorded_samples,
 )
+from hpcrl.runtime.exits import InputError
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 log = logging.getLogger(__name__)
 

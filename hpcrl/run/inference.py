@@ -14,11 +14,11 @@ from hpcrl.config.placement import place
 from hpcrl.config.rollout_rules import check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.world import World
 from hpcrl.rollout_source.weight_sync import WeightSync
 from hpcrl.run.start import Start, find_start
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.timers import PhaseTimers
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def find_weights(world: World, config: Config, derived: DerivedGenerate) -> Star
         if named is not None and not is_hugging_face(named) and not (named / "actor").is_dir():
             raise InputError(f"model.init_from: {named} holds no policy; name a run of `hpcrl train` or `hpcrl sft`")
 
-    world.together(check)
+    world.run_collectively(check)
     if world.rank == 0:
         _tell(config, start)
     return start

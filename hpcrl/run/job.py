@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import DONE
-from hpcrl.launch.world import World
 from hpcrl.run.prepare import with_presets
+from hpcrl.runtime.exits import DONE
+from hpcrl.runtime.world import World
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller
@@ -173,7 +173,7 @@ class TrainingJob(Job):
         from hpcrl.workers.team import build_team
 
         world, config = self.world, self.config
-        self.inputs = world.together(self.read_inputs)
+        self.inputs = world.run_collectively(self.read_inputs)
         start: Start = find_start(
             world,
             config,

@@ -12,7 +12,7 @@ from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
-from hpcrl.launch.user_code import import_file
+from hpcrl.runtime.user_code import import_file
 
 T = TypeVar("T")
 

@@ -17,11 +17,6 @@ from hpcrl.config.loader import dump_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Registration
-from hpcrl.launch import accelerator
-from hpcrl.launch.exits import DONE, OTHER, REQUEUE, write_exit
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.watchdog import STRAGGLERS_FILE
-from hpcrl.launch.world import World
 from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back, origin_of
 from hpcrl.rollout_source.source import RolloutSource, write_samples
 from hpcrl.run.calls import Call, PendingBatch, Role
@@ -31,6 +26,11 @@ from hpcrl.run.saver import Saver
 from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
 from hpcrl.run.stragglers import Stragglers
 from hpcrl.run.time_budget import StopRequested, TimeBudget
+from hpcrl.runtime import accelerator
+from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, write_exit
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.watchdog import STRAGGLERS_FILE
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.archive import discard_from
 from hpcrl.telemetry.progress import Progress
 from hpcrl.telemetry.timers import PhaseTimers
@@ -73,7 +73,9 @@ class Run:
         self.stragglers = Stragglers(controller, self.folder, waits=is_sync)
         self.profiled = ProfiledSteps(controller, self.folder, self.config.trainer.profile_steps, waits=is_sync)
         saved_step = None if start.folder is None else start.step
-        self.saver = Saver(world.board, self.config.trainer, self.folder / "checkpoints", self.timers, saved_step)
+        self.saver = Saver(
+            world.key_value_store, self.config.trainer, self.folder / "checkpoints", self.timers, saved_step
+        )
         self.budget = TimeBudget(
             self.folder,
             self.timers,

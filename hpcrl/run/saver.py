@@ -16,8 +16,8 @@ from hpcrl.checkpoint.saved_part import SavedPart, told
 from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import TrainerConfig
 from hpcrl.controller.controller import Controller
-from hpcrl.launch.board import Board
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.rendezvous import KeyValueStore
 from hpcrl.telemetry.timers import PhaseTimers
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ class Saver:
 
     def __init__(
         self,
-        board: Board,
+        key_values: KeyValueStore,
         trainer: TrainerConfig,
         root: Path,
         timers: PhaseTimers,
         saved_step: int | None = None,
     ) -> None:
         """`saved_step`: the newest one with a checkpoint."""
-        self._board = board
+        self._key_values = key_values
         self.saved_step = saved_step
         self._options = trainer.checkpoint
         self._timers = timers
@@ -151,9 +151,9 @@ class Saver:
     def _part(self, save: Save, role: str, rank: int) -> SavedPart:
         """Waits for it."""
         key = f"{save.key}/{role}/{rank}"
-        while (text := self._board.look(key)) is None:
+        while (text := self._key_values.get(key)) is None:
             time.sleep(LOOK_SECONDS)
-        self._board.remove(key)
+        self._key_values.delete(key)
         return SavedPart.from_json(text)
 
     def _end(self, save: Save, committed: Future[float]) -> None:

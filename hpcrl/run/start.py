@@ -12,10 +12,10 @@ from typing import Any
 from hpcrl.checkpoint.store import CheckpointStore, load_path
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.world import World
 from hpcrl.run.time_budget import check_progress
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.world import World
 from hpcrl.telemetry.writer import with_nan
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def find_start(
             )
         return Start(*found, init_from, others) if found else Start(0, None, {}, init_from, others)
 
-    return world.broadcast(world.together(look))
+    return world.broadcast_object(world.run_collectively(look))
 
 
 def check_time(world: World, config: Config, start: Start, total_steps: int) -> None:
@@ -93,7 +93,7 @@ def check_time(world: World, config: Config, start: Start, total_steps: int) -> 
         if world.rank == 0 and (start.step < total_steps or start.unlogged is not None):
             check_progress(run_directory(config), found_step, world.ends_at, config.trainer.walltime_margin)
 
-    world.together(check)
+    world.run_collectively(check)
 
 
 def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to resume from") -> Path | None:

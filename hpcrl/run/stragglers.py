@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from hpcrl.controller.busy import BusyReport
 from hpcrl.controller.controller import Controller, Future
-from hpcrl.launch.watchdog import STRAGGLERS_FILE
 from hpcrl.run.memory import memory_metrics
+from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 
 log = logging.getLogger(__name__)
 

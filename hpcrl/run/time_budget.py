@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.progress import duration
 from hpcrl.telemetry.timers import PhaseTimers
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 
 def config_of(source: str, folder: str, overrides: list[str]) -> Config:

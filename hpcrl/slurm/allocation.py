@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcrl.config.job_time import seconds
 from hpcrl.config.schema import JobConfig
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 MARGIN = 1.2  # nodes differ, and a shared file system has bad hours
 TIMES = "times.json"  # written by a run's first slice into its folder

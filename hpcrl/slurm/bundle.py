@@ -26,8 +26,8 @@ from hpcrl.checkpoint.store import load_path
 from hpcrl.config import yaml_core
 from hpcrl.config.inputs import file_of, inputs
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
 
 BUNDLE = "bundle"
 COPIED = 64 << 20  # bytes; larger files are linked to, and hashed where they are

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 
 def command(script: Path, after: str | None) -> list[str]:

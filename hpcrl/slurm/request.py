@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 USAGE = (
     "hpcrl submit [COMMAND:]CONFIG [key=value ...] [--chain [COMMAND:]CONFIG [key=value ...]] [--array key=a,b,c] "

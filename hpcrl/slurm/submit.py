@@ -14,9 +14,9 @@ from hpcrl.config.inputs import inputs, missing
 from hpcrl.config.job_time import node_hours
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
-from hpcrl.launch import exits
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
+from hpcrl.runtime import exits
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
 from hpcrl.slurm import bundle, chain, sweep
 from hpcrl.slurm.allocation import check_slice
 from hpcrl.slurm.request import USAGE, Request, Stage, parse
@@ -47,7 +47,7 @@ def main(arguments: list[str], check: Check, commands: Sequence[str]) -> NoRetur
         run(parse(arguments, commands), check)
     except Exception as error:
         if exits.is_user_error(error):
-            exits.refuse(error)
+            exits.exit_with_error(error)
         raise
     sys.exit(exits.DONE)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from hpcrl.config.loader import quoted
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 
 def elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:

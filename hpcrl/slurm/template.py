@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import quote
 
 from hpcrl.config.schema import JobConfig
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.site import SiteConfig
 
 LONGEST_NAME = 64  # characters of a job's name; squeue shows eight

@@ -15,13 +15,13 @@ from hpcrl.checkpoint.store import fsync
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import accelerator, platform
 from hpcrl.model.hf.files import plan_files
 from hpcrl.model.hf.peft import WEIGHTS, peft_shards
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
+from hpcrl.runtime import accelerator, platform
 from hpcrl.workers.model_worker import ModelWorker
 
 if TYPE_CHECKING:

@@ -130,7 +130,7 @@ class ModelWorker(Worker):
         def tell(part: SavedPart) -> None:
             self.desk.post(f"{key}/{role}/{self.rank}", part.to_json())
 
-        tick = self.whereabouts.tick_beside
+        tick = self.status.tick_background
         with self.engine.offload.on_device("parameters", "optimizer"):
             return ShardedSave(self.engine, Path(folder) / role, self.groups, tell, scratch, memory, tick).plan
 

@@ -14,12 +14,12 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import accelerator
-from hpcrl.launch.world import World, before_leaving_mpi
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.windows import nodes_of
+from hpcrl.runtime import accelerator
+from hpcrl.runtime.world import World, before_mpi_finalize
 from hpcrl.workers.model_worker import DTYPES, ModelWorker
 from hpcrl.workers.rollout import RolloutWorker
 
@@ -108,7 +108,7 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
         verify=options.verify,
         device_group=device_group,
     )
-    before_leaving_mpi(refit.close)
+    before_mpi_finalize(refit.close)
     return refit
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcrl.controller.worker import Worker
-from hpcrl.launch.waiting import wait_for_ranks
 from hpcrl.rollout.protocol import (
     Completion,
     FinishReason,
@@ -21,6 +20,7 @@ from hpcrl.rollout.protocol import (
     Trajectory,
     known_first,
 )
+from hpcrl.runtime.mpi import wait_for_ranks
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.scorer import ResponseScorer
 

@@ -19,13 +19,13 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.waiting import create_group
 from hpcrl.rewards.manager import RewardManager, asks_rules
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.statistics import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.mpi import create_group
 from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.response_stream import Response, ResponseStream

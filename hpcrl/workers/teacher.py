@@ -8,9 +8,9 @@ from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.launch.exits import InputError
 from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 from hpcrl.workers.model_worker import ModelWorker
 
 # The teacher's own distribution, whatever the policy was sampled at: the policy, its temperature included, becomes it.

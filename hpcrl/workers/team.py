@@ -17,15 +17,15 @@ from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import platform
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.world import World
 from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.lora import Lora
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.manager import check_rewards
 from hpcrl.rollout.agent.tools import tool_schemas
+from hpcrl.runtime import platform
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.world import World
 from hpcrl.workers.teacher import teacher_shape
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def build_team(
 
     roles: name -> worker class, or "module:Class", which is imported here; "" stands for the built-in one.
     """
-    layouts = world.together(
+    layouts = world.run_collectively(
         lambda: {
             role: role_layout(inputs.shapes.get(role, inputs.shape), role, **placed.grid)
             for role, placed in derived.roles.items()
@@ -97,7 +97,7 @@ def build_team(
     )
     lora = Lora.from_config(config.model)
     if lora is not None and "actor" in layouts:
-        world.together(lambda: check_adapters(inputs.shape, layouts["actor"], lora))
+        world.run_collectively(lambda: check_adapters(inputs.shape, layouts["actor"], lora))
     platform.install()
     groups = make_groups(layouts, world.rank, GroupCache(world.rank, world.nccl_timeout))
     team = Team(world, config, derived, inputs, total_steps, dict(layouts), groups)

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.checkpoint.manifest import FileEntry, hash_file, write_manifest
 from hpcrl.checkpoint.retention import Retention
 from hpcrl.checkpoint.store import CheckpointStore, load_path, read_trainer_state
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from tests.checkpoint.damage import flipped, truncated
 
 

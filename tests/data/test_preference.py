@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.preference import CHOSEN, REJECTED, PreferenceDataset
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 USER = {"role": "user", "content": "1 2 3:"}
 

@@ -16,7 +16,7 @@ from hpcrl.config.schema import DataConfig
 from hpcrl.data.prompts import PromptDataset, truncate
 from hpcrl.data.row_file import short_names
 from hpcrl.data.sft import SftDataset
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 
 def _row(content: Any, **more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hpcrl.data.curriculum import AbstractCurriculumSampler, Curriculum, StepRep
 from hpcrl.data.order import batch_rows
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sampler import OrderedSampler, Sampler, WeightedFiles, make_sampler
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 CYCLING = """
 import numpy as np

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 CHARACTERS = "0123456789+-*/()=: <>a"
 SHIPPED = Path(__file__).parents[2] / "configs" / "tokenizer"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpcrl.kernels import dispatch
-from hpcrl.launch.exits import InputError
 from hpcrl.model.build import _has_kernel
+from hpcrl.runtime.exits import InputError
 
 
 @pytest.fixture(autouse=True)

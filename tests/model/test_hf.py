@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.launch.exits import InputError
 from hpcrl.model.exact import check_exact
 from hpcrl.model.hf.config_json import read_shape
 from hpcrl.model.hf.directory import Safetensors, load_weights, open_weights
@@ -23,6 +22,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.exits import InputError
 from tests.model.families import EXPERTS, LLAMA3, MODELS, SIZES, YARN, make_model
 
 

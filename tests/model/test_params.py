@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.model.lora import Lora
 from hpcrl.model.params import Shard, check_adapters, check_layout, chunk_layers, role_layout, shards, stage_layers
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 
 
 def make_shape(**changes: object) -> ModelShape:

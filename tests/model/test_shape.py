@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from hpcrl.config.schema import ModelConfig, RopeScalingConfig
-from hpcrl.launch.exits import InputError
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.build import initial_weight
 from hpcrl.model.hf.families import hf_config, shape_from_hf
+from hpcrl.runtime.exits import InputError
 from tests.model.families import MODELS, SIZES
 
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "num_experts": 4, "moe_ffn_hidden_size": 64}

@@ -8,10 +8,10 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from hpcrl.config.schema import TransformerEngineConfig
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.megatron_versions import mlp_submodules
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.transformer_engine import is_used, use_transformer_engine
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.megatron_versions import mlp_submodules
 
 SHAPE = ModelShape(2, 64, 96, 4, 2, 16, 500)
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ Every rank collects the same tests and runs them in the same order. After each p
 tear-down) the ranks agree on the outcome: a failure on one rank is a failure on all, and rank 0 shows that rank's
 report. A rank that fails while others are stuck inside the test prints its report and ends the job.
 
-Fixtures: `world` (hpcrl.launch.world.World, started once per session), `world_tmp_path` (one folder for all ranks).
+Fixtures: `world` (hpcrl.runtime.world.World, started once per session), `world_tmp_path` (one folder for all ranks).
 Markers: `world(2, 4)` runs a test at these world sizes only; `ci_world(2)` runs it at these always, and at the others
 that it is valid for under --exhaustive; `slow_world(4)` makes it slow at these.
 """
@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import hypothesis
 import pytest
 
-from hpcrl.launch import children
-from hpcrl.launch.collectives import exchange
-from hpcrl.launch.waiting import wait_until
-from hpcrl.launch.world import World, finish, kill_job, start_mpi, start_torch
+from hpcrl.runtime.mpi import all_gather_object, wait_until
+from hpcrl.runtime.world import World, finish, kill_job, start_mpi, start_torch
+from hpcrl.sandbox import fork_server
 
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
@@ -44,7 +43,7 @@ class Ranks:
     def __init__(self, config: pytest.Config):
         with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             self.stderr = os.dup(2)
-        children.start()
+        fork_server.start()
         self.comm = start_mpi()
         self.private = self.comm.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
@@ -71,7 +70,7 @@ class Ranks:
             return False
 
         wait_until(all_here)
-        said = exchange(self.private, (place, value))
+        said = all_gather_object(self.private, (place, value))
         if any(other != place for other, _ in said):
             places = "\n".join(f"rank {rank}: {place}" for rank, (place, _) in enumerate(said))
             self.die(f"ranks are at different places:\n{places}")
@@ -147,7 +146,7 @@ class Ranks:
 @pytest.hookimpl(trylast=True)  # the terminal reporter must be there
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Ranks(config), "ranks")
-    from hpcrl.launch.platform import import_megatron  # not before MPI has started: it imports torch
+    from hpcrl.runtime.platform import import_megatron  # not before MPI has started: it imports torch
 
     import_megatron()
 
@@ -180,7 +179,7 @@ def groups(world: World) -> dict[str, RoleGroups]:
 @pytest.fixture
 def world_tmp_path(world: World, tmp_path: Path) -> Path:
     """Rank 0's tmp_path on every rank."""
-    return world.broadcast(tmp_path)
+    return world.broadcast_object(tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -188,7 +187,7 @@ def countdown_files(world: World, tmp_path_factory: pytest.TempPathFactory) -> P
     """The countdown data, made once by rank 0."""
     from tests.mpi.lab import make_countdown_files  # not before MPI has started: it imports torch
 
-    folder = Path(world.broadcast(str(tmp_path_factory.mktemp("data")) if world.rank == 0 else None))
+    folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("data")) if world.rank == 0 else None))
     if world.rank == 0:
         make_countdown_files(folder)
     world.barrier()
@@ -200,5 +199,5 @@ def lab(world: World, countdown_files: Path, tmp_path_factory: pytest.TempPathFa
     """Small whole jobs."""
     from tests.mpi.lab import Lab
 
-    folder = world.broadcast(str(tmp_path_factory.mktemp("runs")) if world.rank == 0 else None)
+    folder = world.broadcast_object(str(tmp_path_factory.mktemp("runs")) if world.rank == 0 else None)
     return Lab(world, countdown_files, Path(folder))

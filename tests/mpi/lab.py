@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcrl.cli import load_job
 from hpcrl.config.schema import Config
-from hpcrl.launch.job import make_run_directory, run_directory
+from hpcrl.runtime.job import make_run_directory, run_directory
 
 ROOT = Path(__file__).parents[2]
 NOT_COMPARED = (

@@ -22,7 +22,7 @@ from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.mpi.layouts import make_batch, part_of, policy_loss
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 
 def training_engine(
@@ -107,7 +107,7 @@ class Pair:
         replicas = self.rollout.dp
         mine = self.rollout.coord(self.world.rank).dp if self.engine else 0
         done = self.engine.generate(requests[mine::replicas], sampling, seed=1, step=4) if self.engine else []
-        drawn = self.world.exchange(done)
+        drawn = self.world.all_gather_object(done)
         completions: list[Completion] = [
             drawn[self.rollout.rank_of(dp=number % replicas)][number // replicas] for number in range(len(requests))
         ]

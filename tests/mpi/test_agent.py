@@ -19,14 +19,14 @@ from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.waiting import create_group
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.runtime.mpi import create_group
 from tests.rollout.small_model import SHAPE
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 # Random weights write no calls: here a turn is one unless it ends in a letter. Answers take their time, by their text.
 TOOLS = """
@@ -130,12 +130,14 @@ def test_conversations_are_the_same_on_all_ranks_and_layouts_and_training_agrees
     layout = LAYOUTS[world.size]
     actor, requests, found, metrics = converse(world, cfg, tokenizer, layout, cache)
 
-    assert {reason for reasons in world.exchange({one.finish_reason for one in found}) for reason in reasons} == {
+    assert {
+        reason for reasons in world.all_gather_object({one.finish_reason for one in found}) for reason in reasons
+    } == {
         "stop",
         "length",
     }
     assert max(one.num_turns for one in found) >= 4 and min(one.num_turns for one in found) == 1
-    by_rank = world.exchange([plain(one) for one in found])
+    by_rank = world.all_gather_object([plain(one) for one in found])
     for rank in layout.group_of(world.rank, "tp"):
         assert by_rank[rank] == by_rank[world.rank]
     if layout.coord(world.rank).tp == 0:

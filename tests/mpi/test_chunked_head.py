@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ci_world(2)
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 K = 5
 

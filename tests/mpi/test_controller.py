@@ -390,7 +390,7 @@ def test_busy_seconds_are_reported_from_inside_a_long_method(world) -> None:
 
 def test_where_a_rank_is_can_be_seen_by_others(world) -> None:
     layouts = {"a": Layout(tuple(range(world.size)))}
-    here = world.whereabouts
+    here = world.status
     before, switches = here.name, here.switches
 
     def program(controller: Controller) -> None:
@@ -422,4 +422,4 @@ class Uneven(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def where(self) -> tuple[str, int | None, int]:
         self.tick()
-        return self.whereabouts.name, self.whereabouts.command, self.whereabouts.ticks
+        return self.status.name, self.status.command, self.status.ticks

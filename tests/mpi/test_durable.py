@@ -63,7 +63,7 @@ def interrupted(world, lab: Lab, run: Path, name: str, *, saved: int, drawn: int
                 log.append(record)
                 count += 1
             log.close()
-    return world.broadcast(count)
+    return world.broadcast_object(count)
 
 
 def reused(run: Path, step: int) -> int:

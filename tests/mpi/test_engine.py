@@ -18,9 +18,9 @@ from hpcrl.engine.logprob import vocab_parallel_log_probs
 from hpcrl.engine.optim import parts_of
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
-from hpcrl.launch import platform
-from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime import platform
+from hpcrl.runtime.world import World
 from tests.mpi.layouts import (
     DEEPSEEK,
     EXPERT_LAYOUTS,

@@ -22,7 +22,7 @@ from tests.mpi.pairs import Pair, train, training_engine
 pytestmark = pytest.mark.ci_world(2)
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
     from tests.mpi.lab import Lab
 
 # Widths that no vector register divides; 100 columns and 300 go through different kernels.

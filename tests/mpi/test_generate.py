@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
 from hpcrl.run.inference import inside_run
 from hpcrl.run.prepare import with_presets
+from hpcrl.runtime.exits import InputError
 from tests.mpi.lab import Lab, metrics, own_layout, run_job
 
 pytestmark = pytest.mark.ci_world(2)
@@ -67,7 +67,7 @@ class Inference:
         template = self.lab.config(name, placement, {"data": self.data, **sections})
         template["data"].pop("train_files")
         make = partial(inside_run, with_presets(Config.model_validate(template)), job)
-        config: Config = self.world.broadcast(make() if self.world.rank == 0 else None)
+        config: Config = self.world.broadcast_object(make() if self.world.rank == 0 else None)
         return config
 
 

@@ -22,10 +22,10 @@ from hpcrl.config.schema import Config
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.world import World
 from hpcrl.model.params import VALUE_HEAD, role_layout
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.world import World
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.critic import CriticWorker
 from hpcrl.workers.model_worker import ModelWorker
@@ -170,7 +170,7 @@ def assert_trains_as_one_rank(world: World, cache: GroupCache, layout: Layout, a
     expected, one = alone.trained(loss)
     assert len(mine) == len(expected) == 2
     for number, wanted in enumerate(expected):
-        told = world.exchange(mine[number] if groups.is_home else {})
+        told = world.all_gather_object(mine[number] if groups.is_home else {})
         assert _role_free(finish(merge(told))) == pytest.approx(_role_free(wanted), rel=1e-4, abs=1e-5)
     assert_slices(worker.engine, gradients(worker.engine), gradients(one.engine))
     assert_slices(worker.engine, worker.engine.named_shards(), one.engine.named_shards())

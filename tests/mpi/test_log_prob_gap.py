@@ -25,7 +25,7 @@ from tests.mpi.pairs import Pair, train, training_engine
 pytestmark = pytest.mark.ci_world(4)
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -80,7 +80,7 @@ def gap(pair: Pair, batch: DataProto) -> dict[str, float]:
     if mine is not None and pair.actor is not None and pair.actor.groups.coord.tp == 0:
         rollout, old, mask = (mine.padded(name) for name in ("rollout_log_probs", "old_log_probs", "response_mask"))
         found = to_floats(rollout_log_prob_statistics(rollout, old, mask) | off_policy_metrics(old, rollout, mask))
-    return finish(merge(pair.world.exchange(found)))
+    return finish(merge(pair.world.all_gather_object(found)))
 
 
 def make_requests() -> list[Request]:

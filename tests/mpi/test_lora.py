@@ -14,12 +14,12 @@ from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.schema import OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.launch.exits import InputError
 from hpcrl.model.build import copy_boxes, initial_weight, local_shards
 from hpcrl.model.hf.config_json import read_shape
 from hpcrl.model.hf.peft import CONFIG, adapter_config
 from hpcrl.model.lora import Lora, is_adapter
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 from hpcrl.workers.hf_export import ExportWorker
 from hpcrl.workers.model_worker import ModelWorker
 from tests.model.families import make_model

@@ -17,8 +17,8 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.engine.microbatch import needed_count
-from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.world import World
 from hpcrl.workers.actor_objective import ActorObjective
 from hpcrl.workers.model_worker import ModelWorker
 from tests.mpi.layouts import SGD, SHAPE, gradients, role_groups, slice_errors
@@ -117,7 +117,7 @@ class Splits:
             for name, groups in role_groups(world.rank, world.size).items()
             if name in SHARES and (name != "alone" or world.rank == 0)
         }
-        self.batch: DataProto = world.broadcast(columns(self.workers["alone"]) if world.rank == 0 else None)
+        self.batch: DataProto = world.broadcast_object(columns(self.workers["alone"]) if world.rank == 0 else None)
         self.objectives = {cell: objective_of(*cell) for cell in CELLS}
         self.parts = {
             name: [self.batch[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
@@ -172,7 +172,9 @@ class Splits:
         return finish(metrics), whole, abs(finish(one_sign)["actor/pg_loss"])
 
     def compare(self, loss: str, mode: str, splits: list[tuple[str, int]]) -> None:
-        expected, whole, terms = self.world.broadcast(self.reference(loss, mode) if self.world.rank == 0 else None)
+        expected, whole, terms = self.world.broadcast_object(
+            self.reference(loss, mode) if self.world.rank == 0 else None
+        )
         pg_loss = expected.pop("actor/pg_loss")
         for layout, count in splits:
             metrics: dict[str, Metric] = {}
@@ -182,7 +184,7 @@ class Splits:
                 own, mine, calls = self.train(layout, loss, mode, self.budgets[layout, count])
                 metrics = own if worker.is_home else {}
                 error = max(slice_errors(worker.engine, mine, whole).values())
-            metrics_of, errors, calls_of = zip(*self.world.exchange((metrics, error, calls)), strict=True)
+            metrics_of, errors, calls_of = zip(*self.world.all_gather_object((metrics, error, calls)), strict=True)
             assert max(calls_of) == count, (layout, count)
             assert max(errors) <= 1e-5, (layout, count)
             found = finish(merge(metrics_of))

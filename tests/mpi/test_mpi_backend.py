@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 pytestmark = [
     pytest.mark.ci_world(2, 3),

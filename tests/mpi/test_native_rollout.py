@@ -26,7 +26,7 @@ from tests.mpi.layouts import DEEPSEEK
 pytestmark = pytest.mark.ci_world(2)
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 SIZES = {
     "num_layers": 3,
@@ -141,7 +141,7 @@ def test_rollout_and_training_agree_on_log_probs_after_a_refit(world: World, cac
         if SHAPES[name].num_experts:
             rollout = replace(rollout, etp=rollout.tp)
         actor, engine = refit(world, SHAPES[name], training, rollout, cache)
-        completions = world.broadcast(generate(engine), rollout.ranks[0])
+        completions = world.broadcast_object(generate(engine), rollout.ranks[0])
         if actor is None:
             continue
         found = actor.log_probs(as_batch(completions), max_tokens=200, temperature=SAMPLING.temperature)
@@ -157,8 +157,8 @@ def test_every_rank_of_every_replica_draws_the_same(world: World, cache: GroupCa
         _, engine = refit(world, make_shape(), training, rollout, cache)
         # The reference: one rank with all weights, wherever the others have theirs.
         alone = refit(world, make_shape(), training, Layout((world.size - 1,)), cache)[1]
-        expected = world.broadcast(generate(alone), world.size - 1)
-        drawn = world.exchange(generate(engine))
+        expected = world.broadcast_object(generate(alone), world.size - 1)
+        drawn = world.all_gather_object(generate(engine))
         replicas = [drawn[rank] for rank in rollout.ranks]
         for completions in replicas:
             for one, other in zip(completions, expected, strict=True):

@@ -10,8 +10,8 @@ import torch
 from hpcrl.config.schema import RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 from tests.mpi.layouts import (
     MIXTURE,
     ROUTER_LOSSES,

@@ -15,8 +15,6 @@ from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import exits
-from hpcrl.launch.world import World
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard import messages, windows
 from hpcrl.reshard.executor import Refit, RefitReport
@@ -25,6 +23,8 @@ from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.verification import ChecksumMismatch
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime import exits
+from hpcrl.runtime.world import World
 from hpcrl.workers.refit import refit_metrics
 from tests.covering import covering
 from tests.live_bytes import LiveBytes, all_tensors
@@ -330,7 +330,7 @@ def test_one_corrupted_byte_is_caught_and_named(world, place, weight_format, mon
     assert exits.exit_code(caught.value) == exits.CHECKSUM
 
     wrong = [name for name, tensor in sides.expected().items() if not torch.equal(tensor, sides.destination[name])]
-    by_rank = world.exchange(wrong)
+    by_rank = world.all_gather_object(wrong)
     named = {name for names in by_rank for name in names}
     ranks = [rank for rank, names in enumerate(by_rank) if names]
     assert len(named) == 1
@@ -375,10 +375,10 @@ def test_a_hundred_refits_leave_memory_flat(world, ranks_per_node) -> None:
 def test_metrics_of_all_ranks(world) -> None:
     layouts = ALL_TO_TWO.get(world.size, LAYOUTS[1][0])
     sides = Sides(world, *layouts)
-    metrics = refit_metrics(world.exchange(sides.run()))
+    metrics = refit_metrics(world.all_gather_object(sides.run()))
     received = sum(sides.resharding.lower_bound(rank) for rank in range(world.size))
     assert metrics["perf/refit/gib_received"] == received / 2**30
-    needed = sum(world.exchange(sum(tensor.nbytes for tensor in sides.destination.values())))
+    needed = sum(world.all_gather_object(sum(tensor.nbytes for tensor in sides.destination.values())))
     assert metrics["perf/refit/gib_copied"] == pytest.approx((needed - received) / 2**30)
     assert metrics["perf/refit/gb_per_s"] > 0 and metrics["perf/refit/peak_extra_mib"] > 0
     sides.close()

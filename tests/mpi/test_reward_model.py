@@ -23,9 +23,9 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.jobs.rm import RewardModel
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.job import run_directory
-from hpcrl.launch.world import World
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.world import World
 from hpcrl.workers.preference import PreferenceDataWorker
 from hpcrl.workers.reward import RewardModelWorker
 from tests.mpi.lab import run_job
@@ -104,7 +104,7 @@ def test_micro_batching_changes_nothing(groups):
 @pytest.fixture(scope="session")
 def folder(world: World, tmp_path_factory) -> Path:
     """Countdown pairs, made once by rank 0; runs go beside them."""
-    folder = world.broadcast(str(tmp_path_factory.mktemp("rm")) if world.rank == 0 else None)
+    folder = world.broadcast_object(str(tmp_path_factory.mktemp("rm")) if world.rank == 0 else None)
     if world.rank == 0:
         tool = [sys.executable, str(ROOT / "tools" / "prepare_countdown.py"), "--out", folder]
         subprocess.run([*tool, "--sft-rows", "1", "--preference-rows", "6000"], check=True, capture_output=True)
@@ -193,7 +193,7 @@ def test_learns_what_is_right_and_its_checkpoint_scores(world, folder):
     inputs = RewardModel(world, config, None, Namespace()).read_inputs()
     layouts = {"reward": Layout((0, 1))}  # two replicas
     worker = RewardModelWorker(make_groups(layouts, world.rank)["reward"], inputs.shape, config)
-    checkpoint = world.broadcast(load_path(run_directory(config), print))
+    checkpoint = world.broadcast_object(load_path(run_directory(config), print))
     layouts["data"] = layouts["reward"]
     workers = {"reward": worker, "data": PreferenceDataWorker(layouts["data"], world.rank, inputs.pairs)}
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from hpcrl.checkpoint.sharded_load import load_sharded
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 from tests.mpi.layouts import (
     DEEPSEEK,
     SHAPE,

@@ -12,8 +12,8 @@ from hpcrl.config.schema import DataConfig
 from hpcrl.data import answers, prompts
 from hpcrl.data.preference import PreferenceDataset
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.world import World
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.world import World
 
 pytestmark = [pytest.mark.world(2, 4), pytest.mark.ci_world(2)]
 
@@ -65,8 +65,8 @@ def test_a_bad_row_is_the_same_error_on_all_ranks(world: World, world_tmp_path: 
         return PreferenceDataset([path], TOKENIZER, CONFIG, world=world)
 
     with pytest.raises(InputError, match=f"bad.jsonl: row {bad}: the tokenizer cannot encode") as caught:
-        world.together(read)
-    assert len(set(world.exchange(str(caught.value)))) == 1
+        world.run_collectively(read)
+    assert len(set(world.all_gather_object(str(caught.value)))) == 1
 
 
 def test_an_error_of_one_rank_alone_is_that_of_all(world: World, world_tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_an_error_of_one_rank_alone_is_that_of_all(world: World, world_tmp_path:
         return PreferenceDataset([path + ".gone" if last else path], TOKENIZER, CONFIG, world=world)
 
     with pytest.raises(InputError, match="gone"):
-        world.together(read)
-    assert world.exchange(world.rank) == list(range(world.size))  # nobody is a message ahead
+        world.run_collectively(read)
+    assert world.all_gather_object(world.rank) == list(range(world.size))  # nobody is a message ahead

@@ -17,7 +17,7 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.teacher import TeacherWorker, teacher_shape
 from tests.mpi.layouts import SGD, SHAPE, TOKENS, make_batch

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.loader import load_config
-from hpcrl.launch.job import run_directory
 from hpcrl.run.prepare import with_presets
+from hpcrl.runtime.job import run_directory
 from tests.mpi.lab import run_job
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ SMALL_RM = ["rm.batch_size=8", "rm.total_training_steps=2", "rm.eval_freq=2", "r
 @pytest.fixture(scope="module")
 def folder(world, countdown_files: Path, tmp_path_factory) -> Path:
     """A working directory with the templates and the data that they name."""
-    found = Path(world.broadcast(str(tmp_path_factory.mktemp("templates")) if world.rank == 0 else None))
+    found = Path(world.broadcast_object(str(tmp_path_factory.mktemp("templates")) if world.rank == 0 else None))
     if world.rank == 0:
         (found / "configs").symlink_to(ROOT / "configs")
         (found / "data").mkdir()
@@ -67,7 +67,7 @@ def run_two_steps(world, template: str) -> None:
     small = SMALL + {"sft": SMALL_SFT, "rm": SMALL_RM}.get(kind, ["trainer.total_training_steps=2"])
     config = with_presets(load_config(f"configs/{template}.yaml", small))
     saved = run_directory(config) / "checkpoints" / "step_00000002" / "manifest.json"
-    if world.broadcast(saved.exists() if world.rank == 0 else None):
+    if world.broadcast_object(saved.exists() if world.rank == 0 else None):
         return
     for section in (config.model, config.teacher, config.reward.reward_model):
         if section.init_from:

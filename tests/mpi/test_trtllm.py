@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hpcrl.launch import trtllm
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.world import World
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.generation import Generation
+from hpcrl.runtime import trtllm
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.world import World
 
 pytestmark = pytest.mark.ci_world(2)
 
@@ -49,7 +49,7 @@ class Turns:
         self.left = [[Request([7], "later")], [], [Request([8], "last")]]
 
     def take(self, idle: bool) -> Sequence[Request] | None:
-        return self.world.broadcast(self.left.pop(0) if self.left else None)
+        return self.world.broadcast_object(self.left.pop(0) if self.left else None)
 
 
 @pytest.mark.world(2, 4)
@@ -68,12 +68,12 @@ def test_every_rank_hears_the_same(world: World) -> None:
     )
     assert [done.token_ids.tolist() for done in found] == [[0], [1], [2], [3], [4], [7], [8]]
     assert [float(done.log_probs[0]) for done in found] == [0.0, -1.0, -2.0, -3.0, -4.0, -7.0, -8.0]
-    heard = world.exchange((told, len(steps)))
+    heard = world.all_gather_object((told, len(steps)))
     assert sorted(told) == list(range(7)) and all(each == heard[0] for each in heard)
 
 
 def test_without_the_package_all_ranks_refuse_together(world: World) -> None:
     with pytest.raises(InputError) as caught:
-        trtllm.import_together(world.comm)
+        trtllm.import_on_all_ranks(world.comm)
     assert caught.value.everywhere
-    assert len(set(world.exchange(str(caught.value)))) == 1
+    assert len(set(world.all_gather_object(str(caught.value)))) == 1

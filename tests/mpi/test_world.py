@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcrl.launch.collectives import exchange
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.waiting import create_group, duplicate, wait, wait_all
-from hpcrl.launch.world import World, rank_threads
+from hpcrl.runtime.cpu_binding import rank_threads
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.mpi import all_gather_object, create_group, duplicate, wait, wait_all
+from hpcrl.runtime.world import World
 
 
 def test_ranks_agree_with_torch(world: World) -> None:
@@ -56,10 +56,10 @@ def test_groups_have_their_own_order_and_overlap(world: World) -> None:
         if r in (low, low + 1):
             time.sleep(0.05 * (r == low))
             comm = create_group(world.comm, (low + 1, low))
-            assert exchange(comm, r) == [low + 1, low]
+            assert all_gather_object(comm, r) == [low + 1, low]
             comm.Free()
     backwards = create_group(world.comm, range(n - 1, -1, -1))
-    assert backwards.rank == n - 1 - r and exchange(backwards, r) == list(range(n - 1, -1, -1))
+    assert backwards.rank == n - 1 - r and all_gather_object(backwards, r) == list(range(n - 1, -1, -1))
     backwards.Free()
 
 
@@ -67,9 +67,9 @@ def test_groups_have_their_own_order_and_overlap(world: World) -> None:
 def test_broadcast_and_exchange_carry_any_object(world: World, length: int) -> None:
     root = world.size - 1
     mine = {"rank": world.rank, "blob": bytes(length)}
-    assert world.broadcast(mine, root) == {"rank": root, "blob": bytes(length)}
-    assert [said["rank"] for said in world.exchange(mine)] == list(range(world.size))
-    assert world.exchange("x" * world.rank) == ["x" * rank for rank in range(world.size)]
+    assert world.broadcast_object(mine, root) == {"rank": root, "blob": bytes(length)}
+    assert [said["rank"] for said in world.all_gather_object(mine)] == list(range(world.size))
+    assert world.all_gather_object("x" * world.rank) == ["x" * rank for rank in range(world.size)]
     world.barrier()
 
 
@@ -80,12 +80,12 @@ def test_together_raises_the_lowest_ranks_user_error_everywhere(world: World) ->
         return world.rank
 
     with pytest.raises(InputError, match=f"rank {max(0, world.size - 2)} found no file") as caught:
-        world.together(check)
+        world.run_collectively(check)
     assert caught.value.everywhere
 
 
 def test_together_returns_each_ranks_result(world: World) -> None:
-    assert world.together(lambda: world.rank * 2) == world.rank * 2
+    assert world.run_collectively(lambda: world.rank * 2) == world.rank * 2
 
 
 def test_tmp_path_is_one_folder_for_all(world: World, world_tmp_path: Path) -> None:

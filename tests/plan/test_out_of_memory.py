@@ -16,7 +16,7 @@ from hpcrl.workers.refit import RefitWorker
 from hpcrl.workers.reward import RewardModelWorker
 from hpcrl.workers.rollout import RolloutWorker
 from hpcrl.workers.teacher import TeacherWorker
-from tests.launch.conftest import REPOSITORY
+from tests.runtime.conftest import REPOSITORY
 
 KINDS = {
     "actor": ActorWorker,

@@ -35,7 +35,7 @@ PRELOADED = (
 
 def preload(more: list[str]) -> None:
     """Import what a rank imports, and `more`; start nothing: a fork takes no thread along, and MPI comes after it."""
-    from hpcrl.launch import platform
+    from hpcrl.runtime import platform
 
     platform.import_megatron()
     for name in (*PRELOADED, *more):

@@ -134,10 +134,10 @@ def returns_a_tuple():
 JOB = """
 import json, sys, time
 from hpcrl.config.schema import CustomRewardConfig, RewardConfig
-from hpcrl.launch import children, family
+from hpcrl.sandbox import fork_server, process_tree
 from hpcrl.rewards.manager import RewardManager, ScoreRequest
 
-children.start()
+fork_server.start()
 function = CustomRewardConfig(path=sys.argv[1])
 manager = RewardManager(RewardConfig(custom_reward_function=function, timeout=1.5), log_path=sys.argv[2])
 for name in sys.argv[3:]:
@@ -146,7 +146,7 @@ for name in sys.argv[3:]:
     again = manager.score([ScoreRequest("mine", "good", None)] * 2)[0]
     (worker,) = manager._pool._workers
     give_up = time.monotonic() + 5
-    while (left := len(family.descendants_of(worker.pid)) - 1) and time.monotonic() < give_up:
+    while (left := len(process_tree.descendants_of(worker.pid)) - 1) and time.monotonic() < give_up:
         time.sleep(0.01)
     fates = {fate.split("/")[1]: int(count) for fate, count in counts.items() if count}
     print(json.dumps([name, scores.tolist() + again.tolist(), fates, left]), flush=True)

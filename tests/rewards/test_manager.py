@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hpcrl.config.schema import RewardConfig
-from hpcrl.launch.exits import InputError
-from hpcrl.rewards import pool as pool_module
 from hpcrl.rewards.manager import RewardManager, ScoreRequest, check_rewards, split_path
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox import process_pool as pool_module
 
 TRUTH = {"numbers": [1, 2, 3, 4], "target": 10}
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.launch.exits import InputError
 from hpcrl.rewards import registry
 from hpcrl.rewards.registry import RULES, rule_for, scorer_for
+from hpcrl.runtime.exits import InputError
 from tests.rewards.verl_cases import scorers as cases
 
 TRUTHS: dict[str, Any] = {

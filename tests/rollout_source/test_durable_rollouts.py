@@ -19,10 +19,10 @@ from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.telemetry.generation_log import generation_log, generation_logs
 from hpcrl.telemetry.record_log import read_records
 from hpcrl.workers.response_journal import ARRAYS
-from tests.launch.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 from tests.preloaded import RANK
 from tests.run.small_run import write_config
 from tests.run.test_ends import ranks_of
+from tests.runtime.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 
 NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
 # Few at once, so that responses are finished one after the other.

@@ -12,10 +12,10 @@ import pytest
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Future
 from hpcrl.data.sampler import OrderedSampler
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout_source.background_task import Steps
 from hpcrl.rollout_source.one_step_off import OneStepOff
 from hpcrl.rollout_source.source import Collected, RolloutContext
+from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.timers import PhaseTimers
 
 LAST = 2

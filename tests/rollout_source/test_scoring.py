@@ -8,8 +8,8 @@ import pytest
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout_source.scoring import FirstSamples
+from hpcrl.runtime.exits import InputError
 
 CONFIG = Config.model_validate(
     {

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from tests.launch.conftest import MPIEXEC, REPOSITORY, environment
 from tests.preloaded import RANK
+from tests.runtime.conftest import MPIEXEC, REPOSITORY, environment
 
 # Random weights do not all miss it in the same way: with equal scores nothing would be learnt.
 SCORE = """

@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.launch.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
-from tests.launch.test_ends import left_of
 from tests.preloaded import RANK
 from tests.run.small_run import write_config
+from tests.runtime.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
+from tests.runtime.test_ends import left_of
 
 TP2 = {**dict.fromkeys(("actor", "ref"), {"tp": 2}), "rollout": {"tp": 2}}  # on 4 ranks, homes are 0 and 2
 HOMES, NUM_WORKERS = 2, 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.exits import InputError
 from hpcrl.run.generation_file import GenerationFile, Key
+from hpcrl.runtime.exits import InputError
 
 KEYS = [
     Key(f"data:{row}:0", sample, {"prompt_ids": [row], "ground_truth": "7"}) for row in range(3) for sample in range(2)

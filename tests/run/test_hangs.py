@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.launch.heartbeat import read
-from tests.launch.conftest import MPIEXEC, start  # noqa: F401  # fixture
-from tests.launch.test_ends import left_of
+from hpcrl.runtime.watchdog import read
 from tests.preloaded import RANK
 from tests.run.small_run import write_config
 from tests.run.test_ends import TP2
+from tests.runtime.conftest import MPIEXEC, start  # noqa: F401  # fixture
+from tests.runtime.test_ends import left_of
 
 HANGING_JOB = Path(__file__).parents[1] / "launch" / "hanging_job.py"
 STEP = 2  # in which it hangs

@@ -13,10 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.launch.conftest import MPIEXEC, REPOSITORY, environment
 from tests.model.families import make_model
 from tests.preloaded import RANK
 from tests.run.small_run import SCORE, write_config
+from tests.runtime.conftest import MPIEXEC, REPOSITORY, environment
 
 BUDGET = "actor.ppo_max_token_len_per_gpu=999"
 TOKENIZER = REPOSITORY / "configs" / "tokenizer"

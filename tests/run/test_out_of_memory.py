@@ -6,16 +6,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.launch.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 from tests.preloaded import RANK
 from tests.run.small_run import START, write_config
+from tests.runtime.conftest import MPIEXEC, run, start  # noqa: F401  # fixtures
 
 FAKE_GPU = """
 import functools
 
 import torch
 
-from hpcrl.launch import accelerator
+from hpcrl.runtime import accelerator
 from hpcrl.workers.actor import ActorWorker
 
 update_actor, recorded = ActorWorker.update_actor, []

@@ -9,8 +9,8 @@ import pytest
 
 from hpcrl.checkpoint.store import CheckpointStore
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
 from hpcrl.run.start import find_start
+from hpcrl.runtime.exits import InputError
 
 ALONE = SimpleNamespace(rank=0, together=lambda look: look(), broadcast=lambda found: found)
 

@@ -12,8 +12,8 @@ import pytest
 
 from hpcrl.checkpoint.store import CheckpointStore
 from tests.checkpoint.damage import flipped, truncated
-from tests.launch.conftest import MPIEXEC, REPOSITORY, environment
 from tests.run.small_run import checkpoints, compared, lines, log_of, run_folder, train
+from tests.runtime.conftest import MPIEXEC, REPOSITORY, environment
 
 # Rank 1 may write no file of more than 100,000 bytes during the saves of steps 2 and 4.
 FULL_DISK = """

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.launch.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
 from tests.preloaded import RANK
 from tests.run.small_run import NOT_COMPARED, write_config
+from tests.runtime.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
 
 HELD_JOB = REPOSITORY / "tests" / "slurm" / "held_job.py"
 APART = {"pools": {"train": "1", "generate": "2"}, "rollout": {"pool": "generate"}}

@@ -12,8 +12,8 @@ import pytest
 from hpcrl.controller.busy import BusyClock, BusyReport
 from hpcrl.controller.controller import Controller
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.waiting import Waited
 from hpcrl.run.stragglers import STEPS, Slow, Stragglers, busy_metrics, lasting, slow_ranks
+from hpcrl.runtime.mpi import Waited
 
 UPDATE = "actor.update_actor"
 

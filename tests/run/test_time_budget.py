@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.walltime import end_of_allocation
 from hpcrl.run.time_budget import StopRequested, TimeBudget, check_progress
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.stop import end_of_allocation
 from hpcrl.telemetry.timers import PhaseTimers
 
 END = 1000.0

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import pytest
 
-from hpcrl.launch.children import cleaned
-from tests.launch.conftest import REPOSITORY
+from hpcrl.sandbox.fork_server import without_launcher_variables
+from tests.runtime.conftest import REPOSITORY
 
 LAB = REPOSITORY / "tools" / "slurm_lab.sh"
 PROGRAMS = ("slurmctld", "slurmd", "sinfo", "munged")
@@ -99,7 +99,10 @@ def start(nodes: int) -> Iterator[Lab]:
         pytest.skip(f"left out, {why}")
     folder = Path(tempfile.mkdtemp(prefix="slurm_lab_"))
     # A shell variable of a job that runs these tests would describe another job.
-    env = cleaned(dict(os.environ)) | {"SLURM_CONF": str(folder / "etc" / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+    env = without_launcher_variables(dict(os.environ)) | {
+        "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
+        "OMP_NUM_THREADS": "1",
+    }
     # A rank's address is short then. Slurm's pmi2 sometimes takes half of a line for the whole of MPICH's long ones.
     env["UCX_TLS"] = "self,posix,tcp"
     env["HPCRL_MPI_START_SECONDS"] = "60"  # where it takes half of a line, ranks may also wait for each other

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from tests import preloaded
-from tests.launch.conftest import REPOSITORY
 from tests.run.small_run import MODEL, NOT_COMPARED, write_rows
+from tests.runtime.conftest import REPOSITORY
 from tests.slurm.conftest import Lab
 
 SCRIPT = """\

@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.config.job_time import node_hours, seconds
 from hpcrl.config.schema import JobConfig
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.allocation import check_slice
 
 

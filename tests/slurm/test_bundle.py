@@ -14,7 +14,7 @@ from hpcrl.config.inputs import inputs
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.data.row_file import short_names
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.slurm import bundle
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.heartbeat import read
+from hpcrl.runtime.watchdog import read
 from tests.run.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import (

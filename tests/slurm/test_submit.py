@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.loader import load_config
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.request import parse
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import JobConfig
-from hpcrl.launch.exits import InputError
 from hpcrl.run import prepare
+from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.site import SiteConfig
 from hpcrl.slurm.template import Batch, render
 

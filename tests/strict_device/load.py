@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcrl.launch import platform
+from hpcrl.runtime import platform
 
 if TYPE_CHECKING:
-    from hpcrl.launch.world import World
+    from hpcrl.runtime.world import World
 
 SOURCE = Path(__file__).with_name("device.cpp")
 

@@ -18,8 +18,8 @@ from hpcrl.config.schema import CustomRewardConfig, DataConfig, RewardConfig, Re
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.rewards.manager import RewardManager
+from hpcrl.runtime.exits import InputError
 from hpcrl.workers.scorer import ResponseScorer, ScorerWorker
 
 if TYPE_CHECKING:

@@ -17,9 +17,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
 
-from hpcrl.launch import children, numerics
-from hpcrl.launch.exits import is_user_error
-from hpcrl.launch.world import World, abort, finish, start_mpi, start_torch
+from hpcrl.runtime.exits import is_user_error
+from hpcrl.runtime.world import (
+    World,
+    abort,
+    finish,
+    set_deterministic_libraries,
+    set_torch_precision,
+    start_mpi,
+    start_torch,
+)
+from hpcrl.sandbox import fork_server
 from tools.gpu.outcome import Failed, Skip
 
 CODES = {"pass": 0, "skip": 77, "fail": 1}  # from the best to the worst
@@ -27,13 +35,13 @@ REHEARSAL = os.environ.get("HPCRL_GPU_REHEARSAL") == "1"
 
 
 def main(module: str, function: str, *, deterministic: bool = False) -> NoReturn:
-    children.start()
+    fork_server.start()
     comm = start_mpi()
     try:
-        numerics.settle_libraries(deterministic)
+        set_deterministic_libraries(deterministic)
         world = start_torch(comm, with_tensorrt_llm="trtllm" in module)
-        numerics.settle_torch(deterministic)
-        from hpcrl.launch import platform  # imports torch
+        set_torch_precision(deterministic)
+        from hpcrl.runtime import platform  # imports torch
 
         platform.import_megatron()
         outcome, line = agreed(world, usable)
@@ -64,7 +72,7 @@ def agreed(world: World, check: Callable[[World], str]) -> tuple[str, str]:
         found = "pass", check(world)
     except Skip as error:
         found = "skip", str(error)
-    return max(world.exchange(found), key=lambda each: list(CODES).index(each[0]))
+    return max(world.all_gather_object(found), key=lambda each: list(CODES).index(each[0]))
 
 
 @contextmanager

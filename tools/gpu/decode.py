@@ -20,12 +20,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from hpcrl.launch import accelerator
-from hpcrl.launch.world import World
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.kv_memory import most_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime import accelerator
+from hpcrl.runtime.world import World
 from tools.gpu.qwen import REHEARSAL, shape
 from tools.gpu.refit import copy_seconds
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config.loader import load_config
-from hpcrl.launch.job import run_directory
 from hpcrl.plan.memory import GIB, Job, tightest
+from hpcrl.runtime.job import run_directory
 from tools.gpu.qwen import CONFIG
 
 # Title of a column, metric, how it is written.

@@ -9,8 +9,8 @@ from importlib import metadata
 
 import torch
 
-from hpcrl.launch.mpi_library import library_name
-from hpcrl.launch.world import World
+from hpcrl.runtime.launcher import library_name
+from hpcrl.runtime.world import World
 from tools.gpu.outcome import Failed, require
 
 PACKAGES = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.launch.world import World
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.runtime.world import World
 from tools.gpu.outcome import require
 from tools.gpu.weights import SHAPE, whole_weights
 

@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from hpcrl.launch.world import World, start_mpi, start_torch
+from hpcrl.runtime.world import World, start_mpi, start_torch
 from tools.gpu.outcome import Skip, require
 
 TIMEOUT, HELD = 5.0, 60.0  # seconds: of the collective, and how long its stream is busy with something else

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.grid.layout import Layout
-from hpcrl.launch import accelerator
-from hpcrl.launch.world import World
 from hpcrl.model.params import shards
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.windows import nodes_of
+from hpcrl.runtime import accelerator
+from hpcrl.runtime.world import World
 from tools.gpu.outcome import Skip, require
 from tools.gpu.qwen import shape
 from tools.gpu.weights import SHAPE, held, whole_weights
@@ -44,9 +44,9 @@ def layouts(world: World) -> str:
                 speed = moving.run(mine, target).gb_per_second
             moving.close()
             wrong = [name for name, value in wanted.items() if not torch.equal(value, target[name])]
-        wrong = sum(world.exchange(wrong), [])
+        wrong = sum(world.all_gather_object(wrong), [])
         require(not wrong, f"{source} -> {destination}: {len(wrong)} tensors differ, such as {wrong[:1]}")
-        fastest = max(filter(None, world.exchange(speed)), default=0.0)
+        fastest = max(filter(None, world.all_gather_object(speed)), default=0.0)
         done.append(f"{named(source)} to {named(destination)}, {fastest:.1f} GB/s")
     return f"bit for bit: {'; '.join(done)}"
 

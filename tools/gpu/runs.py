@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hpcrl.launch.world import World
+from hpcrl.runtime.world import World
 from tests.mpi.lab import Lab, make_countdown_files, metrics
 from tools.gpu.outcome import require
 
@@ -18,7 +18,7 @@ GAP = {"float32": 1e-3, "bfloat16": 0.5}  # of the log-probs of rollout and trai
 
 
 def lab(world: World) -> Lab:
-    folder = Path(world.broadcast(tempfile.mkdtemp() if world.rank == 0 else None))
+    folder = Path(world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else None))
     if world.rank == 0:
         make_countdown_files(folder)
     world.barrier()

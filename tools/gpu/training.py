@@ -12,9 +12,9 @@ from hpcrl.config.schema import OptimConfig, TransformerEngineConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.world import World
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.world import World
 from tools.gpu.native import load
 from tools.gpu.outcome import Skip, require
 from tools.gpu.weights import SHAPE

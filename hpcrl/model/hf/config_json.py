@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpcrl.launch.exits import InputError
 from hpcrl.model.hf.families import shape_from_hf
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 
 CONFIG = "config.json"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.runtime.exits import InputError
 
 # Keys that must have these values, in so far as they are there.
 _FIXED = {"moe_layer_freq": 1}

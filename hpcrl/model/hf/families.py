@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrl.launch.exits import InputError
 from hpcrl.model.hf import deepseek
 from hpcrl.model.hf.rope_scaling import rope_from_hf, rope_to_hf
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import ModelShape
+from hpcrl.runtime.exits import InputError
 
 # Ours -> theirs; "*" is the number of the layer, "#" that of the expert. Several are rows one below the other, those of
 # linear_qkv by query group.

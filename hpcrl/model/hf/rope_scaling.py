@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import RopeScaling
+from hpcrl.runtime.exits import InputError
 
 Rope = tuple[float, RopeScaling | None]
 

@@ -7,7 +7,7 @@ import math
 import secrets
 from typing import Any
 
-from hpcrl.rewards.sandbox import Limits, run_python
+from hpcrl.sandbox.program import Limits, run_python
 
 NUM_TESTS = 10
 FUNCTION_SECONDS = 6.0  # for all calls together

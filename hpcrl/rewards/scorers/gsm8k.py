@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 LAST_CHARACTERS = 300
 MARKED = re.compile(r"#### (-?[0-9.,]+)")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.algorithms.metrics import Metric
-from hpcrl.rewards.pool import ScorePool
 from hpcrl.rollout.agent.moderator import Moderator
 from hpcrl.rollout.agent.parsers import tool_parser
 from hpcrl.rollout.agent.statistics import tool_metrics
@@ -18,6 +17,7 @@ from hpcrl.rollout.agent.tools import tool_schemas
 from hpcrl.rollout.agent.turn_source import TurnSource
 from hpcrl.rollout.agent.turn_template import TurnTemplate
 from hpcrl.rollout.protocol import Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.sandbox.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,7 +46,7 @@ class AgentLoop:
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._comm = comm if comm is not None and comm.size > 1 else None
-        self._pool: ScorePool | None = None
+        self._pool: ProcessPool | None = None
         self._warned: Counter[str] = Counter()
         if self._comm is not None and self._comm.rank > 0:
             return
@@ -55,7 +55,7 @@ class AgentLoop:
         self._parser = tool_parser(cfg.format)
         self._template = TurnTemplate(tokenizer, data)
         source = AgentSource(cfg.function_tool_path, cfg.interaction_path, cfg.interaction_name)
-        self._pool = ScorePool(source, cfg.num_tool_workers, cfg.tool_timeout, log_path=log_path)
+        self._pool = ProcessPool(source, cfg.num_tool_workers, cfg.tool_timeout, log_path=log_path)
 
     def run(
         self,

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcrl.rewards.pool import ScorePool
-from hpcrl.rewards.score_worker import Outcome
 from hpcrl.rollout.agent.conversation import Conversation
 from hpcrl.rollout.agent.parsers import BadCall, Call, Parser
 from hpcrl.rollout.agent.tool_worker import ToolAnswer
 from hpcrl.rollout.agent.turn_template import Message, TurnTemplate
 from hpcrl.rollout.protocol import FinishReason
+from hpcrl.sandbox.process_pool import ProcessPool
+from hpcrl.sandbox.worker_process import Outcome
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig
@@ -66,7 +66,7 @@ class Moderator:
     def __init__(
         self,
         cfg: MultiTurnConfig,
-        pool: ScorePool,
+        pool: ProcessPool,
         parser: Parser,
         template: TurnTemplate,
         text_of: Callable[[np.ndarray], str],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 

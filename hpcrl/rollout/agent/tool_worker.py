@@ -1,4 +1,4 @@
-"""What a tool process runs: the user's tools and simulated user, on requests that come over a pipe."""
+"""What a tool process runs: the user's tools and simulated user, on requests from a pipe."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from difflib import get_close_matches
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
-from hpcrl.launch import supervisor
-from hpcrl.launch.user_code import import_file
-from hpcrl.rewards.score_worker import Outcome, Ready, answer_in_turn, describe, use_one_thread
 from hpcrl.rollout.agent.interaction import Interaction
 from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.user_code import import_file
+from hpcrl.sandbox import worker_supervisor
+from hpcrl.sandbox.worker_process import Outcome, Ready, answer_in_turn, describe, use_one_thread
 
-MOST_CHARACTERS = 2**16  # of an answer on its way to the rank, which cuts it to tokens
-MOST_METRICS = 64  # of one answer
+MAX_CHARACTERS = 2**16  # of an answer that is sent to the rank, which truncates it to tokens
+MAX_METRICS = 64  # of one answer
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,19 @@ class AgentSource:
     topic: ClassVar[str] = "rollout.multi_turn"
 
     def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
-        supervisor.supervise(lambda: work(pipe, self), log)
+        worker_supervisor.supervise(lambda: work(pipe, self), log)
 
-    def refusal(self, why: str) -> str:
+    def load_error(self, why: str) -> InputError:
         named = {"function_tool_path": self.tools, "interaction_path": self.interaction}
         files = ", ".join(f"rollout.multi_turn.{key}={path}" for key, path in named.items() if path is not None)
-        return (
+        return InputError(
             f"{files}: cannot load: {why}; expected Python files with functions marked @tool, or with a class "
             f"{self.interaction_name!r} that has start and respond"
         )
 
 
 class ToolAnswer(NamedTuple):
-    """`rejected`: the call did not reach the tool, and `text` says why."""
+    """The answer of a tool. rejected: the tool was not called, and `text` says why."""
 
     text: str
     metrics: dict[str, float]
@@ -50,7 +51,7 @@ class ToolAnswer(NamedTuple):
 
 
 class UserAnswer(NamedTuple):
-    """`state` is JSON."""
+    """The answer of the simulated user. `state` is JSON."""
 
     ends: bool
     text: str
@@ -63,7 +64,7 @@ def work(pipe: Connection, source: AgentSource) -> None:
     try:
         tools = load_tools(source.tools) if source.tools is not None else {}
         user = load_user(source.interaction, source.interaction_name) if source.interaction is not None else None
-    except BaseException as error:  # the files are the user's: SystemExit too must become one line
+    except BaseException as error:  # user code may raise SystemExit too
         pipe.send(Ready(why=describe(error)))
         return
 
@@ -93,7 +94,7 @@ def load_user(path: str, name: str) -> Interaction:
 def run_tool(
     tools: Mapping[str, Tool], name: str, arguments: dict[str, Any], record: Mapping[str, Any] | None
 ) -> ToolAnswer:
-    """One call; an unknown name and bad arguments are answered, and what the tool raises is raised."""
+    """Call a tool. For an unknown name or bad arguments the answer says so; the tool's exceptions are raised."""
     if name not in tools:
         near = get_close_matches(name, tools, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -112,13 +113,13 @@ def run_tool(
         result = result["text"]
     kept = {key: value for key, value in metrics.items() if math.isfinite(value)}
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    return ToolAnswer(bounded(text), dict(list(kept.items())[:MOST_METRICS]))
+    return ToolAnswer(bounded(text), dict(list(kept.items())[:MAX_METRICS]))
 
 
 def ask_user(
     user: Interaction, state: str | None, record: Mapping[str, Any] | None, messages: list[dict[str, str]]
 ) -> UserAnswer:
-    """One answer of the simulated user, who starts when there is no state yet."""
+    """Call the simulated user, or start it if there is no state yet."""
     known = user.start(dict(record or {})) if state is None else json.loads(state)
     ends, text, score = user.respond(known, messages)
     score = None if score is None else float(score)
@@ -128,6 +129,6 @@ def ask_user(
 
 
 def bounded(text: str) -> str:
-    """The text's two ends where it is longer than anything that a model would read."""
-    half = MOST_CHARACTERS // 2
-    return text if len(text) <= MOST_CHARACTERS else text[:half] + text[-half:]
+    """The text, or its first and last characters if it has more than MAX_CHARACTERS."""
+    half = MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else text[:half] + text[-half:]

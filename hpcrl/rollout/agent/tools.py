@@ -13,8 +13,8 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.user_code import import_file
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.user_code import import_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.launch.waiting import wait, wait_until
 from hpcrl.rollout.agent.conversation import Conversation
 from hpcrl.rollout.agent.moderator import Moderator, Verdict
 from hpcrl.rollout.protocol import Completion, Request, Trajectory
+from hpcrl.runtime.mpi import wait, wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hpcrl.launch.accelerator import annotated
 from hpcrl.model.exact import exact_log_softmax
 from hpcrl.rollout.native.attention import (
     Attention,
@@ -28,6 +27,7 @@ from hpcrl.rollout.native.sequence import Sequence
 from hpcrl.rollout.native.sharded_sampling import sample_sharded
 from hpcrl.rollout.protocol import Completion, SamplingParams
 from hpcrl.rollout.sampling import sample, uniforms
+from hpcrl.runtime.accelerator import annotated
 
 
 class Generation:

@@ -7,11 +7,11 @@ from typing import Any
 
 from hpcrl.config.rollout_rules import check_tensorrt_llm
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
 from hpcrl.model.hf.config_json import CONFIG, read_config, read_shape
 from hpcrl.model.kv_memory import kv_bytes_per_token
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.tensorrt_llm.sampling import SAMPLER
+from hpcrl.runtime.exits import InputError
 
 TOKENS_PER_BLOCK = 32  # of its paged KV cache
 ITEMSIZE = 2  # bytes: bfloat16 is the only dtype

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hpcrl.launch import trtllm
-from hpcrl.launch.check import Finding, cuda, package, torch
-from hpcrl.launch.exits import InputError
-from hpcrl.launch.world import abort
 from hpcrl.rollout.tensorrt_llm import signatures
+from hpcrl.runtime import trtllm
+from hpcrl.runtime.check import Finding, cuda, package, torch
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.world import abort
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -19,7 +19,7 @@ def findings(comm: MPI.Intracomm) -> list[Finding]:
     """Collective over all ranks: where MPI allows it, tensorrt_llm is imported."""
     found = [torch(), _gpu(), package("tensorrt_llm")]
     try:
-        trtllm.import_together(comm)
+        trtllm.import_on_all_ranks(comm)
     except InputError as error:
         if not error.everywhere:  # the others may spin in the import
             abort(error, rank=comm.rank, role="check", phase="import")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
@@ -19,6 +18,7 @@ from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.arguments import check_architecture, engine_arguments, max_model_len, model_dir
 from hpcrl.rollout.tensorrt_llm.generation import Generation, Server
 from hpcrl.rollout.tensorrt_llm.weights import buffers
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -149,10 +149,9 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
 
     from mpi4py import MPI
 
-    from hpcrl.launch.collectives import broadcast
-    from hpcrl.launch.waiting import create_group, duplicate
-    from hpcrl.launch.world import before_leaving_mpi
     from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker
+    from hpcrl.runtime.mpi import broadcast_object, create_group, duplicate
+    from hpcrl.runtime.world import before_mpi_finalize
 
     theirs = create_group(MPI.COMM_WORLD, layout.group_of(groups.rank, "tp"))
     ours = duplicate(theirs)  # TensorRT-LLM's thread uses the first one
@@ -160,11 +159,11 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
         TrtllmWorker(arguments, theirs, groups.rank, device, public=config.rollout.trtllm.design == "single_process"),
         expected,
         tp_rank=coord.tp,
-        share=lambda news: broadcast(ours, news),
+        share=lambda news: broadcast_object(ours, news),
         max_num_seqs=config.rollout.max_num_seqs,
         max_model_len=max_model_len(config),
         vocab_size=shape.vocab_size,
         can_sleep=config.rollout.free_cache_engine,
     )
-    before_leaving_mpi(engine.close)
+    before_mpi_finalize(engine.close)
     return engine

@@ -13,8 +13,8 @@ from hashlib import blake2b
 from typing import Any
 
 from hpcrl.config.rollout_rules import TENSORRT_LLM_TOP_K
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.exits import InputError
 
 SAMPLER = "TRTLLMSampler"
 NUM_LOG_PROBS = 1  # 0 asks 1.2.1 for none

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from hpcrl.launch.exits import InputError
+from hpcrl.runtime.exits import InputError
 
 VERSION = "1.2.1"
 PUBLISHED = "1.2.1's documentation"

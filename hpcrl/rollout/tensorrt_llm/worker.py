@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.tensorrt_llm.conversion import Output
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +48,7 @@ class TrtllmWorker:
         from tensorrt_llm._utils import set_mpi_comm
         from tensorrt_llm.llmapi.mpi_session import set_mpi_session_cpp
 
-        from hpcrl.launch.waiting import wait
+        from hpcrl.runtime.mpi import wait
 
         set_mpi_comm(comm)
         set_mpi_session_cpp(comm)

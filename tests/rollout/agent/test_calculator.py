@@ -12,9 +12,9 @@ import pytest
 
 from hpcrl.config.loader import load_config
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.launch.user_code import import_file
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.user_code import import_file
 from tests.rollout.agent.scripted import ScriptedEngine
 
 REPOSITORY = Path(__file__).parents[3]

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from hpcrl.algorithms.metrics import finish
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.statistics import turn_metrics
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.runtime.exits import InputError
 from tests.rollout.agent.scripted import ScriptedEngine
 
 TOOLS = """

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.agent.parsers import BadCall, ToolCall, hermes, plain_json, register_tool_parser, tool_parser
+from hpcrl.runtime.exits import InputError
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.agent.tool_worker import bounded, run_tool
 from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools, tool, tool_schemas
+from hpcrl.runtime.exits import InputError
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -8,8 +8,8 @@ import pytest
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.agent.turn_template import TurnTemplate
+from hpcrl.runtime.exits import InputError
 
 TOOL, USER = {"role": "tool", "content": "it is 12"}, {"role": "user", "content": "and then?"}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpcrl.launch import trtllm
+from hpcrl.runtime import trtllm
 from tests.rollout.tensorrt_llm.standins import StandIn
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
-from hpcrl.launch.exits import InputError
 from hpcrl.model.kv_memory import kv_bytes_per_token
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.arguments import check_architecture, engine_arguments
+from hpcrl.runtime.exits import InputError
 
 SHAPE = ModelShape(2, 64, 160, 8, 4, 8, 500)
 

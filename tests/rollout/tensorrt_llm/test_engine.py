@@ -13,13 +13,13 @@ import torch
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
-from hpcrl.launch.exits import InputError
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Request, RolloutEngine, SamplingParams
 from hpcrl.rollout.tensorrt_llm.arguments import engine_arguments
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker
+from hpcrl.runtime.exits import InputError
 from tests.rollout.tensorrt_llm.standins import Comm, StandIn, output
 
 SHAPE = ModelShape(1, 16, 32, 4, 2, 4, 50)

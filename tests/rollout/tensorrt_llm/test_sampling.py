@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.sampling import request_seed, sampling_arguments
+from hpcrl.runtime.exits import InputError
 
 
 def arguments(request: Request | None = None, **sampling: Any) -> dict[str, Any]:

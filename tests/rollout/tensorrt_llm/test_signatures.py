@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.launch.exits import InputError
 from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.check import compared
+from hpcrl.runtime.exits import InputError
 from tests.rollout.tensorrt_llm.standins import StandIn
 
 

@@ -22,7 +22,7 @@ if packages := os.environ.get("MUTATION_COVERAGE"):
         if measured is not None:
             measured.save()
 
-    # ranks end in C's exit or in MPI_Abort, which Python does not hear of; hpcrl.launch.world calls this before both
+    # ranks end in C's exit or in MPI_Abort, which Python does not hear of; hpcrl.runtime.world calls this before both
     logging.shutdown = save
 
     def switch() -> None:

@@ -1,0 +1,319 @@
+"""`hpcrl check`: a table of what is installed on this machine, and what is wrong with it.
+
+Runs in one process or under a launcher, where rank 0 prints. The exit code is 1 if something that hpcrl needs is wrong.
+With --trtllm it checks that engine only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import os
+import platform
+import shutil
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hpcrl.runtime import exits, gpus
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.launcher import is_first_launched, library_name
+from hpcrl.runtime.mpi import all_gather_object, broadcast_object
+from hpcrl.runtime.world import finish, start_mpi
+from hpcrl.sandbox.isolation import probe_isolation
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GIB = 2**30
+SHARED_MEMORY_PER_RANK = 16 * 2**20  # bytes; MPICH's own shared segment takes 2 to 4 MB a rank
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table. wrong: what is wrong and what to do. needed: whether hpcrl fails because of it."""
+
+    name: str
+    found: str
+    wrong: str | None = None
+    needed: bool = True
+
+
+def main(arguments: list[str], engine: Callable[[MPI.Intracomm], list[Finding]]) -> NoReturn:
+    """Run the subcommand. Collective over the ranks that the launcher started.
+
+    engine: a collective function that returns the findings for --trtllm.
+    """
+    if arguments not in ([], ["--trtllm"]):
+        exits.exit_with_error(InputError(f"found {arguments[0]!r}; hpcrl check takes --trtllm, --job or nothing"))
+    probe_isolation()  # starts processes, so it comes before MPI; the result is cached
+    try:
+        comm = start_mpi()
+    except InputError as error:
+        if is_first_launched(os.environ):
+            report([Finding("MPI", "unusable", str(error)), *local_findings()])
+        os._exit(exits.OTHER)
+    hosts = all_gather_object(comm, (platform.node(), len(os.sched_getaffinity(0))))
+    findings = engine(comm) if arguments else local_findings(comm.size)
+    what = "TensorRT-LLM" if arguments else "hpcrl"
+    code = report([*mpi_findings(comm, hosts), *findings], what) if comm.rank == 0 else None
+    finish(broadcast_object(comm, code))
+
+
+def report(findings: list[Finding], what: str = "hpcrl") -> int:
+    """Print the table and what is wrong, and return the exit code. `what`: what cannot run then."""
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = " " if finding.wrong is None else "!" if finding.needed else "?"
+        print(f"{mark} {finding.name:<{width}}  {finding.found}")
+    wrong = [finding for finding in findings if finding.wrong is not None]
+    for finding in wrong:
+        print(f"\n{'wrong' if finding.needed else 'note'}: {finding.name.strip()}: {finding.wrong}")
+    needed = [finding for finding in wrong if finding.needed]
+    print("\nready" if not needed else f"\n{len(needed)} thing{'s' * (len(needed) > 1)} to fix before {what} can run")
+    return exits.OTHER if needed else exits.DONE
+
+
+def mpi_findings(comm: MPI.Intracomm, hosts: list[tuple[str, int]]) -> Iterator[Finding]:
+    """The MPI library and the nodes of its ranks. `hosts`: (host, cores) of each rank."""
+    from mpi4py import MPI
+
+    level = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }[MPI.Query_thread()]
+    standard = ".".join(map(str, MPI.Get_version()))
+    yield Finding("MPI", f"{library_name(MPI.Get_library_version())}, MPI {standard}, threads: {level}")
+    yield Finding("ranks", f"{comm.size} in one world on {len({host for host, _ in hosts})} node(s)")
+    start = 0
+    for (host, cores), same in itertools.groupby(hosts):
+        count = len(list(same))
+        ranks = f"rank {start}" if count == 1 else f"ranks {start}-{start + count - 1}"
+        yield Finding(f"  {ranks}", f"{host}, {cores} core(s)")
+        start += count
+    per_node = Counter(host for host, _ in hosts)
+    crowded = [f"{host} ({per_node[host]} ranks, {cores} cores)" for host, cores in dict(hosts).items()]
+    crowded = [text for text, (host, cores) in zip(crowded, dict(hosts).items(), strict=True) if per_node[host] > cores]
+    if crowded:
+        yield Finding("  sharing", "ranks share cores", f"more ranks than cores on {', '.join(crowded)}: slow", False)
+
+
+def local_findings(ranks: int = 1) -> list[Finding]:
+    """Findings about this process's own node."""
+    probes: list[Callable[[], Finding]] = [
+        python,
+        lambda: package("mpi4py", needed=True),
+        torch,
+        cuda,
+        triton,
+        megatron_core,
+        transformer_engine,
+        lambda: package("tensorrt_llm", absent="not installed (the native rollout engine is used)"),
+        apex,
+        requirements,
+        sandbox,
+        cores,
+        memory,
+        lambda: shared_memory(ranks),
+        disk,
+    ]
+    return [probe() for probe in probes]
+
+
+def python() -> Finding:
+    found = f"{platform.python_version()} ({sys.executable})"
+    fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
+    return Finding("python", found, None if fits else "Python 3.10 to 3.12 is needed; make .venv with one of them")
+
+
+def version_of(name: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def package(name: str, *, absent: str = "not installed", needed: bool = False) -> Finding:
+    """A package by its metadata only, because some are slow to import or print messages."""
+    title = name.replace("_", "-")
+    version = version_of(title)
+    if version is not None:
+        return Finding(title, version)
+    return Finding(title, absent, f"`pip install {title}`" if needed else None)
+
+
+def attempt(name: str, load: Callable[[str], object] = importlib.import_module) -> Exception | None:
+    """Import a module without warnings and logs. Returns the exception if it raises one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            load(name)
+        except Exception as error:
+            return error
+        finally:
+            logging.disable(logging.NOTSET)
+    return None
+
+
+def torch() -> Finding:
+    error = attempt("torch")
+    if error is not None:
+        return Finding("torch", version_of("torch") or "not installed", f"cannot be imported: {exits.summary(error)}")
+    return Finding("torch", sys.modules["torch"].__version__)
+
+
+def cuda() -> Finding:
+    if "torch" not in sys.modules:
+        return Finding("CUDA", "torch is missing")
+    found = gpus.find_gpus()
+    return cuda_finding(found, [gpus.gpu_here(index) for index in range(found.num_usable)])
+
+
+def cuda_finding(found: gpus.FoundGpus, usable: list[gpus.Gpu]) -> Finding:
+    if found.wheel_cuda is None:
+        return Finding("CUDA", "torch is built for the CPU", gpus.unused(found), needed=False)
+    if not usable:
+        wrong = gpus.unusable(found)
+        why = "no GPU can be used here: normal on a login node, wrong on a compute node (driver? --gpus-per-node?)"
+        return Finding("CUDA", f"{found.wheel_cuda}, no GPU", wrong or why, needed=wrong is not None)
+    kinds = Counter((gpu.name, gpu.capability) for gpu in usable)
+    names = [f"{count} x {name} ({gpus.version_text(capability)})" for (name, capability), count in kinds.items()]
+    old = [line for gpu in usable if (line := gpus.too_old(gpu))]
+    without_bfloat16 = [line for gpu in usable if (line := gpus.lacks_bfloat16(gpu))]
+    wrong = next(iter([*old, *without_bfloat16]), None)
+    return Finding("CUDA", f"{found.wheel_cuda}, {', '.join(names)}", wrong, needed=bool(old))
+
+
+def triton() -> Finding:
+    """Triton, which is needed if there is a GPU."""
+    on_gpu = "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
+    wrong = gpus.missing_triton(os.environ, gpus.triton_is_installed()) if on_gpu else None
+    return Finding("triton", version_of("triton") or "not installed (needed for CUDA only)", wrong)
+
+
+def transformer_engine() -> Finding:
+    version = version_of("transformer-engine")
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Finding("transformer-engine", version or "not installed (needed for CUDA only)")
+    error = attempt("transformer_engine.pytorch")
+    if error is None:
+        return Finding("transformer-engine", version or "installed")
+    return Finding(
+        "transformer-engine",
+        f"{version or 'installed'}, half-installed",
+        f"it is installed but cannot be imported ({exits.summary(error)}), and megatron-core then fails to import: "
+        "`pip uninstall transformer-engine transformer-engine-torch`, or on CUDA install `transformer-engine[pytorch]` "
+        "built for this torch",
+    )
+
+
+def megatron_core() -> Finding:
+    version = version_of("megatron-core")
+    if version is None:
+        return Finding("megatron-core", "not installed", "`pip install megatron-core`")
+    error = attempt("megatron.core", _as_a_job_does)
+    if error is None:
+        return Finding("megatron-core", version)
+    why = f"cannot be imported: {exits.summary(error)}"
+    if importlib.util.find_spec("transformer_engine") is not None and attempt("transformer_engine") is not None:
+        why = "cannot be imported because Transformer Engine is half-installed, see transformer-engine"
+    return Finding("megatron-core", version, why)
+
+
+def _as_a_job_does(name: str) -> None:
+    from hpcrl.runtime.platform import import_megatron
+
+    import_megatron()
+    importlib.import_module(name)
+
+
+def apex() -> Finding:
+    """NVIDIA's Apex, or the unrelated package that `pip install apex` installs."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return Finding("apex", "not installed (not needed)")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
+    if any((folder / "normalization").is_dir() or (folder / "multi_tensor_apply").is_dir() for folder in folders):
+        return Finding("apex", f"NVIDIA Apex {version_of('apex') or ''}".strip())
+    why = "this is PyPI's `apex`, an unrelated package, not NVIDIA's Apex; megatron-core may fail because of it: "
+    return Finding("apex", f"{version_of('apex') or 'installed'}, not NVIDIA's", why + "`pip uninstall apex`")
+
+
+def requirements() -> Finding:
+    """The requirements in hpcrl's own metadata."""
+    from packaging.requirements import Requirement
+
+    try:
+        asked = [Requirement(text) for text in metadata.requires("hpcrl") or []]
+    except metadata.PackageNotFoundError:
+        return Finding("hpcrl", "not installed", "runs from its source folder only; `pip install -e .`", needed=False)
+    wrong = []
+    for requirement in asked:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = version_of(requirement.name)
+        if version is None:
+            wrong.append(f"{requirement.name} is not installed")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version} found, {requirement.specifier} expected")
+    found = f"{version_of('hpcrl')}, {len(asked)} requirements"
+    return Finding("hpcrl", found, "; ".join(wrong) + "; `pip install -e .` again" if wrong else None)
+
+
+def sandbox() -> Finding:
+    """Isolation of the programs that a model wrote, which code rewards run."""
+    isolation = probe_isolation()
+    name, limits = "code sandbox", "limits of time, memory and processes"
+    if isolation.shown:
+        return Finding(name, f"no network, no other processes, none of your files; {limits}")
+    # sockets with a path are reachable from a network namespace
+    reach = "read and write your files, ground truths too, and connect to services of this machine"
+    if not isolation.network:
+        reach = f"use the network, read and kill your processes, {reach}"
+    return Finding(
+        name,
+        f"no network, own process namespace; {limits}" if isolation.network else f"{limits} only",
+        f"programs under test can {reach} ({isolation.why_not}); where you score code, allow user namespaces, "
+        "and mounts in them (user.max_user_namespaces, user.max_mnt_namespaces, or the container's seccomp profile)",
+        needed=False,
+    )
+
+
+def cores() -> Finding:
+    return Finding("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} on the node")
+
+
+def memory() -> Finding:
+    import psutil
+
+    host = psutil.virtual_memory()
+    return Finding("memory", f"{host.available / GIB:.1f} GiB free of {host.total / GIB:.1f} GiB")
+
+
+def shared_memory(ranks: int) -> Finding:
+    """/dev/shm, through which the ranks of a node exchange messages; containers often have 64 MB of it."""
+    if not os.path.isdir("/dev/shm"):
+        return Finding("/dev/shm", "missing", "MPI needs it for ranks on one node: mount a tmpfs there")
+    free = shutil.disk_usage("/dev/shm").free
+    found = f"{free / GIB:.2f} GiB free"
+    if free >= ranks * SHARED_MEMORY_PER_RANK:
+        return Finding("/dev/shm", found)
+    return Finding(
+        "/dev/shm", found, "too small for this many ranks: remove old files there, or give the container more"
+    )
+
+
+def disk() -> Finding:
+    usage = shutil.disk_usage(".")
+    why = None if usage.free > GIB else "less than 1 GiB for runs and checkpoints: set run.dir to another file system"
+    return Finding("disk", f"{usage.free / GIB:.1f} GiB free at {os.getcwd()}", why, needed=False)

@@ -1,0 +1,394 @@
+"""`hpcrl check --job`: whether the nodes of an allocation can run a job, in one table, in less than a minute.
+
+Runs on all ranks of the job, under srun or mpiexec like the job. The exit code is 1 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import platform
+import re
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hpcrl.runtime import exits
+from hpcrl.runtime.check import GIB, Finding, report
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.hang_report import format_ranks
+from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name
+from hpcrl.runtime.links import (
+    Pair,
+    best_of_nodes,
+    clock_offsets,
+    deviants,
+    late_links,
+    pair_bandwidths,
+    ring_latencies,
+    slow_nodes,
+    slow_pairs,
+)
+from hpcrl.runtime.mpi import all_gather_object, broadcast_object
+from hpcrl.runtime.rank_status import RankStatus
+from hpcrl.runtime.rendezvous import own_address
+from hpcrl.runtime.world import abort, finish, start_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+DEADLINE = 60.0  # seconds, without the check of the bundle, which may be large
+CLOCKS_DIFFER, CLOCKS_WRONG = 1.0, 60.0  # seconds
+PACKAGES = ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy", "transformers", "tensorrt-llm", "transformer-engine")
+CANARY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the job. ranks: the job's ranks on it; the first one measures links and clock."""
+
+    host: str
+    ranks: list[int]
+
+    def __str__(self) -> str:
+        return f"{self.host} ({format_ranks(self.ranks)})"
+
+
+@dataclass(frozen=True)
+class Links:
+    """Measurements between ranks.
+
+    latencies: seconds, from each rank to the next. bandwidth: bytes/s, of pairs of nodes. offsets: seconds, of the
+    nodes' clocks.
+    """
+
+    latencies: list[float]
+    bandwidth: dict[Pair, float]
+    offsets: list[float]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The run directory on rank 0. unseen: ranks that did not find the file that rank 0 wrote."""
+
+    path: str
+    free: int
+    wrong: str | None
+    unseen: list[int]
+
+
+def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> NoReturn:
+    """Run the subcommand. Collective over the ranks that the launcher started.
+
+    find_folder: returns the run directory, on rank 0; it may be relative, and need not exist. verify: returns what is
+    wrong with the files of a bundle.
+    """
+    status = RankStatus(phase="starting MPI")
+    timer = threading.Timer(DEADLINE, _give_up, (status,))
+    timer.daemon = True
+    timer.start()
+    try:
+        comm = start_mpi()
+    except InputError as error:
+        if is_first_launched(os.environ):
+            report([Finding("MPI", "unusable", str(error))])
+        os._exit(exits.OTHER)
+    try:
+        finish(_run(comm, status, timer, find_folder, verify))
+    except BaseException as error:  # the others would wait for this rank
+        abort(error, rank=comm.rank, phase=status.phase)
+
+
+def _run(
+    comm: MPI.Intracomm,
+    status: RankStatus,
+    timer: threading.Timer,
+    find_folder: Callable[[], str],
+    verify: Callable[[str], list[str]],
+) -> int:
+    """Run the checks and return the exit code on every rank. `timer` is cancelled after all steps that may hang."""
+    from mpi4py import MPI
+
+    def stage(name: str) -> AbstractContextManager[None]:
+        return status.within("check", name)
+
+    folder = _agreed_folder(comm, find_folder)
+
+    with stage("looking at versions and folders"):
+        found = all_gather_object(comm, find_facts(MPI.Get_library_version()))
+    nodes = nodes_of([fact.host for fact in found])
+    first = [node.ranks[0] for node in nodes]
+    with stage("pinging the next rank"):
+        latencies = ring_latencies(comm)
+    with stage("sending between pairs of nodes"):
+        bandwidth = pair_bandwidths(comm, first)
+    with stage("comparing clocks with rank 0"):
+        links = Links(latencies, bandwidth, clock_offsets(comm, first))
+    with stage("writing to the shared folder"):
+        shared = _try_folder(comm, folder)
+    timer.cancel()
+    code = None
+    if comm.rank == 0:
+        table = [
+            *world_findings(os.environ, comm.size, MPI.Get_library_version(), len(nodes)),
+            *node_findings(nodes, found, links),
+            *link_findings(nodes, links),
+            folder_finding(nodes, shared),
+            *version_findings(nodes, [fact.versions for fact in found]),
+            *bundle_findings(shared.path, verify),
+        ]
+        code = report(table, "a job on these nodes")
+    return int(broadcast_object(comm, code))
+
+
+def nodes_of(hosts: Sequence[str]) -> list[Node]:
+    """The nodes in the order of their first ranks."""
+    return [Node(host, [rank for rank, other in enumerate(hosts) if other == host]) for host in dict.fromkeys(hosts)]
+
+
+def world_findings(environ: Mapping[str, str], size: int, library: str, num_nodes: int) -> Iterator[Finding]:
+    wrong, needed = None, True
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        count = environ.get(name, "")
+        if count.isdigit() and int(count) != size:
+            wrong = f"{name}={count}, but MPI's world has {size} ranks: check --mpi of srun, and --ntasks"
+            needed = name != "SLURM_NTASKS"  # an mpiexec inside the allocation may use fewer tasks
+            break
+    yield Finding(
+        "world", f"{size} rank{'s' * (size > 1)} on {num_nodes} node(s), {library_name(library)}", wrong, needed
+    )
+
+
+def node_findings(nodes: Sequence[Node], found: Sequence[Facts], links: Links) -> Iterator[Finding]:
+    """A line for each node, with what is wrong with it."""
+    best, slow = best_of_nodes(links.bandwidth, len(nodes)), slow_nodes(links.bandwidth, len(nodes))
+    for place, node in enumerate(nodes):
+        fact, offset = found[node.ranks[0]], links.offsets[place]
+        cells = [format_ranks(node.ranks), fact.address, f"clock {1e3 * offset:+.1f} ms"]
+        if len(nodes) > 1:
+            cells.append(f"{best[place] / 1e9:.2f} GB/s")
+        cells.append(f"{fact.scratch_free / GIB:.1f} GiB free in {fact.scratch}")
+        wrong, needed = None, True
+        if fact.no_address is not None and len(nodes) > 1:
+            wrong = fact.no_address
+        elif place in slow:
+            wrong = f"slow to and from every other node ({best[place] / 1e9:.2f} GB/s); try --exclude={node.host}"
+        elif abs(offset) > CLOCKS_DIFFER:
+            wrong, needed = f"its clock is {offset:+.1f} s off rank 0's", abs(offset) > CLOCKS_WRONG
+        yield Finding(f"  {node.host}", ", ".join(cells), wrong, needed)
+
+
+def link_findings(nodes: Sequence[Node], links: Links) -> Iterator[Finding]:
+    """The slowest links and their end points."""
+    host = {rank: node.host for node in nodes for rank in node.ranks}
+    if links.latencies:
+        size = len(links.latencies)
+        ends = [
+            f"rank {rank} on {host[rank]} to {(rank + 1) % size} on {host[(rank + 1) % size]}" for rank in range(size)
+        ]
+        slowest = max(range(size), key=links.latencies.__getitem__)
+        late = late_links(links.latencies, [host[rank] == host[(rank + 1) % size] for rank in range(size)])
+        wrong = "far above the others: " + "; ".join(ends[link] for link in late) if late else None
+        yield Finding("ping", f"{1e6 * links.latencies[slowest]:.1f} us at most, {ends[slowest]}", wrong, False)
+    if links.bandwidth:
+        pair = min(links.bandwidth, key=links.bandwidth.__getitem__)
+        slow = [_pair(nodes, other) for other in slow_pairs(links.bandwidth, len(nodes))]
+        wrong = f"{len(slow)} slow though the nodes are fast with others: {', '.join(slow[:5])}" if slow else None
+        yield Finding("pairs", f"{links.bandwidth[pair] / 1e9:.2f} GB/s at least, {_pair(nodes, pair)}", wrong, False)
+
+
+def folder_finding(nodes: Sequence[Node], folder: Folder) -> Finding:
+    wrong, needed = folder.wrong, True
+    if folder.unseen:
+        blind = ", ".join(map(str, _some_of(nodes, folder.unseen)))
+        wrong = (
+            f"what rank 0 wrote there was not seen within {CANARY_SECONDS:.0f} s on {blind}: put run.dir on a file "
+            "system that all nodes share, and start all ranks in the same folder"
+        )
+    elif wrong is None and folder.free < GIB:
+        wrong, needed = "less than 1 GiB for checkpoints", False
+    return Finding("shared folder", f"{folder.path}, {folder.free / GIB:.1f} GiB free", wrong, needed)
+
+
+def version_findings(nodes: Sequence[Node], versions: Sequence[Mapping[str, str | None]]) -> Iterator[Finding]:
+    """Versions that must be the same on all ranks: a line for each that differs, and one for all that do not."""
+    equal = []
+    for name in versions[0]:
+        common, others = deviants([found[name] for found in versions])
+        if not others:
+            equal += [f"{name} {common}"] if common else []
+            continue
+        found = [f"{versions[node.ranks[0]][name] or 'none'} on {node}" for node in _some_of(nodes, others)]
+        wrong = f"{', '.join(found)}; the others have {common or 'none'}"
+        yield Finding(name, "not the same everywhere", wrong)
+    yield Finding("the same", ", ".join(equal))
+
+
+def bundle_findings(folder: str, verify: Callable[[str], list[str]]) -> Iterator[Finding]:
+    """The bundle that `hpcrl submit` has put into the run directory."""
+    bundle = Path(folder) / "bundle"
+    if (bundle / "manifest.json").exists():
+        began = time.perf_counter()
+        problems = verify(str(bundle))
+        took = time.perf_counter() - began
+        wrong = f"{'; '.join(problems[:5])}; submit again" if problems else None
+        yield Finding("bundle", f"{bundle}, checked in {took:.1f} s", wrong)
+
+
+def _agreed_folder(comm: MPI.Intracomm, find_folder: Callable[[], str]) -> str:
+    """The run directory, or its nearest parent that exists, relative if the configuration has a relative path."""
+    found, line = "", None
+    if comm.rank == 0:
+        try:
+            found = find_folder()
+            while not os.path.isdir(found or "."):
+                found = os.path.dirname(found)
+        except Exception as error:
+            if not exits.is_user_error(error):
+                raise
+            line = exits.one_line(error)
+    found, line = broadcast_object(comm, (found, line))
+    if line is not None:
+        if comm.rank == 0:
+            print(line, file=sys.stderr)
+        finish(exits.BAD_INPUT)
+    return found
+
+
+def _try_folder(comm: MPI.Intracomm, folder: str) -> Folder:
+    """Write a file on rank 0, and look for it on every rank, relative to its own working directory."""
+    path = os.path.abspath(folder)
+    token, wrong = secrets.token_hex(8), None
+    if comm.rank == 0:
+        wrong = write_canary(path, token)
+    token, wrong = broadcast_object(comm, (token, wrong))
+    seen = all_gather_object(comm, wrong is not None or see_canary(path, token))
+    if comm.rank == 0:
+        canary_path(path, token).unlink(missing_ok=True)
+    free = shutil.disk_usage(path).free if comm.rank == 0 else 0  # other nodes may not have that folder
+    return Folder(path, free, wrong, [rank for rank, saw in enumerate(seen) if not saw])
+
+
+def _some_of(nodes: Sequence[Node], ranks: Sequence[int]) -> list[Node]:
+    """The nodes of `ranks`, with only these ranks."""
+    return [Node(node.host, own) for node in nodes if (own := [rank for rank in node.ranks if rank in ranks])]
+
+
+def _pair(nodes: Sequence[Node], pair: Pair) -> str:
+    return f"{nodes[pair[0]].host} and {nodes[pair[1]].host}"
+
+
+def _give_up(status: RankStatus) -> NoReturn:
+    """End the job when a dead link makes MPI wait forever. Every rank prints the step that it is in."""
+    rank = launched_rank(os.environ) or "?"
+    os.write(2, f"hpcrl check: rank {rank} on {node_name()} is still {status.phase} after {DEADLINE:.0f} s\n".encode())
+    time.sleep(1.0)  # launchers drop output that is still in their pipes when the first rank exits
+    os._exit(exits.OTHER)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank finds on its node.
+
+    versions: versions that must be the same on all ranks, None for what is not installed. address: this node's address
+    for other nodes, with its interface. no_address: why it has none. scratch_free: bytes.
+    """
+
+    host: str
+    versions: dict[str, str | None]
+    address: str
+    no_address: str | None
+    scratch: str
+    scratch_free: int
+
+
+def find_facts(mpi_library: str) -> Facts:
+    address, no_address = address_here()
+    scratch = os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir()
+    free = shutil.disk_usage(scratch).free
+    return Facts(node_name(), versions(mpi_library), address, no_address, scratch, free)
+
+
+def versions(mpi_library: str) -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "MPI library": library_name(mpi_library)}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found | {"hpcrl's code": code_hash(Path(__file__).parents[1]), "CUDA driver": cuda_driver()}
+
+
+def code_hash(folder: Path) -> str:
+    """Hash of the Python files below a folder: the same version may be another checkout."""
+    digest = hashlib.blake2b(digest_size=4)
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cuda_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path(path).read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found.group() if found else "of unknown version"
+
+
+def address_here() -> tuple[str, str | None]:
+    """This node's address, such as `10.0.0.3 (hsn0)`, and why other nodes cannot reach it, or None."""
+    try:
+        address = own_address(socket.gethostname())
+    except InputError as error:
+        return "no address", str(error)
+    wrong = None
+    if ipaddress.IPv4Address(address).is_link_local:
+        wrong = f"its address {address} is link-local: other nodes cannot reach it; correct it in DNS or /etc/hosts"
+    return f"{address} ({interface_of(address)})", wrong
+
+
+def interface_of(address: str) -> str:
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
+            return str(name)
+    return "?"
+
+
+def write_canary(folder: str, token: str) -> str | None:
+    """Write `token` to a file that is named after it. Returns what is wrong if that fails."""
+    try:
+        canary_path(folder, token).write_text(token, encoding="utf-8")
+    except OSError as error:
+        return f"cannot be written to ({error.strerror})"
+    return None
+
+
+def see_canary(folder: str, token: str, timeout: float = CANARY_SECONDS) -> bool:
+    """Whether the file is visible here, with its content, within `timeout` seconds: caches of nodes may delay it."""
+    give_up = time.monotonic() + timeout
+    while True:
+        try:
+            if canary_path(folder, token).read_text(encoding="utf-8") == token:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+
+
+def canary_path(folder: str, token: str) -> Path:
+    return Path(folder) / f".canary_{token}"

@@ -1,0 +1,107 @@
+"""How a job ends: exit codes, the error for bad input, and exit.json, from which a batch script reads what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from hpcrl.runtime.launcher import is_first_launched
+
+DONE = 0
+OTHER = 1
+BAD_INPUT = 2
+REQUEUE = 85
+HANG = 86
+CHECKSUM = 87
+INTERRUPTED = 130
+
+
+class InputError(Exception):
+    """Bad input, in one line: what was found, what was expected, what to do next.
+
+    Shown as `hpcrl: error: <line>`; exit code 2, no traceback.
+    `everywhere`: all ranks raise this error, so that they can finalize MPI together.
+    """
+
+    user_error = True
+
+    def __init__(self, line: str, *, everywhere: bool = False):
+        super().__init__(line)
+        self.everywhere = everywhere
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether `error` is bad input. Error classes of layers that do not import this module have the attribute too."""
+    return bool(getattr(error, "user_error", False))
+
+
+def exit_code(error: BaseException) -> int:
+    """Exit code of a job that ends with this uncaught error."""
+    if is_user_error(error):
+        return BAD_INPUT
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return int(getattr(error, "exit_code", OTHER))
+
+
+def one_line(error: BaseException) -> str:
+    """`hpcrl: error: <message>`, with line breaks folded into spaces."""
+    return "hpcrl: error: " + " ".join(str(error).split())
+
+
+def summary(error: BaseException) -> str:
+    """The text of an error in exit.json."""
+    return str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
+
+
+def write_exit(
+    run_dir: str | os.PathLike[str] | None,
+    code: int,
+    rank: int | None = None,
+    role: str | None = None,
+    phase: str | None = None,
+    error: str | None = None,
+) -> bool:
+    """Write exit.json atomically, and only if none exists: the first rank that fails is the cause.
+
+    Returns whether this call wrote it. Returns True as well without a run directory, or if the file cannot be written,
+    so that the caller still reports the error.
+    """
+    if run_dir is None:
+        return True
+    record = {"code": code, "rank": rank, "role": role, "phase": phase, "error": error}
+    target = Path(run_dir) / "exit.json"
+    try:
+        handle, draft = tempfile.mkstemp(prefix=".exit.", dir=run_dir)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps(record, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(draft, target)  # unlike rename, link fails if another rank was first
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(draft)
+    except OSError:
+        return True
+
+
+def clear_exit(run_dir: str | os.PathLike[str]) -> None:
+    """Remove the exit.json of an earlier attempt of the same run."""
+    (Path(run_dir) / "exit.json").unlink(missing_ok=True)
+
+
+def exit_with_error(error: BaseException) -> NoReturn:
+    """End a process that has not started MPI: the first one prints one line, all exit with code 2."""
+    if is_first_launched(os.environ):
+        print(one_line(error), file=sys.stderr, flush=True)
+    else:
+        time.sleep(0.5)  # a launcher may kill the first process as soon as another one has exited
+    os._exit(BAD_INPUT)

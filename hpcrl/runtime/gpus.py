@@ -1,0 +1,239 @@
+"""Selection of each rank's GPU, and one-line errors for GPUs that a job cannot use."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.util
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.mpi import all_gather_object, run_collectively
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+log = logging.getLogger(__name__)
+
+BFLOAT16_CAPABILITY = (8, 0)
+ON_CPU = "set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+
+
+@dataclass(frozen=True)
+class FoundGpus:
+    """GPUs of this node.
+
+    num_devices: GPUs that the driver has device files for. num_usable: GPUs that torch can use. wheel_cuda: CUDA
+    version that torch is built for, None for a CPU build. visible: CUDA_VISIBLE_DEVICES. If torch can use none:
+    driver_cuda is the newest CUDA version that the driver supports (None without a driver library), and problem is
+    torch's warning.
+    """
+
+    num_devices: int
+    num_usable: int
+    wheel_cuda: str | None
+    visible: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """capability: compute capability. wheel_archs: architectures that torch has kernels for, such as sm_90."""
+
+    name: str
+    capability: tuple[int, int]
+    wheel_archs: Sequence[str]
+
+
+def find_gpus() -> FoundGpus:
+    """Find this node's GPUs by torch, the driver and /dev. Imports torch."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        num_usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_devices = len(glob.glob("/dev/nvidia[0-9]*")) if os.path.exists("/dev/nvidiactl") else 0
+    found = FoundGpus(num_devices, num_usable, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if num_usable or not num_devices:
+        return found
+    problem = " ".join(str(warning.message) for warning in caught)
+    return replace(found, driver_cuda=driver_cuda_version(), problem=problem)
+
+
+def driver_cuda_version() -> tuple[int, int] | None:
+    """Newest CUDA version that the driver supports, or None without a driver. Does not initialize CUDA."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def unusable(found: FoundGpus) -> str | None:
+    """Why torch can use none of the node's GPUs, and what to do.
+
+    None if it can use one, if there are none, or if the user has chosen the CPU: by CUDA_VISIBLE_DEVICES, or by a torch
+    that is built for the CPU.
+    """
+    if found.num_usable or not found.num_devices or found.wheel_cuda is None:
+        return None
+    if found.visible is not None and found.visible.strip() in ("", "-1", "NoDevFiles"):
+        return None
+    here = f"this node has {found.num_devices} GPU{'s' * (found.num_devices > 1)}, but torch can use none"
+    if found.driver_cuda is None:
+        return f"{here}: the driver's library libcuda.so.1 is missing or broken; install the NVIDIA driver, or {ON_CPU}"
+    wheel_major = int(found.wheel_cuda.split(".")[0])
+    if found.driver_cuda[0] < wheel_major:
+        newest = ".".join(map(str, found.driver_cuda))
+        return (
+            f"{here}: its NVIDIA driver supports CUDA {newest} at most, and torch is built for {found.wheel_cuda}; "
+            f"update the driver, install a torch that is built for CUDA {found.driver_cuda[0]}, or {ON_CPU}"
+        )
+    named = "" if found.visible is None else f" with CUDA_VISIBLE_DEVICES={found.visible}"
+    why = f" ({found.problem})" if found.problem else ""
+    return f"{here}{named}{why}; ask the batch system for GPUs (--gpus-per-node), try nvidia-smi, or {ON_CPU}"
+
+
+def check_usable(found: FoundGpus) -> None:
+    """Raise InputError if the job would run on the CPU by mistake."""
+    if (problem := unusable(found)) is not None:
+        raise InputError(problem)
+
+
+def unused(found: FoundGpus) -> str | None:
+    """A line about GPUs that a CPU build of torch does not use, or None."""
+    if found.wheel_cuda is None and found.num_devices:
+        return f"torch is built for the CPU; the GPUs of this node ({found.num_devices}) are not used"
+    return None
+
+
+def too_old(gpu: Gpu) -> str | None:
+    """Error text if this torch has no kernels for the GPU, otherwise None."""
+    if not gpu.wheel_archs or any(runs_on(gpu.capability, arch) for arch in gpu.wheel_archs):
+        return None
+    return (
+        f"{gpu.name} has compute capability {version_text(gpu.capability)}, which this torch has no kernels for "
+        f"({', '.join(gpu.wheel_archs)}); install a torch that has them, or {ON_CPU}"
+    )
+
+
+def lacks_bfloat16(gpu: Gpu) -> str | None:
+    """Error text if the GPU has no bfloat16, otherwise None."""
+    if gpu.capability >= BFLOAT16_CAPABILITY:
+        return None
+    return (
+        f"{gpu.name} has compute capability {version_text(gpu.capability)}, and bfloat16 needs "
+        f"{version_text(BFLOAT16_CAPABILITY)} or newer; set model.dtype and rollout.dtype to float32"
+    )
+
+
+def runs_on(capability: tuple[int, int], arch: str) -> bool:
+    """Whether a GPU runs code that is built for `arch`.
+
+    sm_80 runs on 8.x from 8.0 on, compute_80 (PTX, compiled when it is loaded) on all from 8.0 on, sm_90a on 9.0 only.
+    """
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    if match is None:
+        return False
+    kind, built_for = match[1], (int(match[2]), int(match[3]))
+    if match[4] == "a":
+        return capability == built_for
+    return capability >= built_for and (kind == "compute" or capability[0] == built_for[0])
+
+
+def version_text(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def missing_triton(environ: Mapping[str, str], is_installed: bool) -> str | None:
+    """Error text if Triton is not installed and HPCRL_KERNELS is not torch, otherwise None."""
+    if is_installed or environ.get("HPCRL_KERNELS") == "torch":
+        return None
+    return (
+        "Triton is not installed, and without its kernels a job on GPUs is slow and takes more memory; "
+        "`pip install triton`, or set HPCRL_KERNELS=torch to use the functions of torch"
+    )
+
+
+def triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def gpu_here(index: int) -> Gpu:
+    """The GPU with this index in torch."""
+    cuda = sys.modules["torch"].cuda
+    return Gpu(cuda.get_device_name(index), tuple(cuda.get_device_capability(index)), tuple(cuda.get_arch_list()))
+
+
+def pci_id(properties: Any) -> str:
+    """PCI id such as 0000:17:00.0 from torch's properties of a GPU; empty for a torch older than 2.8."""
+    if not hasattr(properties, "pci_bus_id"):
+        return ""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def check_gpu(gpu: Gpu, *, needs_bfloat16: bool, environ: Mapping[str, str], has_triton: bool) -> None:
+    """Raise InputError if a job cannot run on the GPU."""
+    problem = too_old(gpu) or (lacks_bfloat16(gpu) if needs_bfloat16 else None) or missing_triton(environ, has_triton)
+    if problem is not None:
+        raise InputError(problem)
+
+
+def check_all_or_none(counts: Sequence[int]) -> None:
+    """Raise InputError if some ranks have GPUs and others have none. `counts`: usable GPUs of each rank."""
+    if any(counts) and not all(counts):
+        without, having = counts.index(0), [count > 0 for count in counts].index(True)
+        raise InputError(
+            f"rank {without} can use no GPU, and rank {having} can; run all ranks on nodes with GPUs, or {ON_CPU}"
+        )
+
+
+def check_own_gpus(uuids: Sequence[str]) -> None:
+    """Raise InputError if two ranks have the same GPU. `uuids`: of each rank's GPU."""
+    for rank, uuid in enumerate(uuids):
+        first = uuids.index(uuid)
+        if first < rank:
+            raise InputError(
+                f"ranks {first} and {rank} have the same GPU ({uuid}), and NCCL takes one rank per GPU; start as many "
+                "ranks per node as it has GPUs (job.ntasks_per_node), or set HPCRL_SHARE_GPU=1 for a slow test"
+            )
+
+
+def select_device(comm: MPI.Intracomm, local_rank: int, *, needs_bfloat16: bool) -> tuple[torch.device, bool]:
+    """Select this rank's device; returns it and whether ranks share a GPU. Collective.
+
+    Raises InputError on all ranks if one of them cannot run.
+    """
+    import torch
+
+    found = find_gpus()
+    run_collectively(comm, lambda: check_usable(found))
+    if comm.rank == 0 and (line := unused(found)):
+        log.warning(line)
+    counts = all_gather_object(comm, found.num_usable)
+    run_collectively(comm, lambda: check_all_or_none(counts))
+    if not found.num_usable:
+        return torch.device("cpu"), False
+    device = torch.device("cuda", local_rank % found.num_usable)
+    torch.cuda.set_device(device)
+    gpu, has_triton = gpu_here(device.index), triton_is_installed()
+    run_collectively(
+        comm,
+        lambda: check_gpu(gpu, needs_bfloat16=needs_bfloat16, environ=os.environ, has_triton=has_triton),
+    )
+    uuids = all_gather_object(comm, str(torch.cuda.get_device_properties(device).uuid))
+    may_share = os.environ.get("HPCRL_SHARE_GPU") == "1"
+    run_collectively(comm, lambda: None if may_share else check_own_gpus(uuids))
+    return device, len(set(uuids)) < len(uuids)

@@ -1,0 +1,233 @@
+"""The entry of every job: start MPI, load the config on rank 0, start logs, watchdog and torch, run main, and end."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+
+from hpcrl.runtime import exits, rank_status, watchdog
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.launcher import is_first_launched
+from hpcrl.runtime.mpi import broadcast_object
+from hpcrl.runtime.rank_status import RankStatus
+from hpcrl.runtime.stop import StopRequests, block_signals, end_of_allocation
+from hpcrl.runtime.world import (
+    World,
+    abort,
+    finish,
+    set_deterministic_libraries,
+    set_torch_precision,
+    start_mpi,
+    start_torch,
+)
+from hpcrl.sandbox import fork_server
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class RunSection(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def dir(self) -> str: ...
+    @property
+    def c10d_backend(self) -> str: ...
+    @property
+    def full_determinism(self) -> bool: ...
+    @property
+    def nccl_timeout(self) -> int: ...
+    @property
+    def memory_snapshot(self) -> bool: ...
+    @property
+    def cpu_bind(self) -> bool: ...
+    @property
+    def watchdog(self) -> watchdog.WatchdogLimits: ...
+
+
+class JobConfig(Protocol):
+    """The part of the configuration that every job uses; `hpcrl.config.schema.Config` has it."""
+
+    @property
+    def run(self) -> RunSection: ...
+
+
+C = TypeVar("C", bound=JobConfig)
+# (config, number of ranks, rank, role, phase) -> text
+Advice = Callable[[C, int, int, str | None, str | None], str]
+
+
+def run_spmd(
+    load: Callable[[], C],
+    main: Callable[[World, C], int],
+    *,
+    handles_signals: bool = False,
+    memory_advice: Advice[C] | None = None,
+) -> NoReturn:
+    """Run a job on every rank that the launcher started, and end the process with the job's exit code.
+
+    Args:
+        load: makes the configuration. Runs on rank 0 only, so that a template is read, and an error in it is reported,
+            once.
+        main: the job on every rank; returns the exit code. The highest code of all ranks counts.
+        handles_signals: `main` polls `world.stop` and ends when a signal has arrived. Otherwise SIGTERM and SIGUSR1
+            kill.
+        memory_advice: returns what to add to the error of a rank whose GPU is out of memory.
+
+    A user error that all ranks raise ends the job with exit code 2. Any other exception ends it by MPI_Abort, with the
+    rank, its role and phase (`world.status`) and the traceback on the terminal and in exit.json.
+    """
+    if handles_signals:
+        block_signals()
+    ends_at = end_of_allocation(os.environ) if is_first_launched(os.environ) else None
+    os.umask(0o077)  # a run directory holds data and weights; child processes inherit the mask
+    fork_server.start()
+    if handles_signals:
+        block_signals()  # again: multiprocessing unblocks SIGTERM
+    try:
+        comm = start_mpi()
+    except InputError as error:
+        exits.exit_with_error(error)
+    run_dir = None
+    status = RankStatus(phase="start")
+    try:
+        config = load_once(comm, load)
+        run_dir = run_directory(config)
+        start_logging(run_dir, comm.rank)
+        set_deterministic_libraries(config.run.full_determinism)
+        watchdog.start(run_dir, comm.rank, comm.size, status, config.run.watchdog)
+        world = start_torch(
+            comm,
+            config.run.c10d_backend,
+            with_tensorrt_llm=uses_tensorrt_llm(config),
+            needs_bfloat16="bfloat16" in getattr(config, "dtypes", ()),
+            cpu_bind=config.run.cpu_bind,
+            nccl_timeout=config.run.nccl_timeout,
+            stop=StopRequests(comm.rank) if handles_signals else None,
+            ends_at=broadcast_object(comm, ends_at),
+            status=status,
+        )
+        remove_torch_log_handlers()
+        set_torch_precision(config.run.full_determinism)
+        from hpcrl.runtime import accelerator, platform  # import torch
+
+        if config.run.memory_snapshot:
+            accelerator.record_memory_history(world.device)
+        platform.import_megatron()
+        code = max(world.all_gather_object(main(world, config)))
+        status.role, status.phase = None, "end"
+    except BaseException as error:
+        if getattr(error, "everywhere", False):
+            if comm.rank == 0:
+                exits.write_exit(run_dir, exits.BAD_INPUT, error=exits.summary(error))
+                print(exits.one_line(error), file=sys.stderr)
+            finish(exits.BAD_INPUT)
+        if run_dir is not None and "torch" in sys.modules:
+            error = _explain_out_of_memory(error, config, run_dir, comm, status, memory_advice)
+        abort(error, run_dir=run_dir, rank=comm.rank, role=status.role, phase=status.phase)
+    if comm.rank == 0:
+        exits.write_exit(run_dir, code)
+    finish(code)
+
+
+def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
+    """Load the configuration and make the run directory on rank 0, and return the configuration on every rank.
+
+    A user error is raised on all ranks. Collective.
+    """
+    config, line = None, None
+    if comm.rank == 0:
+        try:
+            config = load()
+            make_run_directory(run_directory(config))
+        except Exception as error:
+            if not exits.is_user_error(error):
+                raise
+            line = str(error)
+    config, line = broadcast_object(comm, (config, line))
+    if line is not None:
+        raise InputError(line, everywhere=True)
+    return config
+
+
+def _explain_out_of_memory(
+    error: BaseException,
+    config: C,
+    run_dir: Path,
+    comm: MPI.Intracomm,
+    here: RankStatus,
+    advice: Advice[C] | None,
+) -> BaseException:
+    """`error`, with an explanation if it says that a GPU is out of memory."""
+    snapshot = run_dir / "logs" / f"oom_rank_{comm.rank:05d}.pickle" if config.run.memory_snapshot else None
+    place = config, comm.size, comm.rank, here.role, here.phase
+    try:
+        from hpcrl.runtime import accelerator  # import torch
+
+        if not accelerator.is_out_of_memory(error):
+            return error
+        advice_here = partial(advice, *place) if advice is not None else str
+        return accelerator.explain_out_of_memory(error, comm.rank, here, advice_here, snapshot)
+    except Exception:  # the job must end with the first error, whatever the state of torch
+        logging.getLogger("hpcrl").exception("rank %d failed to explain its error", comm.rank)
+        return error
+
+
+def uses_tensorrt_llm(config: object) -> bool:
+    """Whether the job generates with TensorRT-LLM. Jobs without generation have no rollout section."""
+    return getattr(getattr(config, "rollout", None), "engine", None) == "tensorrt_llm"
+
+
+def run_directory(config: JobConfig) -> Path:
+    """`<run.dir>/<run.name>` as an absolute path, because a rank may change its working directory later."""
+    return Path(os.path.abspath(os.path.join(config.run.dir, config.run.name)))
+
+
+def make_run_directory(path: Path) -> None:
+    """Make the run directory, readable by the user only, and remove exit.json and heartbeats of an earlier attempt."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        exits.clear_exit(path)
+        shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
+    except OSError as error:
+        why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"
+        raise InputError(why) from error
+
+
+class TerminalFormatter(logging.Formatter):
+    """`12:30:05 message`, with the level before the message unless it is INFO."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self.formatTime(record, '%H:%M:%S')} {level}{super().format(record)}"
+
+
+def start_logging(run_dir: str | os.PathLike[str], rank: int) -> None:
+    """Log everything, including warnings, to `<run_dir>/logs/rank_%05d.log`; rank 0 also prints hpcrl's lines."""
+    folder = Path(run_dir) / "logs"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = logging.FileHandler(folder / f"rank_{rank:05d}.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.root.addHandler(file)
+    logging.root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    if rank == 0:
+        terminal = logging.StreamHandler(sys.stdout)
+        terminal.setFormatter(TerminalFormatter())
+        logging.getLogger("hpcrl").addHandler(terminal)
+    faulthandler.enable()  # a crash in a library shows its Python stack on stderr
+
+
+def remove_torch_log_handlers() -> None:
+    """Remove the stream handlers of torch's loggers, so that its warnings go to the ranks' log files only."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch":
+            logger.handlers = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
+            logger.propagate = True

@@ -1,0 +1,80 @@
+"""What the launcher and the batch system set for a process: its rank and node, and whether MPI found the other ranks.
+
+Environment variables and strings only: nothing here calls MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+
+
+def node_name() -> str:
+    """Name of this node: Slurm's, so that it can be excluded from a job, otherwise the host name."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def launched_rank(environ: Mapping[str, str]) -> str | None:
+    """This process's rank according to the launcher, or None without a launcher."""
+    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        if name in environ:
+            return environ[name]
+    return None
+
+
+def is_first_launched(environ: Mapping[str, str]) -> bool:
+    """Whether this process is rank 0 according to the launcher: before MPI starts, only that one prints."""
+    return launched_rank(environ) in (None, "0")
+
+
+def on_one_node(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks are on this node, according to the launcher: this is needed before MPI starts."""
+    for here, all_ranks in (("MPI_LOCALNRANKS", "PMI_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")):
+        if here in environ and all_ranks in environ:
+            return environ[here] == environ[all_ranks]
+    nodes = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_JOB_NUM_NODES"))
+    if nodes is not None:
+        return nodes == "1"
+    return not any(name in environ for name in ("PMI_SIZE", "PMIX_RANK"))  # started without a launcher
+
+
+def library_name(version: str) -> str:
+    """'MPICH 5.0.2' from the string that MPI_Get_library_version returns."""
+    first = version.replace("\x00", "").strip().split("\n")[0].split(",")[0]
+    return " ".join(first.replace("Version:", "").split())
+
+
+def split_world(environ: Mapping[str, str], size: int, library: str) -> str | None:
+    """Error text if the launcher started several ranks and each of them is an MPI world of its own, otherwise None.
+
+    Variables of the launcher closest to the rank count: under mpiexec inside a Slurm job, Slurm's variables describe
+    mpiexec.
+    """
+    if size > 1:
+        return None
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        count = environ.get(name, "")
+        if not count.isdigit():
+            continue
+        if int(count) <= 1:
+            return None
+        mpich = "MPICH" in library.upper()
+        if name == "SLURM_NTASKS":
+            return (
+                f"this job has {count} tasks ({name}={count}) but one process was started, without srun: its MPI world "
+                f"has size 1; start it with `srun {srun_flag(mpich)} python -m hpcrl ...`, or with `mpiexec -n 1` when "
+                "one rank is meant"
+            )
+        return (
+            f"{count} ranks were started ({name}={count}) but each is an MPI world of its own, of size 1: the launcher "
+            f"and the MPI library ({library_name(library)}) do not use the same process-management interface; start "
+            f"with `srun {srun_flag(mpich)} ...`, or with the mpiexec of the same MPI library "
+            f"({os.path.join(sys.prefix, 'bin', 'mpiexec')})"
+        )
+    return None
+
+
+def srun_flag(mpich: bool) -> str:
+    return "--mpi=pmi2" if mpich else "--mpi=pmix"

@@ -1,0 +1,34 @@
+"""Import of the user's Python files: samplers, losses, reward functions, tools."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from hashlib import blake2b
+from types import ModuleType
+
+
+def import_file(path: str | os.PathLike[str]) -> ModuleType:
+    """Import a Python file, once in a process, and return its module. The file may import from its own folder.
+
+    Raises ImportError if there is no such file, and any exception of the file itself.
+    """
+    file = os.path.realpath(path)
+    name = f"hpcrl_user_{blake2b(file.encode(), digest_size=8).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not os.path.isfile(file):
+        raise ImportError("no such file; name a Python file")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file; expected one that ends in .py")
+    if os.path.dirname(file) not in sys.path:
+        sys.path.insert(0, os.path.dirname(file))
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look up their module here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,283 @@
+"""A thread on each rank that writes heartbeats, and ends the job with a hang report when no rank makes progress.
+
+It uses files and `faulthandler`, never MPI and never the main thread, because these may hang. The lowest rank whose
+watchdog runs leads the report, so any rank may be the one that hangs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol, TextIO
+
+from hpcrl.runtime import exits, rank_status
+from hpcrl.runtime.hang_report import Diagnosis, diagnose, is_hang, render
+from hpcrl.runtime.launcher import node_name
+from hpcrl.runtime.mpi import wait_time
+from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
+from hpcrl.sandbox import fork_server
+
+log = logging.getLogger(__name__)
+
+STRAGGLERS_FILE = "stragglers.jsonl"  # in the run directory: a line for each rank that was much slower than its peers
+STALE_BEATS = 4  # a heartbeat that is older than this many intervals belongs to a process that does not run
+NEIGHBOURS = 16  # ranks whose heartbeats are read at a time, if rank 0's watchdog does not run
+EARLY = 4  # a rank reads the others' heartbeats from min_seconds / EARLY on, because their age is known only by reading
+COLLECTING, WRITTEN = 1, 2  # Heartbeat.report_state
+REPORT_TIMEOUT = 60.0  # seconds that a rank waits for the leader's report
+POLL = 0.1  # seconds
+SECONDS_TO_REPORT = 1.0  # launchers drop output that is still in their pipes when the first rank exits
+
+
+class WatchdogLimits(Protocol):
+    """`run.watchdog`; hpcrl.config.schema has it."""
+
+    @property
+    def enable(self) -> bool: ...
+    @property
+    def publish_seconds(self) -> float: ...
+    @property
+    def min_seconds(self) -> float: ...
+    @property
+    def factor(self) -> float: ...
+    @property
+    def first_seconds(self) -> float: ...
+
+
+def start(run_dir: Path, rank: int, size: int, status: RankStatus, limits: WatchdogLimits) -> None:
+    """Start this rank's watchdog, a daemon thread that runs until the process ends."""
+    if not limits.enable:
+        return
+    folder = run_dir / rank_status.FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    watchdog = Watchdog(run_dir, rank, size, status, limits)
+    watchdog.publish()
+    threading.Thread(target=watchdog.run, name="watchdog", daemon=True).start()
+
+
+class Clock:
+    """Seconds in which this thread has run. Time in which it was suspended, as by SIGSTOP or by a file system that did
+    not answer, must not count as silence of other ranks."""
+
+    def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = 2 * interval
+        self._clock = clock
+        self._last = clock()
+        self._now = 0.0
+
+    def now(self) -> float:
+        last, self._last = self._last, self._clock()
+        self._now += min(self._last - last, self._most)
+        return self._now
+
+
+class ProgressTimer:
+    """How long a rank has made no progress, and how long it may.
+
+    The timeout of a phase that has ended before is `factor` times the longest silence in it so far, at least
+    `min_seconds`. The timeout of a new phase, which may compile, read or connect, is `first_seconds`. A rank that waits
+    for other ranks has no longer timeout of its own: theirs count.
+
+    A background thread that writes a checkpoint ends the silence too, because all ranks may wait for it, but the
+    longest silence of the phase does not depend on it.
+    """
+
+    def __init__(self, status: RankStatus, limits: WatchdogLimits) -> None:
+        self._status = status
+        self._limits = limits
+        self._longest: dict[str, float] = {}  # "role.phase" -> seconds
+        self._mark = self._progress()
+        self._since = 0.0
+        self._background, self._background_since = status.background_ticks, 0.0
+
+    def silent_seconds(self, now: float) -> float:
+        """Seconds from the last progress until `now`."""
+        mark = self._progress()
+        if mark != self._mark:
+            name = self._mark[0]
+            self._longest[name] = max(self._longest.get(name, 0.0), now - self._since)
+            self._mark, self._since = mark, now
+        if (background := self._status.background_ticks) != self._background:
+            self._background, self._background_since = background, now
+        return now - max(self._since, self._background_since)
+
+    def timeout(self, waiting_s: float) -> float:
+        """Seconds that the rank may be silent, if it has waited for other ranks for `waiting_s`."""
+        cfg, name = self._limits, self._status.name
+        if waiting_s >= cfg.min_seconds:
+            return cfg.min_seconds
+        if name not in self._status.ended:
+            return max(cfg.first_seconds, cfg.min_seconds)
+        return max(cfg.factor * self._longest.get(name, 0.0), cfg.min_seconds)
+
+    def _progress(self) -> tuple[str, int, int]:
+        status = self._status
+        return status.name, status.switches, status.ticks
+
+
+class Watchdog:
+    def __init__(self, run_dir: Path, rank: int, size: int, status: RankStatus, limits: WatchdogLimits) -> None:
+        self._run_dir = run_dir
+        self._folder = run_dir / rank_status.FOLDER
+        self._rank = rank
+        self._size = size
+        self._status = status
+        self._limits = limits
+        self._interval = limits.publish_seconds
+        self._clock = Clock(self._interval)
+        self._progress = ProgressTimer(status, limits)
+        self._peers = Peers(self._folder, STALE_BEATS * self._interval)
+        self._beat = 0
+        self._report_state = 0
+        self._has_dumped = False
+        self._stacks: TextIO = open(rank_status.stacks_path(self._folder, rank), "w", encoding="utf-8")
+
+    def run(self) -> None:
+        while True:
+            time.sleep(self._interval)
+            try:
+                self._check()
+            except OSError as error:  # the file system is full or unavailable for a while
+                log.warning("the watchdog cannot use %s: %s", self._folder, error.strerror)
+
+    def publish(self) -> Heartbeat:
+        """Write this rank's heartbeat."""
+        self._beat += 1
+        status, since = self._status, wait_time.since
+        waiting = time.perf_counter() - since if since is not None else 0.0
+        heartbeat = Heartbeat(
+            rank=self._rank,
+            host=node_name(),
+            pid=os.getpid(),
+            role=status.role,
+            phase=status.phase,
+            step=status.step,
+            command=status.command,
+            ticks=status.ticks,
+            beat=self._beat,
+            silent_s=self._progress.silent_seconds(self._clock.now()),
+            waiting_s=waiting,
+            timeout_s=self._progress.timeout(waiting),
+            report_state=self._report_state,
+            has_dumped=self._has_dumped,
+        )
+        rank_status.write_heartbeat(self._folder, heartbeat)
+        return heartbeat
+
+    def _check(self) -> None:
+        heartbeat = self.publish()
+        # C code that holds the interpreter's lock stops this thread too; then a C thread writes the stack traces.
+        faulthandler.dump_traceback_later(self._limits.min_seconds / 2, file=self._stacks)
+        if heartbeat.silent_s < self._limits.min_seconds / EARLY:
+            self._peers.forget()
+            return
+        leader = self._leader()
+        if leader is None:
+            self._lead()
+        elif leader.heartbeat is not None and leader.heartbeat.report_state:
+            self._follow(leader.rank)
+
+    def _leader(self) -> PeerStatus | None:
+        """The lowest rank below this one whose watchdog runs.
+
+        A rank that is read for the first time counts as running.
+        """
+        now, first, count = self._clock.now(), 0, 1
+        while first < self._rank:
+            peers = self._peers.read(range(first, min(first + count, self._rank)), now)
+            running = [peer for peer in peers if not peer.is_stale]
+            if running:
+                return running[0]
+            first, count = first + count, NEIGHBOURS
+        return None
+
+    def _all_ranks(self) -> list[PeerStatus]:
+        return self._peers.read(range(self._size), self._clock.now())
+
+    def _lead(self) -> None:
+        """End the job with a report if no rank has made progress within its timeout."""
+        timeout = max(self._limits.first_seconds, self._limits.min_seconds)
+        ranks = self._all_ranks()
+        if not is_hang(ranks, timeout):
+            return
+        log.error("no rank made progress for %.0f s; collecting stack traces", min(peer.silent_s for peer in ranks))
+        self._dump(COLLECTING)
+        give_up = time.monotonic() + STALE_BEATS * self._interval + SECONDS_TO_REPORT
+        while time.monotonic() < give_up and not all(p.is_stale or _has_dumped(p) for p in self._all_ranks()):
+            time.sleep(POLL)
+            self.publish()
+        ranks = self._all_ranks()
+        if is_hang(ranks, timeout):
+            self._end(diagnose(ranks))
+        self._cancel()
+
+    def _follow(self, leader: int) -> None:
+        """Write this rank's stack traces, then exit once the leader has written its report, unless it cancels it."""
+        self._dump(0)
+        give_up = time.monotonic() + REPORT_TIMEOUT
+        while time.monotonic() < give_up:
+            heartbeat = rank_status.read_heartbeat(self._folder, leader)
+            if heartbeat is not None and heartbeat.report_state == WRITTEN:
+                _exit(2 * SECONDS_TO_REPORT)
+            if heartbeat is not None and not heartbeat.report_state:
+                break
+            time.sleep(POLL)
+            self.publish()
+        self._cancel()
+
+    def _dump(self, report_state: int) -> None:
+        self._stacks.truncate(0)
+        self._stacks.seek(0)
+        faulthandler.dump_traceback(self._stacks)
+        self._report_state, self._has_dumped = report_state, True
+        self.publish()
+
+    def _cancel(self) -> None:
+        log.warning("progress resumed; hang report cancelled")
+        self._report_state, self._has_dumped = 0, False
+
+    def _end(self, diagnosis: Diagnosis) -> NoReturn:
+        stacks = {rank: self._stacks_of(rank) for rank in diagnosis.culprits}
+        first = diagnosis.first
+        role, phase = (first.role, first.phase) if first else (None, None)
+        target = self._run_dir / "verdict.md"
+        try:
+            text = render(diagnosis, stacks, os.environ, time.ctime(), self._slow_before())
+            target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            log.error("cannot write %s: %s", target, error.strerror)
+        rank = diagnosis.culprits[0] if diagnosis.is_clear else None
+        exits.write_exit(self._run_dir, exits.HANG, rank, role, phase, diagnosis.sentence)
+        log.error("%s", diagnosis.sentence)
+        os.write(2, f"hpcrl: hang: {diagnosis.sentence}; see {target}\n".encode(errors="replace"))
+        self._report_state = WRITTEN
+        self.publish()
+        _exit(SECONDS_TO_REPORT)
+
+    def _slow_before(self) -> list[str]:
+        try:
+            return (self._run_dir / STRAGGLERS_FILE).read_text(encoding="utf-8").splitlines()[-5:]
+        except OSError:
+            return []
+
+    def _stacks_of(self, rank: int) -> str:
+        try:
+            return rank_status.stacks_path(self._folder, rank).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+
+def _has_dumped(peer: PeerStatus) -> bool:
+    return peer.heartbeat is not None and peer.heartbeat.has_dumped
+
+
+def _exit(seconds: float) -> NoReturn:
+    """Exit without MPI, because the main thread may be in it. The launcher kills ranks that cannot exit."""
+    time.sleep(seconds)
+    fork_server.remove_files()
+    os._exit(exits.HANG)

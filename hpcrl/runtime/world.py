@@ -1,0 +1,325 @@
+"""The world of ranks: starting MPI and torch.distributed, and ending the process, planned or not."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from hpcrl.runtime import cpu_binding, exits, gpus, trtllm
+from hpcrl.runtime.cpu_binding import rank_threads
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.gpus import select_device
+from hpcrl.runtime.launcher import on_one_node, split_world
+from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively
+from hpcrl.runtime.rank_status import RankStatus
+from hpcrl.runtime.rendezvous import KeyValueStore, connect_store, open_store
+from hpcrl.runtime.stop import StopRequests
+from hpcrl.sandbox import fork_server
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_to_close: list[Callable[[], None]] = []
+SECONDS_TO_REPORT = 1.0  # launchers drop output that is still in their pipes when MPI_Abort is called
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    comm: MPI.Intracomm
+    local_rank: int
+    local_size: int
+    threads: int
+    device: torch.device
+    key_value_store: KeyValueStore
+    stop: StopRequests | None = None  # if the job handles signals
+    ends_at: float | None = None  # end of the allocation, in seconds since the epoch
+    status: RankStatus = field(default_factory=RankStatus)
+    nccl_timeout: timedelta | None = None  # of collectives, if device tensors use NCCL
+
+    def barrier(self) -> None:
+        barrier(self.comm)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Return rank `root`'s `obj` on every rank. Collective; uses pickle."""
+        return broadcast_object(self.comm, obj, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return every rank's `obj`, in rank order, on every rank. Collective; uses pickle."""
+        return all_gather_object(self.comm, obj)
+
+    def run_collectively(self, fn: Callable[[], T]) -> T:
+        """Run `fn` on every rank; a user error on any rank is raised on all of them. See `mpi.run_collectively`."""
+        return run_collectively(self.comm, fn)
+
+
+def start_mpi() -> MPI.Intracomm:
+    """Initialise MPI and return a duplicate of its world communicator. Call it first, in the main thread.
+
+    Requests MPI_THREAD_MULTIPLE, though only the main thread calls MPI. Raises InputError if MPI cannot be loaded, or
+    if the launcher started several ranks and each of them is a world of its own.
+    """
+    prepare_environment(os.environ)
+    launched = dict(os.environ)  # an Open MPI singleton adds OMPI_COMM_WORLD_SIZE of its own while it starts
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "multiple"
+        mpi4py.rc.finalize = False  # `finish` does it; after an exception it would wait for the other ranks forever
+        # The watchdog does not run yet, and no other Python thread could: a C thread prints the stack and ends a hang.
+        faulthandler.dump_traceback_later(float(os.environ.get("HPCRL_MPI_START_SECONDS", 600)), exit=True)
+        from mpi4py import MPI
+
+        faulthandler.cancel_dump_traceback_later()
+    except (ImportError, RuntimeError) as error:
+        raise InputError(f"cannot load MPI: {error}; `pip install mpi4py mpich`, then `hpcrl check`") from error
+
+    problem = split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
+    if problem:
+        raise InputError(problem)
+    from hpcrl.runtime.mpi import duplicate
+
+    return duplicate(MPI.COMM_WORLD)
+
+
+def prepare_environment(environ: dict[str, str] | os._Environ[str]) -> None:
+    """Set defaults of variables that libraries read when they start. Variables that the user has set stay."""
+    environ.setdefault("HF_HUB_OFFLINE", "1")
+    environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if on_one_node(environ):
+        # otherwise MPICH and NCCL listen on the address of the outside network
+        environ.setdefault("UCX_NET_DEVICES", "lo")
+        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def use_expandable_segments(environ: dict[str, str] | os._Environ[str]) -> None:
+    """Use expandable segments in torch's caching allocator, unless the user has configured it.
+
+    Roles and the KV cache allocate blocks of different sizes in turn, which fragments the GPU's memory otherwise.
+    """
+    if "PYTORCH_ALLOC_CONF" not in environ:  # the newer name of the variable
+        environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def set_deterministic_libraries(full_determinism: bool) -> None:
+    """Set the variables that make cuBLAS, NCCL and Transformer Engine deterministic. Call it before CUDA starts."""
+    if full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # of Transformer Engine
+
+
+def set_torch_precision(full_determinism: bool) -> None:
+    """Use full fp32 (no TF32) in fp32 products, and fp32 sums in bf16 products.
+
+    With `full_determinism`, nondeterministic kernels raise. The CPU does all of this by default. The dtype of weights
+    and activations is `model.dtype`; log-probs, losses, gradient sums and optimizer state are fp32 whatever it is.
+    """
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if full_determinism and torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def start_torch(
+    comm: MPI.Intracomm,
+    backend: str = "mpi_host",
+    *,
+    with_tensorrt_llm: bool = False,
+    needs_bfloat16: bool = False,
+    cpu_bind: bool = False,
+    nccl_timeout: float = 1800.0,
+    stop: StopRequests | None = None,
+    ends_at: float | None = None,
+    status: RankStatus | None = None,
+) -> World:
+    """Start torch and torch.distributed on the ranks of `comm`. Collective.
+
+    Args:
+        backend: "mpi_host" (`mpi_backend`) or "gloo", for the CPU. With CUDA the backend is NCCL for device tensors
+            and gloo for host tensors, because a Python process group cannot be one of two backends of a group. Ranks
+            that share a GPU, which HPCRL_SHARE_GPU=1 allows for tests, use "mpi_host" for both; it copies device
+            tensors through the host.
+        with_tensorrt_llm: import tensorrt_llm on all ranks; `comm` must then span MPI's world.
+        needs_bfloat16: raise InputError for a GPU without bfloat16.
+        cpu_bind: bind the rank, its threads and children to CPUs near its GPU, unless the launcher has bound it.
+        nccl_timeout: seconds after which a collective fails, with CUDA.
+        stop: gets the store through which rank 0 sees signals.
+        ends_at: end of the allocation, in seconds since the epoch.
+        status: this rank's status, for `World`.
+    """
+    from mpi4py import MPI
+
+    barrier(comm)  # Split_type spins until all ranks are here
+    node: MPI.Intracomm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)  # type: ignore[assignment]
+    local_rank, local_size = node.rank, node.size
+    one_node = all(size == comm.size for size in all_gather_object(comm, local_size))
+    if one_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    launched = dict(os.environ)
+    threads = rank_threads(launched, len(os.sched_getaffinity(0)), local_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # before torch, whose OpenMP reads it once
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not with_tensorrt_llm:  # its sleep mode uses memory pools, which torch 2.9 cannot make from such segments
+        use_expandable_segments(os.environ)
+
+    import torch
+    import torch.distributed as dist
+
+    device, shares_gpu = select_device(comm, local_rank, needs_bfloat16=needs_bfloat16)
+    if device.type == "cuda" and cpu_bind:
+        pci_id = gpus.pci_id(torch.cuda.get_device_properties(device))
+        if cpus := cpu_binding.bind_near_gpu(node, pci_id):
+            log.info("bound to CPUs %s, near GPU %s", cpu_binding.format_cpu_list(cpus), pci_id)
+            threads = rank_threads(launched, len(cpus), 1)
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+    node.Free()
+    torch.set_num_threads(threads)
+    if with_tensorrt_llm:
+        trtllm.import_on_all_ranks(comm)
+    timeout = None
+    if shares_gpu:
+        backend = "mpi_host"
+        torch.autograd.set_multithreading_enabled(False)  # backward would call MPI from another thread
+    elif device.type == "cuda":
+        backend, timeout = "cpu:gloo,cuda:nccl", timedelta(seconds=nccl_timeout)
+    if backend == "mpi_host":
+        from hpcrl.runtime import mpi_backend
+
+        mpi_backend.register(comm)
+    store, address = open_store(comm, one_node)
+    key_value_store = KeyValueStore(connect_store(address, comm.size))
+    if stop is not None:
+        stop.connect(key_value_store)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("hpcrl", store),
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=timeout,
+        device_id=device if timeout else None,  # connects now, so that a broken network ends the job here
+    )
+    if timeout:
+        # Otherwise NCCL splits each group's communicator from the world's, which is collective over all ranks, but a
+        # group of size 1 is made by its only member.
+        dist.distributed_c10d._get_default_group().bound_device_id = None
+    here = status or RankStatus()
+    return World(
+        comm.rank,
+        comm.size,
+        comm,
+        local_rank,
+        local_size,
+        threads,
+        device,
+        key_value_store,
+        stop,
+        ends_at,
+        here,
+        timeout,
+    )
+
+
+def before_mpi_finalize(close: Callable[[], None]) -> None:
+    """Have `finish` call `close` before MPI_Finalize, for threads that use MPI. Call it on all ranks."""
+    _to_close.append(close)
+
+
+def finish(code: int) -> NoReturn:
+    """Planned end: flush logs, finalize MPI, exit. Collective; every rank passes the same exit code."""
+    from mpi4py import MPI
+
+    flush()
+    barrier(MPI.COMM_WORLD)
+    while _to_close:
+        _to_close.pop()()
+    if "torch.distributed" in sys.modules:
+        cuda, dist = sys.modules["torch"].cuda, sys.modules["torch.distributed"]
+        if dist.is_initialized():
+            if cuda.is_initialized():
+                cuda.synchronize()  # kernels and autograd's threads must end before the libraries are torn down
+            dist.destroy_process_group()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun --kill-on-bad-exit sends it when the first rank has exited
+    MPI.Finalize()
+    fork_server.remove_files()
+    flush()
+    # Not os._exit: MPICH 5 disconnects from the launcher in a C exit handler; if a rank exits without it, mpiexec kills
+    # the ranks that are still exiting. Not sys.exit: Python's teardown is slow and waits for threads. PyDLL keeps the
+    # interpreter's lock, so that no other thread runs during the libraries' teardown.
+    ctypes.PyDLL(None).exit(code)
+    raise AssertionError("exit returned")
+
+
+def abort(
+    error: BaseException,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    rank: int,
+    role: str | None = None,
+    phase: str | None = None,
+) -> NoReturn:
+    """Unplanned end: report `error` and end the whole job from this rank, whatever the others are doing.
+
+    The failing rank prints to its own stderr, because rank 0 may be waiting; launchers forward all ranks' stderr.
+    If several ranks fail, only the first one, which writes exit.json, prints; the others write to their log files.
+    """
+    code = exits.exit_code(error)
+    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    first = exits.write_exit(run_dir, code, rank, role, phase, exits.summary(error))
+    if logging.root.handlers:  # the rank's log file; without a handler logging would print to stderr
+        logging.root.error("rank %d ends the job\n%s", rank, stack.rstrip())
+    if first:
+        if exits.is_user_error(error):
+            text = exits.one_line(error)
+        elif code == exits.INTERRUPTED:
+            text = "hpcrl: interrupted"
+        else:
+            where = f"role {role or '-'}, phase {phase or '-'}"
+            text = f"hpcrl: rank {rank} failed ({where}): {type(error).__name__}: {error}\n{stack.rstrip()}"
+            if run_dir is not None:
+                text += f"\nhpcrl: see {os.path.join(run_dir, 'logs')} and {os.path.join(run_dir, 'exit.json')}"
+        os.write(2, (text + "\n").encode(errors="replace"))
+    flush()
+    # Time for the first rank's message to reach the terminal; the others wait longer than the first one.
+    time.sleep(SECONDS_TO_REPORT if first else 2 * SECONDS_TO_REPORT)
+    kill_job(code)
+
+
+def kill_job(code: int) -> NoReturn:
+    """Call MPI_Abort, without the messages of the MPI library, which would hide the report."""
+    from mpi4py import MPI
+
+    fork_server.remove_files()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def flush() -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass

@@ -1,0 +1,376 @@
+"""A pool of supervised worker processes; one that hangs or crashes is killed and replaced."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, ClassVar, Protocol
+
+from hpcrl.sandbox import fork_server, process_tree
+from hpcrl.sandbox.worker_process import Answer, Fate, Outcome, Ready
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 120.0  # for a worker to start and import the user's file, on a cold parallel file system
+END_SECONDS = 5.0  # for a worker's supervisor to kill its descendants
+MESSAGE_SECONDS = 10  # to send or receive a message on a pipe
+LATE_SECONDS = 5.0  # added to the timeout if the worker runs several requests and enforces it itself
+AHEAD_BYTES = 2**15  # requests up to this size fit the pipe's buffer, so that a busy worker can be sent one more
+FAILED_STARTS = 3  # in a row; then the requests that wait fail
+
+
+class Source(Protocol):
+    """What the processes of a pool load and run; sent to them by pickle. `topic` is the prefix of warnings."""
+
+    topic: ClassVar[str]
+
+    def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
+        """Run a worker process: send one Ready, then an Answer to each (number, request), until the pipe closes."""
+        ...
+
+    def load_error(self, why: str) -> Exception:
+        """The error to raise when the user's code cannot be loaded."""
+        ...
+
+
+@dataclass
+class _Job:
+    number: int
+    message: bytes  # (number, request), pickled
+    timeout: float  # seconds
+    start_at: float  # monotonic time, as all times here
+    alone: bool = False  # one of several that a worker was running when it crashed: it is run again without others
+    sent: float = 0.0
+    deadline: float = float("inf")  # until its worker runs it
+
+
+@dataclass
+class _Worker:
+    """One process, its pipe, and its requests in the order in which they were sent.
+
+    It runs the first `ready.at_once` of them. One more may be in the pipe, so that the worker has work while its rank
+    is busy.
+    """
+
+    process: ForkServerProcess
+    pipe: Connection
+    ready: Ready | None = None
+    jobs: dict[int, _Job] = field(default_factory=dict)
+    deadline: float = field(default_factory=lambda: time.monotonic() + START_SECONDS)  # of its start
+
+    @classmethod
+    def start(cls, source: Source, memory_limit_mb: int | None, log_path: str | None) -> _Worker:
+        pipe, far_end = fork_server.context().Pipe()
+        process = fork_server.spawn(source.serve, (far_end, memory_limit_mb, log_path))
+        far_end.close()
+        with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+            # A worker that stops in the middle of a message counts as crashed; the rank must not wait for it.
+            for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", MESSAGE_SECONDS, 0))
+        return cls(process, pipe)
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process id."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def next_deadline(self) -> float:
+        if self.ready is None:
+            return self.deadline
+        return min((job.deadline for job in self.jobs.values()), default=float("inf"))
+
+    def takes(self, job: _Job) -> bool:
+        """Whether the worker has room for this job."""
+        if self.ready is None or any(other.alone for other in self.jobs.values()):
+            return False
+        ahead = len(job.message) <= AHEAD_BYTES
+        return len(self.jobs) < (1 if job.alone else self.ready.at_once + ahead)
+
+    def begin(self, since: float) -> None:
+        """Set the deadlines of the requests that the worker may be running since that time."""
+        assert self.ready is not None
+        late = LATE_SECONDS if self.ready.at_once > 1 else 0.0
+        for job in itertools.islice(self.jobs.values(), self.ready.at_once):
+            if job.deadline == float("inf"):
+                job.deadline = max(job.sent, since) + job.timeout + late
+
+    def kill(self) -> None:
+        """Kill the process and all processes it has started, and wait until they have ended."""
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.kill(self.pid, process_tree.END)
+        self.process.join(END_SECONDS)
+        if self.process.is_alive():
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # it has no session of its own yet, or has ended
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+class ProcessPool:
+    """A pool of `num_workers` processes that run `source`. A request is the keyword arguments of one call.
+
+    A request that times out, crashes its process, or raises gets an Outcome with this fate. Its timeout counts from the
+    time at which its worker begins it. An answer in the pipe counts however late it is read, because the rank may be
+    busy with something else for long.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        num_workers: int,
+        timeout: float,
+        *,
+        memory_limit_mb: int | None = None,
+        limit: RateLimit | None = None,
+        log_path: str | None = None,
+    ) -> None:
+        self._source = source
+        self._num_workers = num_workers
+        self._timeout = timeout
+        self._memory_limit_mb = memory_limit_mb
+        self._limit = limit
+        self._log_path = log_path
+        self._numbers = itertools.count()
+        self._pending: deque[_Job] = deque()
+        self._outcomes: dict[int, Outcome] = {}
+        self._workers: list[_Worker] = []
+        self._failed_starts = 0
+        # Before multiprocessing's own exit hook, which joins the workers for ever: hooks run in reverse order.
+        atexit.register(self.close)
+        self._fill()
+        self._wait_until_loaded(self._workers[0])
+
+    def submit(self, request: dict[str, Any], weight: int = 1) -> int:
+        """Queue a request and return its number. Its timeout is `weight` times the usual one. Does not wait."""
+        now = time.monotonic()
+        start_at = now if self._limit is None else self._limit.reserve(now)
+        number = next(self._numbers)
+        self._pending.append(_Job(number, pickle.dumps((number, request)), weight * self._timeout, start_at))
+        self.pump()
+        return number
+
+    def pump(self) -> None:
+        """Send queued requests to free workers and receive answers, without waiting."""
+        self._progress(0.0)
+
+    def has(self, number: int) -> bool:
+        """Whether `take` would not wait."""
+        return number in self._outcomes
+
+    def take(self, number: int) -> Outcome:
+        """Wait for the outcome of a request and return it, once."""
+        while number not in self._outcomes:
+            self._progress(max(0.0, self._next_event() - time.monotonic()))
+        return self._outcomes.pop(number)
+
+    def close(self) -> None:
+        """Kill the workers. May be called twice."""
+        atexit.unregister(self.close)
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+
+    def _progress(self, seconds: float) -> None:
+        """One round: wait for at most `seconds` until a worker answers or crashes."""
+        if not self._pending and not any(worker.jobs or worker.ready is None for worker in self._workers):
+            return
+        self._assign()
+        readable = wait([worker.pipe for worker in self._workers], seconds)
+        for worker in [worker for worker in self._workers if worker.pipe in readable]:
+            self._receive(worker)
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if worker.next_deadline <= now]:
+            self._receive(worker)  # messages since `wait` returned
+            self._end_if_late(worker, now)
+        if self._failed_starts >= FAILED_STARTS:
+            for job in self._pending:
+                self._outcomes[job.number] = Outcome("crashes", None, "worker processes fail to start")
+            self._pending.clear()
+            self._failed_starts = 0
+        self._fill()
+        self._assign()
+        self._fill()  # sending may have found that a worker has crashed
+
+    def _next_event(self) -> float:
+        """The next time at which there is something to do without a message from a worker."""
+        events = [worker.next_deadline for worker in self._workers]
+        if self._pending and not self._is_full() and any(worker.takes(self._pending[0]) for worker in self._workers):
+            events.append(self._pending[0].start_at)
+        return min(events, default=time.monotonic())
+
+    def _is_full(self) -> bool:
+        under_way = sum(len(worker.jobs) for worker in self._workers)
+        return self._limit is not None and under_way >= self._limit.max_concurrent
+
+    def _fill(self) -> None:
+        """Start missing workers; after a failed start only if requests are queued."""
+        if self._failed_starts and not self._pending:
+            return
+        while len(self._workers) < self._num_workers:
+            self._workers.append(_Worker.start(self._source, self._memory_limit_mb, self._log_path))
+
+    def _assign(self) -> None:
+        now = time.monotonic()
+        while self._pending and self._pending[0].start_at <= now and not self._is_full():
+            job = self._pending[0]
+            free = [worker for worker in self._workers if worker.takes(job)]
+            if not free:
+                return
+            self._pending.popleft()
+            self._send(min(free, key=lambda worker: len(worker.jobs)), job)
+
+    def _send(self, worker: _Worker, job: _Job) -> None:
+        job.sent = time.monotonic()
+        worker.jobs[job.number] = job
+        worker.begin(job.sent)
+        try:
+            worker.pipe.send_bytes(job.message)
+        except OSError:
+            self._receive(worker)  # it may have answered before it crashed
+            if worker in self._workers:
+                self._end(worker, "crashes", "the process died")
+
+    def _receive(self, worker: _Worker) -> None:
+        """Receive all messages of a worker: there may be many if the rank was busy."""
+        why: str | None = None
+        try:
+            while why is None and worker.pipe.poll():
+                message = worker.pipe.recv()
+                why = self._handle(worker, message)
+                if isinstance(message, Answer) and message.leaving:
+                    self._retire(worker)
+                    return
+        except (EOFError, OSError):
+            why = "the process died"
+        if why is not None:
+            self._end(worker, "crashes", why)
+
+    def _handle(self, worker: _Worker, message: Ready | Answer) -> str | None:
+        """Handle one message. Returns why a new worker cannot be used, if the message says so."""
+        if isinstance(message, Ready):
+            if message.why is not None:
+                return f"a new process cannot load the function: {message.why}"
+            worker.ready = message
+            self._failed_starts = 0
+        elif worker.jobs.pop(message.number, None) is not None:
+            self._outcomes[message.number] = message.outcome
+            if not message.leaving:
+                worker.begin(min(message.ended, time.monotonic()))
+        return None
+
+    def _end_if_late(self, worker: _Worker, now: float) -> None:
+        if worker not in self._workers or worker.next_deadline > now:
+            return
+        if worker.ready is None:
+            self._end(worker, "crashes", f"no start within {START_SECONDS:.0f} s")
+            return
+        late = next(job for job in worker.jobs.values() if job.deadline <= now)
+        self._end(worker, "timeouts", f"longer than {late.timeout:g} s")
+
+    def _end(self, worker: _Worker, fate: Fate, why: str) -> None:
+        """Kill a worker. The request it was running gets this fate; if it was running several, each is run again alone.
+
+        Requests that it had not begun are queued again.
+        """
+        if worker.ready is None:
+            self._failed_starts += 1
+            log.warning("%s: %s", self._source.topic, why)
+        begun = [job for job in worker.jobs.values() if job.deadline < float("inf")]
+        if len(begun) == 1:
+            self._outcomes[begun[0].number] = Outcome(fate, None, why)
+            del worker.jobs[begun[0].number]
+        elif begun:
+            for job in begun:
+                job.alone = True
+        self._retire(worker)
+
+    def _retire(self, worker: _Worker) -> None:
+        """Kill a worker and queue its unanswered requests again."""
+        for job in reversed(list(worker.jobs.values())):
+            job.deadline = float("inf")
+            self._pending.appendleft(job)
+        self._workers.remove(worker)
+        worker.kill()
+
+    def _wait_until_loaded(self, worker: _Worker) -> None:
+        """Raise the source's `load_error` if a worker cannot load it."""
+        why: str | None = "the process that loads it died"
+        try:
+            if not worker.pipe.poll(START_SECONDS):
+                why = f"not loaded after {START_SECONDS:.0f} s"
+            else:
+                worker.ready = worker.pipe.recv()
+                assert worker.ready is not None
+                why = worker.ready.why
+        except (EOFError, OSError):
+            pass
+        if why is None:
+            return
+        self.close()
+        raise self._source.load_error(why)
+
+
+@dataclass
+class TokenBucket:
+    """A token bucket: fills at `rate` per second, holds at most one second's worth, and starts full (as verl's)."""
+
+    rate: float
+    level: float = 0.0
+    time: float | None = None
+
+    def reserve(self, amount: float, now: float) -> float:
+        """Take `amount` and return the time at which the bucket has held it. `now` never decreases.
+
+        The level may become negative: later calls wait for what earlier ones have taken.
+        """
+        if self.time is None:
+            self.level = self.rate
+        else:
+            self.level = min(self.rate, self.level + (now - self.time) * self.rate)
+        self.time = now
+        start = now + max(0.0, (amount - self.level) / self.rate)
+        self.level -= amount
+        return start
+
+
+@dataclass
+class RateLimit:
+    """Limits of requests at the same time, and of requests and tokens per minute (None: no limit)."""
+
+    max_concurrent: int
+    rpm: TokenBucket | None
+    tpm: TokenBucket | None
+    tokens_per_request: int
+
+    @classmethod
+    def per_minute(
+        cls, max_concurrent: int, max_rpm: int | None, max_tpm: int | None, tokens_per_request: int
+    ) -> RateLimit:
+        rpm, tpm = (None if most is None else TokenBucket(most / 60) for most in (max_rpm, max_tpm))
+        return cls(max_concurrent, rpm, tpm, tokens_per_request)
+
+    def reserve(self, now: float) -> float:
+        """The time at which the next request may start, according to the request limit and then the token limit."""
+        if self.rpm is not None:
+            now = self.rpm.reserve(1, now)
+        if self.tpm is not None:
+            now = self.tpm.reserve(self.tokens_per_request, now)
+        return now

@@ -1,0 +1,166 @@
+"""A process and its descendants: find, measure and kill them, whatever their session or parent.
+
+Linux only, standard library only: the supervisors of untrusted code import this module and must start fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+
+# Batch systems send these to every process of a job. Only ranks handle them.
+STEP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
+END = signal.SIGUSR2  # to a supervisor: kill the descendants and exit
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+HAS_CHILDREN_FILE = os.path.exists("/proc/thread-self/children")  # False for kernels without CONFIG_PROC_CHILDREN
+
+
+def adopt_orphans() -> None:
+    """Make this process, not init, the parent of descendants whose own parent has ended. It must reap them."""
+    libc_call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def signal_on_parent_death(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when its parent ends, or now if `parent` has ended already."""
+    libc_call("prctl", PR_SET_PDEATHSIG, signum, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def raise_oom_score() -> None:
+    """Have the kernel kill this process and its descendants before a rank when memory runs out."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # /proc is read-only in some containers
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children; empty if the process has ended."""
+    return _children_lookup()(pid)
+
+
+def descendants_of(pid: int, most: int | None = None) -> list[int]:
+    """Process ids of children, their children and so on, nearest first. The search stops after more than `most`."""
+    children = _children_lookup()
+    found = children(pid)
+    for member in found:
+        if most is not None and len(found) > most:
+            break
+        found += children(member)
+    return found
+
+
+def memory_exceeds(size: int, pids: list[int]) -> bool:
+    """Whether the resident memory of these processes exceeds `size` bytes. Shared pages count once."""
+    return sum(map(_resident, pids)) > size and sum(map(_proportional, pids)) > size
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and its descendants. Each is stopped before its children are listed, so that it cannot fork."""
+    stopped: dict[int, None] = {}
+    found = [pid]
+    while found:
+        for member in found:
+            _stop(member)
+            stopped[member] = None
+        # for all of them again, because a process may have been forking when it was stopped
+        children = _children_lookup()
+        found = [child for member in stopped for child in children(member) if child not in stopped]
+    for member in stopped:
+        _signal(member, signal.SIGKILL)
+
+
+def kill_descendants() -> None:
+    """Kill and reap all descendants of this process, which must have called `adopt_orphans`."""
+    while children := children_of(os.getpid()):
+        for child in children:
+            kill_tree(child)
+        try:
+            os.waitpid(children[0], 0)
+        except ChildProcessError:
+            pass
+        reap()
+
+
+def reap() -> None:
+    """Reap the children that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _stop(pid: int) -> None:
+    """Stop a process and, unless it is this process's own, its whole group, so that many forking ones stop at once."""
+    try:
+        group = os.getpgid(pid)
+        if group == os.getpgid(0):
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            os.killpg(group, signal.SIGSTOP)
+    except ProcessLookupError:
+        pass
+
+
+def _signal(pid: int, signum: signal.Signals) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        pass
+
+
+def _children_lookup() -> Callable[[int], list[int]]:
+    """A function from a process id to its children, as of now or of the time of the call."""
+    if HAS_CHILDREN_FILE:
+        return _read_children
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", errors="replace") as file:
+                parent = file.read().rpartition(")")[2].split()[1]  # after the name, which may contain anything
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(int(parent), []).append(int(name))
+    return lambda pid: children.get(pid, [])
+
+
+def _read_children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return found
+
+
+def _resident(pid: int) -> int:
+    """Resident bytes; 0 if the process has ended."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    """Resident bytes, with this process's share of shared pages. The same as `_resident` before Linux 4.14."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    except OSError:
+        return _resident(pid)
+
+
+def libc_call(function: str, *arguments: object) -> None:
+    """Call a function of the C library. Raises OSError with its name unless it returns 0."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")

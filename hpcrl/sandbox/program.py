@@ -1,0 +1,88 @@
+"""Run a Python program that a model wrote, with limits of time, memory, files and processes, and without network.
+
+The limits hold everywhere. Isolation from the network, from other processes and from the user's files needs a kernel
+that allows it; `hpcrl check` shows what this one allows.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Literal, NamedTuple
+
+from hpcrl.sandbox import process_tree
+from hpcrl.sandbox.isolation import probe_isolation
+from hpcrl.sandbox.mount_namespace import remove_folder
+
+Fate = Literal["ok", "timeout", "memory", "killed", "error"]
+
+SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "program_supervisor.py")
+SECONDS_TO_CLEAN_UP = 10.0
+
+
+class Limits(NamedTuple):
+    """Limits of one program and the processes it starts."""
+
+    seconds: float = 10.0
+    memory_mb: int = 1024  # address space of each process, and resident memory of all together
+    file_mb: int = 16  # all its files together, or each file without a mount namespace
+    stdout_kb: int = 1024  # standard output, and the same for standard error
+    processes: int = 32
+
+
+DEFAULT = Limits()
+
+
+class Ran(NamedTuple):
+    """How a program ended.
+
+    fate: "ok" (exit code 0), "error" (an exception, or another exit code), "timeout", "memory" (MemoryError, or more
+    than the limit in all processes together), "killed" (by a signal, or because of too many processes or too much
+    output). returncode is negative for a signal.
+    """
+
+    fate: Fate
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT) -> Ran:
+    """Run `source` as the main module of a Python program, in an empty folder that is removed afterwards.
+
+    If the kernel allows it, the program has no network and sees no other process (`isolation`), and no files but
+    Python's, the system's programs and its own (`mount_namespace`). Otherwise it can do what the user can, within
+    `limits`. Raises RuntimeError in a process that uses MPI, because it starts processes.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        raise RuntimeError("run_python was called in a process that uses MPI; call it from a worker process")
+    packages = [folder for folder in sys.path if folder.endswith("site-packages")]
+    folder = os.path.join(tempfile.gettempdir(), f"hpcrl_sandbox_{os.urandom(8).hex()}")
+    isolation = probe_isolation(*packages)
+    job = (
+        *(source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages),
+        *(isolation.network, isolation.shown),
+    )
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # for the interpreter
+    supervisor = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", SUPERVISOR],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | kept,
+        start_new_session=True,
+    )
+    try:
+        reply, _ = supervisor.communicate(marshal.dumps(job), limits.seconds + SECONDS_TO_CLEAN_UP)
+        fate, returncode, stdout, stderr = marshal.loads(reply)
+    except (subprocess.TimeoutExpired, EOFError, ValueError):
+        remove_folder(folder)  # the supervisor does it, unless the program has killed the supervisor
+        return Ran("killed", -9, "", "the supervisor of the sandbox was killed")
+    finally:
+        supervisor.send_signal(process_tree.END)  # no effect if it has ended, as it should have
+        supervisor.communicate()
+    return Ran(fate, returncode, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"))

@@ -1,0 +1,227 @@
+"""The supervisor that `program.run_python` starts: runs one program in a child, enforces its limits, and cleans up.
+
+It runs without site-packages (`python -I -S`), which halves its start-up time. Job and result are passed by marshal
+through its standard input and output, which the child does not have.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from math import ceil
+from typing import NoReturn
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from hpcrl.sandbox import isolation, mount_namespace, process_tree
+
+TICK_SECONDS = 0.05  # between two checks of the number of processes and their memory
+MAX_OPEN_FILES = 256  # of each process
+OUT_OF_MEMORY = 240  # exit code of the child after a MemoryError
+MB = 2**20
+
+
+class Child:
+    """The process that runs the program, with its output so far."""
+
+    def __init__(self, pid: int, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self.output = {stdout: bytearray(), stderr: bytearray()}
+        self.open = [stdout, stderr]
+        self.status: int | None = None
+        self.cpu_seconds = 0.0
+
+    def read(self, ready: list[int]) -> None:
+        for pipe in ready:
+            try:
+                part = os.read(pipe, 1 << 16)
+            except BlockingIOError:
+                continue
+            self.output[pipe] += part
+            if not part:
+                self.open.remove(pipe)
+
+    def reap(self) -> None:
+        """Reap the child and orphans that this process has adopted."""
+        try:
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if pid == self.pid:
+                    self.status = status
+                    self.cpu_seconds = usage.ru_utime + usage.ru_stime
+        except ChildProcessError:
+            return
+
+
+def main() -> None:
+    source, stdin, limits, folder, packages, network, shown = marshal.loads(sys.stdin.buffer.read())
+    parent = os.getppid()
+    wake, wake_writer = os.pipe()
+    os.set_blocking(wake_writer, False)
+    for signum in (signal.SIGCHLD, process_tree.END, *process_tree.STEP_SIGNALS):
+        signal.signal(signum, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+    process_tree.adopt_orphans()
+    try:
+        if network:
+            isolation.unshare_namespaces()
+        if not shown:
+            os.mkdir(folder, 0o700)
+        process_tree.signal_on_parent_death(parent, process_tree.END)  # after `unshare_namespaces`, which resets it
+        child = start(source, stdin, limits, folder, packages, network, shown)
+        fate = watch(child, wake, limits)
+    finally:
+        process_tree.kill_descendants()
+        if not shown:
+            mount_namespace.remove_folder(folder)
+    stdout, stderr = (bytes(part[: limits[3] * 1024]) for part in child.output.values())
+    sys.stdout.buffer.write(marshal.dumps((*outcome(child, fate, limits[0]), stdout, stderr)))
+
+
+def start(
+    source: str, stdin: bytes, limits: tuple, folder: str, packages: list[str], isolated: bool, shown: list[str]
+) -> Child:
+    """Fork. In the child, run the program and do not return."""
+    given = os.memfd_create("stdin")
+    os.write(given, stdin)
+    os.lseek(given, 0, os.SEEK_SET)
+    (stdout, stdout_writer), (stderr, stderr_writer) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for number, file in enumerate((given, stdout_writer, stderr_writer)):
+                os.dup2(file, number)
+            os.closerange(3, 1 << 16)
+            confine(limits, folder, isolated, shown)
+        except BaseException as error:
+            os.write(2, f"the sandbox cannot be set up: {error}\n".encode())
+            os._exit(1)
+        run(source, packages)
+    for file in (given, stdout_writer, stderr_writer):
+        os.close(file)
+    for file in (stdout, stderr):
+        os.set_blocking(file, False)
+    return Child(pid, stdout, stderr)
+
+
+def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> None:
+    """Apply limits and isolation that the program cannot undo."""
+    seconds, memory_mb, file_mb, _, _ = limits
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGCHLD, process_tree.END):
+        signal.signal(signum, signal.SIG_DFL)
+    os.setsid()  # otherwise `os.kill(0, ...)` would reach the supervisor too
+    process_tree.signal_on_parent_death(os.getppid())
+    process_tree.raise_oom_score()
+    if shown:
+        mount_namespace.enter(shown, file_mb)
+        folder = mount_namespace.FOLDER
+    if isolated:
+        isolation.give_up_privileges()
+    os.chdir(folder)
+    os.environ.update(HOME=folder, TMPDIR=folder, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    cpu = ceil(seconds) + 1
+    for kind, most in (
+        (resource.RLIMIT_AS, memory_mb * MB),
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_FSIZE, file_mb * MB),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def run(source: str, packages: list[str]) -> NoReturn:
+    """Run the code as a main module, then end the process as Python would."""
+    import atexit
+    import site
+    import threading
+
+    code = 1
+    try:
+        sys.path[:] = [*sys.path[1:], *packages]
+        site.setquit()  # exit() and quit(), which programs use
+        sys.argv = ["solution.py"]
+        for name in [name for name in sys.modules if name.split(".")[0] == "hpcrl"]:
+            del sys.modules[name]
+        main = sys.modules["__main__"] = type(sys)("__main__")
+        main.__dict__["__file__"] = "solution.py"
+        exec(compile(source, "solution.py", "exec"), main.__dict__)
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if code and not isinstance(leaving.code, int):
+            print(leaving.code, file=sys.stderr)
+    except MemoryError:
+        code = OUT_OF_MEMORY
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+    finally:
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except MemoryError:
+            code = OUT_OF_MEMORY
+        except BaseException:
+            code = code or 1
+        finally:
+            os._exit(code & 0xFF)
+
+
+def watch(child: Child, wake: int, limits: tuple) -> str | None:
+    """Return None when the child has ended, or the fate for which it must be killed."""
+    seconds, memory_mb, _, output_kb, processes = limits
+    end, next_check = time.monotonic() + seconds, 0.0
+    while True:
+        now = time.monotonic()
+        if now >= end:
+            return "timeout"
+        if now >= next_check:
+            alive = process_tree.descendants_of(os.getpid(), processes)
+            if len(alive) > processes:
+                return "killed"
+            if process_tree.memory_exceeds(memory_mb * MB, alive):
+                return "memory"
+            next_check = now + TICK_SECONDS
+        ready, _, _ = select.select([wake, *child.open], [], [], min(end, next_check) - now)
+        if wake in ready and process_tree.END in os.read(wake, 256):
+            return "killed"
+        child.read([pipe for pipe in ready if pipe != wake])
+        child.reap()
+        if max(map(len, child.output.values())) > output_kb * 1024:
+            return "killed"
+        if child.status is not None:
+            process_tree.kill_descendants()
+            child.read(list(child.open))
+            return None
+
+
+def outcome(child: Child, fate: str | None, seconds: float) -> tuple[str, int]:
+    """(fate, return code)."""
+    if fate is not None or child.status is None:
+        return fate or "killed", -signal.SIGKILL
+    code = os.waitstatus_to_exitcode(child.status)
+    if code == OUT_OF_MEMORY:
+        return "memory", 1
+    if code < 0:
+        return "timeout" if child.cpu_seconds >= seconds else "killed", code
+    return "ok" if code == 0 else "error", code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""`hpcrl check` on healthy ranks, on ranks that are no world, and beside broken packages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.runtime import check
+from hpcrl.sandbox.isolation import Isolation
+from tests.preloaded import RANK
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+
+
+def test_one_table_for_all_ranks(run: Callable) -> None:
+    ended = run(MPIEXEC, "-n", "2", *RANK, "-m", "hpcrl", "check")
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("megatron-core") == 1 and "2 in one world on 1 node(s)" in ended.stdout
+    assert ended.stdout.count("  code sandbox  ") == 1
+
+
+def test_ranks_that_are_no_world_are_wrong(run: Callable) -> None:
+    ended = run(sys.executable, "-m", "hpcrl", "check", PMI_SIZE="4", PMI_RANK="0")
+    assert ended.code == 1 and "wrong: MPI: 4 ranks were started (PMI_SIZE=4)" in ended.stdout
+
+
+@pytest.mark.slow
+def test_half_installed_transformer_engine_is_named(run: Callable, tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise FileNotFoundError("libtransformer_engine.so")\n')
+    ended = run(sys.executable, "-m", "hpcrl", "check")  # `python -m` looks into the working folder first
+    assert ended.code == 1
+    assert "wrong: transformer-engine: it is there but cannot be imported" in ended.stdout
+    assert "wrong: megatron-core: cannot be imported because Transformer Engine is half-installed" in ended.stdout
+
+
+@pytest.mark.parametrize(("folder", "right"), [("normalization", True), ("lib", False)])
+def test_the_other_apex_is_told_from_nvidias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, right: bool
+) -> None:
+    (tmp_path / "apex" / folder).mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finding = check.apex()
+    assert (finding.wrong is None) == right
+    assert right or "pip uninstall apex" in (finding.wrong or "")
+
+
+def test_a_kernel_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finding(*isolation: Any) -> check.Finding:
+        monkeypatch.setattr(check, "probe_isolation", lambda: Isolation(*isolation))
+        found = check.sandbox()
+        assert not found.needed or found.wrong is None
+        return found
+
+    all_holds = finding(True, ["/usr"])
+    assert all_holds.wrong is None and "no network" in all_holds.found and "none of your files" in all_holds.found
+    files_open = finding(True, [], "mount: Operation not permitted")
+    assert "no network" in files_open.found and "files" not in files_open.found
+    assert "can read and write your files" in (files_open.wrong or "")
+    assert "mount: Operation not permitted" in (files_open.wrong or "")
+    all_open = finding(False, [], "unshare: Operation not permitted")
+    assert all_open.found.endswith("only") and "can use the network" in (all_open.wrong or "")
+
+
+def test_a_note_does_not_fail_but_a_need_does(capsys: pytest.CaptureFixture[str]) -> None:
+    fine, note = check.Finding("a", "1"), check.Finding("b", "2", "slow", needed=False)
+    assert check.report([fine, note]) == 0
+    assert check.report([fine, note, check.Finding("c", "3", "missing")]) == 1
+    assert "1 thing to mend" in capsys.readouterr().out
