@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "hpcrl"
 
 # lowest first; a file imports from lower layers and from its own folder
 LAYERS = (
-    ("config", "telemetry", "launch", "grid", "batch", "kernels"),
+    ("sandbox",),
+    ("config", "telemetry", "runtime", "grid", "batch", "kernels"),
     ("controller",),
     ("model",),
     ("engine", "reshard", "algorithms", "rewards", "data", "checkpoint"),
@@ -115,13 +116,23 @@ def test_algorithms_need_torch_and_numpy_alone() -> None:
 
 @pytest.mark.slow
 def test_importing_starts_no_mpi() -> None:
-    """`from mpi4py import MPI` initialises MPI; launch/mpi_*.py do so, and only start-up imports those."""
-    apart = {"hpcrl.__main__", *(f"hpcrl.runtime.{path.stem}" for path in (PACKAGE / "launch").glob("mpi_*.py"))}
+    """`from mpi4py import MPI` initialises MPI; runtime/mpi_*.py do so, and only start-up imports those."""
+    apart = {"hpcrl.__main__", *(f"hpcrl.runtime.{path.stem}" for path in (PACKAGE / "runtime").glob("mpi_*.py"))}
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in sources()}
     modules = ", ".join(sorted(name.removesuffix(".__init__") for name in names - apart))
     program = f"import sys, {modules}; sys.exit('mpi4py.MPI is loaded' if 'mpi4py.MPI' in sys.modules else 0)"
     run = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_batch_is_made_and_moved_without_torch() -> None:
+    """Tensors are made at the workers; rank 0's loop and a login node handle numpy."""
+    folders = ("batch", "controller", "telemetry")
+    modules = [f"hpcrl.{folder}.{path.stem}" for folder in folders for path in (PACKAGE / folder).glob("[!_]*.py")]
+    modules += [f"hpcrl.data.{name}" for name in ("curriculum", "order", "preference", "prompts", "sampler", "sft")]
+    modules += [f"hpcrl.checkpoint.{name}" for name in ("manifest", "retention", "store")]
+    modules += ["hpcrl.algorithms.metrics", "hpcrl.rollout.protocol"]
+    assert not loaded_after(f"import {', '.join(modules)}").intersection({"torch", "megatron", "transformers"})
 
 
 def test_a_job_is_described_without_torch() -> None:

@@ -29,6 +29,7 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.run.saver import Saver
 from hpcrl.runtime import children
+from hpcrl.runtime.rendezvous import KeyValueStore
 from hpcrl.runtime.world import finish, start_mpi, start_torch
 from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.workers.model_worker import ModelWorker
@@ -118,7 +119,9 @@ def measure(key_values: KeyValueStore, controller: Controller, num_ranks: int, o
         show(medians, total, num_ranks)
 
 
-def save(key_values: KeyValueStore, controller: Controller, root: Path, *, asynchronous: bool) -> tuple[float, float, list[float]]:
+def save(
+    key_values: KeyValueStore, controller: Controller, root: Path, *, asynchronous: bool
+) -> tuple[float, float, list[float]]:
     """Seconds that the loop was blocked, seconds until the checkpoint counts, and those of the phases meanwhile."""
     options = TrainerConfig.model_validate({"checkpoint": {"async_save": asynchronous}})
     saver, phases = Saver(key_values, options, root, PhaseTimers()), []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-Number: TypeAlias = float | torch.Tensor  # a 0-d tensor stays on its device until `to_floats`
+Number: TypeAlias = "float | torch.Tensor"  # a 0-d tensor stays on its device until `to_floats`
 
 
 class Mean(NamedTuple):
@@ -267,4 +268,4 @@ def _fp64(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def _at_least_one(count: Number) -> Number:
-    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+    return max(count, 1) if isinstance(count, int | float) else count.clamp(min=1)

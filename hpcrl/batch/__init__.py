@@ -1,1 +1,1 @@
-"""Columns of a step and how samples are shared out."""
+"""The batch of a step: columns, and how its samples are divided over replicas and micro-batches."""

@@ -1,4 +1,4 @@
-"""Which replica gets which sample, so that all have about as much to do."""
+"""Assignment of samples to replicas, balanced by work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Subset: TypeAlias = tuple[float, int, list[int]]  # (sum, smallest item: breaks 
 
 
 def karmarkar_karp(weights: Sequence[float] | np.ndarray, k: int) -> list[list[int]]:
-    """Splits items into k subsets of nearly equal sums by the largest differencing method (Karmarkar and Karp 1982).
+    """Split items into k subsets of nearly equal sums by the largest differencing method (Karmarkar and Karp 1982).
 
     Every item starts as a partition of its own. The two partitions of the widest spread are merged, largest subset
     with smallest, until one is left. Returns k lists of item numbers, ascending inside; the lists are in the order
@@ -45,9 +45,9 @@ def balanced_assignment(
 ) -> np.ndarray:
     """Replica of each sample, int32 (N,), such that the sums of weights are nearly equal over k replicas.
 
-    weights: int64 (N,), work of each sample, as tokens. groups: (N,) of anything; samples of one group go to one
-    replica. mini_batches: int (N,); each mini-batch is balanced on its own, and its heavier shares go to the replicas
-    that have least from those before. Counts may be uneven, and replicas may get nothing.
+    weights: int64 (N,), work of each sample, such as its tokens. groups: (N,) of any type; samples of one group go to
+    one replica. mini_batches: int (N,); each mini-batch is balanced separately, and its heavier shares go to the
+    replicas with the least work from earlier ones. Counts may be uneven, and replicas may get no samples.
     """
     weights = np.asarray(weights)
     size = len(weights)
@@ -81,7 +81,7 @@ def _minus_spread(partition: list[Subset], k: int) -> float:
 
 
 def _merge(a: list[Subset], b: list[Subset], k: int) -> list[Subset]:
-    """Pairs the i-th largest subset of one with the i-th smallest of the other, empty ones included; eats both."""
+    """Pair the i-th largest subset of one with the i-th smallest of the other, empty ones included; modifies both."""
     if len(a) < len(b):
         a, b = b, a
     paired = max(0, len(a) + len(b) - k)

@@ -1,20 +1,21 @@
-"""`DataProto`: the columns of a set of samples, some here, some on other ranks."""
+"""`DataProto`: the columns of a set of samples, on this rank or on others."""
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
-import torch
 
-from hpcrl.batch.ragged import Ragged, Rows
+from hpcrl.batch.ragged import Ragged, Rows, row_index
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RemoteColumn(Protocol):
-    """A token-level column whose values lie on other ranks; what rank 0 holds of it is where."""
+    """A token-level column whose values are on other ranks. Rank 0 has only their locations."""
 
     def __len__(self) -> int: ...
 
@@ -25,7 +26,7 @@ class RemoteColumn(Protocol):
         ...
 
     def fetch(self) -> Ragged:
-        """Brings the values here."""
+        """Copy the values to this rank."""
         ...
 
 
@@ -34,10 +35,12 @@ Columns: TypeAlias = dict[str, Ragged | RemoteColumn]
 
 @dataclass(eq=False)
 class DataProto:
-    """Columns of equal length. Every method but `pop` leaves the object as it is and returns a new one.
+    """N samples as columns, in the manner of verl's DataProto. All methods but `pop` return a new object; columns that
+    they do not change are shared with it.
 
-    tokens: name -> one row of values per sample. samples: name -> array (N, ...), one entry per sample.
-    meta_info: facts about the whole; its key "metrics" is special, see `metrics`.
+    tokens: name -> `Ragged`, a row of values per sample, or a `RemoteColumn`, whose values are on other ranks.
+    samples: name -> array (N, ...), an entry per sample. meta_info: facts about the whole batch, such as step; its
+    key "metrics" is special, see `metrics`. The names of token-level and sample-level columns are distinct.
     """
 
     tokens: Columns = field(default_factory=dict)
@@ -52,20 +55,6 @@ class DataProto:
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns have different lengths: {sizes}; expected one entry per sample in each")
 
-    @classmethod
-    def from_dict(
-        cls,
-        tokens: Mapping[str, Ragged | RemoteColumn | Sequence[Any]] | None = None,
-        samples: Mapping[str, np.ndarray | torch.Tensor | Sequence[Any]] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
-    ) -> DataProto:
-        """Also takes plain lists: of rows (tensors or lists) for tokens, of entries for samples."""
-        return cls(
-            {name: _token_column(column) for name, column in (tokens or {}).items()},
-            {name: _sample_column(column) for name, column in (samples or {}).items()},
-            dict(meta_info or {}),
-        )
-
     def __len__(self) -> int:
         for column in self.tokens.values():
             return len(column)
@@ -75,16 +64,17 @@ class DataProto:
 
     @property
     def names(self) -> list[str]:
+        """Names of all columns, token-level ones first."""
         return [*self.tokens, *self.samples]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Metric dicts that came with this batch. A part holds one dict; `union` and `concat` list those of all."""
+        """Metric dicts in meta_info. A batch from one worker has one dict; `union` and `concat` list those of all."""
         found = self.meta_info.get("metrics", [])
         return list(found) if isinstance(found, list) else [found]
 
     def select(self, names: Iterable[str]) -> DataProto:
-        """Only the named columns."""
+        """Only the named columns, with all of meta_info. KeyError for an unknown name."""
         names = list(names)
         self._check_known(names)
         return DataProto(
@@ -94,7 +84,7 @@ class DataProto:
         )
 
     def pop(self, names: Iterable[str]) -> DataProto:
-        """Removes the named columns from this batch and returns them."""
+        """Remove the named columns from this batch and return them. KeyError for an unknown name."""
         names = list(names)
         popped = self.select(names)
         for name in names:
@@ -103,6 +93,7 @@ class DataProto:
         return popped
 
     def rename(self, old: str, new: str) -> DataProto:
+        """Column `old` under the name `new`, in the same place. ValueError if there is a column `new`."""
         self._check_known([old])
         if new != old and new in self.names:
             raise ValueError(f"cannot rename column {old!r} to {new!r}: that column exists; pop it first")
@@ -113,7 +104,8 @@ class DataProto:
         )
 
     def union(self, other: DataProto) -> DataProto:
-        """Columns and meta info of both. What both have must be equal."""
+        """Columns and meta_info of both, for the same samples in the same order. ValueError if a column or a key that
+        both have differs."""
         if self.names and other.names and len(self) != len(other):
             raise ValueError(f"union of {len(self)} samples with {len(other)}; expected equally many")
         for kind, mine, theirs in (
@@ -127,7 +119,7 @@ class DataProto:
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
-        """The samples of all parts, in order; all have the same columns and meta info ("metrics" are listed)."""
+        """The samples of all parts, in order. All parts have the same columns; meta_info is joined as by `union`."""
         if not parts:
             raise ValueError("nothing to concatenate; expected at least one batch")
         first = parts[0]
@@ -143,16 +135,11 @@ class DataProto:
         )
 
     def reorder(self, rows: Rows) -> DataProto:
-        """The given rows in the given order; rows may repeat or be left out."""
-        index = np.asarray(rows)
-        if index.size == 0:
-            index = np.zeros(0, dtype=np.int64)
-        if index.ndim != 1 or index.dtype.kind not in "iu":
-            raise TypeError(f"rows are {index.dtype} of shape {index.shape}; expected integers of shape (M,)")
-        size = len(self)
+        """The given rows, integers (M,), in the given order; rows may repeat or be left out."""
+        index, size = row_index(rows), len(self)
         if index.size and not (-size <= index.min() and index.max() < size):
             raise IndexError(f"rows from {index.min()} to {index.max()} of a batch of {size} samples")
-        index = np.where(index < 0, index + size, index).astype(np.int64)
+        index = np.where(index < 0, index + size, index)
         return DataProto(
             {name: column.take(index) for name, column in self.tokens.items()},
             {name: array[index] for name, array in self.samples.items()},
@@ -160,16 +147,12 @@ class DataProto:
         )
 
     def repeat(self, n: int, interleave: bool = True) -> DataProto:
-        """Each sample n times: a a b b if interleave, else a b a b."""
+        """Each sample n times: a a b b if `interleave`, else a b a b."""
         rows = np.arange(len(self))
         return self.reorder(np.repeat(rows, n) if interleave else np.tile(rows, n))
 
-    def slice(self, start: int | None, stop: int | None) -> DataProto:
-        """Samples start to stop, counted as Python's slices do."""
-        return self[start:stop]
-
-    def __getitem__(self, rows: int | builtins.slice | Rows) -> DataProto:
-        """A batch of the chosen samples: one number, a slice, numbers, or a bool mask (N,)."""
+    def __getitem__(self, rows: int | slice | Rows) -> DataProto:
+        """The chosen samples as a batch: by a number, a slice, several numbers, or a bool mask (N,)."""
         if isinstance(rows, slice):
             return self.reorder(np.arange(len(self))[rows])
         if isinstance(rows, int | np.integer):
@@ -182,37 +165,23 @@ class DataProto:
         return self.reorder(index)
 
     def chunk(self, n: int) -> list[DataProto]:
-        """n consecutive parts whose sizes differ by at most 1, the larger ones first; parts may be empty."""
+        """n consecutive parts whose sizes differ by at most 1, the larger ones first. Unlike in verl, n need not divide
+        the number of samples, and parts may be empty."""
         if n < 1:
             raise ValueError(f"chunk into {n} parts; expected at least 1")
         return [self.reorder(rows) for rows in np.array_split(np.arange(len(self)), n)]
 
     def padded(self, name: str, fill: float = 0) -> torch.Tensor:
-        """A local token-level column, right-padded: (N, longest row)."""
+        """A token-level column of this rank, right-padded: a tensor (N, longest row) on the CPU."""
         column = self._token_level(name)
         if not isinstance(column, Ragged):
-            raise ValueError(f"column {name!r} lies on other ranks; call fetch({name!r}).padded() to bring it here")
+            raise ValueError(f"column {name!r} is on other ranks; call fetch({name!r}).padded() to copy it to this one")
         return column.padded(fill)
 
-    def to(self, device: torch.device) -> DataProto:
-        """With the values of its local token-level columns on another device, for a loss to compute there."""
-        columns = {
-            name: column.to(device) if isinstance(column, Ragged) else column for name, column in self.tokens.items()
-        }
-        return DataProto(columns, self.samples, self.meta_info)
-
     def fetch(self, name: str) -> Ragged:
-        """A token-level column, brought here if it lies on other ranks."""
+        """A token-level column, copied to this rank if it is on others."""
         column = self._token_level(name)
         return column if isinstance(column, Ragged) else column.fetch()
-
-    def equal(self, other: DataProto) -> bool:
-        """Same columns in whatever order, same values, same meta info."""
-        return (
-            same(self.tokens, other.tokens)
-            and same(self.samples, other.samples)
-            and same(self.meta_info, other.meta_info)
-        )
 
     def _token_level(self, name: str) -> Ragged | RemoteColumn:
         if name not in self.tokens:
@@ -226,13 +195,11 @@ class DataProto:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Deep equality of columns, arrays, tensors and plain containers, with NaN equal to NaN."""
+    """Deep equality of columns, arrays and plain containers, with NaN equal to NaN."""
     if a is b:
         return True
     if isinstance(a, Ragged):
         return a.equal(b)
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and same(_numpy(a), _numpy(b))
     if isinstance(a, np.ndarray):
         if not isinstance(b, np.ndarray) or a.shape != b.shape:
             return False
@@ -246,10 +213,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float) and a != a:
         return b != b
     return bool(a == b)
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
 
 
 def _joined_meta(parts: Sequence[DataProto], action: str) -> dict[str, Any]:
@@ -268,24 +231,6 @@ def _concat_tokens(name: str, columns: Sequence[Ragged | RemoteColumn]) -> Ragge
     if all(local):
         return Ragged.concat(cast("Sequence[Ragged]", columns))
     if any(local):
-        raise ValueError(f"column {name!r} is here in one batch and on other ranks in another; fetch it first")
+        raise ValueError(f"column {name!r} is on this rank in one batch and on others in another; fetch it first")
     remote = cast("Sequence[RemoteColumn]", columns)
     return remote[0].concat(remote[1:])
-
-
-def _token_column(column: Ragged | RemoteColumn | Sequence[Any]) -> Ragged | RemoteColumn:
-    if isinstance(column, list | tuple):
-        return Ragged.from_rows([torch.as_tensor(row) for row in column])
-    return cast("Ragged | RemoteColumn", column)
-
-
-def _sample_column(column: np.ndarray | torch.Tensor | Sequence[Any]) -> np.ndarray:
-    if isinstance(column, np.ndarray):
-        return column
-    if isinstance(column, torch.Tensor):
-        return _numpy(column)
-    if all(isinstance(entry, bool | int | float | np.generic) for entry in column):
-        return np.asarray(column)
-    array = np.empty(len(column), dtype=object)
-    array[:] = column
-    return array

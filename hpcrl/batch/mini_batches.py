@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-STREAM = 0x6D62  # keeps these numbers apart from others keyed by the same seed
+STREAM = 0x6D62  # separates these random numbers from others of the same seed
 
 
 def mini_batch_of(
@@ -12,8 +12,8 @@ def mini_batch_of(
 ) -> np.ndarray:
     """Number of the mini-batch of each prompt, int32 (num_prompts,); the last one may be smaller.
 
-    A function of (seed, step, ppo_epoch) alone: it knows nothing of ranks. Prompts are put in the order of 64-bit
-    numbers from Philox (raw words, which numpy keeps the same from version to version, unlike `permutation`).
+    Depends on (seed, step, ppo_epoch) only, not on ranks. Prompts are sorted by 64-bit random numbers: raw words of
+    Philox, which are the same in all versions of numpy, unlike `permutation`.
     """
     if mini_batch_size < 1:
         raise ValueError(f"ppo_mini_batch_size is {mini_batch_size}; expected at least 1 prompt")

@@ -1,4 +1,4 @@
-"""Which sequences of a replica run together in one micro-batch."""
+"""Packing of a replica's sequences into micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def micro_batches(lengths: np.ndarray, max_tokens: int, count: int | None = None) -> list[np.ndarray]:
-    """Shares out sequences over as few micro-batches as the token budget allows, balanced by tokens.
+    """Divide sequences over as few micro-batches as the token budget allows, balanced by tokens.
 
     lengths: integers (N,), tokens of each sequence. max_tokens: tokens of one micro-batch at most.
     count: how many micro-batches to make (the most any replica needs); at least as many as this replica needs.
@@ -66,7 +66,7 @@ def _longest_first(order: list[int], tokens: list[int], count: int, max_tokens: 
 
 
 def _best_fit(order: list[int], tokens: list[int], max_tokens: int) -> list[list[int]]:
-    """Each sequence, longest first, into the fullest bin that still holds it (best-fit decreasing)."""
+    """Each sequence, longest first, into the fullest bin with room for it (best-fit decreasing)."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for row in order:

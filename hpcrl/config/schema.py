@@ -311,7 +311,7 @@ class MultiTurnConfig(Section):
     )
     function_tool_path: str | None = Field(None, description="Python file whose functions marked @tool are the tools")
     tool_timeout: PositiveFloat = Field(10.0, description="seconds for one tool call; then its answer says so")
-    num_tool_workers: PositiveInt = Field(1, description="processes per home rank that run tools")
+    num_tool_workers: PositiveInt = Field(1, description="processes per rollout leader that run tools")
     max_tool_response_length: PositiveInt = Field(256, description="tokens of one tool's answer at most")
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
         "middle", description="which side of an answer that is too long is kept; middle: both ends"
@@ -556,9 +556,9 @@ class RewardKwargs(Section):
         default_factory=OverlongBufferConfig, description="DAPO's shaping of over-long responses"
     )
     max_resp_len: PositiveInt | None = Field(None, description="the limit, in tokens; null: data.max_response_length")
-    max_concurrent: PositiveInt = Field(1, description="rate_limited: requests at once, over a home rank")
-    max_rpm: PositiveInt | None = Field(None, description="rate_limited: requests per minute of a home rank; null: any")
-    max_tpm: PositiveInt | None = Field(None, description="rate_limited: tokens per minute of a home rank; null: any")
+    max_concurrent: PositiveInt = Field(1, description="rate_limited: requests at once, per leader")
+    max_rpm: PositiveInt | None = Field(None, description="rate_limited: requests per minute, per leader; null: any")
+    max_tpm: PositiveInt | None = Field(None, description="rate_limited: tokens per minute, per leader; null: any")
     estimated_tokens_per_request: PositiveInt = Field(2000, description="rate_limited: what a request counts for")
     timeout: PositiveFloat = Field(300.0, description="rate_limited: seconds for one request")
 
@@ -581,7 +581,7 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardConfig = Field(
         default_factory=CustomRewardConfig, description="reward function of your own"
     )
-    num_workers: PositiveInt = Field(1, description="scoring processes per home rank")
+    num_workers: PositiveInt = Field(1, description="scoring processes per rollout leader")
     timeout: PositiveFloat = Field(10.0, description="seconds for one score; then it is 0 and counted")
     format_score: float | None = Field(
         None, description="score of an answer of the right form with the wrong value; null: the rule's own"

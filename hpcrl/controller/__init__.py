@@ -1,1 +1,1 @@
-"""Rank 0 as the dataflow controller: it sends plans, the tensors go from owner to owner."""
+"""Rank 0 as the controller: it sends commands; the columns move between the ranks that have and need them."""

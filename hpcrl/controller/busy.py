@@ -1,4 +1,4 @@
-"""What a rank's time goes to: how long it worked in each phase, without what it waited for other ranks."""
+"""How long a rank worked in each phase, without the time that it waited for other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrl.runtime.mpi import WaitTime
 
 @dataclass(frozen=True)
 class BusyReport:
-    """seconds, memory: by "role.method", since the report before. host_buffers: bytes that its workers keep."""
+    """seconds, memory: by "role.method", since the previous report. host_buffers: bytes that the workers keep."""
 
     rank: int
     node: str
@@ -23,8 +23,8 @@ class BusyReport:
 
 
 class BusyClock:
-    """The host's time only: where a GPU waits for others inside NCCL's kernels, and the host for the GPU, that counts
-    as work. There the ranks that are *less* busy in a phase of collectives are the slow ones, or none stands out.
+    """Measures host time. Time in which the host waits for its GPU, and the GPU for others inside NCCL's kernels,
+    counts as work: in such a phase the slow ranks are the *less* busy ones, or all are equal.
     """
 
     def __init__(self, waited: WaitTime, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -35,7 +35,7 @@ class BusyClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Phases may nest: an outer one is without its inner ones."""
+        """Measure a phase. Phases may nest; an outer one does not contain the time of its inner ones."""
         began, booked = self._worked(), self._booked
         yield
         own = (self._worked() - began) - (self._booked - booked)
@@ -43,7 +43,7 @@ class BusyClock:
         self._booked += own
 
     def collect(self) -> dict[str, float]:
-        """Since the last call, of phases that have ended."""
+        """Seconds by phase since the last call, of phases that have ended."""
         found, self._seconds = self._seconds, {}
         return found
 

@@ -1,8 +1,8 @@
-"""Where columns live, and how they go from one home rank to another.
+"""Where columns are, and how they move from one leader to another.
 
-Token-level columns stay in host memory of home ranks. Rank 0 knows a column by its `Location`: for every row the
-block it is part of, the rank that holds it and its place there. Everything about a move follows from a location and a
-destination by pure functions, so that sender and receiver agree without talking.
+Token-level columns stay in host memory of the replicas' leaders. Rank 0 has the `Location` of a column: for every row
+the block that it is part of, the rank that has it and its place there. Sender and receiver compute what to move from
+the location and a destination, with the same pure functions, so they exchange no messages about it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from hpcrl.batch.ragged import Ragged
 
 
 class Block:
-    """Rank 0's hold on rows that one command left on the ranks; when the last hold is gone, the ranks forget them."""
+    """Rank 0's reference to rows that one command stored on the ranks, which free them when it is garbage-collected."""
 
     def __init__(self, id: int) -> None:
         self.id = id
@@ -29,13 +28,14 @@ class Block:
 class Location:
     """Where the rows of a column are. All arrays int32 (N,).
 
-    block: id of the block that the row is part of; rank: world rank that holds it; row: its place in that rank's part.
+    block: id of the block that the row is part of; rank: world rank that has it; row: its place in that rank's part.
+    references: on rank 0, the blocks; they stay in memory for as long as a location refers to them.
     """
 
     block: np.ndarray
     rank: np.ndarray
     row: np.ndarray
-    holds: tuple[Block, ...] = field(default=(), compare=False, repr=False)
+    references: tuple[Block, ...] = field(default=(), compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -45,7 +45,7 @@ class Location:
 
     @cached_property
     def _compact(self) -> dict[str, Any]:
-        """What travels, to many ranks and in many commands: constant and derivable arrays are left out."""
+        """The pickled state, without constant and derivable arrays: it is sent to many ranks in many commands."""
         block = int(self.block[0]) if len(self) and (self.block == self.block[0]).all() else self.block
         row = None if np.array_equal(self.row, places(self.rank)) else self.row
         return {"block": block, "rank": self.rank, "row": row}
@@ -55,26 +55,26 @@ class Location:
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "row", places(rank) if row is None else row)
         object.__setattr__(self, "block", np.full(len(rank), block, np.int32) if isinstance(block, int) else block)
-        object.__setattr__(self, "holds", ())
+        object.__setattr__(self, "references", ())
 
     @classmethod
     def of_block(cls, block: Block, rank: np.ndarray) -> Location:
-        """A whole block: each rank's part holds its rows in batch order."""
+        """The location of a whole block, of which each rank has its rows in batch order."""
         return cls(np.full(len(rank), block.id, np.int32), rank, places(rank), (block,))
 
     def take(self, rows: np.ndarray) -> Location:
-        """Of blocks that none of these rows is part of, nothing is held."""
-        block, holds = self.block[rows], self.holds
-        if len(holds) > 1:
+        """The given rows, without references to blocks that have none of them."""
+        block, references = self.block[rows], self.references
+        if len(references) > 1:
             used = set(np.unique(block).tolist())
-            holds = tuple(hold for hold in holds if hold.id in used)
-        return Location(block, self.rank[rows], self.row[rows], holds)
+            references = tuple(reference for reference in references if reference.id in used)
+        return Location(block, self.rank[rows], self.row[rows], references)
 
     @staticmethod
     def concat(parts: Sequence[Location]) -> Location:
-        holds = tuple({hold.id: hold for part in parts for hold in part.holds}.values())
+        references = tuple({block.id: block for part in parts for block in part.references}.values())
         block, rank, row = (np.concatenate([getattr(p, name) for p in parts]) for name in ("block", "rank", "row"))
-        return Location(block, rank, row, holds)
+        return Location(block, rank, row, references)
 
 
 def places(rank: np.ndarray) -> np.ndarray:
@@ -89,10 +89,10 @@ def places(rank: np.ndarray) -> np.ndarray:
 
 
 class PlacedColumn:
-    """A column of rank 0's batch whose rows are on home ranks (see `hpcrl.batch.data_proto.RemoteColumn`)."""
+    """A column of rank 0's batch whose rows are on leaders (see `hpcrl.batch.data_proto.RemoteColumn`)."""
 
     def __init__(self, locations: list[Location], fetch: Callable[[PlacedColumn], Ragged]) -> None:
-        self.locations = locations  # the same rows may stand in several places; the first is where they were written
+        self.locations = locations  # the first is where the rows were written, the others are copies
         self._fetch = fetch
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class PlacedColumn:
         return PlacedColumn([Location.concat([part.locations[0] for part in parts])], self._fetch)
 
     def fetch(self) -> Ragged:
-        """Bring all rows to rank 0, for a person who wants to look."""
+        """Copy all rows to rank 0, for inspection."""
         return self._fetch(self)
 
     def nearest(self, ranks: np.ndarray) -> Location:
@@ -124,26 +124,26 @@ class Read:
 
 
 def rows_between(location: Location, destination: np.ndarray, sender: int, receiver: int) -> np.ndarray:
-    """Batch rows that `sender` holds and `receiver` needs, in batch order."""
+    """Batch rows that `sender` has and `receiver` needs, in batch order."""
     return np.flatnonzero((location.rank == sender) & (destination == receiver))
 
 
 def receivers_of(reads: Iterable[Read], destination: np.ndarray, sender: int) -> list[int]:
-    """Ranks other than `sender` to which it owes rows of any column."""
-    owed = [destination[read.location.rank == sender] for read in reads]
-    found = set(np.unique(np.concatenate(owed)).tolist()) if owed else set()
+    """Ranks other than `sender` to which it sends rows of any column."""
+    receivers = [destination[read.location.rank == sender] for read in reads]
+    found = set(np.unique(np.concatenate(receivers)).tolist()) if receivers else set()
     return sorted(found - {sender})
 
 
 def senders_of(reads: Iterable[Read], destination: np.ndarray, receiver: int) -> list[int]:
-    """Ranks other than `receiver` from which it gets rows of any column."""
-    owing = [read.location.rank[destination == receiver] for read in reads]
-    found = set(np.unique(np.concatenate(owing)).tolist()) if owing else set()
+    """Ranks other than `receiver` that send it rows of any column."""
+    senders = [read.location.rank[destination == receiver] for read in reads]
+    found = set(np.unique(np.concatenate(senders)).tolist()) if senders else set()
     return sorted(found - {receiver})
 
 
 class ColumnStore:
-    """What one home rank holds of each block: its id -> rows."""
+    """One leader's rows of each block, by the block's id."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Ragged] = {}
@@ -151,35 +151,31 @@ class ColumnStore:
     def put(self, block: int, rows: Ragged) -> None:
         self._blocks[block] = rows
 
-    def forget(self, block: int) -> None:
+    def free(self, block: int) -> None:
         self._blocks.pop(block, None)
 
     def rows(self, location: Location, rows: np.ndarray) -> Ragged:
-        """The given batch rows of a column, all of which this rank holds."""
+        """The given batch rows of a column, all of which this rank has."""
         blocks, places_here = location.block[rows], location.row[rows]
         parts, order = [], []
         for block in np.unique(blocks).tolist():
             chosen = np.flatnonzero(blocks == block)
-            held = self._blocks[block]
-            whole = len(chosen) == len(held) and np.array_equal(places_here[chosen], np.arange(len(held)))
-            parts.append(held if whole else held.take(torch.from_numpy(places_here[chosen].astype(np.int64))))
+            stored = self._blocks[block]
+            whole = len(chosen) == len(stored) and np.array_equal(places_here[chosen], np.arange(len(stored)))
+            parts.append(stored if whole else stored.take(places_here[chosen]))
             order.append(chosen)
         return merge_rows(parts, order)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(block.values.nbytes + block.offsets.nbytes for block in self._blocks.values())
 
 
 def merge_rows(parts: list[Ragged], positions: list[np.ndarray]) -> Ragged:
     """Join blocks whose rows belong at the given positions of the result."""
     if not parts:
-        return Ragged(torch.zeros(0), torch.zeros(1, dtype=torch.int64))
+        return Ragged.from_rows([])
     order = np.concatenate(positions)
     joined = parts[0] if len(parts) == 1 else Ragged.concat(parts)
     if np.array_equal(order, np.arange(len(order))):
         return joined
-    return joined.take(torch.from_numpy(np.argsort(order, kind="stable")))
+    return joined.take(np.argsort(order, kind="stable"))
 
 
 # A packed message: per column int64 [dtype code, rows], int64 lengths, then the values.
@@ -190,9 +186,9 @@ def pack(columns: Sequence[Ragged]) -> np.ndarray:
     """Columns as one uint8 array."""
     parts = []
     for column in columns:
-        values, lengths = column.values.contiguous().numpy(), column.lengths.numpy()
-        head = np.array([_DTYPES.index(values.dtype), len(column)], np.int64)
-        parts += [head.view(np.uint8), lengths.view(np.uint8), values.view(np.uint8)]
+        head = np.array([_DTYPES.index(column.dtype), len(column)], np.int64)
+        values = np.ascontiguousarray(column.values)
+        parts += [head.view(np.uint8), column.lengths.view(np.uint8), values.view(np.uint8)]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
 
 
@@ -203,12 +199,12 @@ def unpack(message: np.ndarray, count: int) -> list[Ragged]:
     def read(dtype: np.dtype, size: int) -> np.ndarray:
         nonlocal at
         begin, at = at, at + size * dtype.itemsize
-        return np.frombuffer(message[begin:at].tobytes(), dtype).copy()
+        return message[begin:at].copy().view(dtype)  # a copy, so that it is aligned
 
     columns = []
     for _ in range(count):
         code, rows = read(np.dtype("i8"), 2).tolist()
         lengths = read(np.dtype("i8"), rows)
         values = read(_DTYPES[code], int(lengths.sum()))
-        columns.append(Ragged.from_lengths(torch.from_numpy(values), torch.from_numpy(lengths)))
+        columns.append(Ragged.from_lengths(values, lengths))
     return columns

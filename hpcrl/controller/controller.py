@@ -1,14 +1,18 @@
-"""The controller on rank 0: issues commands, hands out futures, keeps the metadata of batches.
+"""The controller on rank 0: issues commands, returns futures, keeps the metadata of batches.
 
-Why no order of `get()` can deadlock: commands are numbered in the order in which rank 0 issues them, every rank runs
-its part of command k only after its parts of all commands before k, sends never wait, and a part of k waits only for
-parts of k on other ranks. `get()` first runs rank 0's own parts up to its command, in order. So the lowest unfinished
-command can always go on.
+Why no order of `get()` can deadlock:
 
-A method that takes long may let later parts run inside it (`Desk.attend`): only such as wait for no other rank, so it
-is as if they had taken no time, and still in the order of their numbers. A method that goes on until another command
-comes waits for what rank 0 does next, so nobody may wait for it: it is an order, without a result
-(`Dispatch.ORDER_ALL`).
+1. Rank 0 numbers the commands in the order in which it issues them.
+2. Each rank runs its part of command k after its parts of all earlier commands.
+3. Sends do not block. A part of command k waits only for parts of k on other ranks.
+4. `get()` first runs rank 0's own parts, in order, up to the command whose result it returns.
+
+So the unfinished command with the lowest number can always proceed.
+
+A long method may run later commands inside itself (`WorkerContext.poll`). These are only commands that wait for no
+other rank, in the order of their numbers. They always finish, so the method proceeds as if they took no time. A method
+that ends when another command arrives waits for rank 0's next call. No call may wait for such a method, so it is an
+order without a result (`Dispatch.ORDER_ALL`).
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ from hpcrl.controller.executor import (
     PROFILE,
     RESULTS,
     STOP,
+    BatchResult,
     Command,
     Executor,
-    Farewell,
-    Kept,
-    Note,
+    Notification,
     Result,
+    Shutdown,
 )
 from hpcrl.controller.register import Registration, registration_of
 from hpcrl.controller.wire import Wire, decode, encode
@@ -59,7 +63,7 @@ def replica_column(dp: int) -> str:
 
 
 class Future(Generic[T]):
-    """The result of a call that may not have happened yet."""
+    """The result of a call, which may not have run yet."""
 
     def __init__(self, finish: Callable[[], T], is_ready: Callable[[], bool]) -> None:
         self._finish: Callable[[], T] | None = finish
@@ -68,10 +72,11 @@ class Future(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `get` would give its value at once: everybody has reported."""
+        """Whether all results have arrived, so that `get` would not wait."""
         return self._finish is None or self._is_ready()
 
     def get(self) -> T:
+        """Wait for the result. Futures may be got in any order."""
         if self._finish is not None:
             self._value = self._finish()
             self._finish = None
@@ -81,9 +86,9 @@ class Future(Generic[T]):
 class Traffic:
     """Bytes since the last `collect`.
 
-    controller_bytes_*: rank 0's control messages, headers out and results in. rank_0_bytes_*: all its messages, columns
-    that it owns or needs among them. bytes/<method>: columns that home ranks received from one another; every home that
-    reads a batch reports, so these are all.
+    controller_bytes_*: rank 0's control messages, commands out and results in. rank_0_bytes_*: all its messages, with
+    columns that it owns or needs. bytes/<method>: columns that leaders received from one another; every leader that
+    reads a batch reports, so the sum is complete.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -123,10 +128,10 @@ class WorkerGroup:
 
 
 class Controller:
-    """Lives on rank 0. `groups[role]` are the callable roles.
+    """Runs on rank 0. `groups[role]` are the callable roles.
 
-    listener: is given (rank, note) of every note that a worker tells. background: called again and again while rank 0
-    waits for a result. Both may issue commands and get futures that are ready; neither may wait.
+    listener: called with (rank, value) for every `WorkerContext.notify_controller`. background: called repeatedly while
+    rank 0 waits for a result. Both may issue commands and get futures that are ready; neither may wait.
     """
 
     listener: Callable[[int, Any], None] | None = None
@@ -142,8 +147,8 @@ class Controller:
         self._next_id = 0
         self._own: deque[Command] = deque()
         self._results: dict[int, dict[int, Result]] = defaultdict(dict)
-        self._gone: set[int] = set()
-        self._forget: dict[int, list[int]] = defaultdict(list)
+        self._stopped: set[int] = set()
+        self._unreferenced: dict[int, list[int]] = defaultdict(list)  # rank -> blocks that it can free
 
     def __getitem__(self, role: str) -> WorkerGroup:
         return self.groups[role]
@@ -153,45 +158,41 @@ class Controller:
     ) -> Future[Any]:
         """Issue a method to the ranks of a role; the future collects what they report."""
         mode, layout = registration.mode, group.layout
-        collect: Callable[[list[Any]], Any] = mode.collect
+        collect: Callable[[list[Any]], Any] = list
         reporters = tuple(mode.reporters(layout))
+        batch, plan = DataProto(), None
         if mode.takes_batch:
-            batch, *rest = args
+            batch, args = args[0], args[1:]
             plan = self._plan(group, method, registration, batch)
-            shares = mode.split(layout, tuple(rest), kwargs)
-            if registration.homes_only:
-                shares = {rank: share for rank, share in shares.items() if rank in layout.homes}
             if mode.returns_batch:
                 collect = self._collector(plan)
-        else:
-            batch, plan = None, None
-            shares = mode.split(layout, args, kwargs)
-        call = _Call(self._number(), method, reporters, runs_here=self._wire.rank in shares)
-        for rank, (rank_args, rank_kwargs) in shares.items():
+        ranks = layout.leaders if registration.leader_only else layout.ranks
+        call = _Call(self._number(), method, reporters, runs_here=self._wire.rank in ranks)
+        for rank in ranks:
             command = Command(
                 call.id,
                 group.role,
                 method,
-                rank_args,
-                rank_kwargs,
+                args,
+                kwargs,
                 reports=rank in reporters,
-                alone=registration.homes_only,
+                leader_only=registration.leader_only,
             )
             if plan is not None:
                 command = plan.onto(command, batch, layout.coord(rank).dp)
             self._issue(rank, command)
         if plan is not None:
-            self._issue_to_owners(call.id, plan, set(shares))
-        return Future(lambda: collect(self._wait_for(call)), lambda: self._has_come(call))
+            self._issue_to_owners(call.id, plan, set(ranks))
+        return Future(lambda: collect(self._wait_for(call)), lambda: self._is_complete(call))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside it, rank 0 is said to be in that phase of its program."""
+        """Report rank 0 as being in that phase of its program."""
         with self._executor.world.status.within("controller", name), annotated(f"controller.{name}"):
             yield
 
     def listen(self) -> None:
-        """Waits until a result or a note has come."""
+        """Wait for a result or a notification."""
         if self._own:
             self._run_own()
         else:
@@ -208,40 +209,40 @@ class Controller:
         return columns[read.column]
 
     def ask_busy(self) -> Future[list[BusyReport]]:
-        """What every rank was busy with, and the memory that it took. It reports between two commands, or inside one
-        that attends to its desk."""
-        return self._call_everyone(BUSY, BUSY)
+        """What every rank was busy with, and its memory. Ranks report between two commands, or in a method that calls
+        `WorkerContext.poll`."""
+        return self._call_all_ranks(BUSY, BUSY)
 
     def begin_profile(self) -> None:
         """Every rank records a trace of torch's profiler: rank 0 from now on, the others between the commands before
         and after, or inside a long method, where it polls for commands."""
-        self._call_everyone(PROFILE, "begin", reports=False)
+        self._call_all_ranks(PROFILE, "begin", reports=False)
         while self._own:
             self._run_own()
 
     def end_profile(self, stem: str | None) -> Future[list[str | None]]:
         """Write each rank's trace to a file (`Profiler.end`). The future has an error message per rank, None where it
         succeeded."""
-        return self._call_everyone(PROFILE, "end", stem)
+        return self._call_all_ranks(PROFILE, "end", stem)
 
     def stop(self) -> None:
-        """Let rank 0's own commands end, and the other ranks leave their serve loops."""
+        """Finish rank 0's own commands, and end the serve loops of the other ranks."""
         while self._own:
             self._run_own()
         for rank in range(1, self._wire.size):
             self._wire.send(encode(Command(self._number(), None, STOP)), rank, COMMANDS)
-        # Results and notes that nobody asked for: their senders cannot leave while these are under way.
+        # Receive what is still under way: a rank cannot exit before its messages have been received.
         self.listener = self.background = None
-        while len(self._gone) < self._wire.size - 1:
+        while len(self._stopped) < self._wire.size - 1:
             self._receive_result()
         self._wire.flush()
 
-    def _call_everyone(self, role: str, method: str, *args: Any, reports: bool = True) -> Future[list[Any]]:
-        everyone = tuple(range(self._wire.size))
-        call = _Call(self._number(), method, everyone if reports else (), runs_here=True)
-        for rank in everyone:
+    def _call_all_ranks(self, role: str, method: str, *args: Any, reports: bool = True) -> Future[list[Any]]:
+        ranks = tuple(range(self._wire.size))
+        call = _Call(self._number(), method, ranks if reports else (), runs_here=True)
+        for rank in ranks:
             self._issue(rank, Command(call.id, role, method, args, reports=reports))
-        return Future(lambda: self._wait_for(call), lambda: self._has_come(call))
+        return Future(lambda: self._wait_for(call), lambda: self._is_complete(call))
 
     def _number(self) -> int:
         self._next_id += 1
@@ -249,7 +250,7 @@ class Controller:
 
     def _plan(self, group: WorkerGroup, method: str, registration: Registration, batch: DataProto) -> _Plan:
         assignment = _assignment(batch, group.layout, registration.group_by)
-        destination = np.asarray(group.layout.homes, np.int32)[assignment]
+        destination = np.asarray(group.layout.leaders, np.int32)[assignment]
         reads: list[Read] = []
         sample_reads: list[str] = []
         for entry in registration.reads:
@@ -267,7 +268,7 @@ class Controller:
                 raise TypeError(f"{group.role}.{method} reads {name!r}, which is on rank 0; only columns on ranks move")
             location, moved_to = column.nearest(destination), None
             if (location.rank != destination).any():
-                # What has moved stays at its destination too: the next reader there finds it.
+                # The moved rows stay at their destination, for the next method that reads them there.
                 block = self._new_block(destination)
                 column.locations.append(Location.of_block(block, destination))
                 moved_to = block.id
@@ -277,14 +278,14 @@ class Controller:
         return _Plan(tuple(reads), destination, rows, sample_reads, writes)
 
     def _new_block(self, ranks: np.ndarray) -> Block:
-        """A block whose rows are at `ranks`, for as long as rank 0 holds it."""
+        """A block whose rows are at `ranks`, which free them when rank 0 has no more references to it."""
         block = Block(self._number())
-        weakref.finalize(block, self._forget_block, block.id, np.unique(ranks).tolist())
+        weakref.finalize(block, self._free_later, block.id, np.unique(ranks).tolist())
         return block
 
-    def _forget_block(self, block: int, ranks: list[int]) -> None:
+    def _free_later(self, block: int, ranks: list[int]) -> None:
         for rank in ranks:
-            self._forget[rank].append(block)
+            self._unreferenced[rank].append(block)
 
     def _issue_to_owners(self, command: int, plan: _Plan, running: set[int]) -> None:
         owners = {rank for read in plan.reads for rank in np.unique(read.location.rank).tolist()}
@@ -293,9 +294,9 @@ class Controller:
                 self._issue(rank, Command(command, None, "send rows", reads=plan.reads, destination=plan.destination))
 
     def _issue(self, rank: int, command: Command) -> None:
-        forget = tuple(self._forget.pop(rank, ()))
-        if forget:
-            command = replace(command, forget=forget)
+        free = tuple(self._unreferenced.pop(rank, ()))
+        if free:
+            command = replace(command, free=free)
         if rank == self._wire.rank:
             self._own.append(command)
             return
@@ -307,28 +308,28 @@ class Controller:
             self._results[result.command][result.rank] = result
 
     def _receive_result(self) -> None:
-        message: Result | Note | Farewell = decode(self._wire.receive_any(RESULTS))
+        message: Result | Notification | Shutdown = decode(self._wire.receive_any(RESULTS))
         if isinstance(message, Result):
             self._results[message.command][message.rank] = message
-        elif isinstance(message, Farewell):
-            self._gone.add(message.rank)
+        elif isinstance(message, Shutdown):
+            self._stopped.add(message.rank)
         elif self.listener is not None:
             self.listener(message.rank, message.value)
 
-    def _has_come(self, call: _Call) -> bool:
+    def _is_complete(self, call: _Call) -> bool:
         return len(self._results.get(call.id, ())) == len(call.reporters)
 
     def _wait_for(self, call: _Call) -> list[Any]:
-        """What a call's reporters gave, in order, once all have reported."""
+        """Wait for all results of a call; returns the values in the order of its reporters."""
         while self._own and self._own[0].id <= call.id:
             self._run_own()
-        while not self._has_come(call):
+        while not self._is_complete(call):
             if self.background is not None:
                 self.background()
-            if self._has_come(call):
+            if self._is_complete(call):
                 break
             if self._own and not call.runs_here:
-                self._run_own()  # a role on other ranks is at work; rank 0 goes on with what it has to do itself
+                self._run_own()  # the call runs on other ranks, so rank 0 can run a later command of its own
             else:
                 self._receive_result()
         results = self._results.pop(call.id, {})
@@ -338,10 +339,10 @@ class Controller:
         return [results[rank].value for rank in call.reporters]
 
     def _collector(self, plan: _Plan) -> Callable[[list[Any]], DataProto]:
-        """Rows of all replicas back in batch order; written columns stay on the ranks, as locations."""
+        """A function that puts the rows of all replicas back into batch order; written columns become locations."""
         order = np.argsort(np.concatenate(plan.rows), kind="stable")
 
-        def collect(results: list[Kept]) -> DataProto:
+        def collect(results: list[BatchResult]) -> DataProto:
             written = results[0].written
             if any(part.written != written for part in results):
                 raise ValueError(f"replicas wrote different columns: {[part.written for part in results]}")
@@ -360,7 +361,7 @@ class Controller:
 
 @dataclass(frozen=True)
 class _Call:
-    """An issued command. runs_here: rank 0 is among those that run the method."""
+    """An issued command. reporters: ranks that send a result. runs_here: rank 0 runs the method too."""
 
     id: int
     method: str
@@ -370,7 +371,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A batch call as rank 0 lays it out: where every row goes, and which rows each replica has."""
+    """How a batch is divided for one call: where every row goes, and which rows each replica has."""
 
     reads: tuple[Read, ...]
     destination: np.ndarray
@@ -379,7 +380,7 @@ class _Plan:
     writes: dict[str, Block] = field(default_factory=dict)
 
     def onto(self, command: Command, batch: DataProto, dp: int) -> Command:
-        """`command` with what a rank of replica `dp` needs of the batch."""
+        """`command` with the part of the batch that a rank of replica `dp` needs."""
         return replace(
             command,
             reads=self.reads,
@@ -411,7 +412,7 @@ def _even(total: int, parts: int) -> list[int]:
 def _keeps_together(assignment: np.ndarray, groups: np.ndarray) -> bool:
     _, index = np.unique(groups, return_inverse=True)
     first = np.full(index.max() + 1 if len(index) else 0, -1, np.int64)
-    first[index] = assignment  # the last row of each group; all others must agree with it
+    first[index] = assignment  # that of one row of each group, with which all others must agree
     return bool((first[index] == assignment).all())
 
 
@@ -422,11 +423,11 @@ def run_program(
     layouts: Mapping[str, Layout],
     program: Callable[[Controller], T],
 ) -> T | None:
-    """Run `program` on rank 0 while the other ranks serve it. Gives its result on rank 0, None elsewhere.
+    """Run `program` on rank 0 while the other ranks serve it. Returns its result on rank 0, None elsewhere.
 
     Args:
-        workers: this rank's worker of each role it is in.
-        kinds: worker class of every role, in this rank's pools or not.
+        workers: this rank's worker of each role that it is in.
+        kinds: worker class of every role, also of those that this rank is not in.
         layouts: layout of every role.
     """
     executor = Executor(world, workers, layouts)

@@ -1,7 +1,7 @@
-"""What every rank does with a command: send the rows it owes, gather the rows it needs, run the method, report.
+"""What every rank does with a command: send the rows that others need, gather its own, run the method, report.
 
-A rank starts its commands in the order in which they came, and ends one before it starts the next, with one exception:
-a method that takes long may attend to its desk, and then commands that wait for no other rank run inside it.
+A rank runs its commands one after the other, in the order in which they arrive, with one exception: a long method may
+call `WorkerContext.poll`, and then commands that wait for no other rank run inside it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ STOP = "stop"
 
 @dataclass(frozen=True)
 class Command:
-    """One entry of a rank's FIFO, as that rank gets it.
+    """One entry of a rank's FIFO, as that rank receives it.
 
-    role: the role that runs `method` here; None on a rank that only owes rows.
-    destination: int32 (N,) home rank of every row, None when no batch is moved.
-    samples: sample-level columns of this replica's rows.
-    alone: the method runs on the replica's home only.
-    writes: column that the method writes -> id of the block it becomes.
-    forget: blocks that nobody can ask for any more.
+    role: the role that runs `method` here; None on a rank that only sends rows.
+    reads: token-level columns that the method needs. destination: int32 (N,) leader that gets each row; None without a
+    batch. samples: sample-level columns of this replica's rows. meta: the batch's meta_info, without metrics.
+    writes: column that the method writes -> id of the block in which it is stored.
+    leader_only: the method runs on the replica's leader only.
+    reports: the result goes to rank 0.
+    free: blocks that no later command can refer to.
     """
 
     id: int
@@ -70,14 +71,14 @@ class Command:
     samples: dict[str, np.ndarray] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     writes: dict[str, int] = field(default_factory=dict)
-    alone: bool = False
+    leader_only: bool = False
     reports: bool = False
-    forget: tuple[int, ...] = ()
+    free: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a reporting rank sends to rank 0. row_bytes: bytes of columns it received for the command."""
+    """What a reporting rank sends to rank 0. row_bytes: bytes of columns that it received for the command."""
 
     command: int
     rank: int
@@ -86,23 +87,23 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Note:
-    """Something small that a worker tells rank 0 of its own accord."""
+class Notification:
+    """A small object that a worker sends to rank 0 outside of results."""
 
     rank: int
     value: Any
 
 
 @dataclass(frozen=True)
-class Farewell:
-    """The last message of a rank: all that it sent before has come, too."""
+class Shutdown:
+    """The last message of a rank. MPI keeps the order of messages, so all earlier ones have arrived before it."""
 
     rank: int
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a home reports of a batch call: the columns that it wrote stay with it, and only their names travel."""
+class BatchResult:
+    """The result of a method that returns a batch: the written columns stay on the leader, their names are sent."""
 
     written: tuple[str, ...]
     samples: dict[str, np.ndarray]
@@ -110,7 +111,7 @@ class Kept:
 
 
 class Executor:
-    """One rank's workers and columns, and their `Desk`."""
+    """One rank's workers and columns. It is the `WorkerContext` of the workers."""
 
     def __init__(self, world: World, workers: Mapping[str, Worker], layouts: Mapping[str, Layout]) -> None:
         self.world = world
@@ -122,56 +123,58 @@ class Executor:
         self._memory = MemoryLedger()
         self._profiler = Profiler(world.rank)
         self._row_bytes = 0
-        self._come: deque[Command] = deque()  # received, and not yet run
+        self._received: deque[Command] = deque()  # and not yet run
         self._replicas = _replica_communicators(self.wire.comm, layouts)
         for worker in workers.values():
-            worker.desk, worker.status = self, world.status
+            worker.context, worker.status = self, world.status
 
     def serve(self) -> None:
-        """Run commands of rank 0 until it says stop."""
+        """Run commands of rank 0 until STOP."""
         while (command := self._next()).method != STOP:
             self._run_and_report(command)
-        self.wire.send(encode(Farewell(self.wire.rank)), to=0, tag=RESULTS)
+        self.wire.send(encode(Shutdown(self.wire.rank)), to=0, tag=RESULTS)
 
     def run(self, command: Command) -> Result | None:
+        """Run this rank's part of a command; the result, if this rank reports one."""
         here, outer_row_bytes = self.world.status, self._row_bytes
         self._row_bytes = 0
         with here.within(command.role or "owner", command.method, command.id):
             here.step = command.meta.get("step", here.step)
-            for block in command.forget:
-                self.store.forget(block)
-            self._send_owed_rows(command)
+            for block in command.free:
+                self.store.free(block)
+            self._send_rows(command)
             value = self._execute(command) if command.role else None
         result = Result(command.id, self.wire.rank, value, self._row_bytes) if command.reports else None
         self._row_bytes = outer_row_bytes
         return result
 
-    def attend(self) -> bool:
-        """See `Desk`. Rank 0's own commands come from its program, which does not go on inside a method."""
+    def poll(self) -> bool:
+        """See `WorkerContext`. Nothing arrives on rank 0: its commands come from its program, which waits while the
+        method runs."""
         while self.wire.rank != 0:
-            if not self._come:
+            if not self._received:
                 message = self.wire.receive_if_there(0, COMMANDS)
                 if message is None:
                     break
-                self._come.append(decode(message))
-            if not self._may_run_meanwhile(self._come[0]):
+                self._received.append(decode(message))
+            if not self._is_reentrant(self._received[0]):
                 return True
-            self._run_and_report(self._come.popleft())
+            self._run_and_report(self._received.popleft())
         return False
 
-    def tell(self, note: Any) -> None:
-        self.wire.send(encode(Note(self.wire.rank, note)), to=0, tag=RESULTS)
+    def notify_controller(self, value: Any) -> None:
+        self.wire.send(encode(Notification(self.wire.rank, value)), to=0, tag=RESULTS)
 
-    def post(self, key: str, text: str) -> None:
+    def publish(self, key: str, text: str) -> None:
         self.world.key_value_store.set(key, text)
 
-    def share(self, layout: Layout, value: Any) -> Any:
+    def broadcast(self, layout: Layout, value: Any) -> Any:
         dp = layout.coord(self.wire.rank).dp
-        replica, home = layout.replica(dp), layout.home(dp)
+        replica, leader = layout.replica(dp), layout.leader(dp)
         if len(replica) == 1:
             return value
-        message = np.frombuffer(encode(value) if value is not None and self.wire.rank == home else b"", np.uint8)
-        message = broadcast_bytes(self._replicas[replica], message, root=replica.index(home))
+        message = np.frombuffer(encode(value) if value is not None and self.wire.rank == leader else b"", np.uint8)
+        message = broadcast_bytes(self._replicas[replica], message, root=replica.index(leader))
         return decode(message) if len(message) else None
 
     def close(self) -> None:
@@ -180,21 +183,21 @@ class Executor:
         self.wire.close()
 
     def _next(self) -> Command:
-        return self._come.popleft() if self._come else decode(self.wire.receive(0, COMMANDS))
+        return self._received.popleft() if self._received else decode(self.wire.receive(0, COMMANDS))
 
     def _run_and_report(self, command: Command) -> None:
         result = self.run(command)
         if result is not None:
             self.wire.send(encode(result), to=0, tag=RESULTS)
 
-    def _may_run_meanwhile(self, command: Command) -> bool:
-        """Whether it waits for no other rank: an owner only sends, and a home alone may need no rows of others."""
+    def _is_reentrant(self, command: Command) -> bool:
+        """Whether this rank's part of the command waits for no other rank."""
         if command.role is None:
-            return command.method != STOP
+            return command.method != STOP  # it only sends rows
         if command.role in (BUSY, PROFILE):
             return True
         method = registration_of(type(self.workers[command.role]), command.method) if command.role != FETCH else None
-        if method is None or not method.meanwhile or command.destination is None:
+        if method is None or not method.reentrant or command.destination is None:
             return False
         return not senders_of(command.reads, command.destination, self.wire.rank)
 
@@ -202,8 +205,8 @@ class Executor:
         if command.role == FETCH:
             return self._gather_rows(command)
         if command.role == BUSY:
-            kept = sum(worker.host_buffers() for worker in self.workers.values())
-            return BusyReport(self.wire.rank, node_name(), self._busy.collect(), self._memory.collect(), kept)
+            buffers = sum(worker.host_buffers() for worker in self.workers.values())
+            return BusyReport(self.wire.rank, node_name(), self._busy.collect(), self._memory.collect(), buffers)
         if command.role == PROFILE:
             return getattr(self._profiler, command.method)(*command.args)
         phase = f"{command.role}.{command.method}"
@@ -217,27 +220,28 @@ class Executor:
             return method(*command.args, **command.kwargs)
         batch = DataProto(self._replica_rows(command, worker), dict(command.samples), dict(command.meta))
         output = method(batch, *command.args, **command.kwargs)
-        return self._keep(command, worker, output) if worker.is_home else None
+        return self._store_output(command, worker, output) if worker.is_leader else None
 
-    def _keep(self, command: Command, worker: Worker, output: Any) -> Any:
-        """Store the columns a method wrote; give what goes to rank 0."""
+    def _store_output(self, command: Command, worker: Worker, output: Any) -> Any:
+        """Store the columns that a method wrote; returns what goes to rank 0."""
         writes = command.writes
         if not isinstance(output, DataProto):
             if writes:
                 raise TypeError(f"{command.role}.{command.method} writes {', '.join(writes)}, but returned {output!r}")
             return output
-        registered = registration_of(type(self.workers[command.role]), command.method).writes  # type: ignore[index]
+        registered = registration_of(type(worker), command.method).writes
         required = {name for name in registered if not name.endswith("?")}
         if not required <= output.tokens.keys() <= writes.keys():
             raise ValueError(
                 f"{command.role}.{command.method} is registered to write {sorted(registered)}, "
                 f"but returned the columns {sorted(output.tokens)}"
             )
-        for name, column in output.tokens.items():
-            self.store.put(writes[name], column)  # type: ignore[arg-type]
-        return Kept(tuple(sorted(output.tokens)), output.samples, output.meta_info)
+        for name in output.tokens:
+            self.store.put(writes[name], output.fetch(name))
+        return BatchResult(tuple(sorted(output.tokens)), output.samples, output.meta_info)
 
-    def _send_owed_rows(self, command: Command) -> None:
+    def _send_rows(self, command: Command) -> None:
+        """Send the rows that other ranks need for the command and this rank has."""
         if command.destination is None:
             return
         mine = self.wire.rank
@@ -273,21 +277,22 @@ class Executor:
         return columns
 
     def _replica_rows(self, command: Command, worker: Worker) -> dict[str, Ragged | Any]:
-        """The replica's rows on each of its ranks: gathered by the home, broadcast inside the replica."""
-        replica = worker.layout.replica(worker.layout.coord(worker.rank).dp)
-        columns = self._gather_rows(command) if worker.is_home else {}
-        if command.alone or len(replica) == 1 or not command.reads:
+        """The replica's rows on each of its ranks: the leader gathers them and broadcasts them inside the replica."""
+        dp = worker.layout.coord(worker.rank).dp
+        replica = worker.layout.replica(dp)
+        columns = self._gather_rows(command) if worker.is_leader else {}
+        if command.leader_only or len(replica) == 1 or not command.reads:
             return columns
-        comm = self._replicas[replica]
-        root = replica.index(worker.layout.home(worker.layout.coord(worker.rank).dp))
-        message = pack(list(columns.values())) if worker.is_home else np.zeros(0, np.uint8)
-        message = broadcast_bytes(comm, message, root)
-        if worker.is_home:
+        message = pack(list(columns.values())) if worker.is_leader else np.zeros(0, np.uint8)
+        root = replica.index(worker.layout.leader(dp))
+        message = broadcast_bytes(self._replicas[replica], message, root)
+        if worker.is_leader:
             return columns
         return dict(zip([read.column for read in command.reads], unpack(message, len(command.reads)), strict=True))
 
 
 def broadcast_bytes(comm: MPI.Comm, message: np.ndarray, root: int) -> np.ndarray:
+    """The root's uint8 array on every rank of `comm`; the message of other ranks is ignored."""
     size = np.array([message.nbytes], np.int64)
     wait(comm.Ibcast(size, root=root))
     message = message.copy() if comm.rank == root else np.empty(int(size[0]), np.uint8)  # MPI wants it writable

@@ -1,4 +1,4 @@
-"""What a rank's phases take of its memory."""
+"""Peak memory of a rank's phases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpcrl.runtime import accelerator
 
 
 class MemoryUse(NamedTuple):
-    """Bytes: what torch had allocated on the device and reserved there at most, 0 on the CPU; and the process's
-    resident memory, as the phase ended or one inside it."""
+    """Bytes. allocated, reserved: the peaks of torch's allocator on the device, 0 on the CPU. host: the process's
+    resident memory at the end of the phase, or of a phase inside it."""
 
     allocated: int = 0
     reserved: int = 0
@@ -24,17 +24,17 @@ class MemoryUse(NamedTuple):
 
 
 class MemoryLedger:
-    """device: gives the first two of a `MemoryUse`, since it was asked last."""
+    """Records the peak memory of each phase. device: returns the first two of a `MemoryUse`, since its last call."""
 
     def __init__(self, device: Callable[[], tuple[int, int]] | None = None) -> None:
         self._device = device or accelerator.take_peak_bytes
         self._process = psutil.Process()
-        self._so_far = MemoryUse()  # of the phase that goes on, before the inner one that ended last
+        self._so_far = MemoryUse()  # of the current phase, up to the end of its last inner one
         self._used: dict[str, MemoryUse] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Phases may nest: what an inner one takes, its outer one takes, too."""
+        """Record a phase. Phases may nest; the peak of an inner one counts for its outer ones too."""
         outer = self._so_far.or_more(self._take())
         self._so_far = MemoryUse()
         yield
@@ -43,7 +43,7 @@ class MemoryLedger:
         self._so_far = outer.or_more(own)
 
     def collect(self) -> dict[str, MemoryUse]:
-        """Since the last call, of phases that have ended; the most of those of one name."""
+        """Peaks by phase since the last call, of phases that have ended; the maximum over phases of one name."""
         found, self._used = self._used, {}
         return found
 

@@ -7,24 +7,29 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.profiler import profile
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 
 class Profiler:
-    """This rank's, on from `begin` to `end`: operators of the main thread, kernels of a GPU, and named ranges."""
+    """Records a trace from `begin` to `end`: operators of the main thread, kernels of a GPU, and named ranges."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._profile: profile | None = None
 
     def begin(self) -> None:
+        from torch.profiler import profile
+
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise each rank prints lines to stderr
         self._profile = profile()
         self._profile.start()
 
     def end(self, stem: str | None) -> str | None:
-        """Write the trace to <stem>_rank_<rank>.json.gz, or drop it where `stem` is None; returns why that failed."""
+        """Write the trace to <stem>_rank_<rank>.json.gz, or drop it if `stem` is None. Returns an error message, None
+        on success."""
         assert self._profile is not None
         trace, self._profile = self._profile, None
         try:

@@ -8,93 +8,53 @@ from typing import Any, TypeVar
 
 from hpcrl.grid.layout import Layout
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """One way of spreading a call over a role's ranks.
+    """One way of running a method on a role's ranks. All of them get the same arguments.
 
-    `split(layout, args, kwargs)` gives the arguments of every rank that runs the method, keyed by world rank;
-    `reporters(layout)` names the ranks whose results come back, in order; `collect(results)` makes the call's value.
-    With `takes_batch`, the first argument is a DataProto whose rows are divided over the replicas and whose columns
-    move from owner to owner; it is left out of `args`. With `returns_batch`, the results are a DataProto whose written
-    columns stay on the ranks, and `collect` is not used.
+    reporters: the ranks whose results rank 0 receives, in order. takes_batch: the first argument is a DataProto, whose
+    rows are divided over the replicas and whose columns move from owner to owner. returns_batch: the results form a
+    DataProto, whose written columns stay on the ranks.
     """
 
     name: str
-    split: Callable[[Layout, tuple[Any, ...], dict[str, Any]], dict[int, Arguments]]
     reporters: Callable[[Layout], Sequence[int]]
-    collect: Callable[[list[Any]], Any] = list
     takes_batch: bool = False
     returns_batch: bool = False
 
 
-def _to_all(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Arguments]:
-    return dict.fromkeys(layout.ranks, (args, kwargs))
-
-
-def _to_first(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Arguments]:
-    return {layout.ranks[0]: (args, kwargs)}
-
-
-def _one_each(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Arguments]:
-    _check_lengths(args, kwargs, layout.size, "one entry per rank")
-    return {rank: _pick(args, kwargs, index) for index, rank in enumerate(layout.ranks)}
-
-
-def _one_per_replica(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Arguments]:
-    _check_lengths(args, kwargs, layout.dp, "one entry per data-parallel replica")
-    return {rank: _pick(args, kwargs, layout.coord(rank).dp) for rank in layout.ranks}
-
-
-def _pick(args: tuple[Any, ...], kwargs: dict[str, Any], index: int) -> Arguments:
-    return tuple(arg[index] for arg in args), {key: value[index] for key, value in kwargs.items()}
-
-
-def _check_lengths(args: tuple[Any, ...], kwargs: dict[str, Any], expected: int, meaning: str) -> None:
-    for arg in (*args, *kwargs.values()):
-        if len(arg) != expected:
-            raise ValueError(f"this dispatch takes lists of {expected} ({meaning}), found one of {len(arg)}")
-
-
 class Dispatch:
-    """The built-in modes, under verl's names where it has them. `register_dispatch_mode` adds one of your own."""
+    """How a method is dispatched, under verl's names where verl has the same.
 
-    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _to_all, lambda layout: layout.ranks)
-    RANK_ZERO = DispatchMode(
-        "RANK_ZERO", _to_first, lambda layout: layout.ranks[:1], collect=lambda results: results[0]
-    )
-    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", _one_each, lambda layout: layout.ranks)
-    DP_COMPUTE = DispatchMode("DP_COMPUTE", _one_per_replica, lambda layout: layout.homes)
+    * ONE_TO_ALL: all ranks run it; the future gives a list with the result of each rank.
+    * DP_COMPUTE_PROTO: takes a batch and returns one, in the order of the batch's rows.
+    * DP_COMPUTE_METRIC: takes a batch; the future gives a list with the result of each replica.
+    * ORDER_ALL: as ONE_TO_ALL, without results: there is nothing to wait for.
+    * DP_ORDER: as DP_COMPUTE_METRIC, without results.
+    """
+
+    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", lambda layout: layout.ranks)
     DP_COMPUTE_PROTO = DispatchMode(
-        "DP_COMPUTE_PROTO", _to_all, lambda layout: layout.homes, takes_batch=True, returns_batch=True
+        "DP_COMPUTE_PROTO", lambda layout: layout.leaders, takes_batch=True, returns_batch=True
     )
-    DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", _to_all, lambda layout: layout.homes, takes_batch=True)
-    # Orders: nobody reports, and nothing is to be got.
-    ORDER_ALL = DispatchMode("ORDER_ALL", _to_all, lambda layout: ())
-    DP_ORDER = DispatchMode("DP_ORDER", _to_all, lambda layout: (), takes_batch=True)
-
-
-def register_dispatch_mode(mode: DispatchMode) -> DispatchMode:
-    """Make `mode` available as `Dispatch.<name>`."""
-    if hasattr(Dispatch, mode.name):
-        raise ValueError(f"dispatch mode {mode.name} exists already; choose another name")
-    setattr(Dispatch, mode.name, mode)
-    return mode
+    DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", lambda layout: layout.leaders, takes_batch=True)
+    ORDER_ALL = DispatchMode("ORDER_ALL", lambda layout: ())
+    DP_ORDER = DispatchMode("DP_ORDER", lambda layout: (), takes_batch=True)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What the controller knows of a worker method."""
+    """The arguments of `register`."""
 
     mode: DispatchMode
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     group_by: str | None
-    homes_only: bool
-    meanwhile: bool
+    leader_only: bool
+    reentrant: bool
     phase: str | None
     updates: bool
     skip_if: str | None
@@ -106,8 +66,8 @@ def register(
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
     group_by: str | None = None,
-    homes_only: bool = False,
-    meanwhile: bool = False,
+    leader_only: bool = False,
+    reentrant: bool = False,
     phase: str | None = None,
     updates: bool = False,
     skip_if: str | None = None,
@@ -115,26 +75,26 @@ def register(
     """Make a worker method callable from rank 0.
 
     Args:
-        mode: how arguments and results are spread over the role's ranks.
+        mode: how the method is run on the role's ranks, and which results come back.
         reads: columns that the method needs, token-level or sample-level; `name?` is read where the batch has it.
-        writes: token-level columns that it returns; they stay where they were made. `name?` may be left out, by all
+        writes: token-level columns that it returns; they stay where they were made. `name?` may be left out, on all
             replicas alike.
-        homes_only: run on the home rank of each replica alone, for work on columns that needs no model.
         group_by: a sample-level column; rows with equal entries go to the same replica.
-        meanwhile: may run inside a long method that attends to its desk, for the home alone and when all rows that it
-            reads are there already: then it waits for no other rank.
+        leader_only: run on the leader of each replica only, for work on columns that needs no model.
+        reentrant: may run inside a long method that calls `WorkerContext.poll`, if the leader has all rows that it
+            reads; it then waits for no other rank. Needs `leader_only`.
         phase: phase of a step whose time (`timing_s/<phase>`) includes the wait for the method; None: its name.
         updates: changes a model, so that a step cannot be repeated once the method has begun.
         skip_if: key of meta_info; in a job's loop the call is not issued for a batch that has it.
     """
-    if (reads or writes or group_by or homes_only) and not mode.takes_batch:
+    if (reads or writes or group_by or leader_only) and not mode.takes_batch:
         raise ValueError(f"{mode.name} moves no batch, so it has no columns to read or write")
-    if meanwhile and not homes_only:
-        raise ValueError("meanwhile=True is for methods of the home alone; set homes_only=True")
+    if reentrant and not leader_only:
+        raise ValueError("reentrant=True is for methods that run on leaders only; set leader_only=True")
 
     def mark(method: Method) -> Method:
         method.registration = Registration(  # type: ignore[attr-defined]
-            mode, tuple(reads), tuple(writes), group_by, homes_only, meanwhile, phase, updates, skip_if
+            mode, tuple(reads), tuple(writes), group_by, leader_only, reentrant, phase, updates, skip_if
         )
         return method
 
@@ -142,6 +102,7 @@ def register(
 
 
 def registration_of(worker: type, method: str) -> Registration:
+    """The registration of a method; AttributeError names the registered ones."""
     found = getattr(getattr(worker, method, None), "registration", None)
     if found is None:
         known = sorted(name for name in dir(worker) if hasattr(getattr(worker, name), "registration"))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Wire:
-    """A communicator of its own, so that messages never meet those of other parts of the program."""
+    """Messages on a communicator of their own, so that they cannot match those of other parts of the program."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.comm: MPI.Intracomm = duplicate(comm)  # type: ignore[assignment]
@@ -26,7 +26,7 @@ class Wire:
         self._sends: list[tuple[MPI.Request, Any]] = []
 
     def send(self, data: bytes | np.ndarray, to: int, tag: int) -> None:
-        """Start a send; its buffer is held until the message has left."""
+        """Start a send; its buffer is kept until the send has completed."""
         self._sends = [(request, held) for request, held in self._sends if not request.Test()]
         self.bytes_sent[tag] += len(data)
         self._sends.append((self.comm.Isend(data, dest=to, tag=tag), data))
@@ -48,7 +48,7 @@ class Wire:
         return self._take(found[0], status, tag)
 
     def receive_if_there(self, source: int, tag: int) -> np.ndarray | None:
-        """As `receive` when a message has come, else None."""
+        """As `receive` when a message has arrived, else None."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -83,5 +83,5 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: np.ndarray) -> Any:
-    """Only for messages of this program's own ranks; files never come through here."""
+    """Unpickle a message. Only for messages of this program's own ranks, never for files."""
     return pickle.loads(data.data)

@@ -1,4 +1,4 @@
-"""The base of what runs on a role's ranks."""
+"""The base class of what runs on a role's ranks."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from hpcrl.grid.layout import Layout
 from hpcrl.runtime.rank_status import RankStatus
 
 
-class Desk(Protocol):
-    """What this rank's executor does for a method that takes long."""
+class WorkerContext(Protocol):
+    """What a worker method can do while it runs, besides returning a result."""
 
-    def attend(self) -> bool:
-        """Runs commands that have come and may run meanwhile (`@register(..., meanwhile=True)`, and rows that others
-        need); true when the next one has to wait for the end of this method. Does not wait."""
+    def poll(self) -> bool:
+        """Run received commands that may run inside the current method: those registered as `reentrant`, and sends of
+        rows to other ranks. Returns True when the next command has to wait for the end of the method. Does not block.
+        """
         ...
 
-    def tell(self, note: Any) -> None:
-        """Sends rank 0's listener (`Controller.listener`) something small. Does not wait."""
+    def notify_controller(self, value: Any) -> None:
+        """Send a small object to `Controller.listener` on rank 0. Does not block."""
         ...
 
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text for rank 0 on the job's board. From any thread, and for that alone: it is no message of MPI."""
+    def publish(self, key: str, text: str) -> None:
+        """Publish a string to rank 0 through the c10d store. Safe from any thread."""
         ...
 
-    def share(self, layout: Layout, value: Any) -> Any:
-        """The home's `value` on every rank of its replica, each of which calls this; None costs least."""
+    def broadcast(self, layout: Layout, value: Any) -> Any:
+        """Return the leader's `value` on every rank of its replica. Collective over the replica; None is cheapest."""
         ...
 
 
 class Worker:
     """One rank's part of a role. Methods marked with `@register` can be called from rank 0.
 
-    A method of a batch mode gets the rows of its replica as a DataProto, the same on every rank of the replica; what
-    the replica's home rank returns counts, what the others return is dropped.
+    A method of a mode that takes a batch gets the rows of its replica as a DataProto, the same on every rank of the
+    replica. The result of the replica's leader counts; those of the other ranks are dropped.
     """
 
     # The roles on whose ranks it lives, for a worker that placement does not name.
     colocated_with: ClassVar[tuple[str, ...]] = ()
-    desk: Desk  # set by the executor
+    context: WorkerContext  # set by the executor
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
@@ -54,13 +55,13 @@ class Worker:
         raise NotImplementedError(f"{cls.__name__} has no build(team, role)")
 
     def tick(self) -> None:
-        """To be called about every second by a method that takes long: it gets on."""
+        """Report progress. A long method calls it about once a second."""
         self.status.tick()
 
     def host_buffers(self) -> int:
-        """Bytes of host memory that it keeps from phase to phase."""
+        """Bytes of host memory that the worker keeps from phase to phase."""
         return 0
 
     @property
-    def is_home(self) -> bool:
-        return self.rank == self.layout.home(self.layout.coord(self.rank).dp)
+    def is_leader(self) -> bool:
+        return self.rank == self.layout.leader(self.layout.coord(self.rank).dp)

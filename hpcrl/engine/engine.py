@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.engine.gradients import clip_gradients, gradient_norm, sum_gradients
 from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count
 from hpcrl.engine.model_state import model_state, state_metadata, take_model_state
@@ -50,7 +52,7 @@ class Metric(Protocol):
     def merge(self, other: Any) -> Any: ...
 
 
-Loss = Callable[[Outputs, "DataProto"], tuple[Tensor, dict[str, Metric]]]
+Loss = Callable[[Outputs, TensorBatch], tuple[Tensor, dict[str, Metric]]]
 # What becomes of a micro-batch's head outputs (R, ...) on the last stage: kept, or made into a loss.
 Consume = Callable[[MicroBatch, Outputs], Any]
 # The model's raw output (R, width), of a language model hidden states, into the head outputs that are asked for.
@@ -175,7 +177,7 @@ class TrainEngine:
         On every rank of the last stage; None on the others. Reads input_ids.
         """
         found = self._forward(batch, max_tokens, scores)
-        return found["scores"].values if found else None
+        return torch.from_numpy(found["scores"].values) if found else None
 
     def train(
         self,
@@ -192,8 +194,8 @@ class TrainEngine:
         """One optimizer step over the samples of all replicas.
 
         `loss` gets, on the last stage and per micro-batch that has response tokens, padded (b, T) outputs that carry
-        gradients ({'log_probs', 'entropy'}, {'values'} or {'scores'} of shape (b, 1)) and the micro-batch's samples,
-        whose columns are on the device of the outputs; `unit` successive samples are never parted. Its gradient is
+        gradients ({'log_probs', 'entropy'}, {'values'} or {'scores'} of shape (b, 1)) and the micro-batch's samples as
+        a `TensorBatch` on the device of the outputs; `unit` successive samples are never parted. Its gradient is
         summed as it is over micro-batches and replicas: the loss is normalised by the global mini-batch already.
         `topk_ids` names a column of k token ids per response token, as `topk_log_probs` gives them: then there are also
         'topk_log_probs' (b, T, k) at these ids, with gradients, and 'own_topk_ids' (b, T, k) int64, the likeliest of
@@ -218,7 +220,7 @@ class TrainEngine:
                 metrics: dict[str, Metric] = {}
             else:
                 padded = {name: micro.padded(output) for name, output in outputs.items()}
-                value, metrics = loss(padded, batch[micro.rows].to(platform.device()))
+                value, metrics = loss(padded, TensorBatch(batch[micro.rows], platform.device()))
                 value = value + 0.0  # the schedule frees the loss's memory, which a view would share
             kept = {name: outputs[name].detach() for name in ("log_probs", "entropy") if name in outputs}
             return value, torch.tensor(0, dtype=torch.int), (metrics, micro, kept)
@@ -345,7 +347,7 @@ class TrainEngine:
             return {}
         columns = _columns(results)
         if record_routing:
-            order = torch.cat([torch.as_tensor(micro.rows) for micro in micros]).argsort()
+            order = np.argsort(np.concatenate([micro.rows for micro in micros]))
             columns["routed_experts"] = Ragged.concat(choices).take(order)
         return columns
 
@@ -420,7 +422,7 @@ class TrainEngine:
 
 def _columns(results: list[tuple[MicroBatch, Outputs]]) -> dict[str, Ragged]:
     """The outputs of all micro-batches on the host, in the batch's order."""
-    order = torch.cat([torch.as_tensor(micro.rows) for micro, _ in results]).argsort()
+    order = np.argsort(np.concatenate([micro.rows for micro, _ in results]))
     return {
         name: Ragged.concat([micro.ragged(outputs[name]) for micro, outputs in results]).take(order)
         for name in results[0][1]

@@ -65,7 +65,8 @@ class MicroBatch:
     def ragged(self, outputs: Tensor) -> Ragged:
         """Head outputs (R,) as a column, in response space or with one entry per row; of (R, K), K per output."""
         values = outputs[: self.num_outputs].reshape(-1)
-        return Ragged.from_lengths(values.cpu(), self.output_lengths * outputs.shape[1:].numel())
+        lengths = self.output_lengths * outputs.shape[1:].numel()
+        return Ragged.from_lengths(values.cpu().numpy(), lengths.numpy())
 
     def padded(self, outputs: Tensor) -> Tensor:
         """Head outputs (R, ...), R at least 1, as (n, most outputs of a sample, ...), padded with 0, differentiable."""
@@ -156,10 +157,10 @@ def _wanted(batch: DataProto, rows: np.ndarray, wanted: Wanted) -> tuple[Tensor,
         token = torch.zeros(1, dtype=torch.int64)
         return token, torch.ones_like(token), token, token[:0]
     ids = _column(batch, "input_ids").take(rows)
-    lengths = ids.lengths
+    token_ids, lengths = torch.from_numpy(ids.values), torch.from_numpy(ids.lengths)
     if wanted == "last":
-        return ids.values, lengths, lengths.cumsum(0) - 1, torch.ones_like(lengths)
-    response_lengths = _column(batch, "response_mask").lengths[torch.as_tensor(rows)]
+        return token_ids, lengths, lengths.cumsum(0) - 1, torch.ones_like(lengths)
+    response_lengths = torch.from_numpy(_column(batch, "response_mask").lengths[rows])
     prompt_lengths = lengths - response_lengths
     if int(prompt_lengths.min()) < 1:
         raise ValueError(
@@ -170,8 +171,8 @@ def _wanted(batch: DataProto, rows: np.ndarray, wanted: Wanted) -> tuple[Tensor,
     shift = torch.repeat_interleave(prompt_lengths.cumsum(0), response_lengths)
     tokens = torch.arange(len(shift)) + shift
     if len(tokens) == 0:
-        tokens = torch.ones(1, dtype=torch.int64).clamp(max=len(ids.values) - 1)  # a dummy
-    return ids.values, lengths, tokens, response_lengths
+        tokens = torch.ones(1, dtype=torch.int64).clamp(max=len(token_ids) - 1)  # a dummy
+    return token_ids, lengths, tokens, response_lengths
 
 
 def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple[Tensor, Gathering]:
@@ -191,7 +192,7 @@ def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple
 def _lengths(batch: DataProto) -> np.ndarray:
     if len(batch) == 0:
         return np.zeros(0, dtype=np.int64)
-    return _column(batch, "input_ids").lengths.numpy()
+    return _column(batch, "input_ids").lengths
 
 
 def _column(batch: DataProto, name: str) -> Ragged:

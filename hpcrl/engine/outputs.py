@@ -101,7 +101,7 @@ class VocabularyOutputs:
         """Of the response tokens, and of the tokens `topk_ids`, k in the place of each."""
         ids = torch.zeros_like(micro.targets).unsqueeze(1)  # of a dummy output
         if micro.num_outputs:
-            ids = topk_ids.take(micro.rows).values.view(micro.num_outputs, -1).to(ids)
+            ids = torch.from_numpy(topk_ids.take(micro.rows).values).view(micro.num_outputs, -1).to(ids)
             ids = ids if micro.gathering is None else micro.gathering.own_of(ids)
         targets = torch.cat([micro.targets.unsqueeze(1), ids], dim=1)
         found = self._at(hidden, targets, temperature=temperature, entropy=entropy, k=ids.size(1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -37,19 +38,19 @@ def make_routing(
         width = len(shape.moe_layers) * shape.moe_topk
         _check(experts, lengths * width, shape.num_experts)
         replayed = torch.full((size, width), OWN, dtype=torch.int16)
-        replayed[:total] = experts.values.view(total, width)
+        replayed[:total] = torch.from_numpy(experts.values).view(total, width)
         replayed = replayed[mine].unflatten(1, (-1, shape.moe_topk))
     return Routing(sequences[mine], lengths, shape.moe_layers, replayed)
 
 
 def _check(experts: Ragged, lengths: Tensor, num_experts: int) -> None:
     """A recording may come from a file."""
-    if not torch.equal(experts.lengths, lengths):
+    if not np.array_equal(experts.lengths, lengths.numpy()):
         raise InputError(
             f"routed_experts has {experts.lengths.tolist()} numbers for samples that need {lengths.tolist()}; "
             "replay recordings of this model"
         )
-    low, high = (int(end) for end in experts.values.aminmax())
+    low, high = int(experts.values.min()), int(experts.values.max())
     if low < OWN or high >= num_experts:
         raise InputError(
             f"routed_experts has experts {low} to {high}, and the model 0 to {num_experts - 1}; "
@@ -73,4 +74,4 @@ def recorded_experts(micro: MicroBatch, shape: ModelShape, groups: RoleGroups) -
         found = gather_from_sequence_parallel_region(found, group=groups.pgc.cp)
         found = found[places(len(found), layout.cp).to(found.device)]
     tokens = found[: int(routing.lengths.sum())].flatten().to("cpu", torch.int16)
-    return Ragged.from_lengths(tokens, routing.lengths.cpu() * found[0].numel())
+    return Ragged.from_lengths(tokens.numpy(), routing.lengths.cpu().numpy() * found[0].numel())

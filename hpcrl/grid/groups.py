@@ -81,8 +81,8 @@ class RoleGroups:
         return self.coord.pp == self.layout.pp - 1
 
     @property
-    def is_home(self) -> bool:
-        return self.rank == self.layout.home(self.coord.dp)
+    def is_leader(self) -> bool:
+        return self.rank == self.layout.leader(self.coord.dp)
 
 
 def make_groups(layouts: dict[str, Layout], rank: int, cache: GroupCache | None = None) -> dict[str, RoleGroups]:

@@ -145,10 +145,10 @@ class Layout:
         places = itertools.product(range(self.pp), range(self.cp), range(self.tp))
         return tuple(self.rank_of(tp, cp, dp, pp) for pp, cp, tp in places)
 
-    def home(self, dp: int) -> int:
-        """The rank that owns the replica's columns: tp 0, cp 0, last pipeline stage."""
+    def leader(self, dp: int) -> int:
+        """The rank that has the replica's columns: tp 0, cp 0, last pipeline stage."""
         return self.rank_of(dp=dp, pp=self.pp - 1)
 
     @cached_property
-    def homes(self) -> tuple[int, ...]:
-        return tuple(self.home(dp) for dp in range(self.dp))
+    def leaders(self) -> tuple[int, ...]:
+        return tuple(self.leader(dp) for dp in range(self.dp))

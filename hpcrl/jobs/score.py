@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import quoted
 from hpcrl.config.placement import place
@@ -137,28 +140,21 @@ def waves(sequences: list[np.ndarray], num_tokens: int) -> Iterator[range]:
 
 
 def log_probs_of(policy: PolicyWorker, sequences: list[np.ndarray], dp: int, budget: int) -> dict[int, np.ndarray]:
-    """Place in `sequences` -> log-probs fp32 of all tokens but the first, of those that this replica's home has."""
-    import torch
-
-    from hpcrl.batch.balance import balanced_assignment
-    from hpcrl.batch.data_proto import DataProto
-    from hpcrl.batch.ragged import Ragged
-
+    """Place in `sequences` -> log-probs fp32 of all tokens but the first, of those that this replica's leader has."""
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     mine = np.flatnonzero(balanced_assignment(lengths, dp) == policy.groups.coord.dp)
-    rows = [torch.from_numpy(sequences[place]) for place in mine]
-    responses = torch.from_numpy(lengths[mine] - 1)
+    responses = lengths[mine] - 1
     batch = DataProto(
         {
-            "input_ids": Ragged.from_rows(rows, dtype=torch.int32),
-            "response_mask": Ragged.from_lengths(torch.ones(int(responses.sum()), dtype=torch.int32), responses),
+            "input_ids": Ragged.from_rows([sequences[place] for place in mine], np.int32),
+            "response_mask": Ragged.from_lengths(np.ones(int(responses.sum()), np.int32), responses),
         }
     )
     outputs = policy.engine.log_probs(batch, max_tokens=budget, temperature=1.0)
-    if not policy.is_home:
+    if not policy.is_leader:
         return {}
     log_probs = outputs["log_probs"]
-    return {int(place): log_probs.row(row).numpy() for row, place in enumerate(mine)}
+    return {int(place): log_probs.row(row) for row, place in enumerate(mine)}
 
 
 JOB = Score

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 WeightFormat = Literal["megatron", "tensorrt_llm"]
@@ -38,7 +40,7 @@ class Request:
 class SamplingParams:
     """How tokens are drawn. Temperature 0 is greedy; top_k = -1 and top_p = 1 keep every token.
 
-    `routed_experts`: completions tell the experts of each token.
+    `routed_experts`: completions contain the experts of each token.
     """
 
     max_new_tokens: int
@@ -153,7 +155,7 @@ class RolloutEngine(Protocol):
         """One completion per request, in their order, those from `source` behind them, whatever the engine's batching.
 
         `on_finished(index of the request, completion)` is called as soon as a completion is there, `on_step()` about
-        once a token, so that scoring goes on meanwhile. Neither may wait: the other ranks of the replica would, too.
+        once a token, to advance scoring. Neither may wait, because the other ranks of the replica would wait too.
         `should_abort()` is asked about once a token and says the same on every rank of the replica; when it is true,
         sequences that run or wait end at once with finish_reason "abort" (without a call of `on_finished`).
         """

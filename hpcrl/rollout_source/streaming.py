@@ -52,7 +52,7 @@ class Streaming:
         self.pool = SamplePool(context)
         self.controller, self.config = context.controller, context.config
         rollout = self.controller["rollout"].layout
-        self.replica_of = {home: dp for dp, home in enumerate(rollout.homes)}
+        self.replica_of = {leader: dp for dp, leader in enumerate(rollout.leaders)}
         self.num_open = Counter(dict.fromkeys(range(rollout.dp), 0))  # replica -> samples under way
         self.column = replica_column(rollout.dp)
         self.prompts: dict[int, Prompt] = {}  # number -> those that are submitted and not yet taken from their replica

@@ -111,7 +111,7 @@ class Stragglers:
         self._told = {slow for slow, _, _ in found}
 
     def _likeness(self, phase: str, rank: int) -> Hashable:
-        """Pipeline stages differ in layers, and home ranks have more to do than the others of their replica."""
+        """Pipeline stages differ in layers, and leaders do more work than the other ranks of their replica."""
         layout = self._controller[phase.split(".")[0]].layout
         coord = layout.coord(rank)
-        return coord.pp, rank == layout.home(coord.dp)
+        return coord.pp, rank == layout.leader(coord.dp)

@@ -1,21 +1,26 @@
-"""The device's streams, memory and profiler ranges: torch.cuda's functions on a GPU, no-ops on another device."""
+"""The device's streams, memory and profiler ranges: torch.cuda's functions on a GPU, no-ops on another device.
+
+torch is imported by the functions, because the controller uses this file and rank 0 may have no use for torch.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.profiler import record_function
 
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.rank_status import RankStatus
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _NO_RANGE = nullcontext()
 _OUT_OF_MEMORY = re.compile(r"cuda.*out of memory", re.IGNORECASE | re.DOTALL)  # torch, CUDA and NCCL
@@ -26,12 +31,16 @@ GIB = 2**30
 def synchronize(device: torch.device) -> None:
     """Wait until all work queued on the device has finished."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 
 def release_cached_memory(device: torch.device) -> None:
     """Return memory that torch's allocator holds and no tensor uses to the device."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
@@ -44,13 +53,16 @@ def pins_memory(device: torch.device) -> bool:
 def free_bytes(device: torch.device, ranks_on_node: int) -> int:
     """Free bytes of this rank's GPU, or on the CPU this rank's equal share of the node's free memory."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) // ranks_on_node
 
 
 def take_peak_bytes() -> tuple[int, int]:
     """Peak bytes allocated and reserved by torch on the GPU since the last call; 0, 0 without a GPU."""
-    if not torch.cuda.is_available():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
         return 0, 0
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
@@ -61,6 +73,8 @@ def record_memory_history(device: torch.device) -> None:
     """Record the Python stack of each allocation, for `dump_memory_history`. Costs 2 to 4 us of host time each."""
     if device.type != "cuda":
         return
+    import torch
+
     if (allocator := torch.cuda.get_allocator_backend()) != "native":
         raise InputError(
             f"run.memory_snapshot=true records torch's native allocator, found {allocator} (PYTORCH_CUDA_ALLOC_CONF); "
@@ -71,6 +85,8 @@ def record_memory_history(device: torch.device) -> None:
 
 def dump_memory_history(path: Path) -> bool:
     """Write the recorded allocations, for https://pytorch.org/memory_viz. Returns False without a GPU."""
+    import torch
+
     if not torch.cuda.is_available():
         return False
     torch.cuda.memory._dump_snapshot(str(path))
@@ -87,8 +103,11 @@ def annotated(name: str) -> AbstractContextManager[object]:
 
     Both profilers use CUPTI, which serves one of them at a time.
     """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return _NO_RANGE
     if torch.autograd._profiler_enabled():
-        return record_function(name)
+        return torch.profiler.record_function(name)
     return _NvtxRange(name) if torch.cuda.is_initialized() else _NO_RANGE
 
 
@@ -97,19 +116,29 @@ class _NvtxRange:
         self._name = name
 
     def __enter__(self) -> None:
+        import torch
+
         torch.cuda.nvtx.range_push(self._name)
 
     def __exit__(self, *exception: object) -> None:
+        import torch
+
         torch.cuda.nvtx.range_pop()
 
 
 def name_of(device: torch.device) -> str | None:
     """The GPU's product name, or None for another device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def has_nccl() -> bool:
     """Whether the world's process group uses NCCL for device tensors."""
+    import torch.distributed as dist
+
     return "nccl" in str(dist.get_backend_config())
 
 
@@ -146,6 +175,8 @@ def explain_out_of_memory(
 
     snapshot: the file to write; None if allocations are not recorded.
     """
+    import torch
+
     allocated, reserved = take_peak_bytes()
     parts = [
         str(error).split(" If reserved")[0],  # the rest is advice that is followed already

@@ -86,7 +86,7 @@ class ActorWorker(ModelWorker):
             sum_pi_squared=self.sum_pi_squared,
             record_routing=self.records_routing,
         )
-        return self._old_log_probs(batch, outputs) if self.is_home else DataProto()
+        return self._old_log_probs(batch, outputs) if self.is_leader else DataProto()
 
     def _old_log_probs(self, batch: DataProto, outputs: dict[str, Ragged]) -> DataProto:
         """Columns of the policy before the update, and their metrics."""
@@ -147,11 +147,11 @@ class ActorWorker(ModelWorker):
         ),
         writes=("token_level_rewards", "advantages", "returns", "rollout_is_weights?", "loss_mask?"),
         group_by="prompt",
-        homes_only=True,
+        leader_only=True,
         phase="adv",
     )
     def compute_advantage(self, batch: DataProto, *, kl_coef: float = 0.0) -> DataProto:
-        """Rollout correction, KL penalty of weight `kl_coef`, advantages and returns, on home ranks.
+        """Rollout correction, KL penalty of weight `kl_coef`, advantages and returns, on the leaders.
 
         The samples of a prompt are on one replica. The penalty is on every token that the model wrote; estimators do
         not see the tokens that the correction rejected (verl's order). Without old log-probs there is no correction:
@@ -193,7 +193,7 @@ class ActorWorker(ModelWorker):
             | metrics
             | response_statistics(
                 prompt_length=torch.from_numpy(batch.samples["prompt_length"]),
-                response_length=column.lengths,
+                response_length=torch.from_numpy(column.lengths),
                 max_prompt_length=data.max_prompt_length,
                 max_response_length=data.max_response_length,
                 token_level_scores=scores,
@@ -269,7 +269,7 @@ class ActorWorker(ModelWorker):
                 )
                 for number, mini in enumerate(self.updates.mini_batches(batch))
             ]
-        if outputs is None or not self.is_home:
+        if outputs is None or not self.is_leader:
             return DataProto({}, {}, {"metrics": updates})
         (metrics,) = updates
         found = self._old_log_probs(batch, outputs)
@@ -279,7 +279,7 @@ class ActorWorker(ModelWorker):
     @register(
         Dispatch.DP_COMPUTE_METRIC,
         reads=("response_mask", "loss_mask?", "old_log_probs", "sum_pi_squared", "advantages", "rollout_is_weights?"),
-        homes_only=True,
+        leader_only=True,
     )
     def variance_proxy(self, batch: DataProto, grad_norm: float | None) -> dict[str, Metric]:
         """How noisy the step's gradient was; `grad_norm` is its update's, None where there was none."""

@@ -15,13 +15,13 @@ from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
 from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
 from hpcrl.algorithms.policy_losses.lookup import get_policy_loss
 from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.workers.columns import padded_if_there, training_mask
 
 Outputs = dict[str, torch.Tensor]
-Loss = Callable[[Outputs, DataProto], tuple[torch.Tensor, dict[str, Metric]]]
+Loss = Callable[[Outputs, TensorBatch], tuple[torch.Tensor, dict[str, Metric]]]
 STREAM = 0x6C6F  # keeps these numbers apart from others keyed by the same seed
 
 
@@ -54,7 +54,7 @@ class ActorObjective:
     def normalised(self, norm: LossNorm, *, key: tuple[int, int]) -> Loss:
         """The loss of a micro-batch as a share of the mini-batch's; `key` (step, mini-batch) keys what it draws."""
 
-        def loss(outputs: Outputs, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        def loss(outputs: Outputs, micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
             total = outputs["log_probs"].new_zeros(())
             metrics: dict[str, Metric] = {}
             if self.distillation is None or self.distillation.use_task_rewards:
@@ -68,7 +68,7 @@ class ActorObjective:
         return loss
 
     def _on_rewards(
-        self, outputs: Outputs, micro: DataProto, norm: LossNorm, generator: torch.Generator
+        self, outputs: Outputs, micro: TensorBatch, norm: LossNorm, generator: torch.Generator
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         actor, mask, log_probs = self.actor, training_mask(micro), outputs["log_probs"]
         old_log_probs = _old_log_probs(outputs, micro)
@@ -99,7 +99,9 @@ class ActorObjective:
             metrics |= {"actor/kl_loss": Sum(kl.detach()), "actor/kl_coef": Mean(actor.kl_loss_coef, 1.0)}
         return total, metrics
 
-    def _to_teacher(self, outputs: Outputs, micro: DataProto, norm: LossNorm) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def _to_teacher(
+        self, outputs: Outputs, micro: TensorBatch, norm: LossNorm
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
         assert self.distillation is not None
         mask = training_mask(micro)
         topk: dict[str, torch.Tensor] = {}
@@ -107,9 +109,9 @@ class ActorObjective:
             width = self.distillation.topk or 1
             topk = {
                 "student_topk": outputs["topk_log_probs"],
-                "teacher_topk": micro.fetch("teacher_topk_log_probs").padded_vectors(width),
+                "teacher_topk": micro.tokens["teacher_topk_log_probs"].padded_vectors(width),
                 "student_topk_ids": outputs["own_topk_ids"],
-                "teacher_topk_ids": micro.fetch("teacher_topk_ids").padded_vectors(width),
+                "teacher_topk_ids": micro.tokens["teacher_topk_ids"].padded_vectors(width),
             }
         losses, metrics = distillation_loss(
             self.distillation,
@@ -123,14 +125,14 @@ class ActorObjective:
         total = agg_loss(losses, mask, self.actor.loss_agg_mode, norm)
         return total, {**metrics, "distillation/loss": Sum(total.detach())}
 
-    def _generator(self, key: tuple[int, int], micro: DataProto) -> torch.Generator:
+    def _generator(self, key: tuple[int, int], micro: TensorBatch) -> torch.Generator:
         """Random numbers of a micro-batch, the same on all ranks of a replica, whichever it is."""
         first = (int(micro.samples["prompt"][0]), int(micro.samples["sample_index"][0]))
         words = np.random.SeedSequence(self.seed % 2**64, spawn_key=(STREAM, *key, *first)).generate_state(2)
         return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
 
 
-def _old_log_probs(outputs: Outputs, micro: DataProto) -> torch.Tensor:
+def _old_log_probs(outputs: Outputs, micro: TensorBatch) -> torch.Tensor:
     """The column; without it the update is the first from these weights, and its own log-probs are the old ones."""
     found = padded_if_there(micro, "old_log_probs")
     return outputs["log_probs"].detach() if found is None else found

@@ -1,4 +1,4 @@
-"""The rollout archive: each home rank writes its samples of a step to a log of its own."""
+"""The rollout archive: each leader writes its samples of a step to its own log."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class ArchiveWorker(Worker):
         self.prompts = prompts["train"]
         self.sources = self.prompts.source_of_rows()
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), homes_only=True)
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), leader_only=True)
     def write(self, batch: DataProto, folder: str) -> tuple[int | None, str, str] | None:
         """Write every sample to this rank's log of meta_info["step"] in `folder`.
 
-        Gives the arguments of an OSError: a full disk must not end the run.
+        Returns the arguments of an OSError instead of raising it: the run continues on a full disk.
         """
         path = log_path(folder, batch.meta_info["step"], self.rank)
         try:
@@ -91,5 +91,5 @@ class ArchiveWorker(Worker):
                 "data_source": self.sources[row],
                 "extras": json.dumps(samples["extras"]),
             }
-            log.append({name: column.row(index).numpy() for name, column in columns.items()}, samples)
+            log.append({name: column.row(index) for name, column in columns.items()}, samples)
         log.close()

@@ -10,6 +10,7 @@ from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.algorithms.value_loss import value_loss
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.derive import Derived
 from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
@@ -47,7 +48,7 @@ class CriticWorker(ModelWorker):
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("values",), phase="values")
     def compute_values(self, batch: DataProto) -> DataProto:
         outputs = self.engine.values(batch, max_tokens=self.config.ppo_max_token_len_per_gpu)
-        return DataProto({"values": outputs["values"]}) if self.is_home else DataProto()
+        return DataProto({"values": outputs["values"]}) if self.is_leader else DataProto()
 
     @register(
         Dispatch.DP_COMPUTE_METRIC,
@@ -68,7 +69,7 @@ class CriticWorker(ModelWorker):
             ]
 
     def _objective(self, norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
-        def objective(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        def objective(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
             mask = training_mask(micro)
             token_loss, metrics = value_loss(
                 outputs["values"], micro.padded("values"), micro.padded("returns"), mask, self.config.cliprange_value

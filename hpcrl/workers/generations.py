@@ -51,7 +51,7 @@ class GenerationsWorker(Worker):
             *("input_ids", "response_mask", "rollout_log_probs", "row", "epoch", "sample_index", "finish_reason"),
             *("score?", "extras?"),
         ),
-        homes_only=True,
+        leader_only=True,
     )
     def render(self, batch: DataProto) -> DataProto:
         """Per sample `line`, a JSON object with its line break.
@@ -66,7 +66,7 @@ class GenerationsWorker(Worker):
         lines = np.empty(len(batch), object)
         for index, response in enumerate(responses):
             row = int(samples["row"][index])
-            record, mask = prompts.record(row), masks.row(index).numpy()
+            record, mask = prompts.record(row), masks.row(index)
             line = {
                 "uid": prompts.uid(row, int(samples["epoch"][index])),
                 "sample_index": int(samples["sample_index"][index]),
@@ -83,6 +83,6 @@ class GenerationsWorker(Worker):
             if not mask.all():
                 line["response_mask"] = mask.tolist()
             if self.log_probs:
-                line["log_probs"] = np.round(log_probs.row(index).double().numpy(), 6).tolist()
+                line["log_probs"] = np.round(log_probs.row(index).astype(np.float64), 6).tolist()
             lines[index] = json_line(line)
         return DataProto({}, {"line": lines})

@@ -127,12 +127,12 @@ class ModelWorker(Worker):
 
         role, memory = self.groups.role, self._save_memory if keep_memory else []
 
-        def tell(part: SavedPart) -> None:
-            self.desk.post(f"{key}/{role}/{self.rank}", part.to_json())
+        def publish(part: SavedPart) -> None:
+            self.context.publish(f"{key}/{role}/{self.rank}", part.to_json())
 
         tick = self.status.tick_background
         with self.engine.offload.on_device("parameters", "optimizer"):
-            return ShardedSave(self.engine, Path(folder) / role, self.groups, tell, scratch, memory, tick).plan
+            return ShardedSave(self.engine, Path(folder) / role, self.groups, publish, scratch, memory, tick).plan
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:
@@ -161,9 +161,9 @@ class ModelWorker(Worker):
         self.load(folder, role="actor", weights_only=True)
 
     def log_prob_column(self, name: str, batch: DataProto, *, max_tokens: int, temperature: float) -> DataProto:
-        """Column `name` with the log-probs of the response tokens, on the home rank."""
+        """Column `name` with the log-probs of the response tokens, on the leader."""
         outputs = self.engine.log_probs(batch, max_tokens=max_tokens, temperature=temperature)
-        return DataProto({name: outputs["log_probs"]}) if self.is_home else DataProto()
+        return DataProto({name: outputs["log_probs"]}) if self.is_leader else DataProto()
 
     def train(
         self, mini: DataProto, objective: Callable[[LossNorm], Callable], *, loss_scale_factor: float, **options: Any

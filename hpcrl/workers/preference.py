@@ -13,6 +13,7 @@ from hpcrl.algorithms.bradley_terry import bradley_terry_loss
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
@@ -52,7 +53,7 @@ class PreferenceWorker(ModelWorker):
         """One optimizer step on the pairs of all replicas."""
 
         def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
-            def loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+            def loss(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
                 return pair_loss(outputs["scores"].squeeze(1), norm.global_batch_size / 2, "train")
 
             return loss
@@ -68,7 +69,7 @@ class PreferenceWorker(ModelWorker):
 
 
 class PreferenceDataWorker(Worker):
-    """Pairs as columns, made on the reward model's home ranks."""
+    """Pairs as columns, made on the leaders of the reward model's replicas."""
 
     colocated_with = ("reward",)
 
@@ -85,7 +86,7 @@ class PreferenceDataWorker(Worker):
         Dispatch.DP_COMPUTE_PROTO,
         reads=("row", "side"),
         writes=("input_ids", "response_mask"),
-        homes_only=True,
+        leader_only=True,
         phase="data",
     )
     def load(self, batch: DataProto) -> DataProto:
@@ -94,13 +95,12 @@ class PreferenceDataWorker(Worker):
         sequences, lengths = [], []
         for row, side in zip(batch.samples["row"].tolist(), batch.samples["side"].tolist(), strict=True):
             answer = pairs.response(row, side)
-            sequences.append(torch.from_numpy(np.concatenate([pairs.prompt_ids(row), answer])))
+            sequences.append(np.concatenate([pairs.prompt_ids(row), answer]))
             lengths.append(len(answer))
-        mask = torch.ones(sum(lengths), dtype=torch.int32)
         return DataProto(
             {
-                "input_ids": Ragged.from_rows(sequences, dtype=torch.int32),
-                "response_mask": Ragged.from_lengths(mask, torch.tensor(lengths, dtype=torch.int64)),
+                "input_ids": Ragged.from_rows(sequences, np.int32),
+                "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.int32), lengths),
             }
         )
 

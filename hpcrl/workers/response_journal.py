@@ -24,8 +24,8 @@ FINISH_REASONS = ("stop", "length")
 
 
 class ResponseJournal:
-    """A home rank's. Each record has a hash of all that decides a response: the weights' version, seed and step, the
-    settings of drawing, and the prompt's tokens; one with another hash is of no use.
+    """One leader's log of responses. Each record has a hash of everything that determines a response: the weights'
+    version, seed and step, the sampling parameters, and the prompt's tokens. A record with another hash is not used.
 
     Scores are not kept: they are made again.
     """

@@ -1,4 +1,4 @@
-"""Responses that outlive a call of the engine: generation that goes on until something else has to be done."""
+"""Generation that continues until another command arrives: responses outlive a call of the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpcrl.workers.scorer import ResponseScorer
 
 @dataclass(eq=False)
 class Response:
-    """One sample, under way or done; `versions` are those of the weights that drew its first and its last token."""
+    """One sample, running or finished. versions: of the weights that drew its first and its last token."""
 
     request: Request
     group: int  # rank 0's number of the prompt
@@ -37,7 +37,7 @@ class Response:
     routed_experts: np.ndarray | None = None
     finish_reason: FinishReason = "abort"
     versions: tuple[int, int] | None = None
-    is_recalled: bool = False  # an earlier attempt has drawn it
+    is_recalled: bool = False  # drawn by an earlier attempt
 
     def extend(self, more: Completion, version: int) -> None:
         self.finish_reason = more.finish_reason
@@ -48,7 +48,8 @@ class Response:
         self.routed_experts = known_first(self.routed_experts, more.routed_experts)
         self.versions = (self.versions[0] if self.versions else version, version)
 
-    def to_go_on(self) -> Request:
+    def continuation(self) -> Request:
+        """The request for the tokens that are left to draw."""
         return replace(self.request, prefix_ids=self.token_ids)
 
     def trajectory(self) -> Trajectory:
@@ -58,21 +59,24 @@ class Response:
 
 
 class Finished(NamedTuple):
-    """What a home tells rank 0: all samples of these prompts are there, and so are their scores."""
+    """A leader's notification to rank 0: all samples of these prompts are drawn and scored.
+
+    busy_seconds: time in which the engine had work, since the previous notification.
+    """
 
     groups: tuple[int, ...]
-    busy_seconds: float  # that the engine had something to do since the last time
+    busy_seconds: float
 
 
 class ResponseStream:
-    """Lives on every rank of a replica; the engine's `RequestSource`. The home decides, its peers do as it says.
+    """The engine's `RequestSource`, on every rank of a replica. The leader decides and broadcasts its decisions.
 
-    `run` returns when a command waits that cannot run meanwhile. Responses that are then under way are cut off, and go
-    on at the next `run` under the weights of that time; without `interrupts` they are waited for. `capacity` is the
-    number of responses that the engine is given at once, so that few are waited for.
+    `run` returns when a command arrives that is not reentrant. It interrupts the running responses, which continue at
+    the next `run` with the weights of that time; without `interrupts` it waits for them. `capacity` bounds the number
+    of running responses, so that few have to be waited for.
 
-    The journal gets the responses that weights of one version have drawn from the first to the last token. Others would
-    be of no use to it: after a restart their first token would be older than rank 0 believes.
+    The journal gets only responses that weights of one version have drawn completely: after a restart, the first tokens
+    of others would be older than their recorded version.
     """
 
     def __init__(
@@ -83,36 +87,36 @@ class ResponseStream:
         self.split = split
         self.capacity = capacity
         self.interrupts = interrupts
-        self.journal: ResponseJournal | None = None  # at home, where responses are kept for a restart
-        self._busy_seconds = 0.0  # that nobody was told of
-        self._waiting: deque[Response] = deque()  # at home: for the engine
+        self.journal: ResponseJournal | None = None  # on the leader, if responses are kept for a restart
+        self._busy_seconds = 0.0  # since the previous notification
+        self._waiting: deque[Response] = deque()  # on the leader: not yet given to the engine
         self._interrupted: list[Response] = []
-        self._given: list[Response] = []  # to this call of the engine, by index
+        self._given: list[Response] = []  # to the current call of the engine, by index
         self._num_running = 0
         self._is_stopped = False
         self._version = 0
-        self._since = 0.0  # the seconds before are counted
-        self._open: Counter[int] = Counter()  # group -> samples that are not finished
+        self._since = 0.0  # time up to which busy seconds are counted
+        self._open: Counter[int] = Counter()  # group -> number of unfinished samples
         self._done: dict[int, list[Response]] = {}  # group -> its finished samples
-        self._untold: list[int] = []  # finished groups that may still wait for a score
+        self._unreported: list[int] = []  # finished groups, whose scores may be missing
 
     def add(self, responses: Sequence[Response]) -> None:
-        """At home: more to draw, whole prompts."""
+        """Add responses to draw, all samples of each prompt. On the leader."""
         self._waiting.extend(responses)
         self._open.update(response.group for response in responses)
 
     def pop(self, group: int) -> list[Response]:
-        """At home: the samples of a prompt that rank 0 was told of, in the order of their index."""
+        """Remove the samples of a finished prompt and return them in the order of their index. On the leader."""
         return sorted(self._done.pop(group), key=lambda response: response.request.sample_index)
 
     def run(self, engine: RolloutEngine, sampling: SamplingParams, *, seed: int, version: int) -> None:
-        """Generates with the weights of `version`, and with random numbers of the step after it."""
+        """Generate with the weights of `version`, and with random numbers of the step after it."""
         self._version, self._is_stopped = version, False
         self._given, self._interrupted = self._interrupted, []
         self._num_running = len(self._given)
         self._since = time.perf_counter()
         completions = engine.generate(
-            [response.to_go_on() for response in self._given],
+            [response.continuation() for response in self._given],
             sampling,
             seed=seed,
             step=version + 1,
@@ -130,33 +134,33 @@ class ResponseStream:
         self._given = []
 
     def take(self, idle: bool) -> Sequence[Request] | None:
-        """See `RequestSource`: what the home has got by now, within the capacity."""
-        home = self.worker.is_home
-        news = self.worker.desk.share(self.worker.layout, self._news(idle) if home else None)
-        if news is None:
+        """See `RequestSource`: the requests that the leader has received by now, within the capacity."""
+        decision = self._decide(idle) if self.worker.is_leader else None
+        decision = self.worker.context.broadcast(self.worker.layout, decision)
+        if decision is None:
             return []
-        self._is_stopped, responses = news
+        self._is_stopped, responses = decision
         self._given += responses
         self._num_running += len(responses)
         return None if self._is_stopped else [response.request for response in responses]
 
-    def _news(self, idle: bool) -> tuple[bool, list[Response]] | None:
-        """Whether to stop, and what to draw from now on; None: go on."""
-        stop = self._attend()
+    def _decide(self, idle: bool) -> tuple[bool, list[Response]] | None:
+        """Whether to stop, and the responses to start; None: neither."""
+        stop = self._poll()
         if idle and not stop and not self._waiting:
-            wait_for_ranks(lambda: self._attend() or bool(self._waiting))
-            stop, self._since = self._attend(), time.perf_counter()
+            wait_for_ranks(lambda: self._poll() or bool(self._waiting))
+            stop, self._since = self._poll(), time.perf_counter()
         if stop:
             return True, []
-        news: list[Response] = []
-        while self._waiting and self._num_running + len(news) < self.capacity:
+        new: list[Response] = []
+        while self._waiting and self._num_running + len(new) < self.capacity:
             response = self._waiting.popleft()
-            if not self._is_known(response):
-                news.append(response)
-        return (False, news) if news else None
+            if not self._recall(response):
+                new.append(response)
+        return (False, new) if new else None
 
-    def _is_known(self, response: Response) -> bool:
-        """Whether an earlier attempt has drawn it: then it is finished."""
+    def _recall(self, response: Response) -> bool:
+        """Finish a response that an earlier attempt has drawn; False if there is none."""
         done = self.journal.recall(response.request) if self.journal is not None else None
         if done is None:
             return False
@@ -166,48 +170,48 @@ class ResponseStream:
         self._close(response)
         return True
 
-    def _attend(self) -> bool:
+    def _poll(self) -> bool:
         self._pump()
-        return self.worker.desk.attend()
+        return self.worker.context.poll()
 
     def _finish(self, index: int, completion: Completion) -> None:
         self._count_busy()
         response = self._given[index]
         response.extend(completion, self._version)
         self._num_running -= 1
-        if not self.worker.is_home:
+        if not self.worker.is_leader:
             return
         if self.journal is not None and response.versions == (self._version, self._version):
             self.journal.write(response.request, response.trajectory())
         self._close(response)
 
     def _close(self, response: Response) -> None:
-        """At home: it is finished, and can be scored."""
+        """Start scoring a finished response. On the leader."""
         if self.scorer is not None:
             self.scorer.begin(self.split, response.row, response.token_ids, response.finish_reason)
         self._done.setdefault(response.group, []).append(response)
         self._open[response.group] -= 1
         if not self._open[response.group]:
             del self._open[response.group]
-            self._untold.append(response.group)
+            self._unreported.append(response.group)
 
     def _step(self) -> None:
         self.worker.tick()
         self._pump()
 
     def _pump(self) -> None:
-        """Lets scores go on, and tells rank 0 of prompts that have all of them."""
+        """Advance scoring, and notify rank 0 of prompts whose samples all have scores."""
         if self.scorer is not None:
             self.scorer.pump()
-        told = [group for group in self._untold if self._has_scores(group)]
-        if told:
-            self._untold = [group for group in self._untold if group not in told]
+        finished = [group for group in self._unreported if self._has_scores(group)]
+        if finished:
+            self._unreported = [group for group in self._unreported if group not in finished]
             self._count_busy()
-            self.worker.desk.tell(Finished(tuple(told), self._busy_seconds))
+            self.worker.context.notify_controller(Finished(tuple(finished), self._busy_seconds))
             self._busy_seconds = 0.0
 
     def _count_busy(self) -> None:
-        """Counts the seconds until now."""
+        """Count the seconds until now as busy, if responses were running."""
         if self._num_running:
             now = time.perf_counter()
             self._busy_seconds, self._since = self._busy_seconds + now - self._since, now

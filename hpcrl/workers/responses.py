@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
@@ -15,7 +14,7 @@ from hpcrl.rollout.protocol import Request, Trajectory
 
 def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
     """Sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry per response token,
-    `routed_experts`, where responses tell them, a row per token of the sequence."""
+    `routed_experts`, if responses have them, a row per token of the sequence."""
     prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
     response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
     ids = [
@@ -30,7 +29,7 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
     }
     if trajectories and trajectories[0].routed_experts is not None:
         parts = [found.routed_experts for found in trajectories]
-        columns["routed_experts"] = _experts(parts, torch.from_numpy(prompt_length + response_length))
+        columns["routed_experts"] = _experts(parts, prompt_length + response_length)
     samples = {
         "prompt_length": prompt_length,
         "response_length": response_length,
@@ -39,19 +38,19 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
     return DataProto(columns, samples, {})
 
 
-def _experts(parts: Sequence[np.ndarray | None], lengths: torch.Tensor) -> Ragged:
+def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
     """See `hpcrl.engine.routing`; tokens that were not run, such as the last, have no recording."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
-        raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses do not tell their experts")
+        raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses have no routed_experts")
     width = known[0].shape[1]
     values = np.full((int(lengths.sum()), width), OWN, np.int16)
-    ends = lengths.cumsum(0).tolist()
+    ends = lengths.cumsum().tolist()
     for part, end, length in zip(known, ends, lengths.tolist(), strict=True):
         values[end - length :][: len(part)] = part
-    return Ragged.from_lengths(torch.from_numpy(values).flatten(), lengths * width)
+    return Ragged.from_lengths(values.reshape(-1), lengths * width)
 
 
 def _column(parts: Sequence[np.ndarray | list[int]], dtype: type, lengths: np.ndarray) -> Ragged:
     values = np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.zeros(0, dtype)
-    return Ragged.from_lengths(torch.from_numpy(values), torch.from_numpy(lengths))
+    return Ragged.from_lengths(values, lengths)

@@ -45,4 +45,4 @@ class RewardModelWorker(ModelWorker):
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Per sample `rm_score`, float32: the head's number at the last token of prompt and response."""
         scores = self.engine.scores(batch, max_tokens=self.max_tokens)
-        return DataProto({}, {"rm_score": scores.numpy()}) if self.is_home and scores is not None else DataProto()
+        return DataProto({}, {"rm_score": scores.numpy()}) if self.is_leader and scores is not None else DataProto()

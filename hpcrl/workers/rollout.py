@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from hpcrl.algorithms.metrics import Metric, Sum, merge
 from hpcrl.batch.data_proto import Columns, DataProto
@@ -41,7 +40,7 @@ WRITTEN = (*RECORDED, "routed_experts?")
 
 
 class RolloutWorker(Worker):
-    """`scorer`, on home ranks, scores responses as they finish. `agent` answers the model between its turns."""
+    """Generates responses. scorer: scores them as they finish, on leaders. agent: answers the model between turns."""
 
     def __init__(
         self,
@@ -60,9 +59,9 @@ class RolloutWorker(Worker):
         self.agent = agent
         self.seed = config.run.seed
         self.free_cache = config.rollout.free_cache_engine
-        self.on_response: Callable[[], None] | None = None  # told of each response of `generate`, as it ends
+        self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
-        self.recalled_version: int | None = None  # of the weights that have drawn the responses in the journal
+        self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
         self.stream = ResponseStream(
             self,
             scorer,
@@ -76,7 +75,7 @@ class RolloutWorker(Worker):
         layout, world, config = team.layouts[role], team.world, team.config
         if world.rank not in layout:
             return None
-        scorer = _response_scorer(team) if team.inputs.is_scored and world.rank in layout.homes else None
+        scorer = _response_scorer(team) if team.inputs.is_scored and world.rank in layout.leaders else None
         engine = make_engine(team.groups[role], team.inputs.shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent)
@@ -87,23 +86,23 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def keep_responses(self, origin: str, recalled_version: int | None) -> None:
-        """From now on responses for training are written through to the run's generation logs. Those are taken from
-        there that an earlier attempt has drawn with weights of `recalled_version`. `origin` names the start weights."""
+        """Write responses for training through to the run's generation logs from now on. Responses that an earlier
+        attempt drew with weights of `recalled_version` are read from there. `origin` names the initial weights."""
         self.recalled_version = recalled_version
-        if self.is_home:
+        if self.is_leader:
             folder = run_directory(self.config) / "rollouts"
             self.stream.journal = ResponseJournal(folder, self.rank, self.config, origin)
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Ends the processes of tools."""
+        """End the processes of tools."""
         if self.agent is not None:
             self.agent.close()
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "epoch", "sample_index"), writes=WRITTEN)
     def generate(self, batch: DataProto, sampling: SamplingParams) -> DataProto:
-        """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers, and where
-        `weight_version` tells that of the engine's weights, responses are kept (`keep_responses`)."""
+        """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers, and with
+        `weight_version`, that of the engine's weights, responses are kept (see `keep_responses`)."""
         start = time.perf_counter()
         split, rows, requests = batch.meta_info["split"], batch.samples["row"].tolist(), self._requests(batch)
         journal = self.journal if "weight_version" in batch.meta_info else None
@@ -132,7 +131,7 @@ class RolloutWorker(Worker):
         drawn, found = self._draw(
             [requests[index] for index in left], [rows[index] for index in left], batch.meta_info, sampling, finished
         )
-        if not self.is_home:
+        if not self.is_leader:
             return DataProto({}, {}, {})
         known |= dict(zip(left, drawn, strict=True))
         trajectories = [known[index] for index in range(len(requests))]
@@ -146,8 +145,8 @@ class RolloutWorker(Worker):
     def _recalled(
         self, requests: list[Request], sampling: SamplingParams, meta: dict[str, Any]
     ) -> tuple[dict[int, Trajectory], list[int]]:
-        """At home, what an earlier attempt has drawn, by index of the request; and, on every rank of the replica, the
-        indices of the others."""
+        """Responses that an earlier attempt drew, by index of the request, on the leader; and the indices of the other
+        requests, on every rank of the replica."""
         known: dict[int, Trajectory] = {}
         version = meta.get("weight_version")
         recall = version is not None and version == self.recalled_version
@@ -155,7 +154,7 @@ class RolloutWorker(Worker):
             self.journal.begin(sampling, step=meta["step"], version=version, recall=recall)
             found = [self.journal.recall(request) for request in requests]
             known = {index: done for index, done in enumerate(found) if done is not None}
-        skipped = set(self.desk.share(self.layout, list(known) if self.is_home else None)) if recall else set()
+        skipped = set(self.context.broadcast(self.layout, list(known) if self.is_leader else None)) if recall else set()
         return known, [index for index in range(len(requests)) if index not in skipped]
 
     def _draw(
@@ -166,12 +165,12 @@ class RolloutWorker(Worker):
         sampling: SamplingParams,
         on_finished: Callable[[int, Any], None],
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
-        """New responses, in the order of the requests; metrics of tools."""
+        """New responses, in the order of the requests, and metrics of tools."""
         self.engine.wake()
-        options = {"seed": self.seed, "step": meta["step"], "on_finished": on_finished, "on_step": self._meanwhile}
+        options = {"seed": self.seed, "step": meta["step"], "on_finished": on_finished, "on_step": self._on_step}
         metrics: dict[str, Metric] = {}
         if self.agent is not None:
-            records = [self.prompts[meta["split"]].record(row) for row in rows] if self.is_home else None
+            records = [self.prompts[meta["split"]].record(row) for row in rows] if self.is_leader else None
             trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, **options)
         else:
             completions = self.engine.generate(requests, sampling, **options)
@@ -180,9 +179,9 @@ class RolloutWorker(Worker):
             self.engine.sleep()
         return trajectories, metrics
 
-    @register(Dispatch.DP_ORDER, reads=("row", "epoch", "sample_index", "prompt"), homes_only=True, meanwhile=True)
+    @register(Dispatch.DP_ORDER, reads=("row", "epoch", "sample_index", "prompt"), leader_only=True, reentrant=True)
     def submit(self, batch: DataProto) -> None:
-        """More samples for the stream, whole prompts; `prompt` is the number by which rank 0 will hear of them."""
+        """Add samples to the stream, all of each prompt; `prompt` is the number in the notifications to rank 0."""
         prompts, rows = batch.samples["prompt"].tolist(), batch.samples["row"].tolist()
         self.stream.add(
             [
@@ -193,10 +192,10 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ORDER_ALL)
     def go_on(self, sampling: SamplingParams, version: int) -> None:
-        """Generates what was submitted, with weights of `version`, until a command comes that cannot run meanwhile.
+        """Generate what was submitted, with weights of `version`, until a command arrives that is not reentrant.
 
-        Rank 0 hears a `Finished` for each prompt whose samples and scores are there; responses that an earlier attempt
-        has drawn with these weights are there at once.
+        Rank 0 is notified by a `Finished` of prompts whose samples are drawn and scored. Responses that an earlier
+        attempt drew with these weights are not drawn again.
         """
         self.engine.wake()
         if self.journal is not None:
@@ -205,11 +204,11 @@ class RolloutWorker(Worker):
         self.stream.run(self.engine, sampling, seed=self.seed, version=version)
 
     @register(
-        Dispatch.DP_COMPUTE_PROTO, reads=("prompt", "sample_index"), writes=WRITTEN, homes_only=True, meanwhile=True
+        Dispatch.DP_COMPUTE_PROTO, reads=("prompt", "sample_index"), writes=WRITTEN, leader_only=True, reentrant=True
     )
     def take(self, batch: DataProto) -> DataProto:
-        """The responses to prompts that have been told of, with their weight versions; rows in order of prompts, all
-        of a prompt's samples in order of their index."""
+        """The responses to finished prompts, with their weight versions; rows in order of prompts, a prompt's samples
+        in order of their index."""
         prompts = batch.samples["prompt"].tolist()
         responses = [response for prompt in dict.fromkeys(prompts) for response in self.stream.pop(prompt)]
         found = response_columns(
@@ -226,12 +225,12 @@ class RolloutWorker(Worker):
         Dispatch.DP_COMPUTE_PROTO,
         reads=("position",),
         writes=(*WRITTEN, "token_level_scores?"),
-        homes_only=True,
+        leader_only=True,
     )
     def replay(self, batch: DataProto, folder: str, *, scores: bool = False) -> DataProto:
-        """The recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive.
+        """Recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive.
 
-        With `scores` also what scoring gave them.
+        `scores` reads their scores too.
         """
         needs_experts = self.config.actor.router_replay.mode == "R3"
         names = [
@@ -242,8 +241,8 @@ class RolloutWorker(Worker):
         tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
         if needs_experts and "routed_experts" not in tokens:
             raise InputError(
-                f"{folder}: the recording does not tell the experts of its tokens, which "
-                "actor.router_replay.mode=R3 sends them to; record with R3, or use another mode"
+                f"{folder}: the recording has no routed_experts, which actor.router_replay.mode=R3 "
+                "replays; record with R3, or use another mode"
             )
         rows = batch.samples["position"]
         for uid, row, epoch in zip(*(samples[name][rows].tolist() for name in ("uid", "row", "epoch")), strict=True):
@@ -253,10 +252,7 @@ class RolloutWorker(Worker):
                     f"{folder}: recorded sample {uid} is {found} in data.train_files; "
                     "replay with the data files and the filter of the recording"
                 )
-        columns: Columns = {
-            name: Ragged(torch.from_numpy(values), torch.from_numpy(offsets)).take(rows)
-            for name, (values, offsets) in tokens.items()
-        }
+        columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
         turns = [name for name in ("num_turns", "tool_call_counts") if name in samples]
         kept = ["prompt_length", "response_length", "finish_reason", *turns]
         if scores:
@@ -272,13 +268,13 @@ class RolloutWorker(Worker):
             for row, epoch, sample in zip(*columns, strict=True)
         ]
 
-    def _meanwhile(self) -> None:
-        """Between two tokens: scoring goes on, and others get the rows that this rank owes them."""
+    def _on_step(self) -> None:
+        """Between two tokens: advance scoring, and send other ranks the rows that they need."""
         self.tick()
         if self.scorer is not None:
             self.scorer.pump()
-        if self.is_home:
-            self.desk.attend()
+        if self.is_leader:
+            self.context.poll()
 
 
 def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:

@@ -1,4 +1,4 @@
-"""Scores, made where the responses are: each home rank of the rollout role scores its own, from the first one on."""
+"""Scoring of responses: each leader of the rollout role scores those of its replica, as they finish."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class ResponseScorer:
-    """A home rank's way from token ids to scores. The rollout begins scores here, the scorer role takes them.
+    """Scores of token ids, on a leader. The rollout role starts the scoring, the scorer role takes the scores.
 
-    Without a manager nobody is asked: every score is 0, for a reward model to add to.
+    Without a manager every score is 0, to which a reward model's is added.
     """
 
     def __init__(
@@ -48,9 +47,9 @@ class ResponseScorer:
         finish_reason: str,
         turns: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Starts scoring a response to a prompt; `response` int32 (length,). Does not wait.
+        """Start scoring a response to a prompt; `response` int32 (length,). Does not wait.
 
-        `turns`: what scorers find in extra_info of a response of several turns. A recorded one is scored without.
+        turns: added to extra_info for a response of several turns. A recorded response is scored without it.
         """
         if self.manager is None:
             return
@@ -66,18 +65,18 @@ class ResponseScorer:
         self.manager.submit(key_of(split, row, response, finish_reason), request)
 
     def is_ready(self, split: str, row: int, response: np.ndarray, finish_reason: str) -> bool:
-        """Whether `take` would not wait for the score of a response that has begun."""
+        """Whether the score of a response that has begun is available, so that `take` would not wait for it."""
         return self.manager is None or self.manager.is_ready(key_of(split, row, response, finish_reason))
 
     def pump(self) -> None:
-        """Lets scoring go on, between two steps of something else. Does not wait."""
+        """Advance scoring. Does not wait."""
         if self.manager is not None:
             self.manager.pump()
 
     def take(
         self, split: str, rows: Sequence[int], responses: Sequence[np.ndarray], finish_reasons: Sequence[str]
     ) -> tuple[np.ndarray, list[dict[str, float | str]], dict[str, float]]:
-        """As RewardManager.collect; scores that have not begun begin here."""
+        """As `RewardManager.collect`; starts the scoring of responses for which it has not begun."""
         if self.manager is None:
             return np.zeros(len(rows), np.float32), [{} for _ in rows], {}
         keys = [key_of(split, *one) for one in zip(rows, responses, finish_reasons, strict=True)]
@@ -100,7 +99,7 @@ class ResponseScorer:
 
 
 class ScorerWorker(Worker):
-    """`scorer` is None on ranks that are no home: they have nothing to score."""
+    """`scorer` is None on ranks that are not leaders: they have nothing to score."""
 
     colocated_with = ("rollout",)
 
@@ -120,8 +119,8 @@ class ScorerWorker(Worker):
         Dispatch.DP_COMPUTE_PROTO,
         reads=("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "show?"),
         writes=("token_level_scores",),
-        homes_only=True,
-        meanwhile=True,
+        leader_only=True,
+        reentrant=True,
     )
     def score(self, batch: DataProto) -> DataProto:
         """Scores of whole responses, placed on their last token. Per sample: `score`, float32; `acc`, float32, NaN if
@@ -141,9 +140,8 @@ class ScorerWorker(Worker):
         if "rm_score" in batch.samples:
             scores = self._add_model(scores, extras, batch.samples["rm_score"])
             refuse_infinite(scores, extras, rows)
-        values = torch.zeros(int(lengths.sum()))
-        ends = lengths.cumsum(0)[lengths > 0] - 1
-        values[ends] = torch.from_numpy(scores)[lengths > 0]
+        values = np.zeros(int(lengths.sum()), np.float32)
+        values[lengths.cumsum()[lengths > 0] - 1] = scores[lengths > 0]
         samples = {"score": scores, "acc": acc.astype(np.float32), "extras": np.array(extras, object)}
         if "show" in batch.samples:
             shown = batch.samples["show"].tolist()
@@ -188,15 +186,14 @@ def refuse_infinite(scores: np.ndarray, extras: Sequence[dict[str, float | str]]
 
 
 def key_of(split: str, row: int, response: np.ndarray, finish_reason: str) -> Hashable:
-    """Says what is scored, not for whom: the same response to the same prompt has the same score, whichever sample of
-    whichever rollout it is, so that a score which nobody took cannot go to another response."""
+    """Identifies what is scored, not the sample: the same response to the same prompt has the same score, so a score
+    that was not taken cannot go to another response."""
     return split, row, finish_reason, np.asarray(response, np.int32).tobytes()
 
 
 def responses_of(batch: DataProto) -> list[np.ndarray]:
     """The response tokens of every row, int32 (length,)."""
     sequences = batch.fetch("input_ids")
-    values = sequences.values.numpy()
     lengths = batch.fetch("response_mask").lengths.tolist()
     ends = sequences.offsets[1:].tolist()
-    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    return [sequences.values[end - length : end] for end, length in zip(ends, lengths, strict=True)]

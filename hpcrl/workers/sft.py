@@ -12,6 +12,7 @@ from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
@@ -43,12 +44,12 @@ class SftDataWorker(Worker):
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of the rows, prompt then answer; the mask covers the answer."""
         pairs = [self.answers.pair(row) for row in batch.samples["row"].tolist()]
-        sequences = [torch.from_numpy(np.concatenate(pair)) for pair in pairs]
-        lengths = torch.tensor([len(answer) for _, answer in pairs], dtype=torch.int64)
+        sequences = [np.concatenate(pair) for pair in pairs]
+        lengths = [len(answer) for _, answer in pairs]
         return DataProto(
             {
-                "input_ids": Ragged.from_rows(sequences, dtype=torch.int32),
-                "response_mask": Ragged.from_lengths(torch.ones(int(lengths.sum()), dtype=torch.int32), lengths),
+                "input_ids": Ragged.from_rows(sequences, np.int32),
+                "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.int32), lengths),
             }
         )
 
@@ -81,7 +82,7 @@ class SftActorWorker(ModelWorker):
         """One optimizer step on prompts and answers."""
 
         def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
-            def loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+            def loss(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
                 mask = micro.padded("response_mask").float()
                 nll = agg_loss(-outputs["log_probs"], mask, "token-mean", norm)
                 return nll, {"train/loss": Sum(nll.detach())}

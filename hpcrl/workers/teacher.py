@@ -87,7 +87,7 @@ class TeacherWorker(ModelWorker):
         if not self.needs_topk:
             return self.log_prob_column("teacher_log_prob", batch, max_tokens=self.max_tokens, temperature=TEMPERATURE)
         outputs = self.engine.topk_log_probs(batch, max_tokens=self.max_tokens, temperature=TEMPERATURE, k=self.topk)
-        if not self.is_home:
+        if not self.is_leader:
             return DataProto()
         return DataProto(
             {

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import DataProto, same
 from hpcrl.batch.ragged import Ragged
 
 
@@ -41,13 +41,17 @@ class Elsewhere:
 def batches(draw, min_size: int = 0) -> DataProto:
     size = draw(st.integers(min_size, 6))
     rows = [draw(st.lists(st.integers(0, 9), max_size=4)) for _ in range(size)]
-    ids = Ragged.from_rows([torch.tensor(row, dtype=torch.int32) for row in rows], dtype=torch.int32)
-    floats = Ragged.from_lengths(ids.values.float() / 3, ids.lengths)
-    return DataProto.from_dict(
+    ids = Ragged.from_rows(rows, np.int32)
+    floats = Ragged.from_lengths(ids.values.astype(np.float32) / 3, ids.lengths)
+    return DataProto(
         {"input_ids": ids, "old_log_probs": floats},
-        {"uid": [f"f:{i}:0" for i in range(size)], "score": np.arange(size) / 7},
+        {"uid": np.array([f"f:{i}:0" for i in range(size)], object), "score": np.arange(size) / 7},
         {"temperature": 1.0},
     )
+
+
+def equal(a: DataProto, b: DataProto) -> bool:
+    return same(vars(a), vars(b))
 
 
 def uids(batch: DataProto) -> list[str]:
@@ -58,8 +62,8 @@ def uids(batch: DataProto) -> list[str]:
 def test_select_and_union_round_trip(batch):
     parts = [batch.select(["input_ids", "uid"]), batch.select(["score", "old_log_probs"])]
     assert parts[0].names == ["input_ids", "uid"]
-    assert parts[0].union(parts[1]).equal(batch)
-    assert batch.union(batch).equal(batch)
+    assert equal(parts[0].union(parts[1]), batch)
+    assert equal(batch.union(batch), batch)
 
 
 @given(batches())
@@ -67,14 +71,14 @@ def test_pop_and_union_round_trip(batch):
     whole = batch.select(batch.names)
     popped = batch.pop(["old_log_probs", "uid"])
     assert batch.names == ["input_ids", "score"] and popped.names == ["old_log_probs", "uid"]
-    assert batch.union(popped).equal(whole)
+    assert equal(batch.union(popped), whole)
 
 
 @given(batches())
 def test_rename_and_back(batch):
     renamed = batch.rename("old_log_probs", "a").rename("uid", "b")
     assert renamed.names == ["input_ids", "a", "b", "score"]
-    assert renamed.rename("a", "old_log_probs").rename("b", "uid").equal(batch)
+    assert equal(renamed.rename("a", "old_log_probs").rename("b", "uid"), batch)
 
 
 @given(batches(), st.integers(0, 4))
@@ -84,7 +88,7 @@ def test_repeat(batch, n):
     assert uids(tiled) == uids(batch) * n
     assert len(interleaved) == n * len(batch)
     if n:
-        assert interleaved[::n].equal(batch) and tiled[: len(batch)].equal(batch)
+        assert equal(interleaved[::n], batch) and equal(tiled[: len(batch)], batch)
 
 
 @given(batches(), st.randoms(use_true_random=False))
@@ -93,22 +97,22 @@ def test_reorder_and_back(batch, random):
     random.shuffle(order)
     moved = batch.reorder(order)
     assert uids(moved) == [uids(batch)[i] for i in order]
-    assert moved.reorder(np.argsort(order)).equal(batch)
+    assert equal(moved.reorder(np.argsort(order)), batch)
 
 
 @given(batches(), st.integers(-8, 8), st.integers(-8, 8), st.integers(1, 3))
 def test_slices_are_those_of_lists(batch, start, stop, step):
-    assert uids(batch.slice(start, stop)) == uids(batch)[start:stop]
+    assert uids(batch[start:stop]) == uids(batch)[start:stop]
     assert uids(batch[start:stop:step]) == uids(batch)[start:stop:step]
-    assert uids(batch.slice(None, stop)) == uids(batch)[:stop]
+    assert uids(batch[:stop]) == uids(batch)[:stop]
 
 
 @given(batches(min_size=1), st.data())
 def test_getitem(batch, data):
     mask = data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch)))
     chosen = [i for i, keep in enumerate(mask) if keep]
-    for rows in (mask, np.array(mask), torch.tensor(mask), chosen, np.array(chosen, dtype=np.int32)):
-        assert batch[rows].equal(batch.reorder(chosen))
+    for rows in (mask, np.array(mask), chosen, np.array(chosen, dtype=np.int32)):
+        assert equal(batch[rows], batch.reorder(chosen))
     assert uids(batch[-1]) == uids(batch)[-1:]
 
 
@@ -117,13 +121,13 @@ def test_chunks_are_even_and_concat_to_the_whole(batch, n):
     parts = batch.chunk(n)
     sizes = [len(part) for part in parts]
     assert len(parts) == n and max(sizes) - min(sizes) <= 1
-    assert DataProto.concat(parts).equal(batch)
+    assert equal(DataProto.concat(parts), batch)
 
 
 @given(batches(), batches())
 def test_slices_of_a_concat_are_the_parts(a, b):
     both = DataProto.concat([a, b])
-    assert both[: len(a)].equal(a) and both[len(a) :].equal(b)
+    assert equal(both[: len(a)], a) and equal(both[len(a) :], b)
 
 
 @given(batches())
@@ -132,17 +136,17 @@ def test_padded_is_the_column_padded(batch):
 
 
 def test_methods_leave_the_batch_alone():
-    batch = DataProto.from_dict({"x": [[1, 2], [3]]}, {"uid": ["a", "b"]}, {"k": 1})
+    batch = DataProto({"x": Ragged.from_rows([[1, 2], [3]])}, {"uid": np.array(["a", "b"])}, {"k": 1})
     before = batch.select(batch.names)
-    batch.union(DataProto.from_dict(samples={"score": [1.0, 2.0]}, meta_info={"other": 2}))
+    batch.union(DataProto({}, {"score": np.array([1.0, 2.0])}, {"other": 2}))
     batch.rename("x", "y")
     batch.repeat(2).samples["uid"][0] = "z"
     batch.select(["x"]).meta_info["k"] = 5
-    assert batch.equal(before)
+    assert equal(batch, before)
 
 
 def test_remote_columns_follow_without_being_brought_here():
-    source = Ragged.from_rows([torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([4.0])])
+    source = Ragged.from_rows([[1.0, 2.0], [3.0], [4.0]])
     batch = DataProto({"values": Elsewhere(source)}, {"uid": np.array(["a", "b", "c"])})
     Elsewhere.fetched = 0
     moved = DataProto.concat(batch.repeat(2).reorder([5, 0, 3]).chunk(2))
@@ -150,27 +154,27 @@ def test_remote_columns_follow_without_being_brought_here():
     assert moved.fetch("values").equal(source.take([2, 0, 1])) and uids(moved) == ["c", "a", "b"]
     with pytest.raises(ValueError, match="call fetch"):
         moved.padded("values")
-    with pytest.raises(ValueError, match="here in one batch and on other ranks"):
+    with pytest.raises(ValueError, match="on this rank in one batch and on others in another"):
         DataProto.concat([batch, DataProto({"values": source}, batch.samples)])
-    assert batch.union(batch.select(["values"])).equal(batch)
+    assert equal(batch.union(batch.select(["values"])), batch)
     with pytest.raises(ValueError, match="'values' is in both"):
         batch.union(DataProto({"values": Elsewhere(source)}))
 
 
 def test_conflicts_are_named():
-    a = DataProto.from_dict({"x": [[1], [2]]}, {"uid": ["a", "b"]}, {"k": 1})
+    a = DataProto({"x": Ragged.from_rows([[1], [2]])}, {"uid": np.array(["a", "b"])}, {"k": 1})
     with pytest.raises(ValueError, match="token-level column 'x' is in both"):
-        a.union(DataProto.from_dict({"x": [[1], [3]]}))
+        a.union(DataProto({"x": Ragged.from_rows([[1], [3]])}))
     with pytest.raises(ValueError, match="sample-level column 'uid' is in both"):
-        a.union(DataProto.from_dict(samples={"uid": ["a", "c"]}))
+        a.union(DataProto({}, {"uid": np.array(["a", "c"])}))
     with pytest.raises(ValueError, match="both token-level and sample-level"):
-        a.union(DataProto.from_dict(samples={"x": [1, 2]}))
+        a.union(DataProto({}, {"x": np.arange(2)}))
     with pytest.raises(ValueError, match="union of 2 samples with 3"):
-        a.union(DataProto.from_dict(samples={"score": [1, 2, 3]}))
+        a.union(DataProto({}, {"score": np.arange(3)}))
     with pytest.raises(ValueError, match=r"meta_info\['k'\] is 1 and 2"):
         a.union(DataProto(meta_info={"k": 2}))
     with pytest.raises(ValueError, match="different lengths"):
-        DataProto.from_dict({"x": [[1]]}, {"uid": ["a", "b"]})
+        DataProto({"x": Ragged.from_rows([[1]])}, {"uid": np.array(["a", "b"])})
     with pytest.raises(ValueError, match="expected the same in all"):
         DataProto.concat([a, a.select(["x"])])
     with pytest.raises(ValueError, match="that column exists"):
@@ -185,32 +189,21 @@ def test_conflicts_are_named():
 
 
 def test_nan_in_samples_is_no_conflict():
-    a = DataProto.from_dict(samples={"score": [1.0, float("nan")]})
-    assert a.union(DataProto.from_dict(samples={"score": [1.0, float("nan")]})).equal(a)
+    a, b = (DataProto({}, {"score": np.array([1.0, float("nan")])}) for _ in range(2))
+    assert equal(a.union(b), a)
 
 
 def test_metrics_of_the_parts_are_listed():
-    one, two = (DataProto.from_dict(samples={"n": [i]}, meta_info={"metrics": {"loss": i}}) for i in (1, 2))
+    one, two = (DataProto({}, {"n": np.array([i])}, {"metrics": {"loss": i}}) for i in (1, 2))
     three = DataProto.concat([DataProto.concat([one, two]), one])
     assert three.metrics == [{"loss": 1}, {"loss": 2}, {"loss": 1}]
-    assert one.union(DataProto.from_dict(samples={"m": [0]})).metrics == [{"loss": 1}]
+    assert one.union(DataProto({}, {"m": np.zeros(1)})).metrics == [{"loss": 1}]
     assert DataProto().metrics == []
 
 
 def test_a_hundred_thousand_samples():
     size = 100_000
-    lengths = torch.arange(size) % 5
-    column = Ragged.from_lengths(torch.arange(int(lengths.sum())), lengths)
+    lengths = np.arange(size) % 5
+    column = Ragged.from_lengths(np.arange(lengths.sum()), lengths)
     batch = DataProto({"x": column}, {"n": np.arange(size)})
-    assert DataProto.concat(batch.repeat(2).chunk(64))[::2].equal(batch)
-
-
-def test_a_batch_on_a_device_pads_its_columns_there():
-    """Losses compute on a GPU with columns that rest on the CPU. The meta device refuses to mix with the CPU's."""
-    device = torch.device("meta")
-    rows = [[1.0, 2.0], [3.0]]
-    batch = DataProto.from_dict({"old_log_probs": rows, "topk": [[1.0] * 4, [1.0] * 2]}, {"uid": ["a", "b"]}).to(device)
-    assert batch.padded("old_log_probs").device == batch.fetch("topk").padded_vectors(2).device == device
-    assert batch.padded("old_log_probs").shape == (2, 2) and batch.fetch("topk").padded_vectors(2).shape == (2, 2, 2)
-    assert (batch.padded("old_log_probs") * torch.ones(2, 2, device=device)).device == device
-    assert batch.samples["uid"].tolist() == ["a", "b"]
+    assert equal(DataProto.concat(batch.repeat(2).chunk(64))[::2], batch)

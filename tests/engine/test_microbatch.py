@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,9 +31,11 @@ def make(
     same_size=False,
     **options,
 ):
-    rows = [torch.tensor(p + r, dtype=torch.int32) for p, r in zip(prompts, responses, strict=True)]
-    masks = [torch.ones(len(r)) for r in responses]
-    batch = DataProto({"input_ids": Ragged.from_rows(rows), "response_mask": Ragged.from_rows(masks)})
+    rows = [p + r for p, r in zip(prompts, responses, strict=True)]
+    masks = [[1.0] * len(r) for r in responses]
+    batch = DataProto(
+        {"input_ids": Ragged.from_rows(rows, np.int32), "response_mask": Ragged.from_rows(masks, np.float32)}
+    )
     return make_micro_batches(
         batch,
         SHAPE,

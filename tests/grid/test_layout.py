@@ -51,9 +51,9 @@ def test_groups_equal_megatrons_hyper_comm_grid(layout: Layout, dims: tuple[str,
 
 @given(layouts())
 def test_home_is_the_last_stage_of_its_replica(layout: Layout) -> None:
-    for dp, home in enumerate(layout.homes):
-        assert home in layout.replica(dp)
-        assert layout.coord(home) == (0, 0, dp, layout.pp - 1)
+    for dp, leader in enumerate(layout.leaders):
+        assert leader in layout.replica(dp)
+        assert layout.coord(leader) == (0, 0, dp, layout.pp - 1)
 
 
 def test_expert_grid_lies_over_the_same_ranks() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave, describe
 from hpcrl.config.schema import MoeConfig, OptimConfig
 from hpcrl.engine.engine import TrainEngine
@@ -153,13 +154,13 @@ def part_of(batch: DataProto, groups: RoleGroups) -> DataProto:
     return batch.chunk(groups.layout.dp)[groups.coord.dp]
 
 
-def policy_loss(outputs: dict[str, torch.Tensor], batch: DataProto):
+def policy_loss(outputs: dict[str, torch.Tensor], batch: TensorBatch):
     mask, advantages = batch.padded("response_mask"), batch.padded("advantages")
     terms = outputs["log_probs"] * advantages + 0.1 * outputs["entropy"]
     return -(terms * mask).sum() / TOKENS, {}
 
 
-def value_loss(outputs: dict[str, torch.Tensor], batch: DataProto):
+def value_loss(outputs: dict[str, torch.Tensor], batch: TensorBatch):
     error = outputs["values"] - batch.padded("advantages")
     return (error.square() * batch.padded("response_mask")).sum() / TOKENS, {}
 

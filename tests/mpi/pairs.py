@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from hpcrl.batch.data_proto import DataProto
@@ -111,16 +112,13 @@ class Pair:
         completions: list[Completion] = [
             drawn[self.rollout.rank_of(dp=number % replicas)][number // replicas] for number in range(len(requests))
         ]
-        rows = [
-            torch.tensor([*request.prompt_ids, *one.token_ids], dtype=torch.int32)
-            for request, one in zip(requests, completions, strict=True)
-        ]
-        log_probs = [torch.from_numpy(one.log_probs) for one in completions]
+        rows = [[*request.prompt_ids, *one.token_ids] for request, one in zip(requests, completions, strict=True)]
+        log_probs = [one.log_probs for one in completions]
         return DataProto(
             {
-                "input_ids": Ragged.from_rows(rows),
+                "input_ids": Ragged.from_rows(rows, np.int32),
                 "rollout_log_probs": Ragged.from_rows(log_probs),
-                "response_mask": Ragged.from_rows([torch.ones_like(of_row) for of_row in log_probs]),
+                "response_mask": Ragged.from_rows([np.ones_like(of_row) for of_row in log_probs]),
             }
         )
 

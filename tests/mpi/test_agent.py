@@ -156,11 +156,11 @@ def test_conversations_are_the_same_on_all_ranks_and_layouts_and_training_agrees
     rows = [np.concatenate([request.prompt_ids, one.token_ids]) for request, one in zip(requests, found, strict=True)]
     batch = DataProto(
         {
-            "input_ids": Ragged.from_rows([torch.from_numpy(row.astype(np.int32)) for row in rows]),
-            "response_mask": Ragged.from_rows([torch.from_numpy(one.mask) for one in found]),
+            "input_ids": Ragged.from_rows(rows, np.int32),
+            "response_mask": Ragged.from_rows([one.mask for one in found]),
         }
     )
-    trained = actor.log_probs(batch, max_tokens=200, temperature=0.9)["log_probs"].values.numpy()
+    trained = actor.log_probs(batch, max_tokens=200, temperature=0.9)["log_probs"].values
     mask, drawn = (np.concatenate([getattr(one, name) for one in found]) for name in ("mask", "log_probs"))
     assert not drawn[mask == 0].any() and 0 < mask.mean() < 1
     np.testing.assert_allclose(drawn[mask == 1], trained[mask == 1], rtol=0, atol=1e-4)

@@ -74,7 +74,7 @@ def test_one_step_off_resumed_equals_uninterrupted_bitwise(world, lab: Lab, filt
 def test_samples_that_a_full_disk_does_not_take_cost_the_checkpoint_and_not_the_run(
     world, lab: Lab, monkeypatch
 ) -> None:
-    """The samples of the next step, which home ranks write into a checkpoint."""
+    """The samples of the next step, which leaders write into a checkpoint."""
 
     class FullDisk(RolloutLog):
         def __init__(self, path) -> None:
@@ -100,13 +100,13 @@ def test_generation_goes_on_while_the_actor_trains(world, lab: Lab, monkeypatch)
     if world.rank == 0:
         folder.mkdir()
     world.barrier()
-    update, generate, meanwhile = ActorWorker.update_actor, RolloutWorker.generate, RolloutWorker._meanwhile
+    update, generate, on_step = ActorWorker.update_actor, RolloutWorker.generate, RolloutWorker._on_step
     steps = []
 
-    def met(name: str, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    def met(name: str, on_wait: Callable[[], None] = lambda: None) -> bool:
         give_up = time.monotonic() + 60
         while not (folder / name).exists() and time.monotonic() < give_up:
-            meanwhile()
+            on_wait()
             time.sleep(0.001)
         return (folder / name).exists()
 
@@ -120,16 +120,16 @@ def test_generation_goes_on_while_the_actor_trains(world, lab: Lab, monkeypatch)
         return generate(self, batch, sampling)
 
     def meet_update(self: RolloutWorker) -> None:
-        meanwhile(self)
+        on_step(self)
         if steps[-1] == 2:
-            assert met("updating", lambda: meanwhile(self))  # which hands out the rows that the update waits for
+            assert met("updating", lambda: on_step(self))  # which sends the rows that the update waits for
             (folder / "generating").touch()
 
     meet_generation.registration = update.registration  # type: ignore[attr-defined]
     note_step.registration = generate.registration  # type: ignore[attr-defined]
     monkeypatch.setattr(ActorWorker, "update_actor", meet_generation)
     monkeypatch.setattr(RolloutWorker, "generate", note_step)
-    monkeypatch.setattr(RolloutWorker, "_meanwhile", meet_update)
+    monkeypatch.setattr(RolloutWorker, "_on_step", meet_update)
     run(lab, "overlap", "one_step_off", steps=2)
 
 
@@ -194,15 +194,15 @@ def _rows(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
 )
 def test_interrupted_responses_go_on_under_new_weights(world, lab: Lab, monkeypatch, placement: dict[str, Any]) -> None:
     """Once the first step has its prompts, replicas wait for the refit in the middle of others."""
-    pump, told = ResponseStream._pump, Counter[int]()
+    pump, finished = ResponseStream._pump, Counter[int]()
 
     def wait_for_refit(self: ResponseStream) -> None:
-        before = set(self._untold)
+        before = set(self._unreported)
         pump(self)
-        told[0] += len(before - set(self._untold))
-        if self._version == 0 and self._num_running and told[0] >= 4 // self.worker.layout.dp:
+        finished[0] += len(before - set(self._unreported))
+        if self._version == 0 and self._num_running and finished[0] >= 4 // self.worker.layout.dp:
             give_up = time.monotonic() + 60
-            while not self.worker.desk.attend():
+            while not self.worker.context.poll():
                 assert time.monotonic() < give_up
                 time.sleep(0.001)
 

@@ -7,36 +7,25 @@ import time
 
 import numpy as np
 import pytest
-import torch
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.controller.columns import PlacedColumn
 from hpcrl.controller.controller import Controller, replica_column, run_program
-from hpcrl.controller.register import Dispatch, DispatchMode, register, register_dispatch_mode
+from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
 
 pytestmark = pytest.mark.ci_world(4)
-
-if not hasattr(Dispatch, "LAST_RANK"):
-    register_dispatch_mode(
-        DispatchMode(
-            "LAST_RANK",
-            split=lambda layout, args, kwargs: {layout.ranks[-1]: (args, kwargs)},
-            reporters=lambda layout: layout.ranks[-1:],
-            collect=lambda results: results[0],
-        )
-    )
 
 
 class Toy(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("uid", "size"), writes=("ids",))
     def make(self, batch: DataProto) -> DataProto:
         """Row i holds `size` copies of its uid."""
-        rows = [torch.full((int(n),), int(uid), dtype=torch.int32) for uid, n in zip(*_columns(batch), strict=True)]
-        made = Ragged.from_rows(rows, dtype=torch.int32)
-        return DataProto({"ids": made}, {"made_by": np.full(len(rows), self.rank)}, {})
+        uid, size = _columns(batch)
+        made = Ragged.from_lengths(np.repeat(uid, size).astype(np.int32), size)
+        return DataProto({"ids": made}, {"made_by": np.full(len(batch), self.rank)}, {})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("ids",), writes=("doubled",))
     def double(self, batch: DataProto) -> DataProto:
@@ -47,7 +36,7 @@ class Toy(Worker):
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("ids", "doubled", "uid"))
     def check(self, batch: DataProto) -> int:
         ids, doubled, uid = batch.tokens["ids"], batch.tokens["doubled"], batch.samples["uid"]
-        assert torch.equal(ids.values * 2, doubled.values)
+        assert np.array_equal(ids.values * 2, doubled.values)
         first = [int(ids.row(i)[0]) for i in range(len(ids))]
         assert first == uid.tolist()
         return len(ids)
@@ -64,18 +53,6 @@ class Toy(Worker):
     def whoami(self, greeting: str) -> str:
         return f"{greeting} {self.rank}"
 
-    @register(Dispatch.RANK_ZERO)
-    def only_first(self) -> int:
-        return self.rank
-
-    @register(Dispatch.ALL_TO_ALL)
-    def each(self, number: int) -> int:
-        return number + self.rank
-
-    @register(Dispatch.DP_COMPUTE)
-    def per_replica(self, number: int) -> int:
-        return number
-
     @register(Dispatch.ONE_TO_ALL)
     def nap(self) -> None:
         time.sleep(0.2)
@@ -86,29 +63,25 @@ class Toy(Worker):
 
     @register(Dispatch.ORDER_ALL)
     def until_called(self, limit: int) -> None:
-        """Goes on until a command comes that cannot run inside it; the home decides for its replica."""
-        self.desk.tell("begun")
+        """Runs until a command arrives that is not reentrant; the leader decides for its replica."""
+        self.context.notify_controller("begun")
         rounds = itertools.count()
-        while not self.desk.share(self.layout, self.desk.attend() if self.is_home else None):
+        while not self.context.broadcast(self.layout, self.context.poll() if self.is_leader else None):
             assert next(rounds) < limit
             time.sleep(1e-4)
-        self.desk.tell("ended")
+        self.context.notify_controller("ended")
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("uid", "size"), writes=("ids",), homes_only=True, meanwhile=True)
-    def make_meanwhile(self, batch: DataProto) -> DataProto:
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("uid", "size"), writes=("ids",), leader_only=True, reentrant=True)
+    def make_reentrant(self, batch: DataProto) -> DataProto:
         return self.make(batch)
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=("ids",), homes_only=True, meanwhile=True)
-    def sum_meanwhile(self, batch: DataProto) -> int:
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=("ids",), leader_only=True, reentrant=True)
+    def sum_reentrant(self, batch: DataProto) -> int:
         return int(batch.tokens["ids"].values.sum())
 
-    @register(Dispatch.DP_ORDER, reads=("uid",), homes_only=True, meanwhile=True)
+    @register(Dispatch.DP_ORDER, reads=("uid",), leader_only=True, reentrant=True)
     def order(self, batch: DataProto) -> None:
-        self.desk.tell(batch.samples["uid"].tolist())
-
-    @register(Dispatch.LAST_RANK)
-    def only_last(self) -> int:
-        return self.rank
+        self.context.notify_controller(batch.samples["uid"].tolist())
 
 
 def _columns(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
@@ -188,9 +161,9 @@ def test_rank_0_works_while_it_waits_for_roles_on_other_ranks(world) -> None:
         napping = controller["b"].nap()
         mine = controller["a"].whoami("at work:")
         napping.get()
-        assert not controller._own  # done meanwhile, before anybody asked for it
+        assert not controller._own  # run while rank 0 waited for the nap
         assert mine.get() == ["at work: 0"]
-        controller["b"].whoami("never asked for")  # and a future that nobody gets does not hang the end
+        controller["b"].whoami("never asked for")  # a future without a get() does not block the end
 
     play(world, layouts, program)
 
@@ -219,9 +192,9 @@ def test_groups_stay_together(world) -> None:
 
 
 @pytest.mark.world(2, 4)
-def test_commands_run_inside_a_method_that_attends_to_its_desk(world) -> None:
+def test_commands_run_inside_a_method_that_polls(world) -> None:
     """Rank 0 leads; a method of role a goes on while columns are made there, read there, and fetched from there by role
-    b; it ends when a command comes that cannot run meanwhile. In any order of get()."""
+    b; it ends when a command arrives that is not reentrant. In any order of get()."""
     size = world.size
     everyone = tuple(range(1, size))
     cases = [{"a": Layout(everyone), "b": Layout((0,))}]
@@ -236,9 +209,9 @@ def test_commands_run_inside_a_method_that_attends_to_its_desk(world) -> None:
             notes.clear()
             a.until_called(100_000)
             batch = new_batch(7)
-            batch = batch.union(a.make_meanwhile(batch).get())
+            batch = batch.union(a.make_reentrant(batch).get())
             total = int((batch.samples["uid"] * batch.samples["size"]).sum())
-            futures = [a.sum_meanwhile(batch), b.seen_by_replica(batch), a.order(batch)]
+            futures = [a.sum_reentrant(batch), b.seen_by_replica(batch), a.order(batch)]
             values = {index: futures[index].get() for index in order}
             assert (sum(values[0]), sum(values[1]), values[2]) == (total, total, [])
             told = [uid for _, note in notes if isinstance(note, list) for uid in note]
@@ -258,7 +231,7 @@ def test_commands_run_inside_a_method_that_attends_to_its_desk(world) -> None:
 
 @pytest.mark.world(2, 4)
 def test_rows_of_others_are_waited_for_outside(world) -> None:
-    """A command that may run meanwhile, but needs rows of another rank, ends the method instead."""
+    """A reentrant command that needs rows of another rank ends the method instead."""
     layouts = {"a": Layout(tuple(range(1, world.size))), "b": Layout((0,))}
 
     def program(controller: Controller) -> None:
@@ -266,7 +239,7 @@ def test_rows_of_others_are_waited_for_outside(world) -> None:
         batch = batch.union(controller["b"].make(batch).get())
         controller["a"].until_called(100_000)
         expected = int((batch.samples["uid"] * batch.samples["size"]).sum())
-        assert sum(controller["a"].sum_meanwhile(batch).get()) == expected
+        assert sum(controller["a"].sum_reentrant(batch).get()) == expected
 
     play(world, layouts, program)
 
@@ -294,19 +267,12 @@ def test_background_goes_on_while_rank_0_waits(world) -> None:
     play(world, layouts, program)
 
 
-def test_other_dispatch_modes(world) -> None:
+def test_wrong_calls_are_named(world) -> None:
     layouts = {"a": Layout(tuple(range(world.size)), tp=2 if world.size > 1 else 1)}
 
     def program(controller: Controller) -> None:
         a = controller["a"]
         assert a.whoami("rank").get() == [f"rank {r}" for r in range(world.size)]
-        assert a.only_first().get() == 0
-        assert a.only_last().get() == world.size - 1
-        assert a.each(list(range(world.size))).get() == [2 * r for r in range(world.size)]
-        dp = a.layout.dp
-        assert a.per_replica(list(range(10, 10 + dp))).get() == list(range(10, 10 + dp))
-        with pytest.raises(ValueError, match="one entry per rank"):
-            a.each([1] * (world.size + 1))
         with pytest.raises(AttributeError, match="no registered method 'wohami'"):
             a.wohami()
         with pytest.raises(KeyError, match="reads 'ids'"):
@@ -315,28 +281,21 @@ def test_other_dispatch_modes(world) -> None:
     play(world, layouts, program)
 
 
-def test_ranks_forget_columns_that_rank_0_dropped(world) -> None:
+def test_ranks_free_columns_that_rank_0_dropped(world) -> None:
     layouts = {"a": Layout(tuple(range(world.size))), "b": Layout(tuple(range(world.size))[::-1])}
-    held = []
-
-    class Counting(Toy):
-        @register(Dispatch.ONE_TO_ALL)
-        def bytes_held(self) -> int:
-            return held[0].num_bytes
-
-    workers = {role: Counting(layout, world.rank) for role, layout in layouts.items()}
 
     def program(controller: Controller) -> None:
-        held[:] = [controller._executor.store]
+        store = controller._executor.store
         for _ in range(3):
             batch = new_batch(40)
             batch = batch.union(controller["a"].make(batch).get())
             batch = batch.union(controller["b"].double(batch).get())
+            assert store._blocks
             del batch
             controller["a"].whoami("").get()
-        assert controller._executor.store.num_bytes == 0
+        assert not store._blocks
 
-    run_program(world, workers, dict.fromkeys(layouts, Counting), layouts, program)
+    play(world, layouts, program)
 
 
 def test_rank_0_moves_no_tokens(world) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpcrl.batch.data_proto import DataProto
@@ -20,8 +20,8 @@ LENGTH, OUTPUTS = 64, 24
 @pytest.mark.world(1)
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
 def test_operations_of_one_sequence(world, shape):
-    ids = torch.arange(LENGTH, dtype=torch.int32) % shape.vocab_size
-    columns = {"input_ids": Ragged.from_rows([ids]), "response_mask": Ragged.from_rows([torch.ones(OUTPUTS)])}
+    ids = np.arange(LENGTH, dtype=np.int32) % shape.vocab_size
+    columns = {"input_ids": Ragged.from_rows([ids]), "response_mask": Ragged.from_rows([np.ones(OUTPUTS, np.float32)])}
     options = {"optim": OptimConfig(lr=0.0), "total_steps": 1, "head_chunk_tokens": None}
     engine = TrainEngine(shape, role_groups(world.rank, world.size)["alone"], **options)
     with FlopCounterMode(display=False) as forward:

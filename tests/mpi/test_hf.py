@@ -83,7 +83,7 @@ def check(worker: ModelWorker, batch: DataProto, theirs: transformers.PreTrained
         return
     ids, log_probs = mine.fetch("input_ids"), found["log_probs"]
     for row in range(len(mine)):
-        sequence, ours = ids.row(row).long(), log_probs.row(row)
+        sequence, ours = torch.from_numpy(ids.row(row)).long(), torch.from_numpy(log_probs.row(row))
         with torch.no_grad():
             logits = theirs(sequence.unsqueeze(0)).logits[0].float()
         expected = logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[len(sequence) - 1 - len(ours) :, 0]

@@ -126,7 +126,7 @@ def samples(alone: RoleGroups, shape: ModelShape) -> DataProto:
     now = policy.log_probs(batch, max_tokens=10_000, temperature=CONFIG.rollout.temperature)["log_probs"]
 
     def near(spread: float) -> Ragged:
-        noise = torch.randn(now.values.numel(), generator=generator)
+        noise = torch.randn(len(now.values), generator=generator).numpy()
         return Ragged.from_lengths(now.values + spread * noise, now.lengths)
 
     columns = {"old_log_probs": near(0.3), "ref_log_prob": near(0.3), "values": near(1.0), "returns": near(1.0)}
@@ -170,7 +170,7 @@ def assert_trains_as_one_rank(world: World, cache: GroupCache, layout: Layout, a
     expected, one = alone.trained(loss)
     assert len(mine) == len(expected) == 2
     for number, wanted in enumerate(expected):
-        told = world.all_gather_object(mine[number] if groups.is_home else {})
+        told = world.all_gather_object(mine[number] if groups.is_leader else {})
         assert _role_free(finish(merge(told))) == pytest.approx(_role_free(wanted), rel=1e-4, abs=1e-5)
     assert_slices(worker.engine, gradients(worker.engine), gradients(one.engine))
     assert_slices(worker.engine, worker.engine.named_shards(), one.engine.named_shards())

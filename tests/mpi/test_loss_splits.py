@@ -14,6 +14,7 @@ from hpcrl.algorithms.aggregation import MODES
 from hpcrl.algorithms.metrics import Metric, finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.engine.microbatch import needed_count
@@ -96,7 +97,7 @@ def columns(worker: ModelWorker) -> DataProto:
         {"input_ids": Ragged.from_lengths(ids, lengths), "response_mask": column(mask)},
         {"prompt": np.arange(17) // 2, "sample_index": np.arange(17) % 2},
     )
-    now = worker.engine.log_probs(batch, max_tokens=WHOLE, temperature=0.7)["log_probs"].values
+    now = torch.from_numpy(worker.engine.log_probs(batch, max_tokens=WHOLE, temperature=0.7)["log_probs"].values)
     batch.tokens |= {
         "old_log_probs": column(now - 0.3 * noise()),
         "ref_log_prob": column(now - 0.3 * noise()),
@@ -124,7 +125,7 @@ class Splits:
             for name, sizes in SHARES.items()
         }
         advantages = self.batch.fetch("advantages")
-        one_sign = self.batch.tokens | {"advantages": Ragged(advantages.values.abs(), advantages.offsets)}
+        one_sign = self.batch.tokens | {"advantages": Ragged(np.abs(advantages.values), advantages.offsets)}
         self.parts["one sign"] = [DataProto(one_sign, self.batch.samples)]
         self.budgets = {split: self.budget(*split) for split in SPLITS}
 
@@ -148,7 +149,7 @@ class Splits:
         def counted(norm: Any) -> Callable:
             share = self.objectives[loss, mode].normalised(norm, key=(1, 0))
 
-            def of_micro_batch(outputs: Any, micro: DataProto) -> Any:
+            def of_micro_batch(outputs: Any, micro: TensorBatch) -> Any:
                 nonlocal calls
                 calls += 1
                 return share(outputs, micro)
@@ -182,7 +183,7 @@ class Splits:
             if layout in self.workers:
                 worker = self.workers[layout]
                 own, mine, calls = self.train(layout, loss, mode, self.budgets[layout, count])
-                metrics = own if worker.is_home else {}
+                metrics = own if worker.is_leader else {}
                 error = max(slice_errors(worker.engine, mine, whole).values())
             metrics_of, errors, calls_of = zip(*self.world.all_gather_object((metrics, error, calls)), strict=True)
             assert max(calls_of) == count, (layout, count)

@@ -87,8 +87,8 @@ def test_sft_and_reward_models_are_profiled_too(world, lab: Lab) -> None:
 @pytest.mark.slow
 @pytest.mark.world(4)
 @pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
-def test_ranks_that_generate_meanwhile_are_profiled_too(world, lab: Lab, mode: str) -> None:
-    """The ranks of one replica begin and end a trace at different moments: its home inside the method that goes on."""
+def test_ranks_that_are_generating_are_profiled_too(world, lab: Lab, mode: str) -> None:
+    """The ranks of one replica begin and end a trace at different moments: its leader inside a running method."""
     placement = {**APART, "rollout": {"pool": "generate", "tp": 2}}
     options = {"total_training_steps": 3, "profile_steps": [2]}
     run = lab.run(f"profiled_{mode}", placement, async_training={"mode": mode}, algorithm=GRPO, trainer=options)

@@ -16,6 +16,7 @@ import torch
 from hpcrl.algorithms.bradley_terry import bradley_terry_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.checkpoint.store import load_path
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.controller import Controller, run_program
@@ -45,7 +46,7 @@ def reward_engine(groups: RoleGroups, head: str = "reward", optim: OptimConfig |
     return engine
 
 
-def pair_loss(outputs: dict[str, torch.Tensor], batch: DataProto):
+def pair_loss(outputs: dict[str, torch.Tensor], batch: TensorBatch):
     chosen, rejected = outputs["scores"].view(-1, 2).unbind(1)
     return bradley_terry_loss(chosen, rejected, NUM_PAIRS)
 
@@ -80,12 +81,12 @@ def test_the_score_is_read_at_the_last_token(groups):
     """A critic with the same weights says it before a token appended to the sequence."""
     batch = make_batch()
     ids = batch.fetch("input_ids")
-    one_more = [torch.cat([ids.row(i), torch.tensor([3], dtype=torch.int32)]) for i in range(len(ids))]
-    ones = Ragged.from_lengths(torch.ones(len(ids)), torch.ones(len(ids), dtype=torch.int64))
-    longer = DataProto({"input_ids": Ragged.from_rows(one_more), "response_mask": ones})
+    one_more = [[*ids.row(i), 3] for i in range(len(ids))]
+    ones = Ragged.from_lengths(np.ones(len(ids), np.float32), np.ones(len(ids), np.int64))
+    longer = DataProto({"input_ids": Ragged.from_rows(one_more, np.int32), "response_mask": ones})
     expected = reward_engine(groups["alone"], "value").values(longer, max_tokens=100)["values"]
     found = reward_engine(groups["alone"]).scores(batch, max_tokens=100)
-    torch.testing.assert_close(found, expected.values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, torch.from_numpy(expected.values), rtol=0, atol=1e-5)
 
 
 @pytest.mark.world(1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller, run_program
@@ -41,9 +42,9 @@ PLACEMENTS = [
 ]
 
 
-def loss(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+def loss(outputs: dict[str, torch.Tensor], batch: TensorBatch) -> tuple[torch.Tensor, dict[str, Any]]:
     """Forward KL over the teacher's likeliest, and k1 on the sampled token."""
-    log_p = batch.fetch("teacher_topk_log_probs").padded_vectors(TOPK)
+    log_p = batch.tokens["teacher_topk_log_probs"].padded_vectors(TOPK)
     kl = (log_p.exp() * (log_p - outputs["topk_log_probs"])).sum(2)
     k1 = outputs["log_probs"] * (outputs["log_probs"].detach() - batch.padded("teacher_log_prob"))
     return ((kl + k1) * batch.padded("response_mask")).sum() / TOKENS, {}
@@ -111,7 +112,7 @@ def test_student_learns_from_a_teacher_anywhere(world, pools, actor, teacher):
     for name, column in zip(COLUMNS[:2], ("log_probs", "topk_log_probs"), strict=True):
         torch.testing.assert_close(found[name].values, expected[column].values, rtol=0, atol=1e-4)
     assert found["sampled"].equal(found["teacher_log_prob"])
-    assert (found["teacher_topk_ids"].values == expected["topk_ids"].values).float().mean() > 0.99
+    assert (found["teacher_topk_ids"].values == expected["topk_ids"].values).mean() > 0.99
 
     batch.tokens |= {name: found[name] for name in COLUMNS}
     student = TrainEngine(SHAPE, groups["alone0"], optim=SGD, seed=3)

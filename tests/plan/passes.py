@@ -7,6 +7,7 @@ import torch
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.state import RoleModel
 
@@ -16,11 +17,11 @@ TOKENS = 4 * LENGTH  # of a micro-batch
 
 
 def make_batch() -> DataProto:
-    ids = torch.arange(SAMPLES * LENGTH, dtype=torch.int32) % 900
-    mask = torch.ones(SAMPLES * RESPONSE, dtype=torch.int32)
+    ids = np.arange(SAMPLES * LENGTH, dtype=np.int32) % 900
+    mask = np.ones(SAMPLES * RESPONSE, np.int32)
     columns = {
-        "input_ids": Ragged.from_lengths(ids, torch.full((SAMPLES,), LENGTH)),
-        "response_mask": Ragged.from_lengths(mask, torch.full((SAMPLES,), RESPONSE)),
+        "input_ids": Ragged.from_lengths(ids, [LENGTH] * SAMPLES),
+        "response_mask": Ragged.from_lengths(mask, [RESPONSE] * SAMPLES),
     }
     return DataProto(columns, {"uid": np.array([str(number) for number in range(SAMPLES)], dtype=object)})
 
@@ -33,5 +34,5 @@ def make_pass(model: RoleModel, *, entropy: bool) -> Pass:
     return Pass(model, tokens, rows, count, on_gpu=False, entropy=entropy, longest=LENGTH)
 
 
-def loss(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict]:
+def loss(outputs: dict[str, torch.Tensor], batch: TensorBatch) -> tuple[torch.Tensor, dict]:
     return sum(output.sum() for output in outputs.values()), {}

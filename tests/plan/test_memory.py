@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -233,7 +234,7 @@ def test_what_balance_and_replay_add(layout: str) -> None:
     model, moe = RoleModel(MOE, LAYOUTS[layout], "lm", 4, ADAM), MoeConfig(aux_loss_coeff=0.1, z_loss_coeff=0.1)
     batch = make_batch()
     lengths = batch.fetch("input_ids").lengths * len(MOE.moe_layers) * MOE.moe_topk
-    experts = Ragged.from_lengths(torch.full((int(lengths.sum()),), OWN, dtype=torch.int16), lengths)
+    experts = Ragged.from_lengths(np.full(int(lengths.sum()), OWN, np.int16), lengths)
     plain = make_pass(model, entropy=True)
     for stage in range(model.layout.pp):
         peaks, planned = [], []

@@ -79,7 +79,7 @@ class Replicas:
         prompt = self.random.choice(sorted(self.running))
         replica, firsts = self.running.pop(prompt)
         self.versions[prompt] = [(first, self.version) for first in firsts or [self.version] * N]
-        self.listener(self.layout.homes[replica], Finished((prompt,), 0.0))
+        self.listener(self.layout.leaders[replica], Finished((prompt,), 0.0))
 
     def take(self, batch: DataProto) -> Done:
         prompts = batch.samples["prompt"].tolist()[::N]

@@ -18,7 +18,7 @@ from tests.run.small_run import write_config
 from tests.runtime.conftest import MPIEXEC, REPOSITORY, run, start  # noqa: F401  # fixtures
 from tests.runtime.test_ends import left_of
 
-TP2 = {**dict.fromkeys(("actor", "ref"), {"tp": 2}), "rollout": {"tp": 2}}  # on 4 ranks, homes are 0 and 2
+TP2 = {**dict.fromkeys(("actor", "ref"), {"tp": 2}), "rollout": {"tp": 2}}  # on 4 ranks, leaders are 0 and 2
 HOMES, NUM_WORKERS = 2, 2
 
 # From step 2 on no score comes back: one process of the job computes for ever, the others sleep.

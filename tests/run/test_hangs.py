@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.runtime.watchdog import read
+from hpcrl.runtime.rank_status import read_heartbeat
 from tests.preloaded import RANK
 from tests.run.small_run import write_config
 from tests.run.test_ends import TP2
@@ -32,7 +32,7 @@ def wait_for_hang(process: psutil.Popen, run: Path, rank: int, phase: str) -> No
     """Until the rank says that it is in the phase in which it hangs."""
     give_up = time.monotonic() + 180
     while True:
-        record = read(run / "heartbeat", rank)
+        record = read_heartbeat(run / "heartbeat", rank)
         if record is not None and (record.step, record.phase) == (STEP, phase):
             return
         assert process.poll() is None, process.communicate()
@@ -43,7 +43,7 @@ def wait_for_hang(process: psutil.Popen, run: Path, rank: int, phase: str) -> No
 def assert_verdict(run: Path, rank: int, phase: str, why: str = "", node: str | None = None) -> str:
     """exit.json and verdict.md of a run blame that rank, on this node or on `node`; gives the verdict."""
     role = ROLES[phase]
-    sentence = f"rank {rank} on {node or os.uname().nodename} is in {phase} ({role}), silent for "
+    sentence = f"rank {rank} on {node or os.uname().nodename} is in {phase} ({role}), no progress for "
     told = json.loads((run / "exit.json").read_text())
     assert (told["code"], told["rank"], told["role"], told["phase"]) == (86, rank, role, phase)
     assert told["error"].startswith(sentence) and why in told["error"]
@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(
     verdict = assert_verdict(run, rank, phase, why)
     assert stderr.count("hpcrl: hang: ") == 1
     assert ("stuck_here" in verdict) == (how != "stop"), "the stacks of the rank, where it can give them"
-    ticks = [record.ticks for record in (read(run / "heartbeat", other) for other in range(ranks)) if record]
+    ticks = [record.ticks for record in (read_heartbeat(run / "heartbeat", other) for other in range(ranks)) if record]
     if phase == "generate":
         assert ticks[rank] == 2, "tokens"
     else:

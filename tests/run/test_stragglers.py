@@ -13,7 +13,7 @@ from hpcrl.controller.busy import BusyClock, BusyReport
 from hpcrl.controller.controller import Controller
 from hpcrl.grid.layout import Layout
 from hpcrl.run.stragglers import STEPS, Slow, Stragglers, busy_metrics, lasting, slow_ranks
-from hpcrl.runtime.mpi import Waited
+from hpcrl.runtime.mpi import WaitTime
 
 UPDATE = "actor.update_actor"
 
@@ -23,7 +23,7 @@ def reports(*seconds: float) -> list[BusyReport]:
 
 
 def test_time_that_others_took_and_inner_phases_do_not_count() -> None:
-    now, waited = itertools.count(), Waited()
+    now, waited = itertools.count(), WaitTime()
     clock = BusyClock(waited, lambda: float(next(now)))
     with clock.phase("outer"):  # 0
         with clock.phase("inner"):  # 1 to 2

@@ -24,7 +24,7 @@ RANK, STEP, PHASE, HOW = os.environ["HANG"].split()
 TOKENS = 2
 
 update_actor = ActorWorker.update_actor
-after_token = RolloutWorker._meanwhile
+after_token = RolloutWorker._on_step
 
 
 @functools.wraps(update_actor)
@@ -55,7 +55,7 @@ def stuck_here() -> None:
 
 
 ActorWorker.update_actor = update_or_hang  # type: ignore[method-assign]
-RolloutWorker._meanwhile = go_on_or_hang  # type: ignore[method-assign]
+RolloutWorker._on_step = go_on_or_hang  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     cli.main(sys.argv[1:])

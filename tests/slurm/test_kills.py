@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime.watchdog import read
+from hpcrl.runtime.rank_status import read_heartbeat
 from tests.run.test_hangs import STEP, STOPPED, WITHIN, assert_verdict
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import (
@@ -60,7 +60,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends(lab: Lab, tmp_path: Pa
     pid = hold(lab, job, tmp_path / "hold" / f"{STEP}.update_actor", rank)
 
     def is_told() -> bool:
-        record = read(run / "heartbeat", rank)
+        record = read_heartbeat(run / "heartbeat", rank)
         return record is not None and (record.step, record.phase) == (STEP, "update_actor")
 
     lab.until(is_told, "known to be in its phase", job)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
 
 from hpcrl.algorithms.metrics import finish
 from hpcrl.batch.data_proto import DataProto
@@ -68,17 +67,14 @@ def scorer(
 def make_batch(scorer: ResponseScorer, answers: list[tuple[int, str]], **columns: np.ndarray) -> DataProto:
     """Rows (prompt, text of the response), each closed by the end-of-sequence token; an empty text is no token."""
     eos = int(scorer.tokenizer.eos_token_id)
-    responses = [
-        torch.tensor([*scorer.tokenizer.encode(text, add_special_tokens=False), eos] if text else [], dtype=torch.int32)
-        for _, text in answers
-    ]
+    responses = [[*scorer.tokenizer.encode(text, add_special_tokens=False), eos] if text else [] for _, text in answers]
     sequences = [
-        torch.cat([torch.from_numpy(scorer.prompts["train"].prompt_ids(row)), response])
+        [*scorer.prompts["train"].prompt_ids(row), *response]
         for (row, _), response in zip(answers, responses, strict=True)
     ]
     tokens = {
-        "input_ids": Ragged.from_rows(sequences),
-        "response_mask": Ragged.from_rows([torch.ones(len(response), dtype=torch.int32) for response in responses]),
+        "input_ids": Ragged.from_rows(sequences, np.int32),
+        "response_mask": Ragged.from_rows([[1] * len(response) for response in responses], np.int32),
     }
     samples = {
         "row": np.array([row for row, _ in answers]),
@@ -94,7 +90,7 @@ def worker(scorer: ResponseScorer | None, **cfg: float) -> ScorerWorker:
 def response_ids(batch: DataProto, row: int) -> np.ndarray:
     length = int(batch.fetch("response_mask").lengths[row])
     sequences = batch.fetch("input_ids")
-    return sequences.values[int(sequences.offsets[row + 1]) - length : int(sequences.offsets[row + 1])].numpy()
+    return sequences.values[int(sequences.offsets[row + 1]) - length : int(sequences.offsets[row + 1])]
 
 
 def test_score_acc_extras_and_the_place_of_the_score(scorer: ResponseScorer) -> None:
@@ -107,7 +103,7 @@ def test_score_acc_extras_and_the_place_of_the_score(scorer: ResponseScorer) -> 
     assert [extra.get("text") for extra in extras] == ["123", None, "", "12"]
     assert [extra.get("why") for extra in extras] == ["stop", None, "length", "stop"] and extras[1] == {}
     placed = scored.fetch("token_level_scores")
-    rows = np.split(placed.values.numpy(), placed.offsets[1:-1].tolist())
+    rows = np.split(placed.values, placed.offsets[1:-1].tolist())
     assert [row.tolist()[:-1] for row in rows] == [[0.0] * (len(row) - 1) if len(row) else [] for row in rows]
     assert [row[-1] if len(row) else None for row in rows] == [13.0, 0.0, None, 2.0]
     assert finish(scored.metrics[0]) == {"reward/timeouts": 0, "reward/crashes": 0, "reward/errors": 1}

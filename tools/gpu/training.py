@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 
+import numpy as np
 import torch
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.schema import OptimConfig, TransformerEngineConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import make_groups
@@ -52,21 +54,21 @@ def trained(world: World, dtype: torch.dtype, te: TransformerEngineConfig | None
     native.wake()
     drawn = native.generate(REQUESTS, SamplingParams(RESPONSE, temperature=1.0), seed=0, step=0)
     rows = [[*request.prompt_ids, *one.token_ids] for request, one in zip(REQUESTS, drawn, strict=True)]
-    lengths = torch.tensor([len(one.token_ids) for one in drawn])
+    lengths = [len(one.token_ids) for one in drawn]
     batch = DataProto(
         {
-            "input_ids": Ragged.from_rows([torch.tensor(row, dtype=torch.int32) for row in rows]),
-            "response_mask": Ragged.from_lengths(torch.ones(int(lengths.sum())), lengths),
+            "input_ids": Ragged.from_rows(rows, np.int32),
+            "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.float32), lengths),
         }
     )
     sizes = {"max_tokens": 512, "temperature": 1.0}
     before = engine.log_probs(batch, **sizes)["log_probs"].values
-    gap = float((before - torch.cat([torch.from_numpy(one.log_probs) for one in drawn])).abs().max())
+    gap = float(np.abs(before - np.concatenate([one.log_probs for one in drawn])).max())
     require(
         gap < GAP[dtype], f"log-probs of training and rollout differ by {gap:.1e}; expected less than {GAP[dtype]:.0e}"
     )
 
-    def loss(outputs: dict[str, torch.Tensor], part: DataProto) -> tuple[torch.Tensor, dict]:
+    def loss(outputs: dict[str, torch.Tensor], part: TensorBatch) -> tuple[torch.Tensor, dict]:
         return -(outputs["log_probs"] * part.padded("response_mask")).sum() / len(before), {}
 
     norm = engine.train(batch, loss=loss, **sizes)["grad_norm"]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AgentLoop:
-    """One rank's, of a replica whose ranks are `comm` (None: one rank); its rank 0 is the home rank and has the tools.
+    """One rank's, of a replica whose ranks are `comm` (None: one rank); its rank 0 is the leader and has the tools.
 
     Turns end when the model writes its end-of-sequence token. What the model draws is a matter of its weights, its
     random numbers and the answers; but when an answer comes, and so which sequences are computed together, is a matter
@@ -69,9 +69,9 @@ class AgentLoop:
         on_finished: Callable[[int, Trajectory], None] | None = None,
         on_step: Callable[[], None] | None = None,
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
-        """One trajectory per request, in their order, on every rank of the replica; on the home rank metrics of tools.
+        """One trajectory per request, in their order, on every rank of the replica; on the leader metrics of tools.
 
-        `records`, for the home rank, are what tools and users may know of each request's row
+        `records`, for the leader, are what tools and users may know of each request's row
         (`PromptDataset.record`). A trajectory has at most sampling.max_new_tokens, answers included, and ends with a
         token of the model. `on_finished(index of the request, trajectory)` and `on_step()` must not wait.
         """

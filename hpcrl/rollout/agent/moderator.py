@@ -1,4 +1,4 @@
-"""Who speaks next: on the home rank of a replica, tools and users answer the model's turns, or end the conversation."""
+"""Who speaks next: on the leader of a replica, tools and users answer the model's turns, or end the conversation."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class TurnSource:
-    """One rank's; a `RequestSource`. The home rank, rank 0 of `comm`, has the moderator, whose verdicts all ranks get.
+    """One rank's; a `RequestSource`. The leader, rank 0 of `comm`, has the moderator, whose verdicts all ranks get.
 
     Ranks know alike how many turns wait for a verdict: there is a message per call while some do, of 8 bytes when
     nothing is decided, and none otherwise. `comm` is None where the replica has one rank. `records` are asked for on
-    the home rank alone.
+    the leader only.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TurnSource:
         return []
 
     def _agreed(self, idle: bool) -> list[Verdict]:
-        """The home rank's verdicts on every rank; waits for the first one if the engine is idle."""
+        """The leader's verdicts on every rank; waits for the first one if the engine is idle."""
         if self._moderator is None:
             return self._heard()
         verdicts = self._moderator.verdicts()
