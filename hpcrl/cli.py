@@ -144,7 +144,7 @@ def plan(arguments: list[str]) -> NoReturn:
 def check(arguments: list[str]) -> NoReturn:
     if arguments[:1] == ["--job"]:
         check_job(arguments[1:])
-    from hpcrl.rollout.tensorrt_llm.check import findings
+    from hpcrl.rollout.tensorrt_llm.signatures import findings
     from hpcrl.runtime import check
 
     check.main(arguments, findings)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hpcrl.kernels.decode_attention import PagedRows, first_width, values_are_keys
-from hpcrl.kernels.specimen import Specimen
+from hpcrl.kernels.interpreter import Specimen
 
 MASKED = tl.constexpr(-1e30)  # finite: the difference of two is no NaN
 LOG2_E = math.log2(math.e)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.specimen import Specimen
+from hpcrl.kernels.interpreter import Specimen
 
 GROUPS = 32  # of a program: their samples lie apart, so that wider programs would only be fewer
 COLUMNS = 256  # of a program

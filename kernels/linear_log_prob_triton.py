@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
-from hpcrl.kernels.fp32_product import product
-from hpcrl.kernels.linear_log_prob import slices
-from hpcrl.kernels.specimen import Specimen
+from hpcrl.kernels.interpreter import Specimen
+from hpcrl.kernels.linear_log_prob import product, slices
 from hpcrl.kernels.vocabulary import OwnSums, SplitSoftmax
 
 MOST_COLUMNS, FEWEST_COLUMNS = 16384, 256  # of a chunk: a program goes through a row; a product needs some width

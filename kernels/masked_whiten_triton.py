@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.specimen import Specimen
+from hpcrl.kernels.interpreter import Specimen
 
 TILE = 4096
 NUM_WARPS = 8

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpcrl.kernels.interpreter import Specimen
 from hpcrl.kernels.pack import Pairs
-from hpcrl.kernels.specimen import Specimen
 
 TILE_BYTES = 2**15  # of the wider dtype
 MOST_VECTORS = 2048  # in a tile: what 256 threads keep addresses for

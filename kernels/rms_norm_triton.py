@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.specimen import Specimen
+from hpcrl.kernels.interpreter import Specimen
 
 TILE = 4096  # numbers that a program holds at once, at least
 # Programs of the backward pass, each with a sum for the weight's gradient: whole rounds on 132 processors, which hold

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpcrl.kernels.interpreter import Specimen
 from hpcrl.kernels.sampling import MULTIPLIERS, ROUNDS, WEYL, Partials
-from hpcrl.kernels.specimen import Specimen
 
 CHUNK = 4096  # ids that a program reduces, and that the token is drawn from at last
 WIDE = 4096  # ids that the search for a filter's bound looks at once

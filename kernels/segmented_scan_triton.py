@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpcrl.kernels.interpreter import Specimen
 from hpcrl.kernels.segmented_scan import Rows
-from hpcrl.kernels.specimen import Specimen
 
 TILE = 512  # tokens; always the same, for the bits follow from it
 WINDOW = 32  # maps of tiles that are composed at once

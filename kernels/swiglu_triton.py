@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.specimen import Specimen
+from hpcrl.kernels.interpreter import Specimen
 
 TILE = 2048  # numbers of each half that a program has
 WIDEST = 1024  # of them, those of one row

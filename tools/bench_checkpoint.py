@@ -31,7 +31,7 @@ from hpcrl.run.saver import Saver
 from hpcrl.runtime import children
 from hpcrl.runtime.rendezvous import KeyValueStore
 from hpcrl.runtime.world import finish, start_mpi, start_torch
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 from hpcrl.workers.model_worker import ModelWorker
 
 BYTES_PER_WEIGHT = 16  # fp32: the weight, and the optimizer's copy and two moments

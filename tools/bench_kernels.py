@@ -27,7 +27,7 @@ import torch._functorch.config
 import triton
 from kernel_cases.case import Case
 
-from hpcrl.kernels.specimen import CHIPS
+from hpcrl.kernels.interpreter import CHIPS
 from hpcrl.runtime import platform
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,9 +27,9 @@ from torch.nn.functional import linear
 
 from hpcrl.model.hf.directory import Safetensors, load_weights
 from hpcrl.model.hf.families import hf_config
-from hpcrl.model.hf.spans import whole
-from hpcrl.model.kv_memory import most_kv_bytes
+from hpcrl.model.hf.files import whole
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import most_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hpcrl.checkpoint.hashed_file import HashedFile
-from hpcrl.checkpoint.manifest import FileEntry
+from hpcrl.checkpoint.manifest import FileEntry, HashedFile
 
 log = logging.getLogger(__name__)
 _CHUNK = 8 << 20  # bytes copied at once

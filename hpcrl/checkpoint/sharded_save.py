@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hpcrl.checkpoint.hashed_file import HashedFile
-from hpcrl.checkpoint.manifest import FileEntry, hash_file
+from hpcrl.checkpoint.manifest import FileEntry, HashedFile, hash_file
 from hpcrl.checkpoint.saved_part import SavedPart, told
 from hpcrl.checkpoint.scratch import write_file
 from hpcrl.checkpoint.store import fsync

@@ -45,9 +45,8 @@ from hpcrl.controller.executor import (
     Result,
     Shutdown,
 )
-from hpcrl.controller.register import Registration, registration_of
+from hpcrl.controller.register import Registration, Worker, registration_of
 from hpcrl.controller.wire import Wire, decode, encode
-from hpcrl.controller.worker import Worker
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.accelerator import annotated
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.controller.busy import BusyClock, BusyReport
+from hpcrl.controller.busy import BusyClock, BusyReport, MemoryLedger
 from hpcrl.controller.columns import (
     ColumnStore,
     Read,
@@ -26,11 +26,9 @@ from hpcrl.controller.columns import (
     senders_of,
     unpack,
 )
-from hpcrl.controller.memory import MemoryLedger
 from hpcrl.controller.profiler import Profiler
-from hpcrl.controller.register import registration_of
+from hpcrl.controller.register import Worker, registration_of
 from hpcrl.controller.wire import Wire, decode, encode
-from hpcrl.controller.worker import Worker
 from hpcrl.runtime.accelerator import annotated
 from hpcrl.runtime.launcher import node_name
 from hpcrl.runtime.mpi import create_group, wait, wait_time

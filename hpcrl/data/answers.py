@@ -1,13 +1,14 @@
-"""The answers of a dataset's rows, tokenised: what a prompt's response should (or should not) be."""
+"""Prompts with an answer, and with a better and a worse one: for the supervised warm start and reward models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcrl.data.prompts import TOKENISE_ROWS, PromptDataset, encode_texts, is_conversation
-from hpcrl.data.spread import spread
+from hpcrl.data.row_file import spread
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -95,3 +96,77 @@ class Answers:
 def _spoken(messages: Any) -> list[tuple[str, str]] | None:
     """Who says what; Parquet adds empty fields to messages."""
     return [(message["role"], message["content"]) for message in messages] if is_conversation(messages) else None
+
+
+class SftDataset:
+    """`pair(row)` = (prompt_ids, answer_ids with the end-of-sequence token); the loss is on the answer only."""
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: DataConfig,
+        answer_key: str = "answer",
+        max_samples: int = -1,
+        world: World | None = None,
+    ) -> None:
+        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world)
+        self._answers = Answers(self.prompts, tokenizer, cfg, answer_key, "sft.answer_key", world)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def pair(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """(prompt_ids int32 (P,), answer_ids int32 (A,) ending with the end-of-sequence token)."""
+        return self.prompts.prompt_ids(row), self._answers[row]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each pair, prompt and answer together, int64 (len,)."""
+        return self.prompts.prompt_lengths + self._answers.lengths
+
+
+CHOSEN, REJECTED = 0, 1  # the sides of a pair
+
+
+class PreferenceDataset:
+    """Pairs: `response(row, side)` is the answer chosen or rejected over the other, with its end-of-sequence token.
+
+    Columns are those of verl's RMDataset: `prompt`, and the two that `chosen_key` and `rejected_key` name.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: DataConfig,
+        *,
+        chosen_key: str = "chosen",
+        rejected_key: str = "rejected",
+        max_samples: int = -1,
+        world: World | None = None,
+    ) -> None:
+        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world)
+        self._sides = (
+            Answers(self.prompts, tokenizer, cfg, chosen_key, "rm.chosen_key", world),
+            Answers(self.prompts, tokenizer, cfg, rejected_key, "rm.rejected_key", world),
+        )
+        # Such rows teach nothing and count as wrong.
+        self.num_equal = sum(
+            np.array_equal(self.response(row, CHOSEN), self.response(row, REJECTED)) for row in range(len(self))
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def prompt_ids(self, row: int) -> np.ndarray:
+        """int32 (P,)"""
+        return self.prompts.prompt_ids(row)
+
+    def response(self, row: int, side: int) -> np.ndarray:
+        """int32 (A,)"""
+        return self._sides[side][row]
+
+    def lengths(self, side: int) -> np.ndarray:
+        """Tokens of prompt and answer together, int64 (len,)."""
+        return self.prompts.prompt_lengths + self._sides[side].lengths

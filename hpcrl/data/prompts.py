@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.data.row_file import RowFile, short_names
-from hpcrl.data.spread import spread
+from hpcrl.data.row_file import RowFile, short_names, spread
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

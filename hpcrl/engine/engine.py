@@ -17,13 +17,12 @@ from torch import Tensor
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.engine.gradients import clip_gradients, gradient_norm, sum_gradients
-from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count
+from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count, recorded_experts
 from hpcrl.engine.model_state import model_state, state_metadata, take_model_state
 from hpcrl.engine.offload import offload_of
 from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_optimizer
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gathered, scores, values
 from hpcrl.engine.ranges import MegatronRanges
-from hpcrl.engine.routing import recorded_experts
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf.directory import Safetensors, load_weights
@@ -152,7 +151,7 @@ class TrainEngine:
         response tokens: fp32 on the CPU, in response space, in the batch's order.
 
         On every rank of the last stage; {} on the others. Reads input_ids, the lengths of response_mask and, where it
-        is there, routed_experts: the experts that tokens go to (see `hpcrl.engine.routing`). `record_routing` gives
+        is there, routed_experts: the experts that tokens go to (see `hpcrl.engine.microbatch`). `record_routing` gives
         'routed_experts', those that they went to.
         """
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "sum_pi_squared": sum_pi_squared}

@@ -19,7 +19,7 @@ from hpcrl.run.weights_config import config_of, folder_of
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.world import World
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller

@@ -28,8 +28,8 @@ from hpcrl.run.job import Job
 from hpcrl.run.start import Start, set_aside
 from hpcrl.runtime.exits import DONE
 from hpcrl.runtime.job import run_directory
+from hpcrl.telemetry.progress import PhaseTimers
 from hpcrl.telemetry.runlog import RunError, read_run
-from hpcrl.telemetry.timers import PhaseTimers
 from hpcrl.telemetry.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter
 
 if TYPE_CHECKING:

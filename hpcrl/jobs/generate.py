@@ -32,9 +32,8 @@ from hpcrl.run.inference import (
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, flatten
 from hpcrl.runtime.exits import DONE
-from hpcrl.telemetry.generations import json_line
-from hpcrl.telemetry.progress import Progress, duration
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers, Progress, duration
+from hpcrl.telemetry.writer import json_line
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto

@@ -63,7 +63,7 @@ class RewardModel(TrainingJob):
         from hpcrl.batch.balance import balanced_assignment
         from hpcrl.batch.data_proto import DataProto
         from hpcrl.controller.controller import replica_column
-        from hpcrl.data.preference import CHOSEN, REJECTED
+        from hpcrl.data.answers import CHOSEN, REJECTED
 
         dp = self.derived.roles["reward"].dp
         samples = {
@@ -75,7 +75,7 @@ class RewardModel(TrainingJob):
 
     def _tokens(self, split: str, rows: np.ndarray) -> np.ndarray:
         """Tokens of each pair, int64 (len(rows),)."""
-        from hpcrl.data.preference import CHOSEN, REJECTED
+        from hpcrl.data.answers import CHOSEN, REJECTED
 
         pairs = self.inputs.pairs[split]
         return pairs.lengths(CHOSEN)[rows] + pairs.lengths(REJECTED)[rows]
@@ -105,7 +105,7 @@ class RewardModel(TrainingJob):
         return DerivedRm(num_ranks, roles, longest, 2 * rm.batch_size)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.data.preference import PreferenceDataset
+        from hpcrl.data.answers import PreferenceDataset
         from hpcrl.model.hf.directory import shape_of
         from hpcrl.workers.team import Inputs, read_model
 

@@ -87,7 +87,7 @@ class Sft(TrainingJob):
         return DerivedSft(num_ranks, roles, longest, sft.batch_size)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.data.sft import SftDataset
+        from hpcrl.data.answers import SftDataset
         from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, read_model
 
         tokenizer, shape = read_model(self.config)

@@ -163,7 +163,7 @@ class Train(TrainingJob):
 
     def set_up(self, run: Run) -> None:
         from hpcrl.algorithms.kl import make_kl_controller
-        from hpcrl.model.flops import peak_of
+        from hpcrl.model.sizes import peak_of
         from hpcrl.run.rollouts import make_rollout_source
         from hpcrl.run.validator import Validator
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.model.hf.families import hf_config, shape_from_hf
-from hpcrl.model.hf.rope_scaling import rope_from_hf
+from hpcrl.model.hf.families import hf_config, rope_from_hf, shape_from_hf
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 

@@ -11,11 +11,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from hpcrl.kernels.layers import apply_rope
 from hpcrl.kernels.packed_attention import by_library, is_fused
-from hpcrl.kernels.rope import apply_rope
-from hpcrl.model.context_parallel import Tail
 from hpcrl.model.exact import exact_attention
-from hpcrl.model.packed import PackedTokens
+from hpcrl.model.packed import PackedTokens, Tail
 
 
 class PackedAttention(torch.nn.Module):

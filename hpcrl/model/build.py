@@ -26,17 +26,13 @@ with warnings.catch_warnings():
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from hpcrl.model.activation import SwiGLU
     from hpcrl.model.adapters import add_adapters
     from hpcrl.model.attention import ExactPackedAttention, PackedAttention
     from hpcrl.model.exact import check_exact
-    from hpcrl.model.exact_layers import use_exact_linear
     from hpcrl.model.gpt import PackedGPT
-    from hpcrl.model.heads import ScalarHead
     from hpcrl.model.latent_attention import latent_attention
-    from hpcrl.model.mixture import Mixture, MixtureLayer
-    from hpcrl.model.norm import RMSNorm
-    from hpcrl.model.router import Router
+    from hpcrl.model.layers import RMSNorm, ScalarHead, SwiGLU, use_exact_linear
+    from hpcrl.model.router import Mixture, MixtureLayer, Router
     from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from hpcrl.model.heads import ScalarHead
+from hpcrl.model.layers import ScalarHead
 from hpcrl.model.packed import PackedTokens
 
 

@@ -19,9 +19,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from hpcrl.kernels.rope import apply_rope
+from hpcrl.kernels.layers import apply_rope
 from hpcrl.model.attention import PackedAttention
-from hpcrl.model.norm import LATENT_NORM_EPS, RMSNorm
+from hpcrl.model.layers import LATENT_NORM_EPS, RMSNorm
 from hpcrl.model.packed import PackedTokens
 from hpcrl.model.rope import deinterleave
 

@@ -1,21 +1,126 @@
-"""A micro-batch as one packed sequence of tokens, with the index tensors that every layer uses."""
+"""A micro-batch as one packed sequence of tokens: index tensors, context-parallel parts, padded arrays of like lengths.
+
+The packed tokens are cut into 2 cp chunks, of which rank r has the r-th from either end: under causal attention the
+ranks then have about equally much to do (Llama 3 report, arXiv:2407.21783, section 3.3.2). Keys and values are
+gathered, queries stay. Functions of integers alone; every rank computes them for itself.
+
+One array for all would be as wide as the longest run; runs of less than half of that go to an array of their own, so
+that no array is more than half padding. Functions of integers alone.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from hpcrl.model.buckets import Bucket, places_of
-from hpcrl.model.context_parallel import Tail, runs_of, tokens_of
 from hpcrl.model.rope import rope_cos_sin
 
 if TYPE_CHECKING:
     from hpcrl.model.router import Routing
     from hpcrl.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A chunk's tokens of a sequence that began in an earlier chunk: `queries` of them, which look at the `keys`, int64
+    (K,) places among the gathered tokens, from the sequence's first one to the last query."""
+
+    queries: int
+    keys: Tensor
+
+
+def tokens_of(size: int, rank: int, cp: int) -> Tensor:
+    """int64 (size / cp,): the packed tokens that `rank` has, in its order; 2 cp divides `size`."""
+    chunk = size // (2 * cp)
+    first, second = rank * chunk, (2 * cp - 1 - rank) * chunk
+    return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
+
+
+def places(size: int, cp: int) -> Tensor:
+    """int64 (size,): where each packed token is once the ranks' tokens are gathered in rank order."""
+    order = torch.cat([tokens_of(size, rank, cp) for rank in range(cp)])
+    found = torch.empty_like(order)
+    found[order] = torch.arange(size)
+    return found
+
+
+def runs_of(lengths: Tensor, size: int, rank: int, cp: int) -> tuple[Places, tuple[Tail, ...]]:
+    """Where the attention of a rank has its tokens. `lengths` int64 (sequences,) are those of the packed sequences,
+    which `size` tokens hold, with padding behind them.
+
+    In the buckets, by local token: what lies in one chunk of a sequence that begins there, and so looks at tokens of
+    this rank alone. Behind them the queries of the tails, of which there are two at most, at the beginning of a chunk.
+    """
+    chunk = size // (2 * cp)
+    begun: list[tuple[int, int]] = []  # first local token, tokens
+    alone, tails = [], []
+    gathered = places(size, cp)
+    ends = lengths.cumsum(0).tolist()
+    for number, place in enumerate((rank, 2 * cp - 1 - rank)):
+        low, high = place * chunk, (place + 1) * chunk
+        for end, length in zip(ends, lengths.tolist(), strict=True):
+            start, first, behind = end - length, max(low, end - length), min(high, end)
+            local = number * chunk + first - low
+            if first < behind and first == start:
+                begun.append((local, behind - first))
+            elif first < behind:
+                alone.append(torch.arange(local, local + behind - first))
+                tails.append(Tail(behind - first, gathered[start:behind]))
+    firsts, counts = torch.tensor(begun, dtype=torch.int64).view(-1, 2).unbind(1)
+    return places_of(firsts, counts, torch.cat([*alone, firsts[:0]])), tuple(tails)
+
+
+class Bucket(NamedTuple):
+    """`rows` runs, padded at the end to `width` tokens each."""
+
+    rows: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.width
+
+
+class Places(NamedTuple):
+    """Of T tokens in the buckets, one bucket after the other, and behind them one place each for `alone` tokens.
+
+    Both int64: slots (T,) the place of token t; sources (places,) the token at a place, any one where it is padding.
+    """
+
+    buckets: tuple[Bucket, ...]
+    slots: Tensor
+    sources: Tensor
+
+
+def places_of(firsts: Tensor, lengths: Tensor, alone: Tensor | None = None) -> Places:
+    """Runs begin at tokens `firsts` int64 (N,) and have `lengths` (N,), at least 1 each; with `alone` int64 they hold
+    each of the tokens 0 to T - 1 once."""
+    order = lengths.argsort(descending=True, stable=True)
+    sizes = lengths[order].tolist()
+    buckets: list[Bucket] = []
+    for length in sizes:
+        if buckets and 2 * length >= buckets[-1].width:
+            buckets[-1] = Bucket(buckets[-1].rows + 1, buckets[-1].width)
+        else:
+            buckets.append(Bucket(1, length))
+    sources, taken = [], []
+    runs = torch.stack([firsts[order], lengths[order]], 1).split([bucket.rows for bucket in buckets])
+    for bucket, members in zip(buckets, runs, strict=True):
+        offsets = torch.arange(bucket.width)
+        is_token = offsets < members[:, 1:]
+        sources.append(torch.where(is_token, members[:, :1] + offsets, 0).flatten())
+        taken.append(is_token.flatten())
+    if alone is not None:
+        sources.append(alone)
+        taken.append(torch.ones(len(alone), dtype=torch.bool))
+    source, is_taken = (torch.cat(parts) for parts in (sources, taken))
+    slots = torch.empty(int(is_taken.sum()), dtype=torch.int64)
+    slots[source[is_taken]] = is_taken.nonzero().squeeze(1)
+    return Places(tuple(buckets), slots, source)
 
 
 @dataclass
@@ -24,7 +129,7 @@ class PackedTokens(PackedSeqParams):
 
     Megatron hands it, as its `packed_seq_params`, to every attention layer and to the head. Padding tokens belong to no
     sequence: their attention output is 0 and nothing reads their logits. With context parallelism all of it is this
-    rank's share, with the runs of `hpcrl.model.context_parallel` in the place of sequences.
+    rank's share, with the runs of `hpcrl.model.packed` in the place of sequences.
 
     Of megatron's own fields it has cu_seqlens_q int32 (N + 1,), from 0 to T, and max_seqlen_q, the longest sequence;
     None with context parallelism.
@@ -39,7 +144,7 @@ class PackedTokens(PackedSeqParams):
     slots: Tensor = None  # type: ignore[assignment]  # (T,) int64: place of token t in them
     sources: Tensor = None  # type: ignore[assignment]  # (places,) int64: token at that place; any one where it is padding
     output_rows: Tensor | None = None  # (R,) int64: tokens whose head output is wanted; None: all S
-    tails: tuple[Tail, ...] | None = None  # with context parallelism: see hpcrl.model.context_parallel
+    tails: tuple[Tail, ...] | None = None  # with context parallelism: see hpcrl.model.packed
     routing: Routing | None = None  # of a model with experts
 
     @property

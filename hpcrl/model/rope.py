@@ -1,4 +1,4 @@
-"""Angles of the rotary position embedding (Su et al. 2021, arXiv:2104.09864) that `hpcrl.kernels.rope` turns heads by.
+"""Angles of the rotary position embedding (Su et al. 2021, arXiv:2104.09864) for `hpcrl.kernels.layers`.
 
 The training model and the native rollout engine both call these functions, so that their log-probs agree.
 """

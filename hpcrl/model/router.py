@@ -1,17 +1,21 @@
-"""The routers of a model in training: which experts a token goes to, the losses that balance them, replayed choices."""
+"""Routing of tokens to experts: the routers, losses that balance them, replayed choices, the layer around them."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from hpcrl.model.routing import choose
+from hpcrl.model.packed import PackedTokens
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,6 +23,44 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hpcrl.model.shape import ModelShape
+
+
+OWN = -1  # in place of an expert's number, where no choice was recorded and the router makes its own
+
+
+def route(logits: Tensor, shape: ModelShape, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights fp32 (n, topk) and ids int64 (n, topk) of the experts chosen by router `logits` (n, experts).
+
+    Scores are the softmax over the experts or each one's sigmoid; the choice is by score plus `bias` (experts,), the
+    weights by score alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The weights are the scores, divided by their
+    sum where the model normalises them (Jiang et al. 2024, arXiv:2401.04088, section 2.1, takes the softmax of the
+    chosen logits, which is the same), times the model's factor.
+    """
+    scores = logits.float()
+    scores = scores.softmax(-1) if shape.moe_score_function == "softmax" else scores.sigmoid()
+    ids = choose(scores if bias is None else scores + bias, shape)
+    weights = scores.gather(-1, ids)
+    if shape.moe_norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * shape.moe_routed_scale, ids
+
+
+def choose(scores: Tensor, shape: ModelShape) -> Tensor:
+    """The best `moe_topk` experts by `scores` (n, experts), int64 (n, topk): of those in the best groups alone, where
+    experts are in groups (DeepSeek-V2, arXiv:2405.04434, section 2.2.2, there by device)."""
+    if shape.moe_num_groups > 1:
+        groups = scores.unflatten(-1, (shape.moe_num_groups, -1))
+        of_group = groups.topk(shape.moe_group_best, dim=-1).values.sum(-1)
+        best = of_group.topk(shape.moe_topk_groups, dim=-1).indices
+        chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, best, True)
+        scores = groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
+    return scores.topk(shape.moe_topk, dim=-1).indices
+
+
+def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
+    """The places of flat `ids` (n, topk) in the order of their experts, int64 (n * topk,), and how many each has."""
+    flat = ids.flatten()
+    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts).tolist()
 
 
 @dataclass
@@ -201,3 +243,36 @@ class _Added(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad.new_ones((), dtype=ctx.loss_dtype)
+
+
+# It warns of each layer whose mixture is not megatron's own class.
+logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+
+
+class MixtureLayer(TransformerLayer):
+    def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        # Of its arguments only the padding mask goes on to the mixture, and is for its router.
+        kwargs["padding_mask"] = packed_seq_params.routing
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+class Mixture(MoELayer):
+    """The router's `Routing` comes as an argument, so that it is the micro-batch's own when a layer is computed again,
+    after the forward pass of others."""
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Routing | None = None
+    ) -> tuple[Tensor, None]:
+        """(n, 1, hidden) of this rank's tokens -> the same, and no bias."""
+
+        def compute(hidden_states: Tensor) -> Tensor:
+            shared = self.shared_experts_compute(hidden_states)
+            weights, chosen = self.router(hidden_states, padding_mask)
+            hidden_states, weights = self.preprocess(hidden_states, weights, chosen)
+            dispatched, weights = self.dispatch(hidden_states, weights)
+            output, _ = self.routed_experts_compute(dispatched, weights)
+            return self.postprocess(self.combine(output), shared)
+
+        if self.moe_layer_recompute:
+            return checkpoint(compute, False, hidden_states), None
+        return compute(hidden_states), None

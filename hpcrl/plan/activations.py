@@ -323,7 +323,7 @@ class Pass:
     @property
     def _tails(self) -> list[tuple[int, int]]:
         """Queries of sequences that began in an earlier chunk, and the keys that they look at: those of the rank with
-        most (see `hpcrl.model.context_parallel`)."""
+        most (see `hpcrl.model.packed`)."""
         cp, length = self.model.layout.cp, self.longest
         if cp == 1:
             return []

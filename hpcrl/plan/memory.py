@@ -19,10 +19,10 @@ from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import shape_from_yaml
-from hpcrl.model.kv_memory import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_kv_bytes
 from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head, check_adapters, role_layout
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_kv_bytes
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.refit import Question, job_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
@@ -348,7 +348,7 @@ def _role_shape(config: Config, role: str, shape: ModelShape) -> ModelShape:
     if model is config.model:
         return shape
     if model.path is not None:
-        from hpcrl.model.hf.config_json import read_shape
+        from hpcrl.model.hf.families import read_shape
 
         return read_shape(Path(model.path))
     return shape_from_yaml(model, shape.vocab_size)

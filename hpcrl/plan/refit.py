@@ -188,7 +188,7 @@ def job_shape(config: Config) -> ModelShape:
     """The policy's, by its Hugging Face directory where the config names one."""
     model = config.model
     if model.path is not None:
-        from hpcrl.model.hf.config_json import read_shape
+        from hpcrl.model.hf.families import read_shape
 
         return read_shape(Path(model.path))
     if model.vocab_size is None and model.tokenizer is None:

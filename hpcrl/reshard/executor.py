@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.pack import RepeatedCopies
-from hpcrl.reshard.events import Events
+from hpcrl.reshard.messages import Events, Weights, copy, destination_part, source_part
 from hpcrl.reshard.planner import Move, Resharding
-from hpcrl.reshard.rectangles import Weights, copy, destination_part, source_part
 from hpcrl.reshard.transports import make_transports
 from hpcrl.reshard.verification import Verifier
 from hpcrl.runtime import accelerator, platform

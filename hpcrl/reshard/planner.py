@@ -19,8 +19,7 @@ from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head, check_layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.pieces import Cell, hugging_face_cells, megatron_cells, peft_cells, tensorrt_llm_cells
-from hpcrl.reshard.routes import Routes
-from hpcrl.reshard.streams import Delivery
+from hpcrl.reshard.routes import Delivery, Routes
 from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
 from hpcrl.runtime.exits import InputError
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.reshard.buckets import Direction, Part, directed, pages
-from hpcrl.reshard.events import Events
+from hpcrl.reshard.messages import Events, Weights, pack, unpack
 from hpcrl.reshard.planner import Move
-from hpcrl.reshard.rectangles import Weights, pack, unpack
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, wait, wait_all
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from hpcrl.controller.controller import Controller, Future
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.background_task import BackgroundTask, Steps
 from hpcrl.rollout_source.prompt_groups import metric_values
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 
 def score(controller: Controller, batch: DataProto, *, with_model: bool) -> DataProto:

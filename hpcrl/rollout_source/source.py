@@ -27,7 +27,7 @@ from hpcrl.rollout_source.staleness import Counts, staleness_metrics
 from hpcrl.rollout_source.weight_sync import WeightSync
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import finish_step, read_samples, step_path
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.controller.controller import Controller
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 from hpcrl.workers.refit import refit_metrics
 
 

@@ -19,7 +19,7 @@ from hpcrl.run.start import Start, find_start
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.world import World
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
 

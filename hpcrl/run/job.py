@@ -16,7 +16,7 @@ from hpcrl.runtime.world import World
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller
-    from hpcrl.controller.worker import Worker
+    from hpcrl.controller.register import Worker
     from hpcrl.run.run import Run
     from hpcrl.run.start import Start
     from hpcrl.workers.team import Inputs, Team

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
-from hpcrl.controller.busy import BusyReport
-from hpcrl.controller.memory import MemoryUse
+from hpcrl.controller.busy import BusyReport, MemoryUse
 
 GIB = 2**30
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
-from hpcrl.model.flops import forward_flops, training_flops
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import forward_flops, training_flops
 
 
 def mfu_metrics(

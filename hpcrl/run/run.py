@@ -32,8 +32,7 @@ from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 from hpcrl.runtime.world import World
 from hpcrl.telemetry.archive import discard_from
-from hpcrl.telemetry.progress import Progress
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers, Progress
 from hpcrl.telemetry.writer import MetricsWriter, without_nan
 
 if TYPE_CHECKING:

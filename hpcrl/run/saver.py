@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.checkpoint.retention import Retention
 from hpcrl.checkpoint.saved_part import SavedPart, told
-from hpcrl.checkpoint.store import CheckpointStore
+from hpcrl.checkpoint.store import CheckpointStore, Retention
 from hpcrl.config.schema import TrainerConfig
 from hpcrl.controller.controller import Controller
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.rendezvous import KeyValueStore
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan

@@ -18,8 +18,7 @@ from typing import Any
 import psutil
 
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.progress import duration
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers, duration
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from hpcrl.data.prompts import PromptDataset
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.scoring import score
 from hpcrl.run.validation_metrics import SEED, Variables, metric_tags, validation_metrics
-from hpcrl.telemetry.generations import generations_table, write_generations
+from hpcrl.telemetry.writer import generations_table, write_generations
 
 if TYPE_CHECKING:
     from hpcrl.workers.team import Inputs

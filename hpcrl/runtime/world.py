@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.runtime import cpu_binding, exits, gpus, trtllm
-from hpcrl.runtime.cpu_binding import rank_threads
+from hpcrl.runtime import exits, gpus, trtllm
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.gpus import select_device
+from hpcrl.runtime.gpus import rank_threads, select_device
 from hpcrl.runtime.launcher import on_one_node, split_world
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
@@ -189,8 +188,8 @@ def start_torch(
     device, shares_gpu = select_device(comm, local_rank, needs_bfloat16=needs_bfloat16)
     if device.type == "cuda" and cpu_bind:
         pci_id = gpus.pci_id(torch.cuda.get_device_properties(device))
-        if cpus := cpu_binding.bind_near_gpu(node, pci_id):
-            log.info("bound to CPUs %s, near GPU %s", cpu_binding.format_cpu_list(cpus), pci_id)
+        if cpus := gpus.bind_near_gpu(node, pci_id):
+            log.info("bound to CPUs %s, near GPU %s", gpus.format_cpu_list(cpus), pci_id)
             threads = rank_threads(launched, len(cpus), 1)
             os.environ["OMP_NUM_THREADS"] = str(threads)
     node.Free()

@@ -1,4 +1,7 @@
-"""Isolation of untrusted code: no network, no access to other processes, no privileges, if the kernel allows it.
+"""Isolation of untrusted code: namespaces, no network, no privileges, and the files that it sees.
+
+It sees no home, no data, and no /tmp or /run of the machine, hence none of their sockets. Linux only, after
+`isolation.unshare_namespaces`. Standard library only, as in process_tree.py.
 
 Uses Linux namespaces that need no privileges (user namespaces). They do not hide the user's files, /proc, and sockets
 that have a path (multiprocessing's fork server, docker, D-Bus); mount_namespace.py does. `probe_isolation` runs this
@@ -11,13 +14,177 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from hpcrl.sandbox.process_tree import libc_call
+
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"),
+    *("/dev/null", "/dev/zero", "/dev/urandom"),
+)
+FOLDER = "/box"  # the working folder of the code
+WRITABLE = (FOLDER, "/tmp", "/dev/shm")  # multiprocessing's locks are in /dev/shm
+ROOT = "/tmp"  # where the new root is mounted at first; any folder would do
+MAX_FILES = 16384
+LIBRARIES_OF = "bz2 ctypes hashlib lzma sqlite3 ssl zlib"
+
+CLONE_NEWNS = 1 << 17
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
+MNT_DETACH = 2
+KEPT_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC}
+
+
+def visible_paths(packages: Iterable[str]) -> list[str]:
+    """Files and folders that this interpreter needs to run with the folders `packages`, none of them below another.
+
+    Raises OSError if Python's own folder contains other files as well: a home or the temporary folder.
+    """
+    prefixes = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
+    if wide := [prefix for prefix in prefixes if prefix not in SYSTEM and is_wide(prefix)]:
+        raise OSError(0, f"Python's folder {wide[0]} holds other files too")
+    others = [*packages, *os.environ.get("LD_LIBRARY_PATH", "").split(":"), *library_folders()]
+    wanted = [*SYSTEM, *prefixes, *(other for other in others if os.path.isabs(other) and not is_wide(other))]
+    # by both names if there are links, because files may refer to either
+    named = {name for place in wanted for name in (os.path.normpath(place), os.path.realpath(place))}
+    found: list[str] = []
+    for name in sorted(named, key=len):
+        if os.path.exists(name) and not any(name.startswith(f"{above}/") for above in found):
+            found.append(name)
+    return found
+
+
+def is_wide(folder: str) -> bool:
+    """Whether a folder is or contains the user's home or the temporary folder."""
+    import tempfile  # programs under test import this module, and should not wait for it
+
+    inside = os.path.join(os.path.realpath(folder), "")
+    kept = (os.path.expanduser("~"), tempfile.gettempdir(), "/tmp")
+    return any(os.path.join(os.path.realpath(each), "").startswith(inside) for each in kept)
+
+
+def library_folders() -> list[str]:
+    """Folders of the shared libraries of Python's own modules, from the memory map of a process that loads them."""
+    import subprocess
+
+    look = (
+        f"for name in {LIBRARIES_OF!r}.split():\n"
+        "    try: __import__(name)\n"
+        "    except ImportError: pass\n"
+        "print(open('/proc/self/maps').read())"
+    )
+    command = [sys.executable, "-I", "-S", "-c", look]
+    maps = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+    files = {fields[5] for fields in (line.split(None, 5) for line in maps.splitlines()) if len(fields) == 6}
+    return sorted({os.path.dirname(file) for file in files if file.startswith("/") and ".so" in file})
+
+
+def enter(shown: list[str], megabytes: int) -> None:
+    """Let this process and its children see only `shown`, read-only, and empty folders in memory of `megabytes` in all.
+
+    /proc shows only their own processes, if the kernel lets it be mounted. The working folder becomes one of the empty
+    folders. Raises OSError, and changes nothing, if the kernel does not allow it.
+    """
+    libc_call("unshare", CLONE_NEWNS)
+    libc_call("mount", None, b"/", None, MS_REC | MS_SLAVE, None)
+    sources = [os.open(place, os.O_PATH) for place in shown]  # before a mount covers `ROOT`
+    options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode=755".encode()
+    libc_call("mount", b"tmpfs", ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    try:
+        for folder in WRITABLE:
+            os.makedirs(ROOT + folder)
+        for place, source in zip(shown, sources, strict=True):
+            bind_mount(f"/proc/self/fd/{source}", ROOT + place)
+        for path, flags in mounts_in(ROOT):
+            flags |= MS_REMOUNT | MS_BIND | MS_RDONLY
+            libc_call("mount", None, os.fsencode(path), None, flags, None)
+        mount_proc(f"{ROOT}/proc")
+        os.chdir(ROOT)
+        pivot_root()
+    except OSError:
+        os.chdir("/")
+        libc_call("umount2", ROOT.encode(), MNT_DETACH)
+        raise
+    finally:
+        for source in sources:
+            os.close(source)
+    os.chdir(FOLDER)
+
+
+def bind_mount(source: str, target: str) -> None:
+    """Bind-mount a file or folder, with the mounts in it, at `target`, which is created."""
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
+    libc_call("mount", os.fsencode(source), os.fsencode(target), None, MS_BIND | MS_REC, None)
+
+
+def mounts_in(root: str) -> list[tuple[str, int]]:
+    """Path and flags of each mount below the one at `root`, recursively.
+
+    Found by mount ids, because `root` may cover other mounts with the same paths.
+    """
+    file = os.open(root, os.O_PATH)
+    with open(f"/proc/self/fdinfo/{file}") as info:
+        (number,) = (line.split()[1] for line in info if line.startswith("mnt_id:"))
+    os.close(file)
+    below, found = {number}, []
+    with open("/proc/self/mountinfo", errors="surrogateescape") as table:
+        for line in table:  # parents come first
+            number, parent, _, _, path, options, *_ = line.split(" ")
+            if parent in below:
+                below.add(number)
+                for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+                    path = path.replace(code, character)
+                found.append((path, sum(KEPT_FLAGS.get(option, 0) for option in options.split(","))))
+    return found
+
+
+def mount_proc(folder: str) -> None:
+    """Mount the /proc of this process namespace, if the kernel allows it; containers that hide parts of /proc do not.
+
+    Read-only, because files in /proc/sys are writable for a user who is root outside.
+    """
+    os.mkdir(folder)
+    for options in (b"subset=pid", None):  # subset=pid from Linux 5.8 on
+        try:
+            libc_call("mount", b"proc", folder.encode(), b"proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+            return
+        except OSError:
+            pass
+
+
+def pivot_root() -> None:
+    """Make the working folder the root of this process's files."""
+    try:
+        libc_call("pivot_root", b".", b".")  # puts the old root on top of the new one
+    except OSError:
+        os.chroot(".")  # on nodes that boot from memory; leaving a chroot needs privileges, which are given up
+    else:
+        libc_call("umount2", b".", MNT_DETACH)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder that untrusted code has written to, as far as possible, whatever its permissions."""
+    import shutil  # programs under test should not have to wait for it
+
+    for path, folders, _ in os.walk(folder):  # top-down: a folder is readable before it is entered
+        for name in folders:
+            inside = os.path.join(path, name)
+            if not os.path.islink(inside):
+                try:
+                    os.chmod(inside, 0o700)
+                except OSError:
+                    pass
+    shutil.rmtree(folder, ignore_errors=True)
+
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from hpcrl.sandbox import mount_namespace
-from hpcrl.sandbox.process_tree import libc_call
 
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 27, 1 << 28, 1 << 29, 1 << 30
 INSIDE_UID = 1000  # not 0, the namespace's root
@@ -80,7 +247,7 @@ def probe_isolation(*packages: str) -> Isolation:
     shown: list[str] = []
     why_not = ""
     try:
-        shown = mount_namespace.visible_paths(packages)
+        shown = visible_paths(packages)
     except OSError as error:
         why_not = error.strerror or str(error)
     command = [sys.executable, "-I", "-S", __file__, *shown]
@@ -100,7 +267,7 @@ def main(shown: list[str]) -> None:
         if child:
             os.waitpid(child, 0)
         elif shown:
-            mount_namespace.enter(shown, megabytes=1)
+            enter(shown, megabytes=1)
             give_up_privileges()
             print(NO_FILES)
     except (OSError, AttributeError) as error:  # the C libraries of other systems have no such function

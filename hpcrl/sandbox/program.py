@@ -14,8 +14,7 @@ import tempfile
 from typing import Literal, NamedTuple
 
 from hpcrl.sandbox import process_tree
-from hpcrl.sandbox.isolation import probe_isolation
-from hpcrl.sandbox.mount_namespace import remove_folder
+from hpcrl.sandbox.isolation import probe_isolation, remove_folder
 
 Fate = Literal["ok", "timeout", "memory", "killed", "error"]
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from hpcrl.sandbox import isolation, mount_namespace, process_tree
+from hpcrl.sandbox import isolation, process_tree
 
 TICK_SECONDS = 0.05  # between two checks of the number of processes and their memory
 MAX_OPEN_FILES = 256  # of each process
@@ -82,7 +82,7 @@ def main() -> None:
     finally:
         process_tree.kill_descendants()
         if not shown:
-            mount_namespace.remove_folder(folder)
+            isolation.remove_folder(folder)
     stdout, stderr = (bytes(part[: limits[3] * 1024]) for part in child.output.values())
     sys.stdout.buffer.write(marshal.dumps((*outcome(child, fate, limits[0]), stdout, stderr)))
 
@@ -123,8 +123,8 @@ def confine(limits: tuple, folder: str, isolated: bool, shown: list[str]) -> Non
     process_tree.signal_on_parent_death(os.getppid())
     process_tree.raise_oom_score()
     if shown:
-        mount_namespace.enter(shown, file_mb)
-        folder = mount_namespace.FOLDER
+        isolation.enter(shown, file_mb)
+        folder = isolation.FOLDER
     if isolated:
         isolation.give_up_privileges()
     os.chdir(folder)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from hpcrl.sandbox import process_tree
-from hpcrl.sandbox.mount_namespace import remove_folder
+from hpcrl.sandbox.isolation import remove_folder
 
 TICK_SECONDS = 0.2  # between two counts of the processes
 MAX_PROCESSES = 256  # of one worker; a fork bomb exceeds it within a tick or two

@@ -1,11 +1,71 @@
-"""The command line of `hpcrl submit`: options, and stages with their overrides."""
+"""The command line of `hpcrl submit`: options, stages with their overrides, arrays and chains."""
 
 from __future__ import annotations
 
+import itertools
+import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from hpcrl.config.loader import quoted
 from hpcrl.runtime.exits import InputError
+
+
+def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:
+    """The overrides of every element: all combinations of the values, as runs `<run_dir>/<run_name>/<key=value>`,
+    joined with '+'."""
+    choices = list(itertools.product(*map(_axis, arrays)))
+    folder = f"run.dir={quoted(f'{run_dir}/{run_name}')}"
+    return [
+        [*choice, folder, f"run.name={quoted(name)}"] for choice, name in zip(choices, _names(choices), strict=True)
+    ]
+
+
+def _names(choices: Sequence[Sequence[str]]) -> list[str]:
+    """A folder's name for each choice. Containers' mounts are lists with ',' and ':', so no name has these."""
+    names: list[str] = []
+    for choice in choices:
+        plain = re.sub("[/,:]", "_", "+".join(choice))
+        numbered = (f"{plain}_{number}" for number in itertools.count(2))
+        names.append(next(name for name in itertools.chain([plain], numbered) if name not in names))
+    return names
+
+
+def _axis(array: str) -> list[str]:
+    key, equals, values = array.partition("=")
+    chosen = values.split(",")
+    if not (key and equals and all(chosen)):
+        raise InputError(f"found --array {array!r}; expected key=a,b,c, such as actor.optim.lr=1e-6,2e-6")
+    if len(set(chosen)) < len(chosen):
+        raise InputError(f"--array {array} has a value twice; each is a run of its own, so name it once")
+    return [f"{key}={value}" for value in chosen]
+
+
+def sbatch_command(script: Path, after: str | None) -> list[str]:
+    """The sbatch line. A job that was requeued has not ended; one that failed takes those after it off the queue."""
+    dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    return ["sbatch", "--parsable", *dependency, str(script)]
+
+
+def submit_chain(scripts: Sequence[Path]) -> list[str]:
+    """Submit each script from its own folder; job ids. When one is refused, those before it are cancelled."""
+    ids: list[str] = []
+    for script in scripts:
+        line = sbatch_command(script, ids[-1] if ids else None)
+        try:
+            answer = subprocess.run(line, cwd=script.parent, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise InputError("no sbatch here; run submit where jobs are submitted, or use --dry-run") from None
+        if answer.returncode:
+            if ids:
+                subprocess.run(["scancel", *ids], capture_output=True)
+            said = " ".join(answer.stderr.split())
+            raise InputError(f"sbatch refused {script}: {said}{'; the jobs before it are cancelled' if ids else ''}")
+        ids.append(answer.stdout.strip().split(";")[0])
+    return ids
+
 
 USAGE = (
     "hpcrl submit [COMMAND:]CONFIG [key=value ...] [--chain [COMMAND:]CONFIG [key=value ...]] [--array key=a,b,c] "

@@ -17,9 +17,9 @@ from hpcrl.config.schema import Config
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.slurm import bundle, chain, sweep
+from hpcrl.slurm import bundle
 from hpcrl.slurm.allocation import check_slice
-from hpcrl.slurm.request import USAGE, Request, Stage, parse
+from hpcrl.slurm.request import USAGE, Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import Batch, render
 
@@ -66,7 +66,7 @@ def run(request: Request, check: Check) -> None:
             _say(f"warning: {line}")
     if request.dry_run:
         for number, (planned, text) in enumerate(zip(plans, texts, strict=True)):
-            _say(shlex.join(chain.command(planned.script, "JOB_BEFORE" if number else None)))
+            _say(shlex.join(sbatch_command(planned.script, "JOB_BEFORE" if number else None)))
             print(text, end="")
         return
     for planned, later in zip(plans, made_later, strict=True):
@@ -76,7 +76,7 @@ def run(request: Request, check: Check) -> None:
         batch = replace(planned.batch, bundles=tuple(staged.name for staged in bundles))
         planned.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         planned.script.write_text(render(batch, site, sys.prefix), encoding="utf-8")
-    for planned, job in zip(plans, chain.submit([planned.script for planned in plans]), strict=True):
+    for planned, job in zip(plans, submit_chain([planned.script for planned in plans]), strict=True):
         print(f"{planned.batch.name}: job {job}, {planned.script}")
 
 
@@ -105,7 +105,7 @@ def plan(stage: Stage, job_overrides: Sequence[str], check: Check) -> Planned:
     """The stage's job, checked for the ranks that it asks for, and for the length of a slice."""
     overrides = [*stage.overrides, *job_overrides]
     base = load_config(stage.config, overrides)
-    variants = sweep.elements(stage.arrays, base.run.dir, base.run.name) if stage.arrays else [[]]
+    variants = array_elements(stage.arrays, base.run.dir, base.run.name) if stage.arrays else [[]]
     configs = [load_config(stage.config, [*overrides, *variant]) for variant in variants]
     for config in configs:
         check(stage.command, config, config.job.nodes * config.job.ntasks_per_node)

@@ -8,7 +8,7 @@ rank 0 merges them into one HDF5 file:
                                        weight_version, schema = 1
 
 Beside them are the logs of what is drawn and not yet trained, step_00000021.rank_00003.gen.log: see
-telemetry/generation_log.py.
+`record_log.generation_log`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""A file of records that survives the end of its writer, however sudden: uint32 length, uint32 crc32 of the payload,
-msgpack payload (little endian), one after the other."""
+"""A file of records that survives the end of its writer, however sudden.
+
+A record is uint32 length, uint32 crc32 of the payload, and the payload in msgpack (little endian).
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -75,3 +78,19 @@ def _records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, int]]:
             if not isinstance(record, dict):
                 return
             yield record, start
+
+
+_FILE_NAME = re.compile(r"step_(\d{8,})\.rank_\d+\.gen\.log")
+
+
+def generation_log(folder: str | os.PathLike[str], step: int, rank: int) -> Path:
+    """The log of finished responses, in the rollout archive's folder, from which an interrupted step is resumed."""
+    return Path(folder) / f"step_{step:08d}.rank_{rank:05d}.gen.log"
+
+
+def generation_logs(folder: str | os.PathLike[str]) -> Iterator[tuple[int, Path]]:
+    """(step, path) of every such log, those of all ranks."""
+    for path in sorted(Path(folder).glob("step_*.gen.log")):
+        name = _FILE_NAME.fullmatch(path.name)
+        if name:
+            yield int(name[1]), path

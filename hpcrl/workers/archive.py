@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
 from hpcrl.telemetry.archive import RolloutLog, log_path

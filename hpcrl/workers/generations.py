@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
-from hpcrl.telemetry.generations import json_line
+from hpcrl.telemetry.writer import json_line
 from hpcrl.workers.scorer import response_text, responses_of
 
 if TYPE_CHECKING:

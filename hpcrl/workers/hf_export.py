@@ -12,8 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hpcrl.checkpoint.store import fsync
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.files import plan_files
 from hpcrl.model.hf.peft import WEIGHTS, peft_shards

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, to_floats
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.mini_batches import mini_batch_of
+from hpcrl.batch.packing import mini_batch_of
 from hpcrl.checkpoint.saved_part import SavedPart
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.offload import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.hf.directory import open_weights

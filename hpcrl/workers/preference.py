@@ -16,9 +16,8 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
-from hpcrl.data.preference import PreferenceDataset
+from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.data.answers import PreferenceDataset
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape

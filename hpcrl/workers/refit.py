@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hpcrl.config.offload import shares_weights
 from hpcrl.config.schema import Config
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.executor import Refit, RefitReport

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Worker
 from hpcrl.rollout.protocol import (
     Completion,
     FinishReason,

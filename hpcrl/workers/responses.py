@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.model.routing import OWN
+from hpcrl.model.router import OWN
 from hpcrl.rollout.protocol import Request, Trajectory
 
 
@@ -39,7 +39,7 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
 
 
 def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
-    """See `hpcrl.engine.routing`; tokens that were not run, such as the last, have no recording."""
+    """See `hpcrl.engine.microbatch`; tokens that were not run, such as the last, have no recording."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses have no routed_experts")

@@ -14,13 +14,12 @@ from hpcrl.algorithms.metrics import Metric, Sum, merge
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import Config
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
 from hpcrl.rewards.manager import RewardManager, asks_rules
 from hpcrl.rollout.agent.loop import AgentLoop
-from hpcrl.rollout.agent.statistics import turn_columns, turn_metrics, turns_for_scorer
+from hpcrl.rollout.agent.moderator import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hpcrl.config.schema import Config
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.model.kv_memory import kv_cache_bytes
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import kv_cache_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import RolloutEngine
 from hpcrl.runtime import accelerator, platform

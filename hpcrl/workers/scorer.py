@@ -12,8 +12,7 @@ import numpy as np
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
 from hpcrl.rewards.manager import RewardManager, ScoreRequest

@@ -15,9 +15,8 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.offload import offloaded
 from hpcrl.config.schema import Config
-from hpcrl.controller.register import Dispatch, register
-from hpcrl.controller.worker import Worker
-from hpcrl.data.sft import SftDataset
+from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.data.answers import SftDataset
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.lora import Lora

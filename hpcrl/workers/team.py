@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config, DataConfig
-from hpcrl.controller.worker import Worker
-from hpcrl.data.preference import PreferenceDataset
+from hpcrl.controller.register import Worker
+from hpcrl.data.answers import PreferenceDataset, SftDataset
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.batch.mini_batches import mini_batch_of
+from hpcrl.batch.packing import mini_batch_of
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(-3, 2**40), st.integers(0, 100), st.booleans())

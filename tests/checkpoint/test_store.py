@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.checkpoint.manifest import FileEntry, hash_file, write_manifest
-from hpcrl.checkpoint.retention import Retention
-from hpcrl.checkpoint.store import CheckpointStore, load_path, read_trainer_state
+from hpcrl.checkpoint.store import CheckpointStore, Retention, load_path, read_trainer_state
 from hpcrl.runtime.exits import InputError
 from tests.checkpoint.damage import flipped, truncated
 

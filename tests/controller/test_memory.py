@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.controller.busy import BusyReport
-from hpcrl.controller.memory import MemoryLedger, MemoryUse
+from hpcrl.controller.busy import BusyReport, MemoryLedger, MemoryUse
 from hpcrl.run.memory import GIB, memory_metrics
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.schema import DataConfig
-from hpcrl.data.preference import CHOSEN, REJECTED, PreferenceDataset
+from hpcrl.data.answers import CHOSEN, REJECTED, PreferenceDataset
 from hpcrl.runtime.exits import InputError
 
 USER = {"role": "user", "content": "1 2 3:"}

@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from hpcrl.config.schema import DataConfig
+from hpcrl.data.answers import SftDataset
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.data.sft import SftDataset
 
 Rows = list[dict[str, Any]]
 

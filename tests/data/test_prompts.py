@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from hpcrl.config.schema import DataConfig
+from hpcrl.data.answers import SftDataset
 from hpcrl.data.prompts import PromptDataset, truncate
 from hpcrl.data.row_file import short_names
-from hpcrl.data.sft import SftDataset
 from hpcrl.runtime.exits import InputError
 
 

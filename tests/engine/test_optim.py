@@ -8,8 +8,7 @@ from pydantic import ValidationError
 from torch.optim.adamw import adamw
 
 from hpcrl.config.schema import OptimConfig
-from hpcrl.engine.adam import MOMENTS, CompactAdam
-from hpcrl.engine.optim import learning_rate
+from hpcrl.engine.optim import MOMENTS, CompactAdam, learning_rate
 
 
 def rates(total: int, **fields: object) -> list[float]:
@@ -66,7 +65,7 @@ def test_moments_are_those_of_fp32_rounded_after_each_step():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tensors_at_once_have_the_bits_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
-    monkeypatch.setattr("hpcrl.engine.adam.ELEMENTS_IN_CACHE", 100)
+    monkeypatch.setattr("hpcrl.engine.optim.ELEMENTS_IN_CACHE", 100)
     torch.manual_seed(0)
     shapes = [(64,), (5, 7), (1,), (40, 50), (0,), (3, 3)]  # in batches of 3, 1 and 2
     weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.engine.saved_parts import boxes
+from hpcrl.engine.model_state import boxes
 
 
 @st.composite

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.decode_attention import PROGRAMS, WIDEST, Cut, PagedRows, decode_attention, is_fused
-from hpcrl.model.kv_memory import CachedHeads
-from hpcrl.rollout.native.attention import DecodeAttention, NewTokens
+from hpcrl.model.sizes import CachedHeads
+from hpcrl.rollout.native.attention import DecodeAttention, NewTokens, PagedAttention
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.paged_attention import PagedAttention
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.kernels.close import DTYPES, assert_near
 from tests.rollout.small_model import SHAPE, draw_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcrl.kernels.fp32_product import logits_of, product
+from hpcrl.kernels.linear_log_prob import logits_of, product
 from tests.kernels.close import assert_near
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

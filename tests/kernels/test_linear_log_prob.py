@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.engine.logprob import vocab_parallel_log_probs
+from hpcrl.engine.outputs import vocab_parallel_log_probs
 from hpcrl.kernels import linear_log_prob_triton
 from hpcrl.kernels.linear_log_prob import linear_log_probs
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids

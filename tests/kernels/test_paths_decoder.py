@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels import dispatch
-from hpcrl.model.kv_memory import BLOCK_SIZE, cached_heads
 from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.model.sizes import BLOCK_SIZE, cached_heads
 from hpcrl.rollout.native.attention import DecodeAttention, NewTokens, PrefillAttention
-from hpcrl.rollout.native.decoder import Decoder
+from hpcrl.rollout.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.tensor_parallel import TensorParallel
 from tests.rollout.small_model import SHAPE
 
 LENGTHS = np.array([5, 1, 3])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpcrl.kernels.rms_norm import WIDEST, add_rms_norm, rms_norm
+from hpcrl.kernels.layers import WIDEST, add_rms_norm, rms_norm
 from tests.kernels.close import DTYPES, assert_near
 
 EPS = 1e-5

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.rope import apply_rope
+from hpcrl.kernels.layers import apply_rope
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.native.rope import FastRope, PlainRope
+from hpcrl.rollout.native.decoder import FastRope, PlainRope
 from tests.kernels.close import DTYPES, assert_near
 
 # no tokens, one, more than a program has; numbers of heads and widths that are no powers of 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from hpcrl.kernels.swiglu import swiglu
+from hpcrl.kernels.layers import swiglu
 from tests.kernels.close import DTYPES, assert_near
 
 # no rows, one, more than a program has; halves that are no power of 2 and wider than a program

@@ -6,8 +6,7 @@ import math
 
 import torch
 
-from hpcrl.kernels.rms_norm import rms_norm
-from hpcrl.kernels.rope import apply_rope
+from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.model.attention import PackedAttention
 from hpcrl.model.packed import pack
 from hpcrl.model.rope import rope_cos_sin

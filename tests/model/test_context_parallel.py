@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.model.context_parallel import places, runs_of, tokens_of
+from hpcrl.model.packed import places, runs_of, tokens_of
 
 
 @given(

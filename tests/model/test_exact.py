@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.rms_norm import rms_norm
+from hpcrl.kernels.layers import rms_norm
 from hpcrl.model import exact
 from hpcrl.model.attention import ExactPackedAttention, PackedAttention
 from hpcrl.model.exact import KEYS, check_exact, exact_attention, exact_linear, exact_log_softmax

@@ -1,4 +1,4 @@
-from hpcrl.model.flops import peak_of
+from hpcrl.model.sizes import peak_of
 
 
 def test_peak_of_a_device_by_its_name():

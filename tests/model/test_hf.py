@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from hpcrl.model.exact import check_exact
-from hpcrl.model.hf.config_json import read_shape
 from hpcrl.model.hf.directory import Safetensors, load_weights, open_weights
-from hpcrl.model.hf.families import hf_config, shape_from_hf
-from hpcrl.model.hf.files import plan_files, write_beside
-from hpcrl.model.hf.spans import differing, hf_shards, whole
+from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
+from hpcrl.model.hf.files import differing, hf_shards, plan_files, whole, write_beside
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm

@@ -14,8 +14,8 @@ from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, make_groups
 from hpcrl.grid.layout import Layout
-from hpcrl.model.kv_memory import most_kv_bytes
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import most_kv_bytes
 from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
 from hpcrl.rollout.native.engine import NativeEngine

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Random weights write no calls: here a turn is one unless it ends in a letter. Answers take their time, by their text.
 TOOLS = """
 import time
-from hpcrl.rollout.agent.parsers import ToolCall, register_tool_parser
+from hpcrl.rollout.agent.tools import ToolCall, register_tool_parser
 from hpcrl.rollout.agent.tools import tool
 
 @tool

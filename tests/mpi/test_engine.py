@@ -16,8 +16,8 @@ from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.gradients import clip_gradients, gradient_norm
-from hpcrl.engine.logprob import vocab_parallel_log_probs
 from hpcrl.engine.optim import parts_of
+from hpcrl.engine.outputs import vocab_parallel_log_probs
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
 from hpcrl.model.shape import ModelShape

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.model.hf.config_json import read_shape
+from hpcrl.model.hf.families import read_shape
 from hpcrl.model.hf.files import plan_files, write_beside
 from hpcrl.workers.hf_export import ExportWorker
 from hpcrl.workers.model_worker import ModelWorker

@@ -15,7 +15,7 @@ from hpcrl.config.schema import OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.build import copy_boxes, initial_weight, local_shards
-from hpcrl.model.hf.config_json import read_shape
+from hpcrl.model.hf.families import read_shape
 from hpcrl.model.hf.peft import CONFIG, adapter_config
 from hpcrl.model.lora import Lora, is_adapter
 from hpcrl.model.shape import ModelShape

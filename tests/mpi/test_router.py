@@ -15,10 +15,9 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.microbatch import make_micro_batches
 from hpcrl.model.build import named_parameters
-from hpcrl.model.kv_memory import BLOCK_SIZE, kv_bytes_per_token
-from hpcrl.model.router import Router
-from hpcrl.model.routing import OWN
+from hpcrl.model.router import OWN, Router
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import BLOCK_SIZE, kv_bytes_per_token
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.workers.response_stream import Response

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.rollout.native.decoder import TensorParallel
 from hpcrl.rollout.native.sharded_sampling import sample_sharded
-from hpcrl.rollout.native.tensor_parallel import TensorParallel
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout.sampling import Sampled, sample
 from tests.covering import slow_but

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data import answers, prompts
-from hpcrl.data.preference import PreferenceDataset
+from hpcrl.data.answers import PreferenceDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrl.rollout.protocol import Request, SamplingParams
-from hpcrl.rollout.tensorrt_llm.generation import Generation
+from hpcrl.rollout.tensorrt_llm.engine import Generation
 from hpcrl.runtime import trtllm
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World

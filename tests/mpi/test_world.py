@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcrl.runtime.cpu_binding import rank_threads
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.gpus import rank_threads
 from hpcrl.runtime.mpi import all_gather_object, create_group, duplicate, wait, wait_all
 from hpcrl.runtime.world import World
 

@@ -21,7 +21,7 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.lora import Lora
 from hpcrl.model.packed import pack
 from hpcrl.model.params import Head, stage_layers
-from hpcrl.model.routing import OWN
+from hpcrl.model.router import OWN
 from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.meta import DTYPES, fake_rank, parameter_bytes

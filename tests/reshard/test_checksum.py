@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.reshard.checksum import checksum, odd_hashes
+from hpcrl.reshard.verification import checksum, odd_hashes
 
 ROWS, COLS = 12, 1500  # more columns than are worked on at once
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.model.kv_memory import most_kv_bytes
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import most_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.rollout.small_model import SHAPE, draw_weights, make_requests

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpcrl.model.kv_memory import block_bytes, kv_cache_bytes, most_kv_bytes
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import block_bytes, kv_cache_bytes, most_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.exits import InputError

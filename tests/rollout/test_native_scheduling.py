@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.model.kv_memory import block_bytes
+from hpcrl.model.sizes import block_bytes
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.native.scheduler import Scheduler

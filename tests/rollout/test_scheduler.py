@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcrl.rollout.native.scheduler import Admission, Scheduler
-from hpcrl.rollout.native.sequence import Sequence
+from hpcrl.rollout.native.scheduler import Admission, Scheduler, Sequence
 
 PLENTY = 10**6
 

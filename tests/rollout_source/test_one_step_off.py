@@ -16,7 +16,7 @@ from hpcrl.rollout_source.background_task import Steps
 from hpcrl.rollout_source.one_step_off import OneStepOff
 from hpcrl.rollout_source.source import Collected, RolloutContext
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 LAST = 2
 

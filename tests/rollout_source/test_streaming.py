@@ -24,7 +24,7 @@ from hpcrl.rollout_source.source import RolloutContext
 from hpcrl.rollout_source.streaming import Streaming
 from hpcrl.rollout_source.weight_sync import WeightSync
 from hpcrl.runtime.exits import InputError
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 from hpcrl.workers.response_stream import Finished
 
 N = 2

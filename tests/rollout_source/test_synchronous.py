@@ -16,7 +16,7 @@ from hpcrl.rollout_source.prompt_groups import differing, metric_values, numbere
 from hpcrl.rollout_source.source import RECORDED, RolloutContext, SamplePool
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import RolloutLog, finish_step, log_path
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 
 def batch(prompts: list[int], scores: list[float], **extras: list[float]) -> DataProto:

@@ -39,7 +39,7 @@ KILLED = """
 import os
 import signal
 
-from hpcrl.checkpoint.hashed_file import HashedFile
+from hpcrl.checkpoint.manifest import HashedFile
 
 write = HashedFile.write
 
@@ -55,7 +55,7 @@ HashedFile.write = die
 SLOW = """
 import time
 
-from hpcrl.checkpoint.hashed_file import HashedFile
+from hpcrl.checkpoint.manifest import HashedFile
 
 write, pieces = HashedFile.write, 20
 

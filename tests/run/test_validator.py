@@ -17,7 +17,7 @@ from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.run.validator import Validator, shown_rows
-from hpcrl.telemetry.generations import write_generations
+from hpcrl.telemetry.writer import write_generations
 
 TOKENIZER = Path(__file__).parents[2] / "configs" / "tokenizer"
 SOURCES = ["x", "y", "x"]

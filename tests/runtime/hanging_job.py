@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from hpcrl import cli
-from hpcrl.controller.worker import Worker
+from hpcrl.controller.register import Worker
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.rollout import RolloutWorker
 

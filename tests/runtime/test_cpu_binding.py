@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.runtime import cpu_binding
-from hpcrl.runtime.cpu_binding import Core, format_cpu_list, is_bound, parse_cpu_list, share
+from hpcrl.runtime import gpus
+from hpcrl.runtime.gpus import Core, format_cpu_list, is_bound, parse_cpu_list, share
 from hpcrl.sandbox import fork_server
 
 # Two sockets of four cores with two threads each, numbered as Linux does; four GPUs, two on each socket.
@@ -56,11 +56,11 @@ def plant(sysfs: Path, pci_id: str, cpus: str, cores: list[Core]) -> None:
 
 def test_cores_near_a_gpu_are_read_from_sysfs(tmp_path: Path) -> None:
     plant(tmp_path, "0000:1b:00.0", "4-7,12-15", SECOND)
-    assert cpu_binding.cores_near("0000:1b:00.0", str(tmp_path)) == SECOND
-    assert cpu_binding.cores_near("0000:99:00.0", str(tmp_path)) == []
-    assert cpu_binding.cores_near("", str(tmp_path)) == []
+    assert gpus.cores_near("0000:1b:00.0", str(tmp_path)) == SECOND
+    assert gpus.cores_near("0000:99:00.0", str(tmp_path)) == []
+    assert gpus.cores_near("", str(tmp_path)) == []
     plant(tmp_path, "0000:2c:00.0", "0-1", [])  # a container may hide the topology
-    assert cpu_binding.cores_near("0000:2c:00.0", str(tmp_path)) == [(0,), (1,)]
+    assert gpus.cores_near("0000:2c:00.0", str(tmp_path)) == [(0,), (1,)]
 
 
 class TestBindNearGpu:
@@ -69,20 +69,20 @@ class TestBindNearGpu:
     @pytest.fixture
     def bound(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls: list[Any] = []
-        monkeypatch.setattr(cpu_binding, "all_gather_object", lambda node, mine: [mine])
-        monkeypatch.setattr(cpu_binding, "bind", calls.append)
-        monkeypatch.setattr(cpu_binding, "cores_near", {"gpu": FIRST}.get)
-        monkeypatch.setattr(cpu_binding, "online_cpus", lambda: list(range(16)))
+        monkeypatch.setattr(gpus, "all_gather_object", lambda node, mine: [mine])
+        monkeypatch.setattr(gpus, "bind", calls.append)
+        monkeypatch.setattr(gpus, "cores_near", {"gpu": FIRST}.get)
+        monkeypatch.setattr(gpus, "online_cpus", lambda: list(range(16)))
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
         return calls
 
     def test_a_rank_is_bound_near_its_gpu(self, bound: list[Any]) -> None:
-        assert cpu_binding.bind_near_gpu(SimpleNamespace(rank=0), "gpu") == [0, 1, 2, 3, 8, 9, 10, 11]
+        assert gpus.bind_near_gpu(SimpleNamespace(rank=0), "gpu") == [0, 1, 2, 3, 8, 9, 10, 11]
         assert bound == [[0, 1, 2, 3, 8, 9, 10, 11]]
 
     def test_what_a_launcher_has_bound_stays(self, bound: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-        assert cpu_binding.bind_near_gpu(SimpleNamespace(rank=0), "gpu") is None
+        assert gpus.bind_near_gpu(SimpleNamespace(rank=0), "gpu") is None
         assert bound == []
 
 
@@ -99,7 +99,7 @@ def test_threads_and_children_are_bound_as_well() -> None:
     thread.start()
     try:
         cpu = max(before)
-        cpu_binding.bind([cpu])
+        gpus.bind([cpu])
         waits.set()
         thread.join()
         queue = fork_server.context().SimpleQueue()
@@ -109,4 +109,4 @@ def test_threads_and_children_are_bound_as_well() -> None:
         child.join()
         assert [*seen, os.sched_getaffinity(0)] == [{cpu}] * 3
     finally:
-        cpu_binding.bind(sorted(before))
+        gpus.bind(sorted(before))

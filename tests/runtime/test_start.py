@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime.cpu_binding import rank_threads
+from hpcrl.runtime.gpus import rank_threads
 from hpcrl.runtime.launcher import on_one_node, split_world
 from hpcrl.runtime.world import prepare_environment
 

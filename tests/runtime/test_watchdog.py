@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from hpcrl.runtime import rank_status
-from hpcrl.runtime.hang_report import diagnose, format_ranks, is_hang, render
 from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
-from hpcrl.runtime.watchdog import Clock, ProgressTimer
+from hpcrl.runtime.watchdog import Clock, ProgressTimer, diagnose, format_ranks, is_hang, render
 
 
 def record(rank: int, phase: str = "update_actor", role: str | None = "actor", **known: Any) -> Heartbeat:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.sandbox import mount_namespace
+from hpcrl.sandbox import isolation
 from hpcrl.sandbox.isolation import probe_isolation
 from hpcrl.sandbox.program import Limits, Ran, run_python
 from tests.processes import with_argument
@@ -223,7 +223,7 @@ def test_packages_anywhere_are_shown_and_nothing_of_them_can_be_written(tmp_path
 def test_a_home_is_not_shown_for_the_python_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", sys.prefix)
     with pytest.raises(OSError, match="holds other files too"):
-        mount_namespace.visible_paths([])
+        isolation.visible_paths([])
 
 
 def test_all_processes_together_may_take_what_one_may(run: Run) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hpcrl.slurm.sweep import elements
+from hpcrl.slurm.request import array_elements
 
 
 def test_each_element_is_a_run_that_a_container_can_mount() -> None:
-    found = elements(["a.b=x/1,x:1,x_1", "c=1,2"], "runs", "sweep")
+    found = array_elements(["a.b=x/1,x:1,x_1", "c=1,2"], "runs", "sweep")
     names = [overrides[-1] for overrides in found]
     assert names[:2] == ["run.name='a.b=x_1+c=1'", "run.name='a.b=x_1+c=2'"]
     assert len(set(names)) == len(found) == 6

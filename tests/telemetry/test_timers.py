@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.telemetry.timers import PhaseTimers
+from hpcrl.telemetry.progress import PhaseTimers
 
 
 class Clock:

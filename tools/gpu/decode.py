@@ -21,7 +21,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hpcrl.model.hf.families import hf_config
-from hpcrl.model.kv_memory import most_kv_bytes
+from hpcrl.model.sizes import most_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime import accelerator

@@ -6,7 +6,7 @@ import torch
 from kernel_cases.case import Case
 from torch.nn import functional
 
-from hpcrl.kernels.rms_norm import add_rms_norm, rms_norm
+from hpcrl.kernels.layers import add_rms_norm, rms_norm
 
 ROWS, WIDTH, EPS = 65536, 4096, 1e-5
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from kernel_cases.case import Case
 
-from hpcrl.kernels.rope import apply_rope
+from hpcrl.kernels.layers import apply_rope
 from hpcrl.model.rope import rope_cos_sin
 
 TOKENS, GROUPS, QUERIES, HEAD_DIM, THETA = 32768, 8, 4, 128, 1e6

@@ -7,7 +7,7 @@ import torch
 from kernel_cases.case import Case
 from torch.nn.functional import silu
 
-from hpcrl.kernels.swiglu import swiglu
+from hpcrl.kernels.layers import swiglu
 
 ROWS, WIDTHS = 16384, (14336, 768)  # of a dense layer and of an expert
 

@@ -14,9 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpcrl.model.architecture import shape_from_yaml
-from hpcrl.model.hf.config_json import CONFIG, read_shape
-from hpcrl.model.hf.files import INDEX, SINGLE
-from hpcrl.model.hf.spans import differing, slices
+from hpcrl.model.hf.families import CONFIG, read_shape
+from hpcrl.model.hf.files import INDEX, SINGLE, differing, slices
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError

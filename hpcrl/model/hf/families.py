@@ -1,16 +1,199 @@
-"""Families of Hugging Face models: what config.json says of them, and their names for our parameters."""
+"""Families of Hugging Face models: what config.json says of them, and their names for our parameters. No torch."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hpcrl.model.hf import deepseek
-from hpcrl.model.hf.rope_scaling import rope_from_hf, rope_to_hf
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
 from hpcrl.runtime.exits import InputError
+
+CONFIG = "config.json"
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape that config.json of `folder` describes."""
+    return shape_from_hf(read_config(folder), str(folder / CONFIG))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of `folder`."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}); name a directory that save_pretrained() made") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path} has no keys; name a directory that save_pretrained() made")
+    return config
+
+
+Rope = tuple[float, RopeScaling | None]
+
+
+def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
+    """Base and scaling; raises InputError for a kind that our model does not compute."""
+    rope = config.get("rope_parameters") or {
+        "rope_theta": config.get("rope_theta"),
+        **(scaling if isinstance(scaling := config.get("rope_scaling"), dict) else {}),
+    }
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise InputError(f"{where}: rope_parameters={rope!r}; expected one rotary embedding for all layers")
+    theta, kind = rope.get("rope_theta") or 10000.0, rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError(
+            f"{where}: partial_rotary_factor={rope['partial_rotary_factor']}; only 1.0 is supported, so take another "
+            "model"
+        )
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise InputError(f"{where}: rope_type={kind}; expected default, linear, llama3 or yarn, so take another model")
+    longest: Any = config.get("max_position_embeddings")
+    original: Any = rope.get("original_max_position_embeddings") or longest
+    try:
+        factor = longest / original if rope.get("factor") is None else rope["factor"]
+        options: dict[str, Any] = {}
+        if kind == "llama3":
+            options = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
+        if kind == "yarn":
+            names = ("beta_fast", "beta_slow", "mscale_all_dim")
+            options = {name: float(rope[name]) for name in names if rope.get(name)}
+            options["attention_factor"] = _attention_factor(rope, factor)
+            if not rope.get("truncate", True):
+                raise InputError(f"{where}: rope_type=yarn with truncate=false is not supported, so take another model")
+        if kind != "linear":
+            options["original_max_position_embeddings"] = int(original)
+        numbers = {"rope_theta": theta, "factor": factor, **options}
+        for name, value in numbers.items():
+            if not 0 < float(value) < 2**31:
+                raise InputError(f"{where}: rope_type={kind} has {name}={value}; expected a positive number")
+        return theta, RopeScaling(kind, float(factor), **options)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InputError(f"{where}: rope_type={kind} lacks a number: {error}; add it") from error
+
+
+def rope_to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """The keys of config.json for both versions."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling is not None and scaling.kind != "linear":
+        rope["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+        of_kind = {
+            "llama3": ("low_freq_factor", "high_freq_factor"),
+            "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+        }
+        rope |= {name: getattr(scaling, name) for name in of_kind[scaling.kind]}
+        if scaling.mscale_all_dim:
+            rope["mscale_all_dim"] = scaling.mscale_all_dim
+    old = {"rope_scaling": rope} if scaling is not None else {}
+    return {"rope_theta": theta, "rope_parameters": {**rope, "rope_theta": theta}, **old}
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """Peng et al. 2023, eq. 22: 0.1 ln(factor) + 1, unless the file says another; DeepSeek's has two weights for it."""
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1.0)
+
+
+# Keys that must have these values, in so far as they are there.
+_FIXED = {"moe_layer_freq": 1}
+V2_FIXED = _FIXED | {"scoring_func": "softmax", "norm_topk_prob": False}
+V3_FIXED = _FIXED | {
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "rope_interleave": True,
+}
+
+
+def v2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise InputError(f"topk_method={method}; expected greedy or group_limited_greedy, so take another model")
+    groups = _groups(config) if method == "group_limited_greedy" else {}
+    return {**_fields(config), **groups, "moe_norm_topk_prob": False}
+
+
+def v3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_fields(config),
+        **_groups(config),
+        "moe_group_best": 2,
+        "moe_norm_topk_prob": True,
+        "moe_score_function": "sigmoid",
+        "moe_score_bias": True,
+    }
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, dense, width = config["num_hidden_layers"], config.get("first_k_dense_replace", 0), "moe_intermediate_size"
+    if not isinstance(dense, int) or not 0 <= dense < layers:
+        raise InputError(f"first_k_dense_replace={dense!r} of num_hidden_layers={layers}; expected less, 0 at least")
+    mla = LatentAttention(
+        q_lora_rank=config.get("q_lora_rank"),
+        **{name: config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+    )
+    return {
+        "mla": mla,
+        "num_query_groups": config["num_attention_heads"],
+        "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        "num_experts": config["n_routed_experts"],
+        "moe_ffn_hidden_size": config[width],
+        "moe_shared_ffn_hidden_size": config.get("n_shared_experts", 0) * config[width],
+        "moe_topk": config["num_experts_per_tok"],
+        "moe_routed_scale": float(config.get("routed_scaling_factor", 1.0)),
+        "dense_layers": tuple(range(dense)),
+    }
+
+
+def _groups(config: Mapping[str, Any]) -> dict[str, int]:
+    experts, groups, chosen = config["n_routed_experts"], config.get("n_group", 1), config.get("topk_group", 1)
+    if experts % groups or chosen > groups or config["num_experts_per_tok"] > chosen * (experts // groups):
+        raise InputError(
+            f"num_experts_per_tok={config['num_experts_per_tok']} in topk_group={chosen} of n_group={groups} groups of "
+            f"n_routed_experts={experts}; expected groups of one size, with enough experts"
+        )
+    return {"moe_num_groups": groups, "moe_topk_groups": chosen}
+
+
+def v2_keys(shape: ModelShape) -> dict[str, Any]:
+    return {**_keys(shape), "topk_method": "greedy" if shape.moe_num_groups == 1 else "group_limited_greedy"}
+
+
+def v3_keys(shape: ModelShape) -> dict[str, Any]:
+    return {**_keys(shape), "num_nextn_predict_layers": 0}
+
+
+def _keys(shape: ModelShape) -> dict[str, Any]:
+    assert shape.mla is not None
+    return {
+        **asdict(shape.mla),
+        "head_dim": shape.rope_dim,  # transformers takes the rotary embedding's width from it
+        "n_routed_experts": shape.num_experts,
+        "n_shared_experts": shape.moe_shared_ffn_hidden_size // shape.moe_ffn_hidden_size,
+        "moe_intermediate_size": shape.moe_ffn_hidden_size,
+        "num_experts_per_tok": shape.moe_topk,
+        "norm_topk_prob": shape.moe_norm_topk_prob,
+        "routed_scaling_factor": shape.moe_routed_scale,
+        "first_k_dense_replace": len(shape.dense_layers),
+        "n_group": shape.moe_num_groups,
+        "topk_group": shape.moe_topk_groups,
+    }
+
 
 # Ours -> theirs; "*" is the number of the layer, "#" that of the expert. Several are rows one below the other, those of
 # linear_qkv by query group.
@@ -144,12 +327,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM", {**_ENDS, **_ATTENTION, **_MIXTRAL_MLP}, _NO_BIAS, _mixtral_fields, _mixtral_keys
     ),
-    "deepseek_v2": Family(
-        "DeepseekV2ForCausalLM", _DEEPSEEK, _NO_BIAS | deepseek.V2_FIXED, deepseek.v2_fields, deepseek.v2_keys
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", _DEEPSEEK, _NO_BIAS | deepseek.V3_FIXED, deepseek.v3_fields, deepseek.v3_keys
-    ),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, _NO_BIAS | V2_FIXED, v2_fields, v2_keys),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, _NO_BIAS | V3_FIXED, v3_fields, v3_keys),
 }
 
 

@@ -1,19 +1,122 @@
-"""A Hugging Face directory as it is written: which file holds which tensors, and what stands beside them."""
+"""A Hugging Face directory as it is written: rows of tensors, tensors of files. No torch.
+
+The same spans serve reading, writing and the refit's planner: both worlds hold the same rows in another order.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcrl.model.hf.config_json import CONFIG
-from hpcrl.model.hf.families import hf_config
-from hpcrl.model.hf.spans import hf_shards
-from hpcrl.model.params import Shard
+from hpcrl.model.hf.families import CONFIG, family_of, hf_config
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Shard, shards
 from hpcrl.model.shape import ModelShape
+
+
+class Span(NamedTuple):
+    """`rows` rows, from `row` on in our parameter and from `hf_row` on in the tensor `hf_name`; all columns."""
+
+    row: int
+    hf_name: str
+    hf_row: int
+    rows: int
+
+
+def spans(shape: ModelShape, name: str, global_shape: tuple[int, ...]) -> list[Span]:
+    """Of one of our parameters, by its global name. The rows that pad the vocabulary are in none."""
+    layer, expert = re.search(r"layers\.(\d+)\.", name), re.search(r"local_experts\.(\d+)\.", name)
+    pattern = re.sub(r"local_experts\.\d+\.", "local_experts.#.", re.sub(r"layers\.\d+\.", "layers.*.", name))
+    theirs = list(family_of(shape).names[pattern])
+    for sign, number in (("*", layer), ("#", expert)):
+        theirs = [hf_name.replace(sign, number[1]) if number else hf_name for hf_name in theirs]
+    if ".linear_qkv." in name:
+        return list(_by_query_group(shape, theirs))
+    rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else global_shape[0]
+    each = rows // len(theirs)
+    return [Span(place * each, hf_name, 0, each) for place, hf_name in enumerate(theirs)]
+
+
+def _by_query_group(shape: ModelShape, theirs: list[str]) -> Iterator[Span]:
+    """The group's queries, its key, its value."""
+    width = shape.head_dim
+    queries = shape.num_attention_heads // shape.num_query_groups * width
+    for group in range(shape.num_query_groups):
+        row = group * (queries + 2 * width)
+        for hf_name, rows in zip(theirs, (queries, width, width), strict=True):
+            yield Span(row, hf_name, group * rows, rows)
+            row += rows
+
+
+def whole(shape: ModelShape) -> list[Shard]:
+    """Our parameters as one rank would hold them, each once."""
+    return shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+
+
+def hf_shards(shape: ModelShape) -> list[Shard]:
+    """Their tensors, in the order of the model: `local_name` and the boxes' places are theirs, the others ours."""
+    found: dict[str, list[tuple[Shard, Span]]] = {}
+    for ours in whole(shape):
+        for span in spans(shape, ours.name, ours.global_shape):
+            found.setdefault(span.hf_name, []).append((ours, span))
+    return [_hf_shard(hf_name, parts) for hf_name, parts in found.items()]
+
+
+def _hf_shard(hf_name: str, parts: list[tuple[Shard, Span]]) -> Shard:
+    ours = parts[0][0]
+    cols = ours.global_shape[1:]
+    boxes = tuple(
+        Box((span.row, span.row + span.rows), (0, cols[0] if cols else 1), span.hf_row, 0) for _, span in parts
+    )
+    rows = sum(span.rows for _, span in parts)
+    return Shard(ours.name, hf_name, ours.global_shape, (rows, *cols), boxes, tp_replicated=True)
+
+
+class Slice(NamedTuple):
+    """A rectangle of one of their tensors and where it starts in a local tensor of ours; of (rows,) cols is (0, 1)."""
+
+    hf_name: str
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    local_row: int
+    local_col: int
+
+
+def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
+    """What of their tensors makes a rank's part of a parameter."""
+    for span, box in ((span, box) for span in spans(shape, shard.name, shard.global_shape) for box in shard.boxes):
+        top, bottom = max(span.row, box.global_rows[0]), min(span.row + span.rows, box.global_rows[1])
+        if top < bottom:
+            shift = span.hf_row - span.row
+            row = box.local_row + top - box.global_rows[0]
+            yield Slice(span.hf_name, (top + shift, bottom + shift), box.global_cols, row, box.local_col)
+
+
+def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Their tensors' names and shapes."""
+    return {shard.local_name: shard.local_shape for shard in hf_shards(shape)}
+
+
+def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
+    """A line for each tensor that is missing, of another shape, or not the model's."""
+    expected = expected_shapes(shape)
+    for name, size in expected.items():
+        if name not in found:
+            yield f"there is no tensor {name}"
+        elif found[name] != size:
+            yield f"{name} is {found[name]}, and {size} by config.json"
+    # what libraries of several years have written beside: a tied head, and the frequencies of the rotary embedding
+    known = {"lm_head.weight"} if shape.tie_word_embeddings else set()
+    # layers that predict further tokens stand behind the model's own, and alone have this projection
+    further = tuple(name.removesuffix("eh_proj.weight") for name in found if name.endswith(".eh_proj.weight"))
+    for name in found.keys() - expected.keys() - known:
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(further):
+            yield f"{name} is in the files and not in the model"
+
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

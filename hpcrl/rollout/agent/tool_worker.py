@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
-from hpcrl.rollout.agent.interaction import Interaction
+from hpcrl.rollout.agent.conversation import Interaction
 from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcrl.rollout.native.attention import NewTokens
+from hpcrl.rollout.native.attention import NewTokens, PagedAttention, fill
 from hpcrl.rollout.native.decoder import Decoder
-from hpcrl.rollout.native.paged_attention import PagedAttention, fill
 
 
 class _Graph(NamedTuple):

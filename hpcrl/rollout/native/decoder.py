@@ -1,24 +1,96 @@
-"""The model as rollout needs it: a forward pass over megatron-ordered weights, and nothing else."""
+"""The model's forward pass in rollout, over megatron-ordered weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from hpcrl.kernels.fp32_product import product
-from hpcrl.kernels.rms_norm import add_rms_norm, rms_norm
-from hpcrl.kernels.swiglu import swiglu
+from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
+from hpcrl.kernels.linear_log_prob import product
+from hpcrl.model.exact import exact_sum
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
-from hpcrl.model.routing import by_expert, route
+from hpcrl.model.rope import rope_cos_sin
+from hpcrl.model.router import by_expert, route
 from hpcrl.model.shape import ModelShape
 from hpcrl.rollout.native.attention import Attention
 from hpcrl.rollout.native.latent_attention import LatentWeights, queries_and_keys, values_of
-from hpcrl.rollout.native.rope import FastRope, Rotation
-from hpcrl.rollout.native.tensor_parallel import TensorParallel
+
+
+class TensorParallel:
+    """A tensor-parallel group; with one rank every call is the identity. `exact` sums in rank order."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, exact: bool = False) -> None:
+        if size > 1 and group is None:
+            raise ValueError(f"tensor parallelism over {size} ranks needs a process group")
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self.exact = exact
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum over ranks; `partial` may be overwritten."""
+        if self.exact:
+            return exact_sum(partial, self.group)
+        if self.size > 1:
+            dist.all_reduce(partial, group=self.group)
+        return partial
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """(n, m) on each rank -> (n, size * m) on all, in rank order."""
+        if self.size == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, dim=1)
+
+    def smallest(self, number: int) -> int:
+        """The least of the ranks' numbers; collective."""
+        if self.size == 1:
+            return number
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
+
+# positions int64 (n,) -> what rotates heads (n, KV heads, heads, head_dim)
+Rotation = Callable[[Tensor, ModelShape], Callable[[Tensor], Tensor]]
+
+
+class PlainRope:
+    """The bits of the training model."""
+
+    def __init__(self, positions: Tensor, shape: ModelShape) -> None:
+        self._cos, self._sin = rope_cos_sin(positions[:, None], shape.rope_dim, shape.rope_theta, shape.rope_scaling)
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return apply_rope(heads, self._cos, self._sin)
+
+
+class FastRope(PlainRope):
+    """The same but for rounding: where there is no kernel for it, a product and a sum of products, with the halves of
+    each head changed over."""
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        if use_triton("rope", heads):
+            return super().__call__(heads)
+        cos, sin = self._doubled
+        heads32 = heads.float()
+        turned = torch.addcmul(heads32 * cos, heads32.roll(heads.size(-1) // 2, -1), sin)
+        return turned.to(heads.dtype)
+
+    @cached_property
+    def _doubled(self) -> tuple[Tensor, Tensor]:
+        """For both halves of a head, (n, 1, 1, head_dim)."""
+        cos, sin = self._cos.unsqueeze(-2), self._sin.unsqueeze(-2)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
 
 Linear = Callable[[Tensor, Tensor], Tensor]
 

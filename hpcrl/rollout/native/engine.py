@@ -13,17 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.model.exact import check_exact, exact_linear
-from hpcrl.model.kv_memory import BLOCK_SIZE, cached_heads, most_kv_bytes, num_blocks
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, most_kv_bytes, num_blocks
+from hpcrl.rollout.native.attention import PagedAttention
 from hpcrl.rollout.native.cuda_graphs import DecodeGraphs
-from hpcrl.rollout.native.decoder import Decoder
+from hpcrl.rollout.native.decoder import Decoder, PlainRope, TensorParallel
 from hpcrl.rollout.native.generation import Generation
 from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.paged_attention import PagedAttention
-from hpcrl.rollout.native.rope import PlainRope
-from hpcrl.rollout.native.scheduler import Scheduler
-from hpcrl.rollout.native.sequence import Sequence
-from hpcrl.rollout.native.tensor_parallel import TensorParallel
+from hpcrl.rollout.native.scheduler import Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")

@@ -12,18 +12,16 @@ from hpcrl.rollout.native.attention import (
     Attention,
     ContinuedAttention,
     DecodeAttention,
+    ExactAttention,
     NewTokens,
+    PagedAttention,
     PrefillAttention,
 )
-from hpcrl.rollout.native.block_pool import Moves
 from hpcrl.rollout.native.cuda_graphs import DecodeGraphs
 from hpcrl.rollout.native.decoder import Decoder
-from hpcrl.rollout.native.exact_attention import ExactAttention
-from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.paged_attention import PagedAttention
+from hpcrl.rollout.native.kv_cache import KVCache, Moves
 from hpcrl.rollout.native.running_batch import RunningBatch
-from hpcrl.rollout.native.scheduler import Admission, Scheduler
-from hpcrl.rollout.native.sequence import Sequence
+from hpcrl.rollout.native.scheduler import Admission, Scheduler, Sequence
 from hpcrl.rollout.native.sharded_sampling import sample_sharded
 from hpcrl.rollout.protocol import Completion, SamplingParams
 from hpcrl.rollout.sampling import sample, uniforms

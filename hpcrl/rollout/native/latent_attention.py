@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.rms_norm import rms_norm
-from hpcrl.model.norm import LATENT_NORM_EPS
+from hpcrl.kernels.layers import rms_norm
+from hpcrl.model.layers import LATENT_NORM_EPS
 from hpcrl.model.rope import deinterleave
 from hpcrl.model.shape import LatentAttention, ModelShape
 

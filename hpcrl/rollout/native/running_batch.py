@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcrl.rollout.native.block_pool import Moves
-from hpcrl.rollout.native.sequence import Sequence
+from hpcrl.rollout.native.kv_cache import Moves
+from hpcrl.rollout.native.scheduler import Sequence
 from hpcrl.rollout.protocol import SamplingParams
 
 PART = 64  # tokens of a row that wait in its buffer, until they go to its sequence

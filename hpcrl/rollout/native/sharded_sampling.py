@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcrl.kernels import sampling as kernels
 from hpcrl.kernels.dispatch import use_triton
-from hpcrl.rollout.native.tensor_parallel import TensorParallel
+from hpcrl.rollout.native.decoder import TensorParallel
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout.sampling import Sampled, checked, sample
 

@@ -1,17 +1,142 @@
-"""From our configuration to the arguments of TensorRT-LLM's engine: pure, and refused early where it cannot be."""
+"""Arguments, sampling parameters, requests and outputs: translation between hpcrl and TensorRT-LLM. Pure functions.
+
+Two choices of 1.2.1 decide the rest. Its C++ sampler (sampler_type="TRTLLMSampler") takes a seed per request and gives
+the log-prob of the sampled token among the whole vocabulary, after temperature: our definition. The torch sampler has
+one generator for all requests, and log-probs before temperature of the likeliest token, not of the sampled one.
+That C++ sampler leaves a token equal to `end_id` out of its result, with its log-prob; a stop word stays.
+"""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hpcrl.config.rollout_rules import check_tensorrt_llm
+import numpy as np
+
+from hpcrl.config.rollout_rules import TENSORRT_LLM_TOP_K, check_tensorrt_llm
 from hpcrl.config.schema import Config
-from hpcrl.model.hf.config_json import CONFIG, read_config, read_shape
-from hpcrl.model.kv_memory import kv_bytes_per_token
+from hpcrl.model.hf.families import CONFIG, read_config, read_shape
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.tensorrt_llm.sampling import SAMPLER
+from hpcrl.model.sizes import kv_bytes_per_token
+from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
+
+SAMPLER = "TRTLLMSampler"
+NUM_LOG_PROBS = 1  # 0 asks 1.2.1 for none
+
+
+def request_seed(request: Request, *, seed: int, step: int) -> int:
+    """63 bits of blake2b over what keys our own random numbers: seed, uid, position, sample index and step.
+
+    The position is the first one to draw, so that what resumes a sequence does not repeat the numbers of its start.
+    """
+    place = struct.pack("<qqqq", seed, len(request.prefix_ids), request.sample_index, step)
+    digest = blake2b(place + request.uid.encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int, step: int) -> dict[str, Any]:
+    """Keyword arguments for one request. Raises InputError for what 1.2.1 cannot do."""
+    if sampling.top_k > TENSORRT_LLM_TOP_K:
+        raise InputError(
+            f"top_k={sampling.top_k} is more than TensorRT-LLM's sampler keeps; "
+            f"use {TENSORRT_LLM_TOP_K} or less, or -1 for all"
+        )
+    greedy = sampling.temperature == 0
+    stops = [] if sampling.ignore_eos else list(sampling.eos_token_ids)
+    return {
+        "max_tokens": new_tokens(request, sampling),
+        "temperature": 1.0 if greedy else sampling.temperature,  # log-probs of a greedy token are under temperature 1
+        "top_k": 1 if greedy else max(sampling.top_k, 0),
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "seed": request_seed(request, seed=seed, step=step),
+        "end_id": stops[0] if stops else 0,  # unused under ignore_eos, but None makes the package ask for a tokenizer
+        "pad_id": stops[0] if stops else 0,
+        "ignore_eos": True,
+        "stop_token_ids": stops or None,
+        "include_stop_str_in_output": True,
+        "logprobs": NUM_LOG_PROBS,
+        "detokenize": False,
+        "add_special_tokens": False,
+        "exclude_input_from_output": True,
+    }
+
+
+def new_tokens(request: Request, sampling: SamplingParams) -> int:
+    """Tokens to draw at most."""
+    if request.max_new_tokens is not None:
+        return request.max_new_tokens
+    return sampling.max_new_tokens - len(request.prefix_ids)
+
+
+FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
+
+
+class LogProb(Protocol):
+    logprob: float
+
+
+class Output(Protocol):
+    """What is read of tensorrt_llm's CompletionOutput."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[Mapping[int, LogProb]]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+def input_ids(request: Request, vocab_size: int) -> list[int]:
+    """Prompt, then what is there of the response. Raises ValueError for none, or for ids that are no tokens."""
+    ids = np.concatenate([np.asarray(request.prompt_ids, np.int64), np.asarray(request.prefix_ids, np.int64)])
+    if not len(request.prompt_ids):
+        raise ValueError(f"prompt {request.uid} has no tokens; give it at least one")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(
+            f"prompt {request.uid} has token ids {ids.min()} to {ids.max()}; expected 0 to {vocab_size - 1}"
+        )
+    return [int(token) for token in ids]
+
+
+def completion(output: Output, uid: str) -> Completion:
+    """Raises RuntimeError where the output is not what version 1.2.1 is expected to give.
+
+    The entry of the sampled token is looked up: taking the first one would, under another sampler or version, give the
+    log-prob of another token, and nothing would say so.
+    """
+    reason = FINISH_REASONS.get(output.finish_reason)
+    if reason is None:
+        raise RuntimeError(
+            f"TensorRT-LLM ended prompt {uid} with finish_reason={output.finish_reason!r}; "
+            f"expected one of {', '.join(map(repr, FINISH_REASONS))}"
+        )
+    tokens, entries = list(output.token_ids), list(output.logprobs or [])
+    if reason == "abort":  # whichever of the two got further: a shorter prefix is a prefix, too
+        known = min(len(tokens), len(entries))
+        tokens, entries = tokens[:known], entries[:known]
+    if len(tokens) != len(entries):
+        raise RuntimeError(
+            f"TensorRT-LLM gave {len(tokens)} tokens and {len(entries)} log-probs for prompt {uid}; "
+            "expected one for each: run tools/gpu_check.sh"
+        )
+    missing = next((place for place, token in enumerate(tokens) if token not in entries[place]), None)
+    if missing is not None:
+        raise RuntimeError(
+            f"TensorRT-LLM gave log-probs of {sorted(entries[missing])} at token {missing} of prompt {uid} and sampled "
+            f"{tokens[missing]}; expected the sampled token's: run tools/gpu_check.sh"
+        )
+    log_probs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+    return Completion(np.array(tokens, np.int32), np.array(log_probs, np.float32), reason)
+
+
+def nothing_drawn() -> Completion:
+    """Of a request that was aborted before its first token."""
+    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort")
+
 
 TOKENS_PER_BLOCK = 32  # of its paged KV cache
 ITEMSIZE = 2  # bytes: bfloat16 is the only dtype

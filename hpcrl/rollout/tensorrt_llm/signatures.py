@@ -1,4 +1,4 @@
-"""What the adapter calls in tensorrt_llm, as a table, and the comparison with what is installed.
+"""What the adapter calls in tensorrt_llm, compared with what is installed: `hpcrl check --trtllm`.
 
 It says that the calls of worker.py would be accepted by the functions that are there. That they do what they did in
 1.2.1 it cannot say.
@@ -6,11 +6,19 @@ It says that the calls of worker.py would be accepted by the functions that are 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcrl.runtime import trtllm
+from hpcrl.runtime.check import Finding, cuda, package, torch
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.world import abort
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 
 VERSION = "1.2.1"
 PUBLISHED = "1.2.1's documentation"
@@ -125,3 +133,32 @@ def self_test(load: Import) -> None:
     if len(found) > 1:
         what.append(f"and {len(found) - 1} more")
     raise InputError(f"{'; '.join(what)}; see `hpcrl check --trtllm`, or use rollout.engine=native")
+
+
+def findings(comm: MPI.Intracomm) -> list[Finding]:
+    """Collective over all ranks: where MPI allows it, tensorrt_llm is imported."""
+    found = [torch(), _gpu(), package("tensorrt_llm")]
+    try:
+        trtllm.import_on_all_ranks(comm)
+    except InputError as error:
+        if not error.everywhere:  # the others may spin in the import
+            abort(error, rank=comm.rank, role="check", phase="import")
+        return [*found, Finding("TensorRT-LLM", "cannot be used", str(error))]
+    return [*found, *compared(importlib.import_module)]
+
+
+def compared(load: Import) -> list[Finding]:
+    """Version and signatures, a line each."""
+    version = wrong_version(load)
+    lines = [Finding("TensorRT-LLM", f"written for {VERSION}, never run", version)]
+    for expected in TABLE:
+        why = problem(expected, load)
+        lines.append(Finding(f"  {expected.name}", "as expected" if why is None else why, why))
+    return lines
+
+
+def _gpu() -> Finding:
+    seen = cuda()
+    if "x" in seen.found.split() and seen.wrong is None:
+        return seen
+    return Finding(seen.name, seen.found, seen.wrong or "TensorRT-LLM needs CUDA and a GPU; use rollout.engine=native")

@@ -1,4 +1,4 @@
-"""The edges: the one module that calls tensorrt_llm, which it imports when an engine is built and not before.
+"""The one module that calls tensorrt_llm, which it imports when an engine is built.
 
 Private parts of 1.2.1 are used here, each of them listed in signatures.TABLE. Never run.
 """
@@ -10,18 +10,43 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hpcrl.rollout.tensorrt_llm.conversion import Output
+from hpcrl.rollout.tensorrt_llm.arguments import Output
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from hpcrl.model.params import Shard
+
+
+def buffers(named: Iterable[tuple[str, Tensor]], expected: Sequence[Shard], tp_rank: int) -> dict[str, Tensor]:
+    """This rank's parameters by name, in the order of `expected`.
+
+    Raises RuntimeError when one is missing, has another shape, or is there without being in the plan: it would keep
+    the random values that the engine started with. Parameters that are neither weight nor bias are constants.
+    """
+    found = {name: parameter.detach() for name, parameter in named}
+    wanted = {shard.local_name: shard for shard in expected}
+    missing = [name for name in wanted if name not in found]
+    surplus = [name for name in found if name not in wanted and name.endswith((".weight", ".bias"))]
+    differ = [
+        f"{name} {tuple(found[name].shape)}, {shard.local_shape} expected"
+        for name, shard in wanted.items()
+        if name in found and tuple(found[name].shape) != shard.local_shape
+    ]
+    if missing or surplus or differ:
+        parts = (("missing", missing), ("unknown", surplus), ("of another shape", differ))
+        told = "; ".join(f"{len(names)} {what}, such as {names[0]}" for what, names in parts if names)
+        raise RuntimeError(f"TensorRT-LLM's parameters are not those of the refit plan on TP rank {tp_rank}: {told}")
+    return {name: found[name] for name in wanted}
+
 
 KV_CACHE = "kv_cache"  # the tag of its memory; all others would be copied to the host and back
 SECONDS_PAUSED = 60.0  # its hang detector goes on counting while the loop is paused, for minutes

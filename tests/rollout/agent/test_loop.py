@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from hpcrl.algorithms.metrics import finish
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
 from hpcrl.rollout.agent.loop import AgentLoop
-from hpcrl.rollout.agent.statistics import turn_metrics
+from hpcrl.rollout.agent.moderator import turn_metrics
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.runtime.exits import InputError
 from tests.rollout.agent.scripted import ScriptedEngine
 
 TOOLS = """
 import os, sys, time
-from hpcrl.rollout.agent.parsers import ToolCall, register_tool_parser
+from hpcrl.rollout.agent.tools import ToolCall, register_tool_parser
 from hpcrl.rollout.agent.tools import tool
 
 @tool

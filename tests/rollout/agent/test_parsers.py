@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.agent.parsers import BadCall, ToolCall, hermes, plain_json, register_tool_parser, tool_parser
+from hpcrl.rollout.agent.tools import BadCall, ToolCall, hermes, plain_json, register_tool_parser, tool_parser
 from hpcrl.runtime.exits import InputError
 
 VALUES = st.recursive(

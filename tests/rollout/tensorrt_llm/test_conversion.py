@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcrl.rollout.protocol import Request
-from hpcrl.rollout.tensorrt_llm.conversion import completion, input_ids
+from hpcrl.rollout.tensorrt_llm.arguments import completion, input_ids
 from tests.rollout.tensorrt_llm.standins import output
 
 

@@ -11,7 +11,7 @@ from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
-from hpcrl.rollout.tensorrt_llm.weights import buffers
+from hpcrl.rollout.tensorrt_llm.worker import buffers
 
 LAYER = "model.layers.{}."
 

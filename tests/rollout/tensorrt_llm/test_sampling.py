@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm import signatures
-from hpcrl.rollout.tensorrt_llm.sampling import request_seed, sampling_arguments
+from hpcrl.rollout.tensorrt_llm.arguments import request_seed, sampling_arguments
 from hpcrl.runtime.exits import InputError
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpcrl.rollout.tensorrt_llm import signatures
-from hpcrl.rollout.tensorrt_llm.check import compared
+from hpcrl.rollout.tensorrt_llm.signatures import compared
 from hpcrl.runtime.exits import InputError
 from tests.rollout.tensorrt_llm.standins import StandIn
 

@@ -1,0 +1,99 @@
+"""Modules of megatron's layer spec: RMSNorm, SwiGLU, parallel linear layers in exact mode, heads of value models."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from torch import Tensor
+
+from hpcrl.kernels.layers import rms_norm, swiglu
+from hpcrl.model.exact import exact_linear, exact_sum
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+LATENT_NORM_EPS = 1e-6  # of the latents of attention, in all models that have them, whatever their other norms'
+
+
+class RMSNorm(torch.nn.Module):
+    """Megatron's norm interface; its own torch wrapper refuses sequence parallelism.
+
+    The native rollout engine calls the same function, so that their log-probs agree.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.eps)
+
+
+class SwiGLU(torch.nn.Module):
+    def __init__(self, config: object) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x)
+
+    def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
+        """Nothing: megatron's MLP asks each of its modules."""
+        return {}
+
+
+def use_exact_linear(model: torch.nn.Module) -> None:
+    """Let every parallel linear layer of `model` (without sequence parallelism) compute by `exact_linear`."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear):
+            module._forward_impl = partial(_column_product, module)
+        elif isinstance(module, RowParallelLinear):
+            module.forward = partial(_row_parallel, module)
+
+
+def _column_product(
+    layer: ColumnParallelLinear, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    if options["allreduce_dgrad"]:  # megatron sums the input's gradient over ranks in the product's backward pass
+        input = copy_to_tensor_model_parallel_region(input, group=layer.tp_group)
+    product = exact_linear(input, weight)
+    return product if bias is None else product + bias
+
+
+def _row_parallel(layer: RowParallelLinear, input: Tensor) -> tuple[Tensor, None]:
+    return _SumOverRanks.apply(exact_linear(input, layer.weight), layer.tp_group), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Every rank goes on with the same sum, so the gradient of each part is the sum's."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        return exact_sum(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class ScalarHead(torch.nn.Module):
+    """One number per token: a linear layer without bias, in fp32, held whole by every tensor-parallel rank.
+
+    A critic's value or a reward model's score. Its weight starts at 0: a new critic says 0 everywhere and the first
+    advantages are those of no critic; a new reward model prefers nothing.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32))
+
+    def forward(self, hidden_states: Tensor, weight: None = None, **_: object) -> tuple[Tensor, None]:
+        """(..., hidden_size) -> (..., 1) fp32, and no bias: the signature of megatron's output layer."""
+        return torch.nn.functional.linear(hidden_states.float(), self.weight), None
