@@ -28,7 +28,7 @@ from hpcrl.grid.groups import make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.run.saver import Saver
-from hpcrl.runtime import children
+from hpcrl.sandbox import fork_server
 from hpcrl.runtime.rendezvous import KeyValueStore
 from hpcrl.runtime.world import finish, start_mpi, start_torch
 from hpcrl.telemetry.progress import PhaseTimers
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one line for programs in place of the table")
     options = parser.parse_args()
-    children.start()
+    fork_server.start()
     world = start_torch(start_mpi())
     layouts = {"actor": Layout(tuple(range(world.size)))}
     shape = ModelShape(

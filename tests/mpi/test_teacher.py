@@ -76,8 +76,8 @@ def config_of(**sections: Any) -> Config:
 def program(controller: Controller) -> dict[str, Any]:
     batch = DataProto({}, {"position": np.arange(len(make_batch()))})
     batch = batch.union(controller["actor"].write(batch).get())
-    sampled = controller["teacher"].compute_teacher_log_prob(batch).get().fetch("teacher_log_prob")
-    batch = batch.union(controller["teacher"].compute_teacher_topk(batch).get())
+    batch = batch.union(controller["teacher"].compute_teacher_log_prob(batch).get())
+    sampled = batch.fetch("teacher_log_prob")
     norms = controller["actor"].learn(batch).get()
     return {"sampled": sampled, "norms": norms, **{name: batch.fetch(name) for name in COLUMNS}}
 

@@ -20,7 +20,7 @@ from tests.run.test_ends import TP2
 from tests.runtime.conftest import MPIEXEC, start  # noqa: F401  # fixture
 from tests.runtime.test_ends import left_of
 
-HANGING_JOB = Path(__file__).parents[1] / "launch" / "hanging_job.py"
+HANGING_JOB = Path(__file__).parents[1] / "runtime" / "hanging_job.py"
 STEP = 2  # in which it hangs
 ROLES = {"update_actor": "actor", "generate": "rollout"}
 PATIENCE = {"publish_seconds": 0.5, "min_seconds": 6.0, "factor": 2.0, "first_seconds": 240.0}

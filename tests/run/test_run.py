@@ -12,7 +12,7 @@ from hpcrl.config.schema import Config
 from hpcrl.run.start import find_start
 from hpcrl.runtime.exits import InputError
 
-ALONE = SimpleNamespace(rank=0, together=lambda look: look(), broadcast=lambda found: found)
+ALONE = SimpleNamespace(rank=0, run_collectively=lambda look: look(), broadcast_object=lambda found: found)
 
 
 @pytest.mark.parametrize("needs_ref", [False, True])

@@ -14,7 +14,7 @@ from hpcrl.runtime import check_job
 WRONG = sys.argv[1]
 RANK = int(os.environ["PMI_RANK"])
 os.environ["SLURMD_NODENAME"] = f"n{RANK // 2}"
-check_job.see_canary = functools.partial(check_job.see_canary, patience=1.0)
+check_job.see_canary = functools.partial(check_job.see_canary, timeout=1.0)
 version = metadata.version
 
 

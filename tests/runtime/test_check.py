@@ -35,7 +35,7 @@ def test_half_installed_transformer_engine_is_named(run: Callable, tmp_path: Pat
     (package / "__init__.py").write_text('raise FileNotFoundError("libtransformer_engine.so")\n')
     ended = run(sys.executable, "-m", "hpcrl", "check")  # `python -m` looks into the working folder first
     assert ended.code == 1
-    assert "wrong: transformer-engine: it is there but cannot be imported" in ended.stdout
+    assert "wrong: transformer-engine: it is installed but cannot be imported" in ended.stdout
     assert "wrong: megatron-core: cannot be imported because Transformer Engine is half-installed" in ended.stdout
 
 
@@ -72,4 +72,4 @@ def test_a_note_does_not_fail_but_a_need_does(capsys: pytest.CaptureFixture[str]
     fine, note = check.Finding("a", "1"), check.Finding("b", "2", "slow", needed=False)
     assert check.report([fine, note]) == 0
     assert check.report([fine, note, check.Finding("c", "3", "missing")]) == 1
-    assert "1 thing to mend" in capsys.readouterr().out
+    assert "1 thing to fix" in capsys.readouterr().out
