@@ -60,7 +60,7 @@ def test_slices_end_before_their_allocation_does(lab: Lab, tmp_path: Path) -> No
     lab.until(lambda: len(json.loads(slices.read_text())) == 2, "in its second slice", job)
     lab.run("scancel", job)
     said = (tmp_path / "job.out").read_text()
-    assert ": the allocation ends in " in said and "DUE TO TIME LIMIT" not in said
+    assert "stopping: the allocation ends in " in said and "DUE TO TIME LIMIT" not in said
     times = json.loads(slices.with_name("times.json").read_text())
     assert min(times[name] for name in ("setup_s", "step_s", "save_s")) > 0
     assert all(a["step"] < b["step"] for a, b in itertools.pairwise(json.loads(slices.read_text())))
