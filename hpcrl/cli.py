@@ -117,7 +117,9 @@ def memory_advice(
 ) -> str:
     from hpcrl.plan.out_of_memory import advice
 
-    return f"to need less: {job.memory_advice}" if job.memory_advice else advice(config, num_ranks, rank, role, phase)
+    if job.memory_advice:
+        return f"to need less: {job.memory_advice}"
+    return advice(config, num_ranks, rank, role, phase, job.own_specs())
 
 
 def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayouts:

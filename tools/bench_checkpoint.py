@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import checkout  # noqa: F401
 
-from hpcrl.config.schema import OptimConfig, TrainerConfig
+from hpcrl.config.roles import ACTOR
+from hpcrl.config.schema import Config, OptimConfig, TrainerConfig
 from hpcrl.controller.controller import Controller, run_program
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import make_groups
@@ -47,6 +48,8 @@ class Seconds(NamedTuple):
 
 
 class BenchWorker(ModelWorker):
+    spec = ACTOR
+
     @register(Dispatch.ONE_TO_ALL)
     def num_weights(self) -> int:
         return sum(tensor.numel() for tensor in self.engine.named_shards().values())
@@ -92,7 +95,7 @@ def main() -> None:
         vocab_size=1024,
     )
     groups = make_groups(layouts, world.rank)["actor"]
-    worker = BenchWorker(groups, shape, head="lm", dtype="float32", seed=1, optim=OptimConfig(), total_updates=1)
+    worker = BenchWorker(groups, shape, Config(), optim=OptimConfig(), total_updates=1)
     program = lambda controller: measure(world.key_value_store, controller, world.size, options)  # noqa: E731
     run_program(world, {"actor": worker}, {"actor": BenchWorker}, layouts, program)
     finish(0)

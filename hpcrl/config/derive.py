@@ -6,7 +6,7 @@ Pure functions without torch or MPI, so a job template can be checked on a login
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
@@ -14,6 +14,7 @@ from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.lora_rules import check_lora
 from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.roles import ACTOR, CRITIC, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec
 from hpcrl.config.rollout_rules import check_rollout
 from hpcrl.config.schema import Config, LossAggMode
 
@@ -24,7 +25,6 @@ ESTIMATOR_INPUTS = {
     "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
     "tir_optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
 }
-ROLES = ("actor", "critic", "ref", "teacher", "reward", "rollout")
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,18 @@ class Derived(RoleLayouts):
 
 
 def check(
-    config: Config, world_size: int, *, inputs: Collection[str] | None = None, optional: Collection[str] = ()
+    config: Config,
+    world_size: int,
+    *,
+    inputs: Collection[str] | None = None,
+    optional: Collection[str] = (),
+    own_roles: Sequence[RoleSpec] = (),
 ) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
     `inputs` are the tensors that the advantage estimator takes (`AdvEstimator.inputs`); without them they are those of
     ESTIMATOR_INPUTS, and an estimator of the user takes none. `optional` are those that it uses if the batch has them.
+    `own_roles` are those that a job adds.
     """
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
     if inputs is None:
@@ -108,15 +114,16 @@ def check(
     # The model that the adapters started from is on the actor's ranks already.
     ref_in_actor = needs_ref and config.model.lora_rank > 0 and config.placement.ref == config.placement.actor
     needs = {
-        "actor": True,
-        "critic": "values" in inputs,
-        "ref": needs_ref and not ref_in_actor,
-        "teacher": config.distillation.enabled,
-        "reward": config.reward.reward_model.enable,
-        "rollout": True,
+        ACTOR: True,
+        CRITIC: "values" in inputs,
+        REF: needs_ref and not ref_in_actor,
+        TEACHER: config.distillation.enabled,
+        REWARD: config.reward.reward_model.enable,
+        ROLLOUT: True,
     }
-    needs_critic = needs["critic"]
-    roles = place(config, [role for role in ROLES if needs[role]], world_size)
+    used = [*(spec for spec in PLACED if needs[spec]), *(spec for spec in own_roles if not spec.on)]
+    needs_critic = needs[CRITIC]
+    roles = place(config, used, world_size)
     if not data.train_files:
         raise ConfigError("data.train_files is empty; name at least one Parquet or JSONL file of prompts")
     longest = check_lengths(config)
@@ -131,28 +138,19 @@ def check(
         )
     _check_loop(config, needs_critic)
 
-    budgets = {"actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu}
     mini_batches = {"actor.ppo_mini_batch_size": actor.ppo_mini_batch_size}
-    ref_max_tokens = config.ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-    teacher_max_tokens = config.teacher.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     critic_mini_batch = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
     if needs_critic:
-        budgets["critic.ppo_max_token_len_per_gpu"] = critic.ppo_max_token_len_per_gpu
         mini_batches["critic.ppo_mini_batch_size"] = critic_mini_batch
-    if needs_ref:
-        budgets["ref.log_prob_max_token_len_per_gpu"] = ref_max_tokens
-    if needs["teacher"]:
-        budgets["teacher.log_prob_max_token_len_per_gpu"] = teacher_max_tokens
-    if needs["reward"]:
-        budgets["reward.reward_model.max_token_len_per_gpu"] = config.reward.reward_model.max_token_len_per_gpu
     for key, prompts in mini_batches.items():
         if prompts > data.train_batch_size:
             raise ConfigError(
                 f"{key}={prompts} exceeds data.train_batch_size={data.train_batch_size} (both in prompts); "
                 f"use {data.train_batch_size} or less"
             )
-    for key, tokens in budgets.items():
-        check_budget(key, tokens, longest)
+    for spec in [*used, REF] if ref_in_actor else used:
+        if spec.max_tokens:
+            check_budget(f"{spec.path}.{spec.max_tokens}", spec.token_budget(config), longest)
 
     critic_epochs = critic.ppo_epochs or actor.ppo_epochs
     loss_scale_factor = actor.loss_scale_factor or float(data.max_response_length)
@@ -165,8 +163,8 @@ def check(
         needs_critic=needs_critic,
         needs_ref=needs_ref,
         ref_in_actor=ref_in_actor,
-        needs_teacher=needs["teacher"],
-        needs_reward_model=needs["reward"],
+        needs_teacher=needs[TEACHER],
+        needs_reward_model=needs[REWARD],
         needs_old_log_prob=not algorithm.rollout_correction.bypass_mode,
         old_log_prob_in_update=actor_updates == 1 and not read_before_update and not actor.separate_old_log_prob,
         needs_sum_pi_squared=needs_sum_pi_squared,
@@ -185,8 +183,8 @@ def check(
         ),
         loss_scale_factor=loss_scale_factor,
         critic_loss_scale_factor=critic.loss_scale_factor or loss_scale_factor,
-        ref_max_tokens=ref_max_tokens,
-        teacher_max_tokens=teacher_max_tokens,
+        ref_max_tokens=REF.token_budget(config),
+        teacher_max_tokens=TEACHER.token_budget(config),
     )
 
 

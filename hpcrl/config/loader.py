@@ -20,9 +20,9 @@ __all__ = ["ConfigError", "dump_config", "load_config", "quoted"]
 KeyPath = tuple[str, ...]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), schema: type[Config] = Config) -> Config:
     """The config of a YAML file (None: the defaults), of the files that it extends, and of overrides such as
-    `actor.optim.lr=2e-6`.
+    `actor.optim.lr=2e-6`. schema: its class.
 
     Later wins: extended file, file, overrides from left to right. Mappings are merged, all else is replaced.
     Raises ConfigError with one line that says where, what was found and what was expected.
@@ -31,9 +31,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
     try:
-        return Config.model_validate(tree.plain())
+        return schema.model_validate(tree.plain())
     except ValidationError as error:
-        raise ConfigError(_explain(error, tree)) from None
+        raise ConfigError(_explain(error, tree, schema)) from None
 
 
 def dump_config(config: Config) -> str:
@@ -105,14 +105,14 @@ def _merge(base: Node, over: Node) -> Node:
     return Node(merged, over.place)
 
 
-def _explain(error: ValidationError, tree: Node) -> str:
+def _explain(error: ValidationError, tree: Node, schema: type[Config]) -> str:
     """One line for the first error; unknown keys first, because a misspelt key is often why another is wrong."""
     errors = error.errors(include_url=False)
     unknown = [item for item in errors if item["type"] == "extra_forbidden"]
     first = (unknown or errors)[0]
     path, node = _locate(tree, first["loc"])
     if unknown:
-        return f"{node.place}: unknown key {_dotted(path)}; {_suggest(path)}"
+        return f"{node.place}: unknown key {_dotted(path)}; {_suggest(path, schema)}"
     # members of a union fail one by one, each with its own expectation of the same value
     wanted = [_expected(item) for item in errors if _locate(tree, item["loc"])[0] == path]
     return f"{node.place}: {_dotted(path)} is {_describe(node)}; expected {' or '.join(dict.fromkeys(wanted))}"
@@ -186,7 +186,7 @@ def _expected(item: Any) -> str:
     return str(item["msg"])
 
 
-def _known_keys(section: type[Section] = Config, prefix: KeyPath = ()) -> Iterator[KeyPath]:
+def _known_keys(section: type[Section], prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Every key of the schema, sections included; a list of sections has the keys of its entries."""
     for name, field in section.model_fields.items():
         yield (*prefix, name)
@@ -226,10 +226,10 @@ OF_VERL = {  # keys of verl that have no namesake here -> what to write
 }
 
 
-def _suggest(path: tuple[int | str, ...]) -> str:
+def _suggest(path: tuple[int | str, ...], schema: type[Config]) -> str:
     """What to write instead of an unknown key: the same key of another section, or the nearest one of this."""
     keys = [part for part in path if isinstance(part, str)]
-    known = list(_known_keys())
+    known = list(_known_keys(schema))
     if keys[0] == "actor_rollout_ref":
         return "names are verl's without the prefix 'actor_rollout_ref.'"
     if keys[-1] in OF_VERL:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.errors import ConfigError
+from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, ModelConfig, RolePlacement
 
 AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
@@ -35,20 +36,22 @@ class PlacedRole:
         return {"ranks": self.ranks, **{axis: getattr(self, axis) for axis in AXES}}
 
 
-def place(config: Config, used: Sequence[str], world_size: int) -> dict[str, PlacedRole]:
+def place(config: Config, used: Sequence[RoleSpec], world_size: int) -> dict[str, PlacedRole]:
+    """Ranks and layout of each role; ConfigError, one line, where its pool or its model cannot be divided so."""
     placement = config.placement
     pools = {
         name: parse_ranks(text, world_size, key=f"placement.pools.{name}") for name, text in placement.pools.items()
     }
     roles = {}
-    for name in used:
+    for spec in used:
+        name = spec.name
         role: RolePlacement = getattr(placement, name)
         if role.pool not in pools:
             nearest = difflib.get_close_matches(role.pool, pools, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known pools: {', '.join(pools)}"
             raise ConfigError(f"placement.{name}.pool={role.pool} is not in placement.pools; {hint}")
         _check_supported(name, role)
-        model = architecture(config, name)
+        model = spec.architecture(config)
         if model.path is None:  # a Hugging Face directory has its own sizes, checked where it is read
             _check_shape(model)
             _check_divides_model(name, role, model)
@@ -68,12 +71,6 @@ def place(config: Config, used: Sequence[str], world_size: int) -> dict[str, Pla
         sizes = {axis: getattr(role, axis) for axis in AXES}
         roles[name] = PlacedRole(role.pool, ranks, dp=len(ranks) // size, **sizes)
     return roles
-
-
-def architecture(config: Config, role: str) -> ModelConfig:
-    """What a role's model looks like: the actor's, unless the role has one of its own."""
-    own = {"teacher": config.teacher.model, "reward": config.reward.reward_model.model}
-    return own.get(role) or config.model
 
 
 def _check_supported(name: str, role: RolePlacement) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -64,6 +66,9 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         return {key: value for key, value in values.items() if value is not None or key not in cls.null_is_default}
+
+
+S = TypeVar("S", bound=Section)
 
 
 def _one_or_several(value: object) -> object:
@@ -836,3 +841,28 @@ class Config(Section):
         models = [self.model, self.teacher.model, self.reward.reward_model.model]
         found = {model.dtype for model in models if model is not None}
         return found | ({self.rollout.dtype} if self.rollout.dtype else set())
+
+
+def extended(
+    base: type[Config], sections: Mapping[str, type[Section]], roles: Iterable[str], *, qualname: str, module: str
+) -> type[Config]:
+    """`base` with further sections, whose defaults are those of their classes, and with layouts of further roles.
+
+    Objects of the class can be pickled if it is found in `module` under `qualname`.
+    """
+
+    def make(base: type[S], name: str, fields: Mapping[str, Any]) -> type[S]:
+        made: type[S] = create_model(name.split(".")[-1], __base__=base, __module__=module, **fields)
+        made.__qualname__ = name
+        return made
+
+    def default(kind: type[Section], text: str) -> tuple[type[Section], Any]:
+        return kind, Field(default_factory=kind, description=text)
+
+    known: Any = base.model_fields["placement"].annotation
+    layouts = {role: default(RolePlacement, f"layout of {role}") for role in roles if role not in known.model_fields}
+    placement = make(known, f"{qualname}.placement_class", layouts)
+    fields = {name: default(kind, (kind.__doc__ or name).split("\n")[0]) for name, kind in sections.items()}
+    made = make(base, qualname, fields | {"placement": default(placement, "which ranks do what")})
+    made.placement_class = placement  # type: ignore[attr-defined]
+    return made

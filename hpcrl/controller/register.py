@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.rank_status import RankStatus
@@ -140,8 +140,6 @@ class Worker:
     replica. The result of the replica's leader counts; those of the other ranks are dropped.
     """
 
-    # The roles on whose ranks it lives, for a worker that placement does not name.
-    colocated_with: ClassVar[tuple[str, ...]] = ()
     context: WorkerContext  # set by the executor
 
     def __init__(self, layout: Layout, rank: int) -> None:

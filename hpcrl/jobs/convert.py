@@ -13,6 +13,7 @@ from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
+from hpcrl.config.roles import ACTOR, EXPORT, POLICY
 from hpcrl.config.schema import CheckpointConfig, Config
 from hpcrl.run.job import Job
 from hpcrl.run.weights_config import config_of, folder_of
@@ -48,7 +49,7 @@ class Convert(Job):
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
-        return RoleLayouts(num_ranks, place(config, ["actor"], num_ranks))
+        return RoleLayouts(num_ranks, place(config, [ACTOR], num_ranks))
 
     def main(self) -> int:
         from hpcrl.run.start import find_start
@@ -59,8 +60,7 @@ class Convert(Job):
         start = find_start(world, config)
         source = start.init_from
         assert source is not None
-        roles = {"actor": "hpcrl.workers.policy:PolicyWorker", "export": ""}
-        team = build_team(world, config, self.derived, Inputs(shape), roles)
+        team = build_team(world, config, self.derived, Inputs(shape), [POLICY, EXPORT])
         code = self.run_program(team, lambda controller: convert(world, controller, config, source, target))
         return DONE if code is None else code  # rank 0 has it
 

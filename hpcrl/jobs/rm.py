@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,8 @@ from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.lora_rules import refuse_lora
-from hpcrl.config.placement import architecture, place
+from hpcrl.config.placement import place
+from hpcrl.config.roles import REWARD, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.run.job import TrainingJob
 
@@ -87,7 +88,7 @@ class RewardModel(TrainingJob):
         check_steps(config, "rm")
         check_checkpoints(config.trainer)
         refuse_lora(config, "rm")
-        roles = place(config, ["reward"], num_ranks)
+        roles = place(config, [REWARD], num_ranks)
         if not config.data.train_files:
             raise ConfigError(
                 "data.train_files is empty; name at least one Parquet or JSONL file of chosen and rejected"
@@ -110,7 +111,7 @@ class RewardModel(TrainingJob):
         from hpcrl.workers.team import Inputs, read_model
 
         tokenizer, shape = read_model(self.config)
-        shape = shape_of(architecture(self.config, "reward"), shape.vocab_size)
+        shape = shape_of(REWARD.architecture(self.config), shape.vocab_size)
         data, rm, pairs = self.config.data, self.config.rm, {}
         files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
         for split, (paths, max_samples) in files.items():
@@ -126,9 +127,9 @@ class RewardModel(TrainingJob):
                 )
         return Inputs(shape, tokenizer, pairs=pairs)
 
-    def roles(self) -> dict[str, str]:
-        module = "hpcrl.workers.preference"
-        return {"reward": f"{module}:PreferenceWorker", "data": f"{module}:PreferenceDataWorker"}
+    def roles(self) -> list[RoleSpec]:
+        model = replace(REWARD, worker="hpcrl.workers.preference:PreferenceWorker", trains=True)
+        return [model, RoleSpec("data", "hpcrl.workers.preference:PreferenceDataWorker", on=("reward",))]
 
     def total_steps(self) -> int:
         return self.config.rm.total_training_steps

@@ -18,6 +18,7 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import quoted
 from hpcrl.config.placement import place
+from hpcrl.config.roles import ACTOR, POLICY
 from hpcrl.config.schema import Config
 from hpcrl.run.job import Job
 from hpcrl.run.weights_config import config_of
@@ -58,7 +59,7 @@ class Score(Job):
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
-        return RoleLayouts(num_ranks, place(config, ["actor"], num_ranks))
+        return RoleLayouts(num_ranks, place(config, [ACTOR], num_ranks))
 
     def main(self) -> int:
         from hpcrl.run.start import find_start
@@ -74,7 +75,7 @@ class Score(Job):
             raise InputError(f"--out {target} is a folder; name a file", everywhere=True)
         longest = shape.max_position_embeddings
         sequences = world.run_collectively(lambda: read_sequences(Path(source), shape.vocab_size, longest))
-        team = build_team(world, config, self.derived, Inputs(shape), {"actor": "hpcrl.workers.policy:PolicyWorker"})
+        team = build_team(world, config, self.derived, Inputs(shape), [POLICY])
         policy = cast("PolicyWorker | None", team.workers.get("actor"))
         if start.init_from is None and world.rank == 0:
             log.warning("model.path and model.init_from are null: these are the log-probs of random weights")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths, check_steps
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.placement import place
+from hpcrl.config.roles import ACTOR, EXPORT, REFIT, ROLLOUT, SCORER, RoleSpec
 from hpcrl.config.schema import Config, ValKwargs
 from hpcrl.run.job import TrainingJob
 
@@ -64,7 +65,7 @@ class Sft(TrainingJob):
         check_steps(config, "sft")
         check_checkpoints(config.trainer)
         samples = sft.eval_freq > 0
-        roles = place(config, ["actor", "rollout"] if samples else ["actor"], num_ranks)
+        roles = place(config, [ACTOR, ROLLOUT] if samples else [ACTOR], num_ranks)
         if not config.data.train_files:
             raise ConfigError(
                 "data.train_files is empty; name at least one Parquet or JSONL file of prompts and answers"
@@ -97,11 +98,11 @@ class Sft(TrainingJob):
         add_validation_prompts(inputs, self.config, self.world)
         return inputs
 
-    def roles(self) -> dict[str, str]:
-        found = {"actor": "hpcrl.workers.sft:SftActorWorker", "data": "hpcrl.workers.sft:SftDataWorker"}
-        if self.config.trainer.save_hf or self.config.model.lora_rank > 0:
-            found["export"] = ""
-        return found | dict.fromkeys(("rollout", "scorer", "refit") if "rollout" in self.derived.roles else (), "")
+    def roles(self) -> list[RoleSpec]:
+        actor = replace(ACTOR, worker="hpcrl.workers.sft:SftActorWorker")
+        data = RoleSpec("data", "hpcrl.workers.sft:SftDataWorker", on=("actor",))
+        export = [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
+        return [actor, data, *export, *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else [])]
 
     def total_steps(self) -> int:
         return self.config.sft.total_training_steps

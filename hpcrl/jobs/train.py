@@ -10,6 +10,7 @@ import numpy as np
 
 from hpcrl.config import algorithm_rules, derive
 from hpcrl.config.derive import Derived
+from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, EXPORT, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.prepare import derive as derive_with_torch
@@ -100,11 +101,11 @@ class Train(TrainingJob):
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> Derived:
-        return derive.check(config, num_ranks)
+        return derive.check(config, num_ranks, own_roles=cls.own_specs())
 
     @classmethod
     def check_with_torch(cls, config: Config, num_ranks: int) -> Derived:
-        return derive_with_torch(config, num_ranks)
+        return derive_with_torch(config, num_ranks, cls.own_specs())
 
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
@@ -119,17 +120,13 @@ class Train(TrainingJob):
         self.sampler = make_sampler(inputs.prompts["train"], self.config.data, self.config.run.seed)
         return inputs
 
-    def roles(self) -> dict[str, str]:
-        own = [name for name in ("actor", "critic", "ref", "teacher", "reward") if name in self.derived.roles]
-        export = ["export"] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
-        return dict.fromkeys([*own, *export, "archive", "rollout", "scorer", "refit"], "")
+    def roles(self) -> list[RoleSpec]:
+        models = [spec for spec in (ACTOR, CRITIC, REF, TEACHER, REWARD) if spec.name in self.derived.roles]
+        export = [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
+        return [*models, *export, ARCHIVE, ROLLOUT, SCORER, REFIT]
 
     def stands_for(self, role: str) -> str:
         return "actor" if role == "ref" and self.derived.ref_in_actor else role
-
-    @property
-    def saved_roles(self) -> tuple[str, ...]:
-        return ("actor", "critic") if self.derived.needs_critic else ("actor",)
 
     @property
     def loaded_roles(self) -> tuple[str, ...]:
@@ -140,13 +137,11 @@ class Train(TrainingJob):
         return "ref" in self.derived.roles
 
     def frozen_weights(self) -> dict[str, str]:
-        config, found = self.config, {}
-        if self.derived.needs_teacher:
-            own = config.teacher.model.path if config.teacher.model else None
-            found["teacher"] = config.teacher.init_from or own or config.model.init_from or config.model.path
-        if self.derived.needs_reward_model:
-            found["reward"] = config.reward.reward_model.init_from
-        return {role: path for role, path in found.items() if path is not None}
+        found = super().frozen_weights()
+        policy = self.config.model.init_from or self.config.model.path
+        if self.derived.needs_teacher and policy is not None:
+            found.setdefault("teacher", policy)
+        return found
 
     def total_steps(self) -> int:
         from hpcrl.data.order import steps_for_epochs

@@ -21,7 +21,7 @@ from hpcrl.config.loader import load_config
 from hpcrl.config.placement import format_ranks
 from hpcrl.plan import refit
 from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes, staged_bytes
-from hpcrl.plan.memory import GIB, MIB, Job, Phase, Row, binary, cheapest_fix, tightest
+from hpcrl.plan.memory import GIB, MIB, Phase, Row, TrainingPlan, binary, cheapest_fix, tightest
 from hpcrl.plan.refit import size
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
@@ -52,7 +52,7 @@ def _parse(arguments: list[str]) -> tuple[str, list[str]]:
 
 def describe(path: str, overrides: Sequence[str] = ()) -> list[str]:
     """The table, line by line."""
-    job = Job(load_config(path, overrides))
+    job = TrainingPlan(load_config(path, overrides))
     rows = job.rows()
     in_gib = tightest(rows).total >= GIB
     unit, name = (GIB, "GiB") if in_gib else (MIB, "MiB")
@@ -78,7 +78,7 @@ def describe(path: str, overrides: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def _heading(path: str, job: Job) -> Iterator[str]:
+def _heading(path: str, job: TrainingPlan) -> Iterator[str]:
     its = job.config.job
     gpus = f"GPUs of {its.gpu_memory_gib:g} GiB" if job.on_gpu else "no GPUs (job.gpus_per_node=0)"
     yield f"plan of {path}: {job.derived.world_size} ranks, {its.nodes} nodes of {its.ntasks_per_node}, {gpus}"
@@ -92,7 +92,7 @@ def _heading(path: str, job: Job) -> Iterator[str]:
         yield line
 
 
-def _states(job: Job, cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
+def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
     for role, model in job.models.items():
         groups: dict[tuple[int, ...], list[int]] = {}
         for stage in range(model.layout.pp):
@@ -102,7 +102,7 @@ def _states(job: Job, cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
             yield f"  {role:<14}{format_ranks(stages):<8}{_ranks(ranks):<12}{cells(state)}"
 
 
-def _phases(job: Job, rows: Sequence[Row], cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
+def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
     """Places of equal numbers share a line."""
     for phase in job.phases:
         groups: dict[tuple[int, ...], list[Row]] = {}
@@ -125,7 +125,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return text if len(text) < 12 else f"{len(ranks)} from {ranks[0]}"
 
 
-def _fit(job: Job, rows: list[Row]) -> Iterator[str]:
+def _fit(job: TrainingPlan, rows: list[Row]) -> Iterator[str]:
     row, capacity = tightest(rows), job.capacity
     where = f"{row.phase} on ranks {_ranks(row.place.ranks)}: {binary(row.total)}"
     if capacity is None:
@@ -145,7 +145,7 @@ def _fit(job: Job, rows: list[Row]) -> Iterator[str]:
     yield f"  {'not counted':<22}CUDA context, NCCL's buffers, fragmentation; activations of generation are estimated"
 
 
-def _costs(job: Job) -> Iterator[str]:
+def _costs(job: TrainingPlan) -> Iterator[str]:
     roles, kept, config = checkpoint_bytes(job), kept_checkpoints(job), job.config
     if offloaded := max(job.on_hosts().values(), default=0):
         rank = max(map(job.on_host, job.places))
@@ -165,7 +165,7 @@ def _costs(job: Job) -> Iterator[str]:
     yield f"  {'node-hours':<22}{node_hours(config.job):g} at most per slice ({config.job.nodes} x {config.job.time})"
 
 
-def _built(job: Job) -> Iterator[str]:
+def _built(job: TrainingPlan) -> Iterator[str]:
     """Every distinct rank of every model, on the meta device."""
     if not (find_spec("torch") and find_spec("megatron")):
         yield f"  {'models':<22}not built: torch or megatron-core is missing here"

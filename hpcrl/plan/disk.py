@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 from hpcrl.model.params import shards
-from hpcrl.plan.memory import Job
+from hpcrl.plan.memory import TrainingPlan
 from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel
 
 RESPONSE_COLUMNS = 7  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
 
 
-def checkpoint_bytes(job: Job) -> dict[str, int]:
+def checkpoint_bytes(job: TrainingPlan) -> dict[str, int]:
     """By role: weights and optimizer state of what is trained; and the Hugging Face directory, where there is one."""
     roles = {role: _saved(model) for role, model in job.models.items() if model.optim is not None}
     if job.config.trainer.save_hf:
@@ -25,7 +25,7 @@ def checkpoint_bytes(job: Job) -> dict[str, int]:
     return roles
 
 
-def kept_checkpoints(job: Job) -> int | None:
+def kept_checkpoints(job: TrainingPlan) -> int | None:
     """How many there are at once at most, with the one that is being written; None where that is not known."""
     trainer, options = job.config.trainer, job.config.trainer.checkpoint
     if trainer.save_freq == -1:
@@ -40,7 +40,7 @@ def kept_checkpoints(job: Job) -> int | None:
     return kept if written is None else min(kept, written)
 
 
-def rollout_bytes(job: Job) -> int:
+def rollout_bytes(job: TrainingPlan) -> int:
     """Of the tokens of a step's archive at most."""
     config, derived = job.config, job.derived
     columns = RESPONSE_COLUMNS + derived.needs_ref + derived.needs_critic + derived.needs_teacher
@@ -49,7 +49,7 @@ def rollout_bytes(job: Job) -> int:
     return config.trainer.save_rollouts * derived.samples_per_step * each
 
 
-def staged_bytes(job: Job) -> int:
+def staged_bytes(job: TrainingPlan) -> int:
     """Host memory of a rank into which a save copies its part; shared over the replicas."""
     per_rank = 0
     for role, model in job.models.items():

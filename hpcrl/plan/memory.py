@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.offload import KEYS, Part, offloaded
-from hpcrl.config.placement import architecture
+from hpcrl.config.roles import ACTOR, PLACED, REF, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.lora import Lora
-from hpcrl.model.params import Head, check_adapters, role_layout
+from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_kv_bytes
 from hpcrl.plan.activations import Pass
@@ -31,7 +31,6 @@ from hpcrl.runtime.exits import InputError
 
 MIB = 2**20
 GIB = 2**30
-HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "ref": "lm", "teacher": "lm", "reward": "reward"}
 ROW_MULTIPLE = 8  # of hpcrl.engine.microbatch
 Kind = Literal["generate", "forward", "train", "refit", "save"]
 NEEDED: dict[Kind, tuple[Part, ...]] = {  # of the role that works
@@ -78,15 +77,23 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingPlan:
     """A training job. Raises ConfigError or InputError, one line, where it cannot run."""
 
     config: Config
+    own_roles: tuple[RoleSpec, ...] = ()
 
     @cached_property
     def derived(self) -> Derived:
         job = self.config.job
-        return check(self.config, job.nodes * job.ntasks_per_node)
+        return check(self.config, job.nodes * job.ntasks_per_node, own_roles=self.own_roles)
+
+    @cached_property
+    def specs(self) -> dict[str, RoleSpec]:
+        """Of the roles that megatron builds a model for."""
+        built_in = {spec.name: spec for spec in PLACED}
+        known = built_in | {spec.name: spec for spec in self.own_roles}
+        return {role: known[role] for role in self.derived.roles if known[role].head is not None}
 
     @cached_property
     def refit(self) -> Question:
@@ -103,25 +110,23 @@ class Job:
 
     @cached_property
     def models(self) -> dict[str, RoleModel]:
-        """Of the roles that megatron builds."""
         config = self.config
         shape = job_shape(config)
-        optims = {"actor": config.actor.optim, "critic": config.critic.optim}
         models = {}
-        for role, placed in self.derived.roles.items():
-            if role != "rollout":
-                own = _role_shape(config, role, shape)
-                layout = role_layout(own, role, **placed.grid)
-                if own.mla and layout.cp > 1:
-                    raise InputError(
-                        f"placement.{role}.cp={layout.cp} with latent attention is not counted yet; plan with cp=1"
-                    )
-                itemsize = ITEMSIZE[architecture(config, role).dtype]
-                exact = config.rollout.exact and role in ("actor", "ref")
-                lora = Lora.from_config(config.model) if role == "actor" else None
-                if lora is not None:
-                    check_adapters(own, layout, lora)
-                models[role] = RoleModel(own, layout, HEADS[role], itemsize, optims.get(role), not exact, lora)
+        for role, spec in self.specs.items():
+            own = _role_shape(config, spec, shape)
+            layout = role_layout(own, role, **self.derived.roles[role].grid)
+            if own.mla and layout.cp > 1:
+                raise InputError(
+                    f"placement.{role}.cp={layout.cp} with latent attention is not counted yet; plan with cp=1"
+                )
+            itemsize = ITEMSIZE[spec.architecture(config).dtype]
+            exact = config.rollout.exact and spec.path in (ACTOR.name, REF.name)
+            lora = Lora.from_config(config.model) if spec.path == ACTOR.name else None
+            if lora is not None:
+                check_adapters(own, layout, lora)
+            optim = spec.config_of(config).optim if spec.trains else None
+            models[role] = RoleModel(own, layout, spec.head or "lm", itemsize, optim, not exact, lora)
         return models
 
     @cached_property
@@ -142,17 +147,10 @@ class Job:
     def phases(self) -> list[Phase]:
         """In the order of a step."""
         config, derived = self.config, self.derived
-        step, actor, critic = derived.samples_per_step, config.actor, config.critic
-        budgets = {
-            "actor": actor.ppo_max_token_len_per_gpu,
-            "critic": critic.ppo_max_token_len_per_gpu,
-            "ref": derived.ref_max_tokens,
-            "teacher": derived.teacher_max_tokens,
-            "reward": config.reward.reward_model.max_token_len_per_gpu,
-        }
+        step, actor = derived.samples_per_step, config.actor
 
         def phase(name: str, role: str, kind: Kind, samples: int, entropy: bool = False) -> Phase:
-            return Phase(name, role, kind, self._work(role, budgets[role], samples, entropy))
+            return Phase(name, role, kind, self._work(role, self.specs[role].token_budget(config), samples, entropy))
 
         entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or derived.old_log_prob_in_update
         wanted = {
@@ -169,7 +167,13 @@ class Job:
             ("ref", "actor" if derived.ref_in_actor else "ref", "forward", step, False),
             ("teacher", "teacher", "forward", step, False),
             ("reward", "reward", "forward", step, False),
+            *((spec.name, spec.name, "forward", step, False) for spec in self._own_models()),
             ("values", "critic", "forward", step, False),
+            *(
+                (f"update_{spec.name}", spec.name, "train", derived.actor_mini_batch_samples, False)
+                for spec in self._own_models()
+                if spec.trains
+            ),
             ("update_critic", "critic", "train", derived.critic_mini_batch_samples, False),
             ("update_actor", "actor", "train", derived.actor_mini_batch_samples, entropy),
         ]
@@ -179,6 +183,9 @@ class Job:
             Phase("refit", "rollout", "refit"),
             *(Phase(f"save_{role}", role, "save") for role, model in self.models.items() if model.optim is not None),
         ]
+
+    def _own_models(self) -> list[RoleSpec]:
+        return [spec for spec in self.own_roles if spec.name in self.specs and spec not in PLACED]
 
     def rows(self) -> list[Row]:
         """Of every phase and the places that take part in it."""
@@ -201,14 +208,15 @@ class Job:
             needed: tuple[Part, ...] = ()
             if role == phase.role or (role == "actor" and phase.kind == "refit"):
                 needed = NEEDED[phase.kind]
-            away = [part for part in offloaded(self.config, role) if part not in needed]
+            away = [part for part in offloaded(self.config, self.specs[role]) if part not in needed]
             found.append(self.state(role, place.stages[role]).without(away))
         return found
 
     def on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory that are kept for what is offloaded."""
         return sum(
-            self.state(role, place.stages[role]).on_host(offloaded(self.config, role)) for role in self._roles(place)
+            self.state(role, place.stages[role]).on_host(offloaded(self.config, self.specs[role]))
+            for role in self._roles(place)
         )
 
     def on_hosts(self) -> dict[int, int]:
@@ -343,8 +351,8 @@ def _traffic(resharding: Resharding) -> dict[int, Traffic]:
     return resharding.traffic()
 
 
-def _role_shape(config: Config, role: str, shape: ModelShape) -> ModelShape:
-    model = architecture(config, role)
+def _role_shape(config: Config, spec: RoleSpec, shape: ModelShape) -> ModelShape:
+    model = spec.architecture(config)
     if model is config.model:
         return shape
     if model.path is not None:
@@ -358,7 +366,7 @@ def tightest(rows: list[Row]) -> Row:
     return max(rows, key=lambda row: row.total)
 
 
-def cheapest_fix(job: Job) -> tuple[dict[str, object], Row] | None:
+def cheapest_fix(job: TrainingPlan) -> tuple[dict[str, object], Row] | None:
     """The first change that makes the job fit, as config keys, and the tightest row then; None where none does.
 
     In this order: the layout of the role that takes most, micro-batches, the KV cache, offload, several of these, more
@@ -368,7 +376,7 @@ def cheapest_fix(job: Job) -> tuple[dict[str, object], Row] | None:
     assert capacity is not None
     for change in _changes(job):
         try:
-            changed = Job(with_keys(job.config, change))
+            changed = TrainingPlan(with_keys(job.config, change), job.own_roles)
             row = tightest(changed.rows())
         except Exception as error:
             if getattr(error, "user_error", False):
@@ -379,7 +387,7 @@ def cheapest_fix(job: Job) -> tuple[dict[str, object], Row] | None:
     return None
 
 
-def _changes(job: Job) -> Iterator[dict[str, object]]:
+def _changes(job: TrainingPlan) -> Iterator[dict[str, object]]:
     config = job.config
     layouts = list(_layouts(job))
     yield from layouts
@@ -410,7 +418,7 @@ def _changes(job: Job) -> Iterator[dict[str, object]]:
             yield nodes | layout | least
 
 
-def _layouts(job: Job) -> Iterator[dict[str, object]]:
+def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
     """Larger pp, then larger tp inside a node, of the role that takes most on the fullest rank."""
     row = tightest(job.rows())
     working = next((phase.role for phase in job.phases if phase.name == row.phase), "")
@@ -429,23 +437,21 @@ def _layouts(job: Job) -> Iterator[dict[str, object]]:
         tp *= 2
 
 
-def _offloads(job: Job) -> Iterator[dict[str, object]]:
+def _offloads(job: TrainingPlan) -> Iterator[dict[str, object]]:
     """Frozen models alone, and everything."""
-    frozen = {"ref": "ref", "teacher": "teacher", "reward": "reward.reward_model"}
-    changes: dict[str, object] = {f"{frozen[role]}.{KEYS['parameters']}": True for role in job.models if role in frozen}
+    can_move = [spec for spec in job.specs.values() if hasattr(spec.config_of(job.config), KEYS["parameters"])]
+    changes: dict[str, object] = {f"{spec.path}.{KEYS['parameters']}": True for spec in can_move if not spec.trains}
     if changes:
         yield dict(changes)
-    changes |= {f"{role}.{key}": True for role in job.models if role not in frozen for key in KEYS.values()}
+    changes |= {f"{spec.path}.{key}": True for spec in can_move if spec.trains for key in KEYS.values()}
     yield changes
 
 
-def _budgets(job: Job) -> Iterator[dict[str, object]]:
+def _budgets(job: TrainingPlan) -> Iterator[dict[str, object]]:
     """Halves of the micro-batches of the trained roles, down to one sequence."""
     longest = job.derived.max_sequence_length
     budgets = {
-        f"{role}.ppo_max_token_len_per_gpu": getattr(job.config, role).ppo_max_token_len_per_gpu
-        for role in ("actor", "critic")
-        if role in job.models
+        f"{spec.path}.{spec.max_tokens}": spec.token_budget(job.config) for spec in job.specs.values() if spec.trains
     }
     while max(budgets.values()) > longest:
         budgets = {key: max(longest, tokens // 2) for key, tokens in budgets.items()}

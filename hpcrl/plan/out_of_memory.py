@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import reduce
+from collections.abc import Iterator, Sequence
 
 from hpcrl.config.offload import KEYS, Part, offloaded
+from hpcrl.config.roles import REF, RoleSpec
 from hpcrl.config.schema import Config
-from hpcrl.plan.memory import NEEDED, Job, Phase, Row, binary, with_keys
+from hpcrl.plan.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
 
 PHASES = {  # a worker's method -> the plan's name of the phase
     "rollout.generate": "rollout",
@@ -24,21 +24,20 @@ PHASES = {  # a worker's method -> the plan's name of the phase
     "actor.begin_save": "save_actor",
     "critic.begin_save": "save_critic",
 }
-SECTIONS = {"reward": "reward.reward_model"}  # of roles whose section has another name
-BUDGETS = {
-    "actor": "actor.ppo_max_token_len_per_gpu",
-    "critic": "critic.ppo_max_token_len_per_gpu",
-    "ref": "ref.log_prob_max_token_len_per_gpu",
-    "teacher": "teacher.log_prob_max_token_len_per_gpu",
-    "reward": "reward.reward_model.max_token_len_per_gpu",
-}
 
 
-def advice(config: Config, num_ranks: int, rank: int, role: str | None, method: str | None) -> str:
+def advice(
+    config: Config,
+    num_ranks: int,
+    rank: int,
+    role: str | None,
+    method: str | None,
+    own_roles: Sequence[RoleSpec] = (),
+) -> str:
     """One line for a rank of `hpcrl train` that ran out of memory in a method of a role."""
     try:
-        job = Job(with_keys(config, _size(config, num_ranks)))
-        name = PHASES.get(f"{role}.{method}")
+        job = TrainingPlan(with_keys(config, _size(config, num_ranks)), tuple(own_roles))
+        name = PHASES.get(f"{role}.{method}", f"update_{role}" if "update" in (method or "") else role)
         phase = next((phase for phase in job.phases if phase.name == name), None)
         row = next((row for row in job.rows() if row.phase == name and rank in row.place.ranks), None)
     except Exception as error:
@@ -63,7 +62,7 @@ def _figures(row: Row) -> str:
     return f"{binary(row.total)}: " + ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
 
 
-def changes(job: Job, phase: Phase, row: Row) -> Iterator[str]:
+def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
     """Keys that make the phase need less, the cheapest first."""
     config, role = job.config, phase.role
     if phase.kind == "generate":
@@ -71,16 +70,16 @@ def changes(job: Job, phase: Phase, row: Row) -> Iterator[str]:
     elif phase.kind == "refit":
         yield "a smaller rollout.checkpoint_engine.update_weights_bucket_megabytes"
     elif phase.work is not None:
-        key = BUDGETS["ref" if phase.name == "ref" else role]
-        tokens = reduce(getattr, key.split("."), config) or config.actor.ppo_max_token_len_per_gpu
-        yield f"{key} below {tokens}"
+        spec = REF if phase.name == "ref" else job.specs[role]
+        if spec.max_tokens:
+            yield f"{spec.path}.{spec.max_tokens} below {spec.token_budget(config)}"
         if phase.kind == "train" and config.model.recompute.granularity != "full":
             yield "model.recompute.granularity=full"
     yield from _offloads(job, phase, row)
     yield f"a larger placement.{role}.tp or pp"
 
 
-def _offloads(job: Job, phase: Phase, row: Row) -> Iterator[str]:
+def _offloads(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
     """Of the roles on the rank, what this phase does not need and what is on the device all the same."""
     for role, model in job.models.items():
         if role not in row.place.stages:
@@ -89,7 +88,7 @@ def _offloads(job: Job, phase: Phase, row: Row) -> Iterator[str]:
             ("parameters", "gradients", "optimizer") if model.optim is not None else ("parameters",)
         )
         works = role == phase.role or (role == "actor" and phase.kind == "refit")
-        kept = {*offloaded(job.config, role), *(NEEDED[phase.kind] if works else ())}
+        kept = {*offloaded(job.config, job.specs[role]), *(NEEDED[phase.kind] if works else ())}
         for part in parts:
             if part not in kept:
-                yield f"{SECTIONS.get(role, role)}.{KEYS[part]}=true"
+                yield f"{job.specs[role].path}.{KEYS[part]}=true"

@@ -19,6 +19,7 @@ from hpcrl.config.errors import ConfigError
 from hpcrl.config.loader import load_config
 from hpcrl.config.offload import shares_weights
 from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.roles import ACTOR, ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import role_layout, shards
@@ -91,7 +92,7 @@ class Question:
 def question(config: Config) -> Question:
     """Raises ConfigError or InputError, one line, where the job's layouts are refused."""
     world_size = config.job.nodes * config.job.ntasks_per_node
-    roles = place(config, ["actor", "rollout"], world_size)
+    roles = place(config, [ACTOR, ROLLOUT], world_size)
     shape = job_shape(config)
     resharding = Resharding(
         shape,

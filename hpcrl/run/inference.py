@@ -11,6 +11,7 @@ from hpcrl.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
+from hpcrl.config.roles import ACTOR, GENERATIONS, POLICY, REFIT, REWARD, ROLLOUT, SCORER, RoleSpec
 from hpcrl.config.rollout_rules import check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
@@ -44,22 +45,18 @@ class DerivedGenerate(RoleLayouts):
 def check_inference(config: Config, num_ranks: int, samples: int, *, scored: bool) -> DerivedGenerate:
     """Derived values of a job that draws `samples` per prompt; ConfigError for one that cannot run."""
     with_model = scored and config.reward.reward_model.enable
-    roles = place(config, ["actor", "rollout", *(["reward"] if with_model else [])], num_ranks)
+    roles = place(config, [ACTOR, ROLLOUT, *([REWARD] if with_model else [])], num_ranks)
     longest = check_lengths(config)
     check_rollout(config, roles)
     if with_model:
-        check_budget(
-            "reward.reward_model.max_token_len_per_gpu", config.reward.reward_model.max_token_len_per_gpu, longest
-        )
+        check_budget(f"{REWARD.path}.{REWARD.max_tokens}", REWARD.token_budget(config), longest)
     return DerivedGenerate(num_ranks, roles, with_model, longest, samples)
 
 
-def inference_roles(derived: DerivedGenerate) -> dict[str, str]:
-    """Worker classes of a job that samples without training."""
-    reward = ["reward"] if derived.needs_reward_model else []
-    return {"actor": "hpcrl.workers.policy:PolicyWorker"} | dict.fromkeys(
-        [*reward, "generations", "rollout", "scorer", "refit"], ""
-    )
+def inference_roles(derived: DerivedGenerate) -> list[RoleSpec]:
+    """Roles of a job that samples without training."""
+    reward = [REWARD] if derived.needs_reward_model else []
+    return [POLICY, *reward, GENERATIONS, ROLLOUT, SCORER, REFIT]
 
 
 def inside_run(config: Config, name: str) -> Config:

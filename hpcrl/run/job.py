@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import load_config
-from hpcrl.config.schema import Config
+from hpcrl.config.roles import RoleSpec
+from hpcrl.config.schema import Config, Section, extended
 from hpcrl.run.prepare import with_presets
 from hpcrl.runtime.exits import DONE
 from hpcrl.runtime.world import World
@@ -35,9 +37,30 @@ class Job:
     handles_signals: ClassVar[bool] = False  # it saves and stops on a signal, to be continued by another slice
     can_be_submitted: ClassVar[bool] = True  # `hpcrl submit <name>:CONFIG`
     memory_advice: ClassVar[str] = ""  # keys that make it need less GPU memory
+    section: ClassVar[type[Section] | None] = None  # of a job in a file of its own: the config section <name>
+    own_roles: ClassVar[tuple[type[Worker], ...]] = ()  # workers of further roles, or in place of built-in ones
+    config_class: ClassVar[type[Config]] = Config
 
     def __init__(self, world: World, config: Config, derived: Any, arguments: argparse.Namespace) -> None:
         self.world, self.config, self.derived, self.arguments = world, config, derived, arguments
+
+    def __init_subclass__(cls) -> None:
+        """Make the config class: that of the base class with the sections and placements that this job declares."""
+        super().__init_subclass__()
+        if not cls.__dict__.keys() & {"section", "own_roles"}:
+            return
+        specs = cls.own_specs()
+        sections = {spec.name: spec.section for spec in specs if isinstance(spec.section, type)}
+        if cls.section is not None:
+            sections[cls.name] = cls.section
+        placed = [spec.name for spec in specs if not spec.on]
+        name = f"{cls.__qualname__}.config_class"
+        cls.config_class = extended(cls.config_class, sections, placed, qualname=name, module=cls.__module__)
+
+    @classmethod
+    def own_specs(cls) -> list[RoleSpec]:
+        """The declarations of `own_roles`."""
+        return [replace(worker.spec, worker=worker) for worker in cls.own_roles]  # type: ignore[attr-defined]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -49,7 +72,7 @@ class Job:
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
         """The job's config, read on rank 0."""
-        return cls.prepare(load_config(arguments.config, arguments.overrides))
+        return cls.prepare(load_config(arguments.config, arguments.overrides, cls.config_class))
 
     @classmethod
     def prepare(cls, config: Config) -> Config:
@@ -101,9 +124,14 @@ class TrainingJob(Job):
         """Read files, on every rank. An InputError ends the job on all of them."""
         raise NotImplementedError
 
-    def roles(self) -> Mapping[str, str | type[Worker]]:
-        """Role -> worker class, "module:Class", or "" for the built-in one; in the order in which they are built."""
+    def roles(self) -> Sequence[RoleSpec]:
+        """The built-in roles that this job has, in the order in which they are built."""
         raise NotImplementedError
+
+    def all_roles(self) -> list[RoleSpec]:
+        """`roles()`, with those of `own_roles` added, or in place of the built-in roles of the same names."""
+        own = {spec.name: spec for spec in self.own_specs()}
+        return [*(own.pop(spec.name, spec) for spec in self.roles()), *own.values()]
 
     def stands_for(self, role: str) -> str:
         """The role whose workers answer for `role`."""
@@ -112,7 +140,7 @@ class TrainingJob(Job):
     @property
     def saved_roles(self) -> tuple[str, ...]:
         """Roles that checkpoints hold: those that are trained."""
-        return (self.trained_role,)
+        return tuple(spec.name for spec in self.all_roles() if spec.trains)
 
     @property
     def loaded_roles(self) -> tuple[str, ...]:
@@ -121,7 +149,8 @@ class TrainingJob(Job):
 
     def frozen_weights(self) -> dict[str, str]:
         """Role -> path of the weights of a model that is not trained."""
-        return {}
+        frozen = [spec for spec in self.all_roles() if spec.head is not None and not spec.trains]
+        return {spec.name: path for spec in frozen if (path := spec.init_from(self.config)) is not None}
 
     @property
     def needs_start_weights(self) -> bool:
@@ -184,7 +213,7 @@ class TrainingJob(Job):
         )
         total = self.total_steps()
         check_time(world, config, start, 0 if start.state.get("reached") else total)
-        team = build_team(world, config, self.derived, self.inputs, self.roles(), total)
+        team = build_team(world, config, self.derived, self.inputs, self.all_roles(), total)
 
         def program(controller: Controller) -> int:
             return Run(world, controller, self, start, total).until_done(self.loop)

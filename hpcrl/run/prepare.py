@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from hpcrl.algorithms.rollout_correction.presets import preset
 from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.errors import ConfigError
+from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.runtime.user_code import import_file
 
@@ -40,7 +41,7 @@ def with_presets(config: Config) -> Config:
     return config.model_copy(update={"algorithm": algorithm})
 
 
-def derive(config: Config, world_size: int) -> Derived:
+def derive(config: Config, world_size: int, own_roles: Sequence[RoleSpec] = ()) -> Derived:
     """Derived values of `hpcrl train`; ConfigError for what config, estimator and losses cannot do together.
 
     Loads run.plugins first: they may register what the config names.
@@ -51,7 +52,7 @@ def derive(config: Config, world_size: int) -> Derived:
     for path in config.run.plugins:
         load_plugin(path)
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
-    derived = check(config, world_size, inputs=estimator.inputs, optional=estimator.optional)
+    derived = check(config, world_size, inputs=estimator.inputs, optional=estimator.optional, own_roles=own_roles)
     _in_section("actor", lambda: ActorObjective(config, derived))
     return derived
 

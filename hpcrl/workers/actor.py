@@ -23,7 +23,7 @@ from hpcrl.algorithms.statistics import (
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
-from hpcrl.config.offload import offloaded
+from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
@@ -35,25 +35,14 @@ from hpcrl.workers.model_worker import ModelWorker, Updates
 
 
 class ActorWorker(ModelWorker):
+    spec = ACTOR
+
     def __init__(
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int
     ) -> None:
-        super().__init__(
-            groups,
-            shape,
-            head="lm",
-            dtype=config.model.dtype,
-            recompute=config.model.recompute,
-            te=config.model.transformer_engine,
-            moe=config.model.moe,
-            lora=Lora.from_config(config.model),
-            seed=config.run.seed,
-            optim=config.actor.optim,
-            total_updates=(total_steps - config.trainer.critic_warmup) * derived.actor_updates_per_step,
-            exact=config.rollout.exact,
-            head_chunk_tokens=config.trainer.head_chunk_tokens,
-            offload=offloaded(config, "actor"),
-        )
+        num_updates = (total_steps - config.trainer.critic_warmup) * derived.actor_updates_per_step
+        lora, exact = Lora.from_config(config.model), config.rollout.exact
+        super().__init__(groups, shape, config, total_updates=num_updates, lora=lora, exact=exact)
         actor, algorithm = config.actor, config.algorithm
         self.config = config
         self.updates = Updates(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.run.seed)

@@ -54,8 +54,6 @@ SAMPLES = (
 
 
 class ArchiveWorker(Worker):
-    colocated_with = ("actor",)
-
     @classmethod
     def build(cls, team: Team, role: str) -> ArchiveWorker | None:
         layout, rank = team.layouts[role], team.world.rank

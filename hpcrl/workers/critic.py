@@ -12,7 +12,7 @@ from hpcrl.algorithms.value_loss import value_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.derive import Derived
-from hpcrl.config.offload import offloaded
+from hpcrl.config.roles import CRITIC
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
@@ -22,22 +22,12 @@ from hpcrl.workers.model_worker import ModelWorker, Updates
 
 
 class CriticWorker(ModelWorker):
+    spec = CRITIC
+
     def __init__(
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int
     ) -> None:
-        super().__init__(
-            groups,
-            shape,
-            head="value",
-            dtype=config.model.dtype,
-            recompute=config.model.recompute,
-            te=config.model.transformer_engine,
-            moe=config.model.moe,
-            seed=config.run.seed,
-            optim=config.critic.optim,
-            total_updates=total_steps * derived.critic_updates_per_step,
-            offload=offloaded(config, "critic"),
-        )
+        super().__init__(groups, shape, config, total_updates=total_steps * derived.critic_updates_per_step)
         self.config = config.critic
         self.loss_agg_mode = derived.critic_loss_agg_mode
         self.loss_scale_factor = derived.critic_loss_scale_factor

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 class GenerationsWorker(Worker):
     """`log_probs`: whether a line holds them."""
 
-    colocated_with = ("rollout",)
-
     @classmethod
     def build(cls, team: Team, role: str) -> GenerationsWorker | None:
         layout, rank, inputs = team.layouts[role], team.world.rank, team.inputs

@@ -35,11 +35,9 @@ Problem = tuple[int | None, str, str]  # the arguments of an OSError
 class ExportWorker(Worker):
     """All the policy's ranks are writers, so none holds more than its share of the whole tensors."""
 
-    colocated_with = ("actor",)
-
     @classmethod
     def build(cls, team: Team, role: str) -> ExportWorker | None:
-        policy = team.workers.get("actor")
+        policy = team.workers.get(team.specs[role].on[0])
         return cls(policy, team.world.comm) if isinstance(policy, ModelWorker) else None
 
     def __init__(self, policy: ModelWorker, comm: MPI.Intracomm) -> None:

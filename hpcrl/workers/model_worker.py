@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.packing import mini_batch_of
 from hpcrl.checkpoint.saved_part import SavedPart
 from hpcrl.checkpoint.store import is_hugging_face
-from hpcrl.config.offload import Part
-from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
+from hpcrl.config.offload import offloaded
+from hpcrl.config.roles import RoleSpec
+from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.hf.directory import open_weights
 from hpcrl.model.lora import Lora
-from hpcrl.model.params import Head
 from hpcrl.model.shape import ModelShape
 from hpcrl.workers.columns import training_mask
 
@@ -61,54 +61,56 @@ class Updates:
 
 
 class ModelWorker(Worker):
-    """A megatron model and, where it is trained, its optimizer."""
+    """A megatron model and, where it is trained, its optimizer, as `spec` and the role's config section say."""
+
+    spec: ClassVar[RoleSpec]
 
     def __init__(
         self,
         groups: RoleGroups,
         shape: ModelShape,
+        config: Config,
+        derived: Any = None,
+        total_steps: int = 0,
         *,
-        head: Head,
-        dtype: str,
-        seed: int,
-        optim: OptimConfig | None,
-        total_updates: int = 0,
-        exact: bool = False,
-        recompute: RecomputeConfig | None = None,
-        te: TransformerEngineConfig | None = None,
-        moe: MoeConfig | None = None,
+        optim: OptimConfig | None = None,
+        total_updates: int | None = None,
         lora: Lora | None = None,
-        head_chunk_tokens: int | None = 1024,
-        offload: Collection[Part] = (),
+        exact: bool = False,
     ) -> None:
+        """optim: that of the role's section unless given. total_updates: optimizer steps of the run, one per step
+        unless given, for the learning-rate schedule. lora: adapters, which are
+        then all that is trained. exact: log-probs with the bits of the rollout engine's."""
         super().__init__(groups.layout, groups.rank)
+        spec, model = self.spec, self.spec.architecture(config)
+        optim = optim or (spec.config_of(config).optim if spec.trains else None)
+        self.max_tokens = spec.token_budget(config)
         self.groups = groups
         self._save_memory: list[torch.Tensor] = []
         self.engine = TrainEngine(
             shape,
             groups,
-            head=head,
-            dtype=DTYPES[dtype],
+            head=spec.head or "lm",
+            dtype=DTYPES[model.dtype],
             optim=optim,
-            total_steps=total_updates,
-            seed=seed,
+            total_steps=total_steps if total_updates is None else total_updates,
+            seed=config.run.seed,
             exact=exact,
-            recompute=recompute,
-            te=te,
-            moe=moe,
+            recompute=config.model.recompute if optim is not None else None,
+            te=config.model.transformer_engine,
+            moe=config.model.moe if optim is not None else None,
             lora=lora,
-            head_chunk_tokens=head_chunk_tokens,
-            offload=offload,
+            head_chunk_tokens=config.trainer.head_chunk_tokens,
+            offload=offloaded(config, spec),
             on_micro_batch=self.tick,
         )
 
     @classmethod
     def build(cls, team: Team, role: str) -> ModelWorker | None:
-        """Subclasses take (groups, shape, config, derived, total_steps)."""
         groups = team.groups.get(role)
         if groups is None:
             return None
-        return cls(groups, team.shape_of(role), team.config, team.derived, team.total_steps)  # type: ignore[call-arg, arg-type]
+        return cls(groups, team.shape_of(role), team.config, team.derived, team.total_steps)
 
     def host_buffers(self) -> int:
         """For what is offloaded, and for the copy of a save."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from hpcrl.config.offload import offloaded
+from hpcrl.config.roles import POLICY
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
@@ -16,21 +16,12 @@ from hpcrl.workers.model_worker import ModelWorker
 class PolicyWorker(ModelWorker):
     """The actor's weights in the actor's layout, without gradients and optimizer."""
 
+    spec = POLICY
+
     def __init__(
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
     ) -> None:
-        super().__init__(
-            groups,
-            shape,
-            head="lm",
-            dtype=config.model.dtype,
-            te=config.model.transformer_engine,
-            seed=config.run.seed,
-            optim=None,
-            lora=Lora.from_config(config.model),
-            head_chunk_tokens=config.trainer.head_chunk_tokens,
-            offload=offloaded(config, "actor"),
-        )
+        super().__init__(groups, shape, config, lora=Lora.from_config(config.model))
 
     @register(Dispatch.ONE_TO_ALL)
     def release(self) -> None:

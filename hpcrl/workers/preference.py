@@ -14,7 +14,7 @@ from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.config.placement import architecture
+from hpcrl.config.roles import REWARD
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.answers import PreferenceDataset
@@ -30,21 +30,12 @@ if TYPE_CHECKING:
 class PreferenceWorker(ModelWorker):
     """The reward model of `hpcrl rm`, where rows 2i and 2i + 1 of a batch are a pair: chosen, rejected."""
 
+    spec = REWARD
+
     def __init__(
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
     ) -> None:
-        super().__init__(
-            groups,
-            shape,
-            head="reward",
-            dtype=architecture(config, "reward").dtype,
-            recompute=config.model.recompute,
-            te=config.model.transformer_engine,
-            moe=config.model.moe,
-            seed=config.run.seed,
-            optim=config.rm.optim,
-            total_updates=config.rm.total_training_steps,
-        )
+        super().__init__(groups, shape, config, optim=config.rm.optim, total_updates=config.rm.total_training_steps)
         self.max_tokens = config.rm.max_token_len_per_gpu
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"), phase="update", updates=True)
@@ -69,8 +60,6 @@ class PreferenceWorker(ModelWorker):
 
 class PreferenceDataWorker(Worker):
     """Pairs as columns, made on the leaders of the reward model's replicas."""
-
-    colocated_with = ("reward",)
 
     @classmethod
     def build(cls, team: Team, role: str) -> PreferenceDataWorker | None:

@@ -34,20 +34,19 @@ class RefitWorker(Worker):
     the actor's parameters stay on the device, and it has no adapters, whose updates are in none of its tensors.
     """
 
-    colocated_with = ("actor", "rollout")
-
     @classmethod
     def build(cls, team: Team, role: str) -> RefitWorker | None:
         layouts, workers = team.layouts, team.workers
-        refit = make_refit(team.world, team.config, team.inputs.shape, layouts["actor"], layouts["rollout"])
+        source, target = team.specs[role].on
+        refit = make_refit(team.world, team.config, team.inputs.shape, layouts[source], layouts[target])
         if refit is None:
             return None
         return cls(
             layouts[role],
             team.world.rank,
             refit,
-            workers.get("actor"),  # type: ignore[arg-type]
-            workers.get("rollout"),  # type: ignore[arg-type]
+            workers.get(source),  # type: ignore[arg-type]
+            workers.get(target),  # type: ignore[arg-type]
             alias=shares_weights(team.config),
         )
 

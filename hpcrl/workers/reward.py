@@ -5,33 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.config.offload import offloaded
-from hpcrl.config.placement import architecture
-from hpcrl.config.schema import Config
+from hpcrl.config.roles import REWARD
 from hpcrl.controller.register import Dispatch, register
-from hpcrl.grid.groups import RoleGroups
-from hpcrl.model.shape import ModelShape
 from hpcrl.workers.model_worker import ModelWorker
 
 
 class RewardModelWorker(ModelWorker):
     """A frozen reward model; its tokens are the policy's."""
 
-    def __init__(
-        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
-    ) -> None:
-        dtype = architecture(config, "reward").dtype
-        super().__init__(
-            groups,
-            shape,
-            head="reward",
-            dtype=dtype,
-            te=config.model.transformer_engine,
-            seed=config.run.seed,
-            optim=None,
-            offload=offloaded(config, "reward"),
-        )
-        self.max_tokens = config.reward.reward_model.max_token_len_per_gpu
+    spec = REWARD
 
     @register(Dispatch.ONE_TO_ALL)
     def load_frozen(self, folder: str) -> None:

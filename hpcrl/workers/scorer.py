@@ -100,11 +100,9 @@ class ResponseScorer:
 class ScorerWorker(Worker):
     """`scorer` is None on ranks that are not leaders: they have nothing to score."""
 
-    colocated_with = ("rollout",)
-
     @classmethod
     def build(cls, team: Team, role: str) -> ScorerWorker | None:
-        rollout = team.workers.get("rollout")
+        rollout = team.workers.get(team.specs[role].on[0])
         if rollout is None:
             return None
         return cls(team.layouts[role], team.world.rank, rollout.scorer, team.config.reward.reward_model)  # type: ignore[attr-defined]

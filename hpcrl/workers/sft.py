@@ -13,7 +13,7 @@ from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.config.offload import offloaded
+from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.answers import SftDataset
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 class SftDataWorker(Worker):
-    colocated_with = ("actor",)
-
     @classmethod
     def build(cls, team: Team, role: str) -> SftDataWorker | None:
         layout, rank = team.layouts[role], team.world.rank
@@ -56,25 +54,14 @@ class SftDataWorker(Worker):
 class SftActorWorker(ModelWorker):
     """The policy of `hpcrl sft`: the same engine, a cross-entropy on the answer's tokens."""
 
+    spec = ACTOR
+
     def __init__(
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
     ) -> None:
-        super().__init__(
-            groups,
-            shape,
-            head="lm",
-            dtype=config.model.dtype,
-            recompute=config.model.recompute,
-            te=config.model.transformer_engine,
-            moe=config.model.moe,
-            lora=Lora.from_config(config.model),
-            seed=config.run.seed,
-            optim=config.sft.optim,
-            total_updates=config.sft.total_training_steps,
-            head_chunk_tokens=config.trainer.head_chunk_tokens,
-            offload=offloaded(config, "actor"),
-        )
-        self.config = config
+        num_updates, lora = config.sft.total_training_steps, Lora.from_config(config.model)
+        super().__init__(groups, shape, config, optim=config.sft.optim, total_updates=num_updates, lora=lora)
+        self.max_tokens = config.sft.max_token_len_per_gpu
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"), phase="update_actor", updates=True)
     def update(self, batch: DataProto) -> dict[str, Metric]:
@@ -88,4 +75,4 @@ class SftActorWorker(ModelWorker):
 
             return loss
 
-        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.config.sft.max_token_len_per_gpu)
+        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
-from hpcrl.config.offload import offloaded
+from hpcrl.config.roles import TEACHER
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
@@ -54,23 +54,13 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
 
 
 class TeacherWorker(ModelWorker):
+    spec = TEACHER
+
     def __init__(
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int = 0
     ) -> None:
         """`shape` is the teacher's, by `teacher_shape`."""
-        model = config.teacher.model or config.model
-        super().__init__(
-            groups,
-            shape,
-            head="lm",
-            dtype=model.dtype,
-            te=config.model.transformer_engine,
-            seed=config.run.seed,
-            optim=None,
-            head_chunk_tokens=config.trainer.head_chunk_tokens,
-            offload=offloaded(config, "teacher"),
-        )
-        self.max_tokens = derived.teacher_max_tokens
+        super().__init__(groups, shape, config)
         loss = config.distillation.distillation_loss
         self.topk, self.needs_topk = loss.topk, loss.loss_mode == "forward_kl_topk"
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.derive import RoleLayouts
-from hpcrl.config.placement import architecture
+from hpcrl.config.roles import REWARD, RoleSpec
 from hpcrl.config.schema import Config, DataConfig
 from hpcrl.controller.register import Worker
 from hpcrl.data.answers import PreferenceDataset, SftDataset
@@ -29,20 +29,6 @@ from hpcrl.workers.teacher import teacher_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-WORKERS = {  # role -> class, unless a job names another one
-    "actor": "hpcrl.workers.actor:ActorWorker",
-    "critic": "hpcrl.workers.critic:CriticWorker",
-    "ref": "hpcrl.workers.ref:RefWorker",
-    "teacher": "hpcrl.workers.teacher:TeacherWorker",
-    "reward": "hpcrl.workers.reward:RewardModelWorker",
-    "rollout": "hpcrl.workers.rollout:RolloutWorker",
-    "scorer": "hpcrl.workers.scorer:ScorerWorker",
-    "refit": "hpcrl.workers.refit:RefitWorker",
-    "export": "hpcrl.workers.hf_export:ExportWorker",
-    "archive": "hpcrl.workers.archive:ArchiveWorker",
-    "generations": "hpcrl.workers.generations:GenerationsWorker",
-}
 
 
 @dataclass
@@ -67,6 +53,7 @@ class Team:
     derived: RoleLayouts
     inputs: Inputs
     total_steps: int
+    specs: dict[str, RoleSpec]
     layouts: dict[str, Layout]
     groups: dict[str, RoleGroups]
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -81,13 +68,10 @@ def build_team(
     config: Config,
     derived: RoleLayouts,
     inputs: Inputs,
-    roles: Mapping[str, str | type[Worker]],
+    roles: Sequence[RoleSpec],
     total_steps: int = 0,
 ) -> Team:
-    """Build this rank's workers, role by role in the given order. Collective over the world.
-
-    roles: name -> worker class, or "module:Class", which is imported here; "" stands for the built-in one.
-    """
+    """Build this rank's workers, role by role in the given order. Collective over the world."""
     layouts = world.run_collectively(
         lambda: {
             role: role_layout(inputs.shapes.get(role, inputs.shape), role, **placed.grid)
@@ -99,18 +83,19 @@ def build_team(
         world.run_collectively(lambda: check_adapters(inputs.shape, layouts["actor"], lora))
     platform.install()
     groups = make_groups(layouts, world.rank, GroupCache(world.rank, world.nccl_timeout))
-    team = Team(world, config, derived, inputs, total_steps, dict(layouts), groups)
-    for role, named in roles.items():
-        worker_class = team.worker_classes[role] = _class_of(named or WORKERS[role])
-        if role not in layouts:
-            team.layouts[role] = _layout_of_all(team, worker_class.colocated_with)
+    specs = {spec.name: spec for spec in roles}
+    team = Team(world, config, derived, inputs, total_steps, specs, dict(layouts), groups)
+    for role, spec in specs.items():
+        worker_class = team.worker_classes[role] = _class_of(spec.worker)
+        if spec.on:
+            team.layouts[role] = _layout_of_all(team, spec.on)
         worker = worker_class.build(team, role)
         if worker is not None:
             team.workers[role] = worker
     return team
 
 
-def _class_of(named: str | type[Worker]) -> type[Worker]:
+def _class_of(named: str | type) -> type[Worker]:
     if not isinstance(named, str):
         return named
     module, _, name = named.partition(":")
@@ -135,7 +120,7 @@ def read_training_inputs(config: Config, world: World) -> Inputs:
     if config.distillation.enabled:
         inputs.shapes["teacher"] = teacher_shape(config, shape)
     if config.reward.reward_model.enable:
-        inputs.shapes["reward"] = shape_of(architecture(config, "reward"), shape.vocab_size)
+        inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
     return inputs
 
 
@@ -158,7 +143,7 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
     if scored:
         check_rewards(config.reward, prompts.data_sources())
         if config.reward.reward_model.enable:
-            inputs.shapes["reward"] = shape_of(architecture(config, "reward"), shape.vocab_size)
+            inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
     return inputs
 
 

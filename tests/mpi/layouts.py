@@ -13,12 +13,14 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.checkpoint.sharded_save import SavedPart, ShardedSave, describe
-from hpcrl.config.schema import MoeConfig, OptimConfig
+from hpcrl.config.roles import ACTOR
+from hpcrl.config.schema import Config, MoeConfig, OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.build import copy_boxes, local_shards, named_parameters
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
+from hpcrl.workers.model_worker import ModelWorker
 
 # Five layers do not divide evenly over two stages, nor over four chunks. Of 45 ids, padded to 64, the last of four
 # shards holds none.
@@ -199,3 +201,13 @@ def assert_slices(engine: TrainEngine, mine: dict[str, torch.Tensor], whole: dic
     """`mine` are this rank's slices of `whole`, to 1e-4 of the norm over all parameters."""
     for name, error in slice_errors(engine, mine, whole).items():
         assert error <= 1e-4, name
+
+
+class Policy(ModelWorker):
+    """A policy with no methods of its own."""
+
+    spec = ACTOR
+
+
+def seeded(seed: int) -> Config:
+    return Config.model_validate({"run": {"seed": seed}})

@@ -15,7 +15,17 @@ from hpcrl.model.hf.files import plan_files, write_beside
 from hpcrl.workers.hf_export import ExportWorker
 from hpcrl.workers.model_worker import ModelWorker
 from tests.model.families import EXPERTS, MODELS, make_model
-from tests.mpi.layouts import EXPERT_LAYOUTS, LAYOUTS, SGD, make_batch, part_of, policy_loss, role_groups
+from tests.mpi.layouts import (
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    SGD,
+    Policy,
+    make_batch,
+    part_of,
+    policy_loss,
+    role_groups,
+    seeded,
+)
 
 OF_FOUR = [layout for layout in (*LAYOUTS, *EXPERT_LAYOUTS) if 4 in layout.marks[0].args]
 CASES = [(name, layout) for name in MODELS for layout in LAYOUTS]
@@ -58,7 +68,7 @@ def test_transformers_agrees_before_and_after_training(world, world_tmp_path: Pa
         target.mkdir()
     world.barrier()
     groups, batch, shape = role_groups(world.rank, world.size)[layout], make_batch(), read_shape(source)
-    worker = ModelWorker(groups, shape, head="lm", dtype="float32", seed=1, optim=SGD, total_updates=1)
+    worker = Policy(groups, shape, seeded(1), optim=SGD, total_updates=1)
     worker.load(str(source), weights_only=True)
     check(worker, batch, theirs)
     write(world, worker, target, source)

@@ -21,13 +21,13 @@ from hpcrl.model.lora import Lora, is_adapter
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.workers.hf_export import ExportWorker
-from hpcrl.workers.model_worker import ModelWorker
 from tests.model.families import make_model
 from tests.mpi.layouts import (
     MIXTURE,
     SGD,
     SHAPE,
     TIED,
+    Policy,
     assert_slices,
     gradients,
     make_batch,
@@ -35,6 +35,7 @@ from tests.mpi.layouts import (
     policy_loss,
     role_groups,
     save_sharded,
+    seeded,
 )
 from tests.mpi.test_hf import check, write
 
@@ -200,7 +201,7 @@ def test_peft_computes_what_was_trained(world, world_tmp_path: Path, name: str, 
         merged.mkdir()
     world.barrier()
     groups, batch, shape = role_groups(world.rank, world.size)[layout], make_batch(), read_shape(source)
-    worker = ModelWorker(groups, shape, head="lm", dtype="float32", seed=1, optim=OptimConfig(lr=1e-2), lora=LORA)
+    worker = Policy(groups, shape, seeded(1), optim=OptimConfig(lr=1e-2), lora=LORA)
     worker.load(str(source), weights_only=True)
     for _ in range(2):
         worker.engine.train(part_of(batch, groups), max_tokens=60, loss=policy_loss, entropy=True)

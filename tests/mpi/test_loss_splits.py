@@ -22,7 +22,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.world import World
 from hpcrl.workers.actor_objective import ActorObjective
 from hpcrl.workers.model_worker import ModelWorker
-from tests.mpi.layouts import SGD, SHAPE, gradients, role_groups, slice_errors
+from tests.mpi.layouts import SGD, SHAPE, Policy, gradients, role_groups, seeded, slice_errors
 
 pytestmark = pytest.mark.world(4)
 
@@ -114,7 +114,7 @@ class Splits:
         self.world = world
         still = SGD.model_copy(update={"lr": 0.0})
         self.workers = {
-            name: ModelWorker(groups, TWO_LAYERS, head="lm", dtype="float32", seed=3, optim=still)
+            name: Policy(groups, TWO_LAYERS, seeded(3), optim=still)
             for name, groups in role_groups(world.rank, world.size).items()
             if name in SHARES and (name != "alone" or world.rank == 0)
         }

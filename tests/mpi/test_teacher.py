@@ -21,7 +21,7 @@ from hpcrl.grid.layout import Layout
 from hpcrl.runtime.exits import InputError
 from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.teacher import TeacherWorker, teacher_shape
-from tests.mpi.layouts import SGD, SHAPE, TOKENS, make_batch
+from tests.mpi.layouts import SGD, SHAPE, TOKENS, Policy, make_batch, seeded
 
 TOPK = 6
 COLUMNS = ("teacher_log_prob", "teacher_topk_log_probs", "teacher_topk_ids")
@@ -50,11 +50,11 @@ def loss(outputs: dict[str, torch.Tensor], batch: TensorBatch) -> tuple[torch.Te
     return ((kl + k1) * batch.padded("response_mask")).sum() / TOKENS, {}
 
 
-class Student(ModelWorker):
+class Student(Policy):
     """Makes samples, and learns from what a teacher says of them."""
 
     def __init__(self, groups: RoleGroups) -> None:
-        super().__init__(groups, SHAPE, head="lm", dtype="float32", seed=3, optim=SGD)
+        super().__init__(groups, SHAPE, seeded(3), optim=SGD)
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("position",), writes=("input_ids", "response_mask"))
     def write(self, batch: DataProto) -> DataProto:

@@ -14,7 +14,7 @@ from hpcrl.config.loader import load_config
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.command import describe
 from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints
-from hpcrl.plan.memory import GIB, Job, Row, cheapest_fix, tightest, with_keys
+from hpcrl.plan.memory import GIB, Row, TrainingPlan, cheapest_fix, tightest, with_keys
 from hpcrl.rollout.native.engine import NativeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -28,20 +28,20 @@ ON_DEVICE = [  # nothing is offloaded
 ALL_KEPT = [*ON_DEVICE, "model.recompute.granularity=null"]
 
 
-def row(job: Job, phase: str, stage: int) -> Row:
+def row(job: TrainingPlan, phase: str, stage: int) -> Row:
     return next(it for it in job.rows() if it.phase == phase and it.place.stages["actor"] == stage)
 
 
 def test_the_70b_template_fits() -> None:
-    job = Job(load_config(TEMPLATE))
+    job = TrainingPlan(load_config(TEMPLATE))
     assert tightest(job.rows()).total < 0.75 * job.capacity
-    kept = row(Job(load_config(TEMPLATE, ALL_KEPT)), "update_actor", 0).activations
+    kept = row(TrainingPlan(load_config(TEMPLATE, ALL_KEPT)), "update_actor", 0).activations
     inputs = 8 * 10 * 16384 * 2 * 8192 / 8  # of 10 layers, of 8 micro-batches that wait on the first stage
     assert inputs < row(job, "update_actor", 0).activations < 0.1 * kept
 
 
 def test_each_role_of_the_70b_template_is_on_the_gpu_in_its_turn() -> None:
-    job, resident = Job(load_config(TEMPLATE)), Job(load_config(TEMPLATE, ON_DEVICE))
+    job, resident = TrainingPlan(load_config(TEMPLATE)), TrainingPlan(load_config(TEMPLATE, ON_DEVICE))
     found = {phase.name: row(job, phase.name, 0) for phase in job.phases}
     engine = found.pop("rollout")
     assert engine.gradients == 0 and engine.optimizer < 20
@@ -58,7 +58,7 @@ def test_each_role_of_the_70b_template_is_on_the_gpu_in_its_turn() -> None:
 
 
 def test_the_70b_template_without_recomputation() -> None:
-    job = Job(load_config(TEMPLATE, ALL_KEPT))
+    job = TrainingPlan(load_config(TEMPLATE, ALL_KEPT))
     stage = 10 * LAYER / 8 + VOCABULARY / 8  # of the first
     first = row(job, "update_actor", 0)
     engine = 2 * (80 * LAYER + 2 * VOCABULARY) / 8
@@ -73,22 +73,22 @@ def test_the_70b_template_without_recomputation() -> None:
     # A chunk, the gradients of four in bf16, and those of the hidden states in fp32 and of the weight.
     head = 3 * 32 * 2**20 + 4 * 13108 * 8192 + 2 * 128256 / 8 * 8192
     assert row(job, "update_actor", 7).logits == pytest.approx(head, rel=1e-3)
-    last = row(Job(load_config(TEMPLATE, [*ALL_KEPT, "trainer.head_chunk_tokens=null"])), "update_actor", 7)
+    last = row(TrainingPlan(load_config(TEMPLATE, [*ALL_KEPT, "trainer.head_chunk_tokens=null"])), "update_actor", 7)
     assert last.logits == pytest.approx((3 * 4 + 2) * 13108 * 128256 / 8, rel=1e-3)
     assert tightest(job.rows()).total > job.capacity
 
 
 @pytest.mark.slow
 def test_the_fix_fits() -> None:
-    job = Job(load_config(TEMPLATE, ALL_KEPT))
+    job = TrainingPlan(load_config(TEMPLATE, ALL_KEPT))
     change, then = cheapest_fix(job)
     assert change == {"actor.ppo_max_token_len_per_gpu": 5120, "critic.ppo_max_token_len_per_gpu": 5120}
     overrides = [*ALL_KEPT, *(f"{key}={value}" for key, value in change.items())]
-    fixed = Job(load_config(TEMPLATE, overrides))
+    fixed = TrainingPlan(load_config(TEMPLATE, overrides))
     assert tightest(fixed.rows()) == then
     assert then.total <= job.capacity
     assert any("it fits" in line for line in describe(TEMPLATE, overrides))
-    assert cheapest_fix(Job(with_keys(job.config, {"job.gpu_memory_gib": 1.0}))) is None
+    assert cheapest_fix(TrainingPlan(with_keys(job.config, {"job.gpu_memory_gib": 1.0}))) is None
 
 
 def test_a_larger_layout_comes_first() -> None:
@@ -96,29 +96,31 @@ def test_a_larger_layout_comes_first() -> None:
         TEMPLATE,
         [*ALL_KEPT, "job.nodes=32", "actor.ppo_max_token_len_per_gpu=8192", "critic.ppo_max_token_len_per_gpu=5120"],
     )
-    job = Job(with_keys(config, {"job.gpu_memory_gib": tightest(Job(config).rows()).total / GIB - 1.0}))
+    job = TrainingPlan(
+        with_keys(config, {"job.gpu_memory_gib": tightest(TrainingPlan(config).rows()).total / GIB - 1.0})
+    )
     change, _ = cheapest_fix(job)
     assert change == {"placement.actor.pp": 16}
 
 
 def test_offload_comes_before_more_nodes() -> None:
     config = load_config(TEMPLATE, [*ON_DEVICE, "job.gpu_memory_gib=46.0"])
-    change, _ = cheapest_fix(Job(config))
+    change, _ = cheapest_fix(TrainingPlan(config))
     assert {key for key in change if key.endswith("_offload")} == {key.split("=")[0] for key in ON_DEVICE}
 
 
 def test_disk() -> None:
-    job = Job(load_config(TEMPLATE))
+    job = TrainingPlan(load_config(TEMPLATE))
     parameters = 80 * LAYER + 2 * VOCABULARY + 8192
     assert checkpoint_bytes(job)["actor"] == 14 * parameters
     assert kept_checkpoints(job) == 4  # three, and the one that is written
     everything = with_keys(job.config, {"trainer.max_ckpt_to_keep": None})
-    assert kept_checkpoints(Job(everything)) == 50
+    assert kept_checkpoints(TrainingPlan(everything)) == 50
 
 
 def test_an_engine_has_the_planned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    job = Job(load_config("configs/ppo_countdown_cpu.yaml"))
+    job = TrainingPlan(load_config("configs/ppo_countdown_cpu.yaml"))
     generation, refit = (next(row for row in job.rows() if row.phase == name) for name in ("rollout", "refit"))
     shape: ModelShape = job.models["actor"].shape
     longest, seqs = job.derived.max_sequence_length, job.config.rollout.max_num_seqs
@@ -156,8 +158,8 @@ def test_the_command_takes_less_than_a_minute(template: str) -> None:
 
 def test_the_arithmetic_needs_no_torch() -> None:
     program = (
-        "import sys\nfrom hpcrl.config.loader import load_config\nfrom hpcrl.plan.memory import Job\n"
-        f"Job(load_config({TEMPLATE!r})).rows()\nprint(*sys.modules)"
+        "import sys\nfrom hpcrl.config.loader import load_config\nfrom hpcrl.plan.memory import TrainingPlan\n"
+        f"TrainingPlan(load_config({TEMPLATE!r})).rows()\nprint(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "mpi4py", "numpy", "megatron", "transformers"}.intersection(done.stdout.split())
@@ -185,8 +187,8 @@ def test_bad_input_is_one_line_and_code_2(arguments: list[str], found: str) -> N
 
 def test_adapters_take_the_place_of_the_reference() -> None:
     """No second model, and a checkpoint with moments of the adapters alone."""
-    job = Job(load_config(TEMPLATE))
-    lora = Job(with_keys(job.config, {"model.lora_rank": 16, "placement.ref": job.config.placement.actor}))
+    job = TrainingPlan(load_config(TEMPLATE))
+    lora = TrainingPlan(with_keys(job.config, {"model.lora_rank": 16, "placement.ref": job.config.placement.actor}))
     assert "ref" in job.models and "ref" not in lora.models
     assert next(phase.role for phase in lora.phases if phase.name == "ref") == "actor"
     update, smaller = (max(row.total for row in of.rows() if row.phase == "update_actor") for of in (job, lora))

@@ -7,7 +7,7 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import registration_of
-from hpcrl.plan.memory import GIB, Job
+from hpcrl.plan.memory import GIB, TrainingPlan
 from hpcrl.plan.out_of_memory import PHASES, advice
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.critic import CriticWorker
@@ -35,11 +35,11 @@ def config() -> Config:
 
 
 @pytest.fixture(scope="module")
-def job(config: Config) -> Job:
-    return Job(config)
+def job(config: Config) -> TrainingPlan:
+    return TrainingPlan(config)
 
 
-def test_every_phase_of_a_plan_is_a_method_of_a_worker(job: Job) -> None:
+def test_every_phase_of_a_plan_is_a_method_of_a_worker(job: TrainingPlan) -> None:
     for name in PHASES:
         role, method = name.split(".")
         registration_of(KINDS[role], method)
@@ -55,7 +55,9 @@ def test_every_phase_of_a_plan_is_a_method_of_a_worker(job: Job) -> None:
         ("refit.update_weights", "a smaller rollout.checkpoint_engine.update_weights_bucket_megabytes"),
     ],
 )
-def test_a_method_has_the_figures_of_its_phase_on_its_rank(config: Config, job: Job, method: str, changes: str) -> None:
+def test_a_method_has_the_figures_of_its_phase_on_its_rank(
+    config: Config, job: TrainingPlan, method: str, changes: str
+) -> None:
     ranks = job.derived.world_size
     for rank in (0, ranks - 1):
         told = advice(config, ranks, rank, *method.split("."))
@@ -64,7 +66,7 @@ def test_a_method_has_the_figures_of_its_phase_on_its_rank(config: Config, job: 
         assert f"; to need less: {changes}" in told
 
 
-def test_what_stays_on_the_device_without_need_is_offered_for_offload(config: Config, job: Job) -> None:
+def test_what_stays_on_the_device_without_need_is_offered_for_offload(config: Config, job: TrainingPlan) -> None:
     told = advice(config, job.derived.world_size, 0, "ref", "compute_ref_log_prob")
     assert "param_offload" not in told and "optimizer_offload" not in told  # this template offloads everything
     stays = config.model_copy(update={"critic": config.critic.model_copy(update={"optimizer_offload": False})})

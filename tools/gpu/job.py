@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config.loader import load_config
-from hpcrl.plan.memory import GIB, Job, tightest
+from hpcrl.plan.memory import GIB, TrainingPlan, tightest
 from hpcrl.runtime.job import run_directory
 from tools.gpu.qwen import CONFIG
 
@@ -50,7 +50,7 @@ def main(name: str, overrides: Sequence[str]) -> int:
     config = load_config(CONFIG, overrides)
     folder = run_directory(config)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    planned = tightest(Job(config).rows()).total / GIB
+    planned = tightest(TrainingPlan(config).rows()).total / GIB
     head, row = table(lines, planned)
     print(f"| {' | '.join(head)} |\n|{'---:|' * len(head)}\n| {' | '.join(row)} |")
     traces = ", ".join(path.name for path in sorted(folder.glob("profile/*")))

@@ -1,0 +1,91 @@
+"""Declarations of roles: a worker class, a config section, a model's head, whether it trains. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hpcrl.config.schema import Config, ModelConfig, Section
+
+Head = Literal["lm", "value", "reward"]
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """Declaration of a role, from which its placement, groups, memory plan, checkpoint folder and offload follow.
+
+    A role with a `head` has a megatron model. A role without `on` has a layout of its own, `placement.<name>`; one with
+    `on` runs on the ranks of those roles, and may use their workers.
+    """
+
+    name: str
+    worker: str | type = field(default="", repr=False)  # class, or "module:Class", which is imported when it is built
+    section: str | type[Section] = ""  # dotted path of its config section, or the class of a new section <name>
+    head: Head | None = None
+    trains: bool = False  # the section has `optim`; checkpoints hold its model as <name>/
+    on: tuple[str, ...] = ()
+    max_tokens: str = ""  # key of the tokens of a micro-batch, in the section; null there: as many as the actor's
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the config section."""
+        return self.section if isinstance(self.section, str) and self.section else self.name
+
+    def config_of(self, config: Config) -> Any:
+        """The role's config section; None if it has none."""
+        found: Any = config
+        for key in self.path.split("."):
+            found = getattr(found, key, None)
+        return found
+
+    def architecture(self, config: Config) -> ModelConfig:
+        """What the role's model looks like: `model` of its section, or else that of the policy."""
+        own: ModelConfig | None = getattr(self.config_of(config), "model", None)
+        return own or config.model
+
+    def init_from(self, config: Config) -> str | None:
+        """Where the weights of a frozen model come from."""
+        section = self.config_of(config)
+        own = getattr(section, "model", None)
+        return getattr(section, "init_from", None) or (own.path if own is not None else None)
+
+    def token_budget(self, config: Config) -> int:
+        """Tokens of a micro-batch of one model replica."""
+        own: int | None = getattr(self.config_of(config), self.max_tokens, None) if self.max_tokens else None
+        return own or config.actor.ppo_max_token_len_per_gpu
+
+
+ACTOR = RoleSpec(
+    "actor", "hpcrl.workers.actor:ActorWorker", head="lm", trains=True, max_tokens="ppo_max_token_len_per_gpu"
+)
+# The actor's weights in the actor's layout, without gradients and optimizer.
+POLICY = replace(ACTOR, worker="hpcrl.workers.policy:PolicyWorker", trains=False)
+CRITIC = RoleSpec(
+    "critic", "hpcrl.workers.critic:CriticWorker", head="value", trains=True, max_tokens="ppo_max_token_len_per_gpu"
+)
+REF = RoleSpec("ref", "hpcrl.workers.ref:RefWorker", head="lm", max_tokens="log_prob_max_token_len_per_gpu")
+TEACHER = RoleSpec(
+    "teacher", "hpcrl.workers.teacher:TeacherWorker", head="lm", max_tokens="log_prob_max_token_len_per_gpu"
+)
+REWARD = RoleSpec(
+    "reward",
+    "hpcrl.workers.reward:RewardModelWorker",
+    section="reward.reward_model",
+    head="reward",
+    max_tokens="max_token_len_per_gpu",
+)
+ROLLOUT = RoleSpec("rollout", "hpcrl.workers.rollout:RolloutWorker")
+SCORER = RoleSpec("scorer", "hpcrl.workers.scorer:ScorerWorker", on=("rollout",))
+REFIT = RoleSpec("refit", "hpcrl.workers.refit:RefitWorker", on=("actor", "rollout"))
+EXPORT = RoleSpec("export", "hpcrl.workers.hf_export:ExportWorker", on=("actor",))
+ARCHIVE = RoleSpec("archive", "hpcrl.workers.archive:ArchiveWorker", on=("actor",))
+GENERATIONS = RoleSpec("generations", "hpcrl.workers.generations:GenerationsWorker", on=("rollout",))
+
+PLACED = (
+    ACTOR,
+    CRITIC,
+    REF,
+    TEACHER,
+    REWARD,
+    ROLLOUT,
+)  # in the order in which they are built
