@@ -1,0 +1,88 @@
+"""The pages build, lead nowhere that is not there, and say what the code says."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import IDS, PAGES, ROOT
+
+TOP = "hpcrl|kernels|slurm|configs|tests|tools|docs|\\.ci"
+PATH = re.compile(rf"(?<![\w/.~-])(?:{TOP})/[\w./*{{}},-]*")
+MODULE = re.compile(r"(?<![\w/.-])hpcrl(?:\.[a-z_]\w*)+", re.I)
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+LATER = ("docs/examples/", "docs/extending/")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_pages_build_strictly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", ".mkdocs.yml", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()
+
+
+def test_the_config_reference_is_the_schema() -> None:
+    tool = str(ROOT / "tools" / "config_reference.py")
+    done = subprocess.run([sys.executable, tool, "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_paths_exist(page: Path) -> None:
+    missing = [path for path in sorted(set(paths_in(page.read_text(encoding="utf-8")))) if not exists(path)]
+    assert not missing, f"{page.name} names files that do not exist"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_modules_exist(page: Path) -> None:
+    names = set(MODULE.findall(page.read_text(encoding="utf-8")))
+    missing = [name for name in sorted(names) if not is_defined(name)]
+    assert not missing, f"{page.name} names modules or names in them that do not exist"
+
+
+def test_links_of_the_readme_exist() -> None:
+    links = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def paths_in(text: str) -> Iterator[str]:
+    """Paths of this repository: `configs/*_cpu.yaml`, `tests/{model,engine}`; upper-case words stand for any name."""
+    for found in PATH.findall(text):
+        parts = re.split(r"\{([^{}]*)\}", found.rstrip(".,{"))
+        options = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+        for choice in itertools.product(*options):
+            path = re.sub(r"\b[A-Z]{2,}\b(?!\.md)", "*", "".join(choice)).rstrip(".,")
+            if not path.startswith(LATER):
+                yield path
+
+
+def exists(path: str) -> bool:
+    return any(ROOT.glob(path.rstrip("/"))) if "*" in path else (ROOT / path).exists()
+
+
+def is_defined(name: str) -> bool:
+    """Whether a dotted name is a module, or a name that its module defines or imports."""
+    folder, *parts = name.split(".")
+    path = ROOT / folder
+    for index, part in enumerate(parts):
+        if part == "kernels" and index == 0:
+            path = ROOT / "kernels"
+        elif (path / part).is_dir():
+            path = path / part
+        elif (path / f"{part}.py").is_file():
+            path = path / f"{part}.py"
+        else:
+            file = path if path.is_file() else path / "__init__.py"
+            return file.is_file() and re.search(rf"\b{part}\b", file.read_text(encoding="utf-8")) is not None
+    return True
