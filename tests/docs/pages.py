@@ -9,6 +9,7 @@ A comment in front of a block of bash or Python says what tests/docs/test_comman
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,3 +42,10 @@ def blocks_of(page: Path) -> list[Block]:
         Block(found["language"], found["text"], found["mark"] or "", text.count("\n", 0, found.start()) + 1)
         for found in BLOCK.finditer(text)
     ]
+
+
+def expand(text: str) -> list[str]:
+    """`a/{b,c}` as a/b and a/c."""
+    parts = re.split(r"\{([^{}]*)\}", text)
+    options = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+    return ["".join(choice) for choice in itertools.product(*options)]

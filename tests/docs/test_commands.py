@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import subprocess
 import sys
@@ -9,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import IDS, PAGES, ROOT, Block, blocks_of
+from tests.docs.pages import IDS, PAGES, ROOT, Block, blocks_of, expand
 from tests.preloaded import RANK
 from tests.runtime.conftest import MPIEXEC, environment
 
 LINKS = ("configs", "docs", "slurm", "tests", "tools")
-JOBS = "train|sft|rm|generate|evaluate|score|convert"
+JOBS = ("train", "sft", "rm", "generate", "evaluate", "score", "convert")
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
 
 
@@ -36,14 +38,26 @@ def test_commands(page: Path, tmp_path: Path) -> None:
     for block in blocks_of(page):
         if block.runs:
             run(block, tmp_path)
+    assert undocumented(tmp_path) == []
+
+
+def undocumented(folder: Path) -> list[str]:
+    """Metrics of the runs in a folder that docs/reference/metrics.md does not have."""
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
+    documented = [re.compile(re.sub(r"<\w+>", ".+", name)) for span in spans for name in expand(span)]
+    lines = [line for path in folder.glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
+    logged = sorted({key for line in lines for key in json.loads(line)})
+    return [key for key in logged if not any(name.fullmatch(key) for name in documented)]
 
 
 def make_environment(folder: Path) -> None:
     """What `source .venv/bin/activate` leads to: jobs get $OVERRIDES, and Python starts as tests/preloaded has it."""
     folder.mkdir(parents=True)
-    rank = shlex.join(RANK)
+    rank, jobs = shlex.join(RANK), "|".join(f"hpcrl/{job}" for job in JOBS)
     programs = {
-        "python": f'case "$2 $3" in "hpcrl "*) case "$3" in {JOBS}) set -- "$@" $OVERRIDES;; esac;; esac\nexec {rank} "$@"',
+        "python": f'case "$2/$3" in {jobs}) set -- "$@" $OVERRIDES;; esac\nexec {rank} "$@"',
         "hpcrl": 'exec python -m hpcrl "$@"',
         "mpiexec": f'exec {MPIEXEC} "$@"',
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import IDS, PAGES, ROOT
+from tests.docs.pages import IDS, PAGES, ROOT, expand
 
 TOP = "hpcrl|kernels|slurm|configs|tests|tools|docs|\\.ci"
 PATH = re.compile(rf"(?<![\w/.~-])(?:{TOP})/[\w./*{{}},-]*")
@@ -59,10 +58,8 @@ def test_links_of_the_readme_exist() -> None:
 def paths_in(text: str) -> Iterator[str]:
     """Paths of this repository: `configs/*_cpu.yaml`, `tests/{model,engine}`; upper-case words stand for any name."""
     for found in PATH.findall(text):
-        parts = re.split(r"\{([^{}]*)\}", found.rstrip(".,{"))
-        options = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
-        for choice in itertools.product(*options):
-            path = re.sub(r"\b[A-Z]{2,}\b(?!\.md)", "*", "".join(choice)).rstrip(".,")
+        for each in expand(found.rstrip(".,{")):
+            path = re.sub(r"\b[A-Z]{2,}(?=_|/|\b)(?!\.md)", "*", each).rstrip(".,")
             if not path.startswith(LATER):
                 yield path
 
