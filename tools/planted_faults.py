@@ -1,4 +1,4 @@
-"""Plant one fault per claim of README's section "What the tests hold", and see a test of CI fail for each.
+"""Plant one fault per claim of docs/testing.md, and see a test of CI fail for each.
 
     tools/planted_faults.py                    # all; hours
     tools/planted_faults.py --list
