@@ -3,7 +3,7 @@
     tools/changed_tests.py        # against HPCRL_BASE, else origin/main, else the last commit; untracked files count
 
 A test file imports a module when it names it, or names a helper below tests/ that does. What hpcrl's modules import of
-each other is not followed: nearly all tests would be found.
+each other is not followed: nearly all tests would be found. A page that changed has the tests of tests/docs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     changed = {ROOT / name for name in changed_files()}
+    pages = any(path.suffix == ".md" for path in changed)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if changed.intersection({path, *imported(path)}):
+        if changed.intersection({path, *imported(path)}) or (pages and path.parent.name == "docs"):
             print(path.relative_to(ROOT))
 
 

@@ -7,15 +7,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from hpcrl.config.schema import Config, Section
 from tests.docs.pages import IDS, PAGES, ROOT, expand
 
 TOP = "hpcrl|kernels|slurm|configs|tests|tools|docs|\\.ci"
 PATH = re.compile(rf"(?<![\w/.~-])(?:{TOP})/[\w./*{{}},-]*")
 MODULE = re.compile(r"(?<![\w/.-])hpcrl(?:\.[a-z_]\w*)+", re.I)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+KEY = re.compile(rf"(?<![\w./<-])(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+(?![\w(*{{])")
+METHODS = {
+    name
+    for path in (ROOT / "hpcrl" / "workers").glob("*.py")
+    for name in re.findall(r"^    def ([a-z]\w*)\(", path.read_text(encoding="utf-8"), re.M)
+}
 LATER = ("docs/examples/", "docs/extending/")
 
 
@@ -47,6 +55,15 @@ def test_modules_exist(page: Path) -> None:
     names = set(MODULE.findall(page.read_text(encoding="utf-8")))
     missing = [name for name in sorted(names) if not is_defined(name)]
     assert not missing, f"{page.name} names modules or names in them that do not exist"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_keys_exist(page: Path) -> None:
+    """Keys of job templates in inline code: `actor.optim.lr=2e-6`, but not methods of roles: `actor.update_actor`."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    names = {name for span in re.findall(r"`([^`]+)`", text) for name in KEY.findall(span)}
+    missing = [name for name in sorted(names) if not is_key(name.split(".")) and name.split(".")[1] not in METHODS]
+    assert not missing, f"{page.name} names keys that do not exist"
 
 
 def test_links_of_the_readme_exist() -> None:
@@ -83,3 +100,12 @@ def is_defined(name: str) -> bool:
             file = path if path.is_file() else path / "__init__.py"
             return file.is_file() and re.search(rf"\b{part}\b", file.read_text(encoding="utf-8")) is not None
     return True
+
+
+def is_key(parts: list[str], section: type[Section] = Config) -> bool:
+    field = section.model_fields.get(parts[0])
+    if field is None:
+        return False
+    inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+    sections = [kind for kind in inner if issubclass(kind, Section)]
+    return len(parts) == 1 or any(is_key(parts[1:], kind) for kind in sections)
