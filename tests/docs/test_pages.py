@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from hpcrl.config.schema import Config, Section
-from tests.docs.pages import IDS, PAGES, ROOT, expand
+from tests.docs.pages import IDS, PAGES, ROOT, blocks_of, expand
 
 TOP = "hpcrl|kernels|slurm|configs|tests|tools|docs|\\.ci"
 PATH = re.compile(rf"(?<![\w/.~-])(?:{TOP})/[\w./*{{}},-]*")
@@ -64,6 +64,21 @@ def test_keys_exist(page: Path) -> None:
     names = {name for span in re.findall(r"`([^`]+)`", text) for name in KEY.findall(span)}
     missing = [name for name in sorted(names) if not is_key(name.split(".")) and name.split(".")[1] not in METHODS]
     assert not missing, f"{page.name} names keys that do not exist"
+
+
+def test_the_loop_is_that_of_train() -> None:
+    """Logging, critic warm-up and PF-PPO, whose batch is `trained`, are left out."""
+    source = (
+        (ROOT / "hpcrl" / "jobs" / "train.py")
+        .read_text(encoding="utf-8")
+        .replace("(trained)", "(batch)")
+        .replace(": Any", "")
+    )
+    lines = {line.split("  #")[0].strip() for line in source.splitlines()}
+    shown = [block for page in PAGES for block in blocks_of(page) if block.text.startswith("for step in run.steps")]
+    assert len(shown) == 2
+    for block in shown:
+        assert [line for line in block.text.splitlines() if line.split("  #")[0].strip() not in lines] == []
 
 
 def test_links_of_the_readme_exist() -> None:
