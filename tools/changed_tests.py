@@ -38,9 +38,21 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
+def imported(path: Path) -> set[Path]:
+    """Files that it names, with those that its helpers name; helpers may import each other."""
+    found, left = set(named(path)), [path]
+    seen = {path}
+    while left:
+        helpers = {file for file in named(left.pop()) if file.is_relative_to(ROOT / "tests")} - seen
+        seen |= helpers
+        left += helpers
+        found.update(*map(named, helpers))
+    return found
+
+
 @cache
-def imported(path: Path) -> frozenset[Path]:
-    """Files that it names, with those that its helpers name."""
+def named(path: Path) -> frozenset[Path]:
+    """Files that it imports, and the conftest.py of its folder and of those above."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -50,13 +62,8 @@ def imported(path: Path) -> frozenset[Path]:
         else:
             continue
         found.update(file for name in names if (file := file_of(name)) is not None)
-    helpers = [file for file in found if file.is_relative_to(ROOT / "tests") and file != path]
-    folder = path.parent
-    while folder != ROOT:
-        if (conftest := folder / "conftest.py").exists() and conftest != path:
-            helpers.append(conftest)
-        folder = folder.parent
-    return frozenset(found.union(helpers, *map(imported, helpers)))
+    folders = [folder for folder in path.parents if folder != ROOT and folder.is_relative_to(ROOT)]
+    return frozenset(found.union(file for folder in folders if (file := folder / "conftest.py").exists()))
 
 
 @cache
