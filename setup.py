@@ -61,8 +61,13 @@ MATH = [
     "math-verify>=0.9,<0.10",  # the scorer of the same name; brings an ANTLR parser of LaTeX and sympy
 ]
 
+DOCS = [
+    "mkdocs>=1.6,<2",  # builds the pages of docs/ and finds links that lead nowhere; its own themes need nothing more
+]
+
 TEST = [
     *MATH,
+    *DOCS,
     "pytest>=8",
     "pytest-timeout>=2.3",  # a hung collective must end a session
     "pytest-xdist>=3.6",  # the tests without MPI on all cores
@@ -98,6 +103,14 @@ setup(
     packages=find_packages(include=["hpcrl", "hpcrl.*"]),
     package_data={"hpcrl": ["**/*.json", "**/*.jinja"]},
     install_requires=COMMON,
-    extras_require={"cpu": CPU, "gpu": GPU, "trtllm": TRTLLM, "math": MATH, "test": TEST, "mutation": MUTATION},
+    extras_require={
+        "cpu": CPU,
+        "gpu": GPU,
+        "trtllm": TRTLLM,
+        "math": MATH,
+        "docs": DOCS,
+        "test": TEST,
+        "mutation": MUTATION,
+    },
     entry_points={"console_scripts": ["hpcrl=hpcrl.cli:main"]},
 )

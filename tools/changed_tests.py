@@ -3,7 +3,7 @@
     tools/changed_tests.py        # against HPCRL_BASE, else origin/main, else the last commit; untracked files count
 
 A test file imports a module when it names it, or names a helper below tests/ that does. What hpcrl's modules import of
-each other is not followed: nearly all tests would be found.
+each other is not followed: nearly all tests would be found. A page that changed has the tests of tests/docs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     changed = {ROOT / name for name in changed_files()}
+    pages = any(path.suffix == ".md" for path in changed)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if changed.intersection({path, *imported(path)}):
+        if changed.intersection({path, *imported(path)}) or (pages and path.parent.name == "docs"):
             print(path.relative_to(ROOT))
 
 
@@ -37,9 +38,21 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
+def imported(path: Path) -> set[Path]:
+    """Files that it names, with those that its helpers name; helpers may import each other."""
+    found, left = set(named(path)), [path]
+    seen = {path}
+    while left:
+        helpers = {file for file in named(left.pop()) if file.is_relative_to(ROOT / "tests")} - seen
+        seen |= helpers
+        left += helpers
+        found.update(*map(named, helpers))
+    return found
+
+
 @cache
-def imported(path: Path) -> frozenset[Path]:
-    """Files that it names, with those that its helpers name."""
+def named(path: Path) -> frozenset[Path]:
+    """Files that it imports, and the conftest.py of its folder and of those above."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -49,13 +62,8 @@ def imported(path: Path) -> frozenset[Path]:
         else:
             continue
         found.update(file for name in names if (file := file_of(name)) is not None)
-    helpers = [file for file in found if file.is_relative_to(ROOT / "tests") and file != path]
-    folder = path.parent
-    while folder != ROOT:
-        if (conftest := folder / "conftest.py").exists() and conftest != path:
-            helpers.append(conftest)
-        folder = folder.parent
-    return frozenset(found.union(helpers, *map(imported, helpers)))
+    folders = [folder for folder in path.parents if folder != ROOT and folder.is_relative_to(ROOT)]
+    return frozenset(found.union(file for folder in folders if (file := folder / "conftest.py").exists()))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The claim of the README, measured: PPO and GRPO lift countdown accuracy over the warm start, for several seeds.
+"""The claim of docs/performance.md, measured: PPO and GRPO lift countdown accuracy over the warm start, for some seeds.
 
     .venv/bin/python tools/countdown_seeds.py [key=value ...] [--seeds 0 1 2] [--algorithms ppo grpo]
 

@@ -1,4 +1,4 @@
-"""Plant one fault per claim of README's section "What the tests hold", and see a test of CI fail for each.
+"""Plant one fault per claim of docs/testing.md, and see a test of CI fail for each.
 
     tools/planted_faults.py                    # all; hours
     tools/planted_faults.py --list
@@ -607,6 +607,25 @@ FAULTS = [
         '        __import__("subprocess").run(["mkdir", "-p", self._path], check=True)\n',
         2,
         "tests/mpi/test_saving.py::test_no_process_is_started_by_a_save_and_all_ranks_write_as_much",
+    ),
+    # Pages.
+    Fault(
+        "pages-config",
+        "the config reference is the schema",
+        "config/schema.py",
+        'description="folder that holds runs"',
+        'description="folder of runs"',
+        0,
+        "tests/docs/test_pages.py::test_the_config_reference_is_the_schema",
+    ),
+    Fault(
+        "pages-metrics",
+        "metrics of runs are documented",
+        "algorithms/statistics.py",
+        '"response/aborted_ratio"',
+        '"response/empty_ratio"',
+        0,
+        "tests/docs/test_commands.py::test_commands",
     ),
 ]
 

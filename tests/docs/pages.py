@@ -1,0 +1,51 @@
+"""The pages that people read, and the blocks of code in them.
+
+A comment in front of a block of bash or Python says what tests/docs/test_commands.py does with it:
+
+    <!-- runs -->                        runs it; the blocks of a page share a folder, in order
+    <!-- runs: trainer.save_freq=1 -->   the same, with overrides for each job in it, which make it small
+    <!-- not run: needs GPUs -->         leaves it out
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n+)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    mark: str
+    line: int
+
+    @property
+    def runs(self) -> bool:
+        return self.mark == "runs" or self.mark.startswith("runs: ")
+
+    @property
+    def overrides(self) -> str:
+        return self.mark.removeprefix("runs").removeprefix(": ")
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found["language"], found["text"], found["mark"] or "", text.count("\n", 0, found.start()) + 1)
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def expand(text: str) -> list[str]:
+    """`a/{b,c}` as a/b and a/c."""
+    parts = re.split(r"\{([^{}]*)\}", text)
+    options = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+    return ["".join(choice) for choice in itertools.product(*options)]
