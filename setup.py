@@ -13,6 +13,7 @@ COMMON = [
     "pyarrow>=14",  # Parquet prompts
     "tensorboard>=2.14",  # the event files and the page that shows them
     "tokenizers",  # the tokenizer that a small model ships; transformers pins its version
+    "argcomplete>=3.1",  # completion of the command line in shells
     "tqdm>=4.60",  # progress on a terminal
     "matplotlib>=3.7",  # the PNG of the curves
     "msgpack>=1.0",  # records of the append-only rollout logs

@@ -1,8 +1,8 @@
-"""`hpcrl COMMAND ...`. Nothing heavy is imported until the command is known; a job is a file in hpcrl/jobs."""
+# PYTHON_ARGCOMPLETE_OK
+"""`hpcrl COMMAND ...`. A job is a file in hpcrl/jobs, or a user's. Nothing heavy is imported until it is known."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import logging
@@ -17,28 +17,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.runtime import exits
-from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.exits import ArgumentParser, InputError
 
 if TYPE_CHECKING:
-    from hpcrl.config.derive import RoleLayouts
+    from hpcrl.config.derive import JobDescription, RoleLayouts
     from hpcrl.config.schema import Config
     from hpcrl.run.job import Job
     from hpcrl.runtime.world import World
 
 JOBS_FOLDER = Path(__file__).parent / "jobs"
-
-
-class Parser(argparse.ArgumentParser):
-    """Prints one line for a bad command line, on one rank."""
-
-    def error(self, message: str) -> NoReturn:
-        refuse(f"{self.prog.split()[-1]}: {message}; {' '.join(self.format_usage().split())}")
+RUN_USAGE = "hpcrl run [JOB.py] CONFIG [key=value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
     if not arguments:
-        refuse(f"a command is missing; expected one of {', '.join(commands())}")
+        fail(f"a command is missing; expected one of {', '.join(commands())}")
     name, *rest = arguments
     if name in ("-h", "--help", "help"):
         print(help_text())
@@ -49,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         run_job(name, rest)
     nearest = difflib.get_close_matches(name, commands(), n=1)
     hint = f"did you mean {nearest[0]}?" if nearest else f"expected one of {', '.join(commands())}"
-    refuse(f"unknown command {name!r}; {hint}")
+    fail(f"unknown command {name!r}; {hint}")
 
 
 def job_names() -> list[str]:
@@ -60,25 +56,81 @@ def commands() -> list[str]:
     return [*job_names(), *TOOLS]
 
 
-def help_text() -> str:
-    """Every command with one line: of a job, the docstring of its file, which is read without importing it."""
+def help_lines() -> dict[str, str]:
+    """Command -> one line: of a job, the docstring of its file, which is read without importing it."""
     lines = {}
     for name in job_names():
         tree = ast.parse((JOBS_FOLDER / f"{name}.py").read_text(encoding="utf-8"))
         lines[name] = (ast.get_docstring(tree) or "").split("\n")[0]
-    lines |= {name: text for name, (_, text) in TOOLS.items()}
+    return lines | {name: text for name, (_, text) in TOOLS.items()}
+
+
+def help_text() -> str:
+    lines = help_lines()
     width = max(map(len, lines))
     listed = "\n".join(f"  {name:<{width}}  {text}" for name, text in lines.items())
     return (
         f"usage: hpcrl COMMAND ...\n\n{listed}\n\n"
         "`hpcrl COMMAND --help` prints its arguments. CONFIG is a YAML file; key=value overrides one of its keys, as\n"
-        "in actor.optim.lr=2e-6. Run a job on several ranks with mpiexec -n N python -m hpcrl ..., or with srun."
+        "in actor.optim.lr=2e-6. Run a job on several ranks with mpiexec -n N python -m hpcrl ..., or with srun.\n"
+        'Completion in bash: eval "$(register-python-argcomplete hpcrl)".'
     )
 
 
+def complete() -> None:
+    """Answer the shell, which asks for completions: commands, their options, files."""
+    import argcomplete
+
+    parser = ArgumentParser(prog="hpcrl")
+    subparsers = parser.add_subparsers()
+    for name in commands():
+        subparser = subparsers.add_parser(name)
+        if name in job_names():
+            load_job(name).add_arguments(subparser)
+        else:
+            subparser.add_argument("arguments", nargs="*")
+    argcomplete.autocomplete(parser)
+
+
 def load_job(name: str) -> type[Job]:
-    job: type[Job] = import_module(f"hpcrl.jobs.{name}").JOB
+    """The class of a built-in job, or of the job in a user's file. InputError, one line, for a file without a job."""
+    if not name.endswith(".py"):
+        found: type[Job] = import_module(f"hpcrl.jobs.{name}").JOB
+        return found
+    from hpcrl.run.job import Job
+    from hpcrl.runtime.user_code import import_file
+
+    try:
+        job = getattr(import_file(name), "JOB", None)
+    except Exception as error:
+        raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not (isinstance(job, type) and issubclass(job, Job)):
+        raise InputError(f"{name} names no job; end it with JOB = MyJob, a subclass of hpcrl.api.TrainingJob")
+    job.file = name
     return job
+
+
+def run_file(arguments: list[str]) -> NoReturn:
+    """`hpcrl run`: a job of the user's own. The file is named here, or by run.job_file of a resolved config."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        from hpcrl.run.job import Job
+
+        parser = ArgumentParser(prog="hpcrl run [JOB.py]", description="Run the job in a Python file of your own.")
+        Job.add_arguments(parser)
+        parser.parse_args(arguments)
+    if arguments[0].endswith(".py"):
+        run_job(arguments[0], arguments[1:])
+    from hpcrl.config.loader import raw_value
+
+    try:
+        file = raw_value(arguments[0], arguments[1:], ("run", "job_file"))
+    except Exception as error:
+        if exits.is_user_error(error):
+            exits.exit_with_error(error)
+        raise
+    if not isinstance(file, str):
+        fail(f"{arguments[0]} has no run.job_file, so it does not say which job it is for; use {RUN_USAGE}")
+    run_job(file, arguments)
 
 
 def run_job(name: str, arguments: list[str]) -> NoReturn:
@@ -86,11 +138,18 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
     from hpcrl.plan import dry_run
 
     if dry_run.requested(os.environ):
-        dry_run.main(arguments, lambda: load_job(name).check)
+        dry_run.main(arguments, lambda: load_job(name))
     from hpcrl.runtime.job import run_spmd
+    from hpcrl.runtime.stop import block_signals
 
-    job = load_job(name)
-    parser = Parser(prog=f"hpcrl {name}", description=job.__doc__)
+    is_file = name.endswith(".py")
+    if is_file:
+        block_signals()  # its threads must inherit the mask, and the file may import torch
+    try:
+        job = load_job(name)
+    except InputError as error:
+        exits.exit_with_error(error)
+    parser = ArgumentParser(prog=f"hpcrl run {name}" if is_file else f"hpcrl {name}", description=job.__doc__)
     job.add_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
     config = getattr(parsed, "config", "")
@@ -140,28 +199,37 @@ def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayou
 def plan(arguments: list[str]) -> NoReturn:
     from hpcrl.plan import command
 
-    command.main(arguments)
+    command.main(arguments, load_job)
 
 
 def check(arguments: list[str]) -> NoReturn:
-    if arguments[:1] == ["--job"]:
-        check_job(arguments[1:])
-    from hpcrl.rollout.tensorrt_llm.signatures import findings
     from hpcrl.runtime import check
 
-    check.main(arguments, findings)
+    parser = ArgumentParser(prog="hpcrl check", description=TOOLS["check"][1])
+    parser.add_argument("--trtllm", action="store_true", help="whether TensorRT-LLM can be used here; collective")
+    parser.add_argument("--job", action="store_true", help="the nodes and links of this allocation; collective")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="with --job: YAML file of the run to check, too")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key")
+    parsed = parser.parse_intermixed_args(arguments)
+    if parsed.config and not parsed.job:
+        parser.error(f"found {parsed.config!r}, which only --job reads")
+    if parsed.job:
+        check_job(parsed.config, parsed.overrides)
+    from hpcrl.rollout.tensorrt_llm.signatures import findings
+
+    check.main(findings if parsed.trtllm else None)
 
 
-def check_job(arguments: list[str]) -> NoReturn:
+def check_job(config: str | None, overrides: list[str]) -> NoReturn:
     from hpcrl.checkpoint.manifest import verify
     from hpcrl.runtime import check_job
 
     def folder() -> str:
-        if not arguments:
+        if config is None:
             return ""
         from hpcrl.config.loader import load_config
 
-        run = load_config(arguments[0], arguments[1:]).run
+        run = load_config(config, overrides).run
         return str(Path(run.dir, run.name))
 
     check_job.main(folder, partial(verify, with_links=True))
@@ -170,11 +238,8 @@ def check_job(arguments: list[str]) -> NoReturn:
 def submit(arguments: list[str]) -> NoReturn:
     from hpcrl.slurm import submit
 
-    jobs = {name: job for name in job_names() if (job := load_job(name)).can_be_submitted}
-
-    def check_on_login_node(command: str, config: Config, ranks: int) -> None:
+    def check_on_login_node(job: JobDescription, config: Config, ranks: int) -> None:
         """Check what the job checks first; without torch, its own ranks check the rest."""
-        job = jobs[command]
         if find_spec("torch") and find_spec("megatron"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # megatron's, about what a login node lacks
@@ -182,14 +247,16 @@ def submit(arguments: list[str]) -> NoReturn:
         else:
             job.check(config, ranks)
 
-    submit.main(arguments, check_on_login_node, list(jobs))
+    can_be_submitted = [name for name in job_names() if load_job(name).can_be_submitted]
+    submit.main(arguments, load_job, check_on_login_node, can_be_submitted)
 
 
-def refuse(line: str) -> NoReturn:
+def fail(line: str) -> NoReturn:
     exits.exit_with_error(InputError(line))
 
 
 TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
+    "run": (run_file, "a job in a Python file of your own"),
     "plan": (plan, "whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU"),
     "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),
     "submit": (submit, "a Slurm job, checked and with all it reads"),

@@ -33,7 +33,7 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return err.removeprefix("hpcrl: error: ").rstrip()
 
 
-COMMANDS = "convert, evaluate, generate, rm, score, sft, train, plan, check, submit"
+COMMANDS = "convert, evaluate, generate, rm, score, sft, train, run, plan, check, submit"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,12 @@ COMMANDS = "convert, evaluate, generate, rm, score, sft, train, plan, check, sub
         (["evalute"], "unknown command 'evalute'; did you mean evaluate?"),
         (["evaluate"], "evaluate: the following arguments are required: CONFIG; usage: hpcrl evaluate"),
         (["generate", "a.yaml", "--n=4"], "generate: unrecognized arguments: --n=4; usage: hpcrl generate [-h] CONFIG"),
-        (["plan"], "plan needs a YAML file: hpcrl plan [--refit] CONFIG [key=value ...]"),
+        (["plan"], "plan: the following arguments are required: [JOB.py:]CONFIG; usage: hpcrl plan [-h] [--refit]"),
+        (["plan", "x=1"], "plan: found the override 'x=1' in place of a YAML file; usage: hpcrl plan"),
+        (["check", "a.yaml"], "check: found 'a.yaml', which only --job reads; usage: hpcrl check"),
+        (["run"], "run: the following arguments are required: CONFIG; usage: hpcrl run [JOB.py]"),
+        (["run", "none.py", "a.yaml"], "none.py cannot be loaded: ImportError: no such file; name a Python file"),
+        (["submit"], "submit: the following arguments are required: [COMMAND:]CONFIG; usage: hpcrl submit"),
         (["score", "m", "--tokens"], "score: argument --tokens: expected one argument; usage: hpcrl score"),
     ],
 )

@@ -25,7 +25,7 @@ LAYERS = (
     ("rollout_source",),
     ("run",),
     ("jobs",),
-    ("cli",),
+    ("cli", "api"),
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
 from hpcrl.config.checkpoint_rules import check_checkpoints
@@ -37,6 +38,22 @@ class RoleLayouts:
     def rows(self) -> list[tuple[str, object, str]]:
         """Further derived values for the log: name, value, unit."""
         return []
+
+
+class JobDescription(Protocol):
+    """What tools of a login node ask of a job's class, which is `hpcrl.run.job.Job` or one of its subclasses."""
+
+    file: str | None  # of a user's job
+
+    def read_config(self, path: str, overrides: Sequence[str] = ()) -> Config: ...
+
+    def prepare(self, config: Config) -> Config: ...
+
+    def check(self, config: Config, num_ranks: int) -> RoleLayouts: ...
+
+    def check_with_torch(self, config: Config, num_ranks: int) -> RoleLayouts: ...
+
+    def own_specs(self) -> list[RoleSpec]: ...
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hpcrl.config.schema import Config
 # those whose value may be null; the two of data and run.plugins are lists
 KEYS = (
     "run.plugins",
+    "run.job_file",
     "model.path",
     "model.tokenizer",
     "model.init_from",

@@ -27,13 +27,21 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), schema: 
     Later wins: extended file, file, overrides from left to right. Mappings are merged, all else is replaced.
     Raises ConfigError with one line that says where, what was found and what was expected.
     """
-    tree = _read(Path(path), chain=()) if path is not None else Node({}, "the command line")
-    for override in overrides:
-        tree = _merge(tree, _parse_override(override))
+    tree = _tree(path, overrides)
     try:
         return schema.model_validate(tree.plain())
     except ValidationError as error:
         raise ConfigError(_explain(error, tree, schema)) from None
+
+
+def raw_value(path: str | Path, overrides: Sequence[str], key: KeyPath) -> Any:
+    """The value of one key as it is written, not validated; None if it is not there."""
+    node = _tree(path, overrides)
+    for part in key:
+        if not isinstance(node.value, dict) or part not in node.value:
+            return None
+        node = node.value[part]
+    return node.plain()
 
 
 def dump_config(config: Config) -> str:
@@ -44,6 +52,13 @@ def dump_config(config: Config) -> str:
 def quoted(text: str) -> str:
     """As YAML that reads as this text, whatever it looks like: for the values of overrides."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def _tree(path: str | Path | None, overrides: Sequence[str]) -> Node:
+    tree = _read(Path(path), chain=()) if path is not None else Node({}, "the command line")
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    return tree
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> Node:

@@ -99,6 +99,7 @@ class RunConfig(Section):
     plugins: Files = Field(
         default_factory=list, description="Python files that register estimators or losses of your own"
     )
+    job_file: str | None = Field(None, description="Python file of a job of your own, as `hpcrl run` was given it")
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
     )

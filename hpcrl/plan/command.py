@@ -8,7 +8,6 @@ memory of a refit alone.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,43 +15,35 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import NoReturn
 
+from hpcrl.config.derive import JobDescription
 from hpcrl.config.job_time import node_hours
-from hpcrl.config.loader import load_config
 from hpcrl.config.placement import format_ranks
 from hpcrl.plan import refit
 from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes, staged_bytes
 from hpcrl.plan.memory import GIB, MIB, Phase, Row, TrainingPlan, binary, cheapest_fix, tightest
 from hpcrl.plan.refit import size
 from hpcrl.runtime import exits
-from hpcrl.runtime.exits import InputError
 
-USAGE = "hpcrl plan [--refit] CONFIG [key=value ...]"
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "refit", "total")
 
 
-def main(arguments: list[str]) -> NoReturn:
+def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoReturn:
     """The subcommand; exit code 2 with one line for a config that cannot run."""
-    if {"-h", "--help"}.intersection(arguments):
-        print(f"usage: {USAGE}\n\n{(__doc__ or '').split(': ', 1)[1]}")
-        sys.exit(exits.DONE)
-    if "--refit" in arguments:
-        refit.main(arguments)
-    refit.show(lambda: describe(*_parse(arguments)))
+    parser = exits.ArgumentParser(prog="hpcrl plan", description=(__doc__ or "").split(": ", 1)[1])
+    parser.add_argument("--refit", action="store_true", help="bytes and memory of a refit alone")
+    parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
+    parsed = parser.parse_intermixed_args(arguments)
+    job, colon, path = parsed.config.rpartition(":")
+    if "=" in parsed.config and not os.path.exists(path):
+        parser.error(f"found the override {parsed.config!r} in place of a YAML file")
+    description = refit.describe if parsed.refit else describe
+    refit.show(lambda: description(load_job(job if colon else "train"), path, parsed.overrides))
 
 
-def _parse(arguments: list[str]) -> tuple[str, list[str]]:
-    """The config's path and the overrides."""
-    unknown = next((argument for argument in arguments if argument.startswith("-")), None)
-    if unknown is not None:
-        raise InputError(f"unknown option {unknown!r}; plan has --refit: {USAGE}")
-    if not arguments or ("=" in arguments[0] and not os.path.exists(arguments[0])):
-        raise InputError(f"plan needs a YAML file: {USAGE}")
-    return arguments[0], arguments[1:]
-
-
-def describe(path: str, overrides: Sequence[str] = ()) -> list[str]:
+def describe(described: JobDescription, path: str, overrides: Sequence[str] = ()) -> list[str]:
     """The table, line by line."""
-    job = TrainingPlan(load_config(path, overrides))
+    job = TrainingPlan(described.read_config(path, overrides), tuple(described.own_specs()))
     rows = job.rows()
     in_gib = tightest(rows).total >= GIB
     unit, name = (GIB, "GiB") if in_gib else (MIB, "MiB")

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from hpcrl.config.derive import JobDescription
+from hpcrl.config.inputs import missing
 from hpcrl.grid.layout import GROUP_DIMS, Coord, Layout
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
@@ -24,12 +26,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 VARIABLE = "HPCRL_DRY_RUN"
-Check = Callable[..., Any]  # (config, number of ranks) -> RoleLayouts
 SPANS = ("tp", "pp", "dp")  # groups whose place in the machine decides how fast a job is
 MIB = 2**20
 
 
-class Job(NamedTuple):
+class Placement(NamedTuple):
     """What rank 0 has read; plain data, so that no other rank needs YAML or the schema."""
 
     layouts: dict[str, dict[str, Any]]  # role -> fields of Layout
@@ -51,16 +52,16 @@ def requested(environ: Mapping[str, str]) -> bool:
     return environ.get(VARIABLE) == "1"
 
 
-def main(arguments: Sequence[str], load_check: Callable[[], Check]) -> NoReturn:
+def main(arguments: Sequence[str], load_job: Callable[[], JobDescription]) -> NoReturn:
     """Dry run of a job with these arguments, a YAML file and overrides, on the ranks that the launcher started.
-    Collective; `load_check` imports the job's check, on rank 0."""
+    Collective; `load_job` imports the job, on rank 0."""
     launched = dict(os.environ)  # an MPI library that starts may add variables of its own
     try:
         comm = start_mpi()
     except InputError as error:
         exits.exit_with_error(error)
     try:
-        finish(_run(comm, lambda: _read(arguments, load_check(), comm.size, launched)))
+        finish(_run(comm, lambda: _read(arguments, load_job(), comm.size, launched)))
     except BaseException as error:
         if getattr(error, "everywhere", False):
             if comm.rank == 0:
@@ -69,9 +70,9 @@ def main(arguments: Sequence[str], load_check: Callable[[], Check]) -> NoReturn:
         abort(error, rank=comm.rank, phase="dry run")
 
 
-def _run(comm: MPI.Intracomm, read: Callable[[], Job]) -> int:
+def _run(comm: MPI.Intracomm, read: Callable[[], Placement]) -> int:
     """The exit code, on every rank."""
-    job: Job = broadcast_object(comm, run_collectively(comm, lambda: read() if comm.rank == 0 else None))
+    job: Placement = broadcast_object(comm, run_collectively(comm, lambda: read() if comm.rank == 0 else None))
     layouts = {role: Layout(**fields) for role, fields in job.layouts.items()}
     places = all_gather_object(comm, _place(comm, layouts))
     problems = disagreements(layouts, places) if comm.rank == 0 else []
@@ -88,10 +89,8 @@ def started_by_launcher(environ: Mapping[str, str]) -> int | None:
     return int(count) if count.isdigit() else None
 
 
-def _read(arguments: Sequence[str], check: Check, world_size: int, environ: Mapping[str, str]) -> Job:
+def _read(arguments: Sequence[str], job: JobDescription, world_size: int, environ: Mapping[str, str]) -> Placement:
     """The job's placement, checked as far as that goes without torch."""
-    from hpcrl.config.inputs import missing
-    from hpcrl.config.loader import load_config
 
     started = started_by_launcher(environ)
     if started is not None and started != world_size:
@@ -101,10 +100,12 @@ def _read(arguments: Sequence[str], check: Check, world_size: int, environ: Mapp
         )
     if not arguments:
         raise InputError("a dry run needs a YAML file")
-    config = load_config(arguments[0], arguments[1:])
-    roles = check(config, world_size).roles
+    config = job.read_config(arguments[0], arguments[1:])
+    roles = job.check(config, world_size).roles
     fields = {name: role.grid for name, role in roles.items()}
-    return Job(fields, config.job.nodes * config.job.ntasks_per_node, [(key, file) for key, file in missing(config)])
+    return Placement(
+        fields, config.job.nodes * config.job.ntasks_per_node, [(key, file) for key, file in missing(config)]
+    )
 
 
 def _place(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> Place:
@@ -145,7 +146,9 @@ def disagreements(layouts: Mapping[str, Layout], places: Sequence[Place]) -> lis
     return lines
 
 
-def table(job: Job, layouts: Mapping[str, Layout], places: Sequence[Place], problems: Sequence[str]) -> Iterator[str]:
+def table(
+    job: Placement, layouts: Mapping[str, Layout], places: Sequence[Place], problems: Sequence[str]
+) -> Iterator[str]:
     """The table that rank 0 prints."""
     nodes = [place.node for place in places]
     per_node = sorted(set(Counter(nodes).values()))

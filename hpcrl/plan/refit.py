@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NoReturn
 
+from hpcrl.config.derive import JobDescription
 from hpcrl.config.errors import ConfigError
-from hpcrl.config.loader import load_config
 from hpcrl.config.offload import shares_weights
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.roles import ACTOR, ROLLOUT
@@ -27,19 +27,9 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.reshard.planner import Resharding, Traffic
 from hpcrl.runtime import exits
-from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import is_first_launched
 
-USAGE = "hpcrl plan --refit CONFIG [key=value ...]"
 NAMED = 4  # ranks that a row names
-
-
-def main(arguments: list[str]) -> NoReturn:
-    """The subcommand; exit code 2 with one line for a config that cannot run."""
-    if {"-h", "--help"}.intersection(arguments):
-        print(f"usage: {USAGE}\n\n{(__doc__ or '').split(': ', 1)[1]}")
-        sys.exit(exits.DONE)
-    show(lambda: describe(*_parse(arguments)))
 
 
 def show(plan: Callable[[], list[str]]) -> NoReturn:
@@ -54,19 +44,6 @@ def show(plan: Callable[[], list[str]]) -> NoReturn:
     if is_first_launched(os.environ):
         print("\n".join(lines))
     sys.exit(exits.DONE)
-
-
-def _parse(arguments: list[str]) -> tuple[str, list[str]]:
-    """The config's path and the overrides."""
-    unknown = next((argument for argument in arguments if argument.startswith("-") and argument != "--refit"), None)
-    if unknown is not None:
-        raise InputError(f"unknown option {unknown!r}; plan has --refit: {USAGE}")
-    if "--refit" not in arguments:
-        raise InputError(f"plan needs to know what for: {USAGE}")
-    rest = [argument for argument in arguments if argument != "--refit"]
-    if not rest or "=" in rest[0] and not os.path.exists(rest[0]):
-        raise InputError(f"plan needs a YAML file: {USAGE}")
-    return rest[0], rest[1:]
 
 
 @dataclass(frozen=True)
@@ -105,9 +82,9 @@ def question(config: Config) -> Question:
     return Question(config, roles["actor"], roles["rollout"], resharding)
 
 
-def describe(path: str, overrides: Sequence[str] = ()) -> list[str]:
+def describe(job: JobDescription, path: str, overrides: Sequence[str] = ()) -> list[str]:
     """The table, line by line."""
-    asked = question(load_config(path, overrides))
+    asked = question(job.read_config(path, overrides))
     start = time.perf_counter()
     traffic = asked.resharding.traffic()
     totals = time.perf_counter() - start

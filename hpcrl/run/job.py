@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.config.derive import RoleLayouts
-from hpcrl.config.loader import load_config
+from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, Section, extended
 from hpcrl.run.prepare import with_presets
@@ -40,6 +40,7 @@ class Job:
     section: ClassVar[type[Section] | None] = None  # of a job in a file of its own: the config section <name>
     own_roles: ClassVar[tuple[type[Worker], ...]] = ()  # workers of further roles, or in place of built-in ones
     config_class: ClassVar[type[Config]] = Config
+    file: ClassVar[str | None] = None  # of a user's job
 
     def __init__(self, world: World, config: Config, derived: Any, arguments: argparse.Namespace) -> None:
         self.world, self.config, self.derived, self.arguments = world, config, derived, arguments
@@ -72,7 +73,13 @@ class Job:
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
         """The job's config, read on rank 0."""
-        return cls.prepare(load_config(arguments.config, arguments.overrides, cls.config_class))
+        return cls.prepare(cls.read_config(arguments.config, arguments.overrides))
+
+    @classmethod
+    def read_config(cls, path: str, overrides: Sequence[str] = ()) -> Config:
+        """The config of a YAML file and overrides, as it is written."""
+        own = [f"run.job_file={quoted(cls.file)}"] if cls.file is not None else []
+        return load_config(path, [*overrides, *own], cls.config_class)
 
     @classmethod
     def prepare(cls, config: Config) -> Config:

@@ -45,13 +45,11 @@ class Finding:
     needed: bool = True
 
 
-def main(arguments: list[str], engine: Callable[[MPI.Intracomm], list[Finding]]) -> NoReturn:
+def main(engine: Callable[[MPI.Intracomm], list[Finding]] | None) -> NoReturn:
     """Run the subcommand. Collective over the ranks that the launcher started.
 
-    engine: a collective function that returns the findings for --trtllm.
+    engine: for --trtllm, a collective function that returns the findings.
     """
-    if arguments not in ([], ["--trtllm"]):
-        exits.exit_with_error(InputError(f"found {arguments[0]!r}; hpcrl check takes --trtllm, --job or nothing"))
     probe_isolation()  # starts processes, so it comes before MPI; the result is cached
     try:
         comm = start_mpi()
@@ -60,8 +58,8 @@ def main(arguments: list[str], engine: Callable[[MPI.Intracomm], list[Finding]])
             report([Finding("MPI", "unusable", str(error)), *local_findings()])
         os._exit(exits.OTHER)
     hosts = all_gather_object(comm, (platform.node(), len(os.sched_getaffinity(0))))
-    findings = engine(comm) if arguments else local_findings(comm.size)
-    what = "TensorRT-LLM" if arguments else "hpcrl"
+    findings = engine(comm) if engine is not None else local_findings(comm.size)
+    what = "TensorRT-LLM" if engine is not None else "hpcrl"
     code = report([*mpi_findings(comm, hosts), *findings], what) if comm.rank == 0 else None
     finish(broadcast_object(comm, code))
 

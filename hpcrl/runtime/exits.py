@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -33,6 +34,15 @@ class InputError(Exception):
     def __init__(self, line: str, *, everywhere: bool = False):
         super().__init__(line)
         self.everywhere = everywhere
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Ends the process with one line, on one rank, for a bad command line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with `<command>: <message>; <usage>`."""
+        command = self.prog.removeprefix("hpcrl ").split()[0]
+        exit_with_error(InputError(f"{command}: {message}; {' '.join(self.format_usage().split())}"))
 
 
 def is_user_error(error: BaseException) -> bool:

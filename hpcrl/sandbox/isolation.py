@@ -1,11 +1,9 @@
 """Isolation of untrusted code: namespaces, no network, no privileges, and the files that it sees.
 
-It sees no home, no data, and no /tmp or /run of the machine, hence none of their sockets. Linux only, after
-`isolation.unshare_namespaces`. Standard library only, as in process_tree.py.
-
-Uses Linux namespaces that need no privileges (user namespaces). They do not hide the user's files, /proc, and sockets
-that have a path (multiprocessing's fork server, docker, D-Bus); mount_namespace.py does. `probe_isolation` runs this
-file as a program to find out what the kernel allows. Standard library only, as in process_tree.py.
+The namespaces need no privileges (user namespaces). The code sees Python's and the system's programs, read-only, and an
+empty folder of its own; no home, no data, and no /tmp or /run of the machine, hence none of their sockets.
+`probe_isolation` runs this file as a program to find out what the kernel allows. Linux only. Standard library only, as
+in process_tree.py.
 """
 
 from __future__ import annotations
@@ -16,6 +14,9 @@ import os
 import sys
 from collections.abc import Iterable
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from hpcrl.sandbox.process_tree import libc_call
 
@@ -180,10 +181,6 @@ def remove_folder(folder: str) -> None:
                 except OSError:
                     pass
     shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 27, 1 << 28, 1 << 29, 1 << 30

@@ -53,7 +53,7 @@ def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT) -> Ran:
     """Run `source` as the main module of a Python program, in an empty folder that is removed afterwards.
 
     If the kernel allows it, the program has no network and sees no other process (`isolation`), and no files but
-    Python's, the system's programs and its own (`mount_namespace`). Otherwise it can do what the user can, within
+    Python's, the system's programs and its own. Otherwise it can do what the user can, within
     `limits`. Raises RuntimeError in a process that uses MPI, because it starts processes.
     """
     if "mpi4py.MPI" in sys.modules:

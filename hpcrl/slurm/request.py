@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.config.loader import quoted
-from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.exits import ArgumentParser, InputError
 
 
 def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:
@@ -67,27 +67,22 @@ def submit_chain(scripts: Sequence[Path]) -> list[str]:
     return ids
 
 
-USAGE = (
-    "hpcrl submit [COMMAND:]CONFIG [key=value ...] [--chain [COMMAND:]CONFIG [key=value ...]] [--array key=a,b,c] "
-    "[--nodes N] [--ntasks-per-node N] [--time D-HH:MM:SS] [--partition P] [--site FILE] [--dry-run]"
-)
 JOB_OPTIONS = {
-    "--nodes": "job.nodes",
-    "--ntasks-per-node": "job.ntasks_per_node",
-    "--time": "job.time",
-    "--partition": "job.partition",
+    "nodes": "job.nodes",
+    "ntasks_per_node": "job.ntasks_per_node",
+    "time": "job.time",
+    "partition": "job.partition",
 }
-VALUED = (*JOB_OPTIONS, "--site", "--chain", "--array")
 
 
 @dataclass
 class Stage:
     """One job of a chain, as asked for."""
 
-    command: str  # train, sft, ...
+    command: str  # train, sft, ..., or the Python file of a user's job
     config: str  # YAML file
-    overrides: list[str] = field(default_factory=list)
-    arrays: list[str] = field(default_factory=list)
+    overrides: list[str]
+    arrays: list[str]
 
 
 @dataclass
@@ -96,61 +91,52 @@ class Request:
     job_overrides: list[str] = field(default_factory=list)  # of all stages
     site: str | None = None
     dry_run: bool = False
-    commands: Sequence[str] = ()
 
 
-def parse(arguments: Sequence[str], commands: Sequence[str]) -> Request:
-    """Parse the arguments of `hpcrl submit`; `commands` are the jobs that can be submitted.
+def make_parser(description: str = "") -> ArgumentParser:
+    """A parser of the arguments of one stage of `hpcrl submit`, and of those of all stages."""
+    parser = ArgumentParser(
+        prog="hpcrl submit",
+        usage="hpcrl submit [COMMAND:]CONFIG [key=value ...] [--array key=a,b,c] [--chain [COMMAND:]CONFIG ...] "
+        "[--nodes N] [--ntasks-per-node N] [--time D-HH:MM:SS] [--partition P] [--site FILE] [--dry-run]",
+        description=description,
+        allow_abbrev=False,
+        epilog="--chain begins a further job, which starts once the one before it has ended well.",
+    )
+    parser.add_argument("config", metavar="[COMMAND:]CONFIG", help="YAML file; COMMAND is train, sft, ... or a JOB.py")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
+    parser.add_argument("--array", action="append", default=[], metavar="key=a,b,c", help="one run for each value")
+    for option, key in JOB_OPTIONS.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", help=f"{key} of all jobs")
+    parser.add_argument("--site", metavar="FILE", help="site file")
+    parser.add_argument("--dry-run", action="store_true", help="print the batch scripts and submit nothing")
+    return parser
+
+
+def parse(arguments: Sequence[str], commands: Sequence[str], description: str = "") -> Request:
+    """Parse the arguments of `hpcrl submit`; `commands` are the built-in jobs that can be submitted.
 
     Overrides and --array belong to the stage before them, --nodes and the like to all stages.
     """
-    request, rest = Request(commands=commands), list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if word == "--dry-run":
-            request.dry_run = True
-        elif word.startswith("-"):
-            name, equals, value = word.partition("=")
-            if name not in VALUED:
-                raise InputError(f"unknown option {word!r}; {USAGE}")
-            if not equals:
-                if not rest:
-                    raise InputError(f"{name} has no value; {USAGE}")
-                value = rest.pop(0)
-            _take(request, name, value)
-        elif "=" in word:
-            _last(request, word).overrides.append(word)
-        elif request.stages:
-            raise InputError(f"found {word!r} after {request.stages[-1].config}; a further stage is --chain {word}")
+    stages: list[list[str]] = [[]]
+    for word in arguments:
+        if word == "--chain" or word.startswith("--chain="):
+            stages.append([word.removeprefix("--chain=")] if "=" in word else [])
         else:
-            request.stages.append(_stage(word, request.commands))
-    if not request.stages:
-        raise InputError(f"submit needs a YAML file: {USAGE}")
+            stages[-1].append(word)
+    request, parser = Request(), make_parser(description)
+    for words in stages:
+        parsed = parser.parse_intermixed_args(words)
+        command, colon, config = parsed.config.rpartition(":")
+        if "=" in parsed.config:
+            parser.error(f"found the override {parsed.config!r} in place of a YAML file")
+        odd = next((word for word in parsed.overrides if "=" not in word), None)
+        if odd is not None:
+            parser.error(f"found {odd!r} after {parsed.config}; a further job is --chain {odd}")
+        if colon and command not in commands and not command.endswith(".py"):
+            parser.error(f"unknown command {command!r}; expected one of {', '.join(commands)} or a JOB.py")
+        request.stages.append(Stage(command if colon else "train", config, parsed.overrides, parsed.array))
+        given = {key: getattr(parsed, option) for option, key in JOB_OPTIONS.items()}
+        request.job_overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
+        request.site, request.dry_run = parsed.site or request.site, parsed.dry_run or request.dry_run
     return request
-
-
-def _take(request: Request, name: str, value: str) -> None:
-    if name in JOB_OPTIONS:
-        request.job_overrides.append(f"{JOB_OPTIONS[name]}={value}")
-    elif name == "--site":
-        request.site = value
-    elif name == "--array":
-        _last(request, f"--array {value}").arrays.append(value)
-    else:
-        _last(request, f"--chain {value}")
-        request.stages.append(_stage(value, request.commands))
-
-
-def _last(request: Request, found: str) -> Stage:
-    if not request.stages:
-        raise InputError(f"found {found!r} before a YAML file: {USAGE}")
-    return request.stages[-1]
-
-
-def _stage(word: str, commands: Sequence[str]) -> Stage:
-    command, colon, config = word.partition(":")
-    if not colon:
-        return Stage("train", word)
-    if command not in commands:
-        raise InputError(f"{word}: unknown command {command!r}; expected one of {', '.join(commands)}, then ':CONFIG'")
-    return Stage(command, config)

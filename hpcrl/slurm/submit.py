@@ -10,20 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
 from hpcrl.config.job_time import node_hours
-from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.slurm import bundle
 from hpcrl.slurm.allocation import check_slice
-from hpcrl.slurm.request import USAGE, Request, Stage, array_elements, parse, sbatch_command, submit_chain
+from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import Batch, render
 
-Check = Callable[[str, Config, int], object]  # (command, config, ranks); raises for a plan that cannot run
+LoadJob = Callable[[str], JobDescription]
+Check = Callable[[JobDescription, Config, int], object]  # (job, config, ranks); raises for a job that cannot run
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,10 @@ class Planned:
         return self.folder / "job.sbatch"
 
 
-def main(arguments: list[str], check: Check, commands: Sequence[str]) -> NoReturn:
-    if {"-h", "--help"}.intersection(arguments):
-        print(f"usage: {USAGE}\n\n{(__doc__ or '').split(': ', 1)[1]}")
-        sys.exit(exits.DONE)
+def main(arguments: list[str], load_job: LoadJob, check: Check, commands: Sequence[str]) -> NoReturn:
+    """The subcommand. `commands` are the built-in jobs that can be submitted."""
     try:
-        run(parse(arguments, commands), check)
+        run(parse(arguments, commands, (__doc__ or "").split(": ", 1)[1]), load_job, check)
     except Exception as error:
         if exits.is_user_error(error):
             exits.exit_with_error(error)
@@ -52,10 +51,10 @@ def main(arguments: list[str], check: Check, commands: Sequence[str]) -> NoRetur
     sys.exit(exits.DONE)
 
 
-def run(request: Request, check: Check) -> None:
+def run(request: Request, load_job: LoadJob, check: Check) -> None:
     root = bundle.checkout()
     site = load_site(find_site(request.site, os.environ))
-    plans = [plan(stage, request.job_overrides, check) for stage in request.stages]
+    plans = [plan(stage, load_job(stage.command), request.job_overrides, check) for stage in request.stages]
     made_later = runs_before(plans)
     texts = [render(planned.batch, site, sys.prefix) for planned in plans]
     for planned, later in zip(plans, made_later, strict=True):
@@ -101,19 +100,18 @@ def absent(planned: Planned, made_later: Collection[Path]) -> list[str]:
     ]
 
 
-def plan(stage: Stage, job_overrides: Sequence[str], check: Check) -> Planned:
+def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check: Check) -> Planned:
     """The stage's job, checked for the ranks that it asks for, and for the length of a slice."""
     overrides = [*stage.overrides, *job_overrides]
-    base = load_config(stage.config, overrides)
+    base = job.read_config(stage.config, overrides)
     variants = array_elements(stage.arrays, base.run.dir, base.run.name) if stage.arrays else [[]]
-    configs = [load_config(stage.config, [*overrides, *variant]) for variant in variants]
+    configs = [job.read_config(stage.config, [*overrides, *variant]) for variant in variants]
     for config in configs:
-        check(stage.command, config, config.job.nodes * config.job.ntasks_per_node)
+        check(job, config, config.job.nodes * config.job.ntasks_per_node)
         check_slice(config.job, run_directory(config))
     run_dirs = tuple(run_directory(config) for config in configs)
-    batch = Batch(
-        base.run.name, stage.command, base.job, run_dirs, mounts=_mounts(configs), is_array=bool(stage.arrays)
-    )
+    command = "run" if job.file is not None else stage.command
+    batch = Batch(base.run.name, command, base.job, run_dirs, mounts=_mounts(configs), is_array=bool(stage.arrays))
     return Planned(batch, tuple(configs), run_directory(base))
 
 

@@ -24,7 +24,7 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def test_every_key_that_names_a_file_is_known() -> None:
-    files = ("path", "_files", "_from", "model_dir", "tokenizer", "plugins")
+    files = ("path", "_file", "_files", "_from", "model_dir", "tokenizer", "plugins")
     assert {key for key in keys(Config) if key.endswith(files)} - OTHERS == set(KEYS)
 
 

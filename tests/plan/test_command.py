@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpcrl.config.loader import load_config
+from hpcrl.jobs.train import Train
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.command import describe
 from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints
@@ -87,7 +88,7 @@ def test_the_fix_fits() -> None:
     fixed = TrainingPlan(load_config(TEMPLATE, overrides))
     assert tightest(fixed.rows()) == then
     assert then.total <= job.capacity
-    assert any("it fits" in line for line in describe(TEMPLATE, overrides))
+    assert any("it fits" in line for line in describe(Train, TEMPLATE, overrides))
     assert cheapest_fix(TrainingPlan(with_keys(job.config, {"job.gpu_memory_gib": 1.0}))) is None
 
 
@@ -174,7 +175,7 @@ def test_the_arithmetic_needs_no_torch() -> None:
         ([TEMPLATE, "job.gpu_memory_gb=80"], "gpu_memory_gib"),
         (["nowhere.yaml"], "no such config file"),
         (["--fast", TEMPLATE], "--fast"),
-        ([], "hpcrl plan [--refit] CONFIG"),
+        ([], "usage: hpcrl plan [-h] [--refit]"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: list[str], found: str) -> None:

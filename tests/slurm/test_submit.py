@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.loader import load_config
-from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.request import parse
 
 ROOT = Path(__file__).parents[2]
@@ -117,14 +116,18 @@ def test_what_sbatch_says_is_told(login: Login) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((), "submit needs a YAML file"),
-        (("a.yaml", "b.yaml"), "a further stage is --chain b.yaml"),
-        (("x=1", "a.yaml"), "found 'x=1' before a YAML file"),
+        ((), "arguments are required: [COMMAND:]CONFIG"),
+        (("a.yaml", "b.yaml"), "a further job is --chain b.yaml"),
+        (("x=1", "a.yaml"), "found the override 'x=1' in place of a YAML file"),
         (("fly:a.yaml",), "unknown command 'fly'"),
-        (("a.yaml", "--tasks=4"), "unknown option '--tasks=4'"),
-        (("a.yaml", "--time"), "--time has no value"),
+        (("a.yaml", "--tasks=4"), "unrecognized arguments: --tasks=4"),
+        (("a.yaml", "--time"), "argument --time: expected one argument"),
     ],
 )
-def test_wrong_command_lines(arguments: tuple[str, ...], line: str) -> None:
-    with pytest.raises(InputError, match=line):
+def test_wrong_command_lines(
+    arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
         parse(arguments, ["sft", "train"])
+    assert line in capsys.readouterr().err
