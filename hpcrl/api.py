@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pydantic import Field as Field
+
     from hpcrl.algorithms.advantages.lookup import register_adv_est as register_adv_est
     from hpcrl.algorithms.aggregation import agg_loss as agg_loss
     from hpcrl.algorithms.metrics import Mean as Mean
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from hpcrl.run.job import TrainingJob as TrainingJob
     from hpcrl.run.run import Run as Run
     from hpcrl.workers.actor import ActorWorker as ActorWorker
+    from hpcrl.workers.critic import CriticWorker as CriticWorker
     from hpcrl.workers.model_worker import ModelWorker as ModelWorker
+    from hpcrl.workers.ref import RefWorker as RefWorker
     from hpcrl.workers.refit import RefitWorker as RefitWorker
     from hpcrl.workers.rollout import RolloutWorker as RolloutWorker
     from hpcrl.workers.scorer import ScorerWorker as ScorerWorker
@@ -37,6 +41,7 @@ _MODULES = {
     "Train": "hpcrl.jobs.train",
     "Run": "hpcrl.run.run",
     "Section": "hpcrl.config.schema",
+    "Field": "pydantic",
     # roles
     "RoleSpec": "hpcrl.config.roles",
     "Worker": "hpcrl.controller.register",
@@ -56,6 +61,8 @@ _MODULES = {
 _WORKERS = {  # with megatron-core
     "ModelWorker": "hpcrl.workers.model_worker",
     "ActorWorker": "hpcrl.workers.actor",
+    "CriticWorker": "hpcrl.workers.critic",
+    "RefWorker": "hpcrl.workers.ref",
     "RolloutWorker": "hpcrl.workers.rollout",
     "ScorerWorker": "hpcrl.workers.scorer",
     "RefitWorker": "hpcrl.workers.refit",

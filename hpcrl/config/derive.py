@@ -138,7 +138,9 @@ def check(
         REWARD: config.reward.reward_model.enable,
         ROLLOUT: True,
     }
-    used = [*(spec for spec in PLACED if needs[spec]), *(spec for spec in own_roles if not spec.on)]
+    built_in = [spec for spec in PLACED if needs[spec] or spec.name in {own.name for own in own_roles}]
+    known = {spec.name for spec in built_in}
+    used = [*built_in, *(spec for spec in own_roles if not spec.on and spec.name not in known)]
     needs_critic = needs[CRITIC]
     roles = place(config, used, world_size)
     if not data.train_files:

@@ -50,7 +50,7 @@ def place(config: Config, used: Sequence[RoleSpec], world_size: int) -> dict[str
             nearest = difflib.get_close_matches(role.pool, pools, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known pools: {', '.join(pools)}"
             raise ConfigError(f"placement.{name}.pool={role.pool} is not in placement.pools; {hint}")
-        _check_supported(name, role)
+        _check_supported(spec, role)
         model = spec.architecture(config)
         if model.path is None:  # a Hugging Face directory has its own sizes, checked where it is read
             _check_shape(model)
@@ -73,12 +73,12 @@ def place(config: Config, used: Sequence[RoleSpec], world_size: int) -> dict[str
     return roles
 
 
-def _check_supported(name: str, role: RolePlacement) -> None:
-    for axis in ("pp", "vpp", "cp", "ep", "etp") if name == "rollout" else ():
+def _check_supported(spec: RoleSpec, role: RolePlacement) -> None:
+    for axis in ("pp", "vpp", "cp", "ep", "etp") if spec.path == "rollout" else ():
         if (size := getattr(role, axis)) > 1:
             raise ConfigError(
-                f"placement.rollout.{axis}={size} is not supported: rollout splits all weights by tp, and has as many "
-                "replicas as that leaves; use 1"
+                f"placement.{spec.name}.{axis}={size} is not supported: a rollout engine splits all weights "
+                "by tp, and has as many replicas as that leaves; use 1"
             )
 
 

@@ -24,6 +24,7 @@ class RoleSpec:
     head: Head | None = None
     trains: bool = False  # the section has `optim`; checkpoints hold its model as <name>/
     on: tuple[str, ...] = ()
+    metric_prefix: str = ""  # of the metrics of its calls: of a second role with the workers of a built-in one
     max_tokens: str = ""  # key of the tokens of a micro-batch, in the section; null there: as many as the actor's
 
     @property

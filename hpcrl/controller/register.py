@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from hpcrl.config.roles import RoleSpec
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.rank_status import RankStatus
 
@@ -140,6 +141,7 @@ class Worker:
     replica. The result of the replica's leader counts; those of the other ranks are dropped.
     """
 
+    spec: ClassVar[RoleSpec]  # declaration of the role
     context: WorkerContext  # set by the executor
 
     def __init__(self, layout: Layout, rank: int) -> None:

@@ -31,10 +31,11 @@ class CallLog(Protocol):
 class Call:
     """A worker method that was issued on all ranks of a role. `get()` waits for its result, and logs its metrics."""
 
-    def __init__(self, log: CallLog, phase: str, future: Future[Any]) -> None:
+    def __init__(self, log: CallLog, phase: str, future: Future[Any], prefix: str = "") -> None:
         self.phase = phase
         self._log = log
         self._future = future
+        self._prefix = prefix  # of the metrics' keys
         self._columns: DataProto | None = None
 
     def get(self) -> DataProto:
@@ -43,9 +44,15 @@ class Call:
             with self._log.timers(self.phase):
                 result = self._future.get()
             columns = result if isinstance(result, DataProto) else DataProto({}, {}, {"metrics": result})
-            self._log.log(metrics_of(columns.meta_info.pop("metrics", [])))
+            metrics = metrics_of(columns.meta_info.pop("metrics", []))
+            self._log.log({_prefixed(self._prefix, name): value for name, value in metrics.items()})
             self._columns = columns
         return self._columns
+
+
+def _prefixed(prefix: str, name: str) -> str:
+    """Times and sizes stay under perf/."""
+    return f"perf/{prefix}{name.removeprefix('perf/')}" if name.startswith("perf/") else f"{prefix}{name}"
 
 
 class PendingBatch:
@@ -84,13 +91,16 @@ class Role:
         if group is None:
             return lambda batch, *args, **kwargs: as_pending(batch)
         registration = registration_of(group.worker, method)
+        spec = getattr(group.worker, "spec", None)
+        prefix = spec.metric_prefix if spec is not None else ""
 
         def call(batch: DataProto | PendingBatch, *args: Any, **kwargs: Any) -> PendingBatch:
             batch = batch.get() if isinstance(batch, PendingBatch) else batch
             if registration.skip_if is not None and batch.meta_info.get(registration.skip_if):
                 return PendingBatch(batch)
             self._log.before_call(registration)
-            issued = Call(self._log, registration.phase or method, getattr(group, method)(batch, *args, **kwargs))
+            future = getattr(group, method)(batch, *args, **kwargs)
+            issued = Call(self._log, registration.phase or method, future, prefix)
             self._log.add_call(issued)
             return PendingBatch(batch, [issued])
 

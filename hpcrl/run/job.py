@@ -61,7 +61,7 @@ class Job:
     @classmethod
     def own_specs(cls) -> list[RoleSpec]:
         """The declarations of `own_roles`."""
-        return [replace(worker.spec, worker=worker) for worker in cls.own_roles]  # type: ignore[attr-defined]
+        return [replace(worker.spec, worker=worker) for worker in cls.own_roles]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,6 @@ class ActorWorker(ModelWorker):
         lora, exact = Lora.from_config(config.model), config.rollout.exact
         super().__init__(groups, shape, config, total_updates=num_updates, lora=lora, exact=exact)
         actor, algorithm = config.actor, config.algorithm
-        self.config = config
         self.updates = Updates(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.run.seed)
         self.loss_scale_factor = derived.loss_scale_factor
         self.objective = ActorObjective(config, derived)

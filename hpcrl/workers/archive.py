@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.roles import ARCHIVE
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
@@ -54,6 +55,8 @@ SAMPLES = (
 
 
 class ArchiveWorker(Worker):
+    spec = ARCHIVE
+
     @classmethod
     def build(cls, team: Team, role: str) -> ArchiveWorker | None:
         layout, rank = team.layouts[role], team.world.rank

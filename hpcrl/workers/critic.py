@@ -28,7 +28,6 @@ class CriticWorker(ModelWorker):
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int
     ) -> None:
         super().__init__(groups, shape, config, total_updates=total_steps * derived.critic_updates_per_step)
-        self.config = config.critic
         self.loss_agg_mode = derived.critic_loss_agg_mode
         self.loss_scale_factor = derived.critic_loss_scale_factor
         self.updates = Updates(
@@ -37,7 +36,7 @@ class CriticWorker(ModelWorker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("values",), phase="values")
     def compute_values(self, batch: DataProto) -> DataProto:
-        outputs = self.engine.values(batch, max_tokens=self.config.ppo_max_token_len_per_gpu)
+        outputs = self.engine.values(batch, max_tokens=self.max_tokens)
         return DataProto({"values": outputs["values"]}) if self.is_leader else DataProto()
 
     @register(
@@ -53,16 +52,16 @@ class CriticWorker(ModelWorker):
                     mini,
                     self._objective,
                     loss_scale_factor=self.loss_scale_factor,
-                    max_tokens=self.config.ppo_max_token_len_per_gpu,
+                    max_tokens=self.max_tokens,
                 )
                 for mini in self.updates.mini_batches(batch)
             ]
 
     def _objective(self, norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
         def objective(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
-            mask = training_mask(micro)
+            mask, clip = training_mask(micro), self.config.critic.cliprange_value
             token_loss, metrics = value_loss(
-                outputs["values"], micro.padded("values"), micro.padded("returns"), mask, self.config.cliprange_value
+                outputs["values"], micro.padded("values"), micro.padded("returns"), mask, clip
             )
             loss = agg_loss(token_loss, mask, self.loss_agg_mode, norm)
             return loss, {**metrics, "critic/vf_loss": Sum(loss.detach()), "critic/loss": Sum(loss.detach())}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.roles import GENERATIONS
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 class GenerationsWorker(Worker):
     """`log_probs`: whether a line holds them."""
+
+    spec = GENERATIONS
 
     @classmethod
     def build(cls, team: Team, role: str) -> GenerationsWorker | None:

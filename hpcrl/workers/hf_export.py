@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hpcrl.checkpoint.store import fsync
+from hpcrl.config.roles import EXPORT
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.files import plan_files
@@ -34,6 +35,8 @@ Problem = tuple[int | None, str, str]  # the arguments of an OSError
 
 class ExportWorker(Worker):
     """All the policy's ranks are writers, so none holds more than its share of the whole tensors."""
+
+    spec = EXPORT
 
     @classmethod
     def build(cls, team: Team, role: str) -> ExportWorker | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from hpcrl.batch.packing import mini_batch_of
 from hpcrl.checkpoint.saved_part import SavedPart
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.offload import offloaded
-from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.engine.engine import TrainEngine
@@ -63,8 +62,6 @@ class Updates:
 class ModelWorker(Worker):
     """A megatron model and, where it is trained, its optimizer, as `spec` and the role's config section say."""
 
-    spec: ClassVar[RoleSpec]
-
     def __init__(
         self,
         groups: RoleGroups,
@@ -82,6 +79,7 @@ class ModelWorker(Worker):
         unless given, for the learning-rate schedule. lora: adapters, which are
         then all that is trained. exact: log-probs with the bits of the rollout engine's."""
         super().__init__(groups.layout, groups.rank)
+        self.config = config
         spec, model = self.spec, self.spec.architecture(config)
         optim = optim or (spec.config_of(config).optim if spec.trains else None)
         self.max_tokens = spec.token_budget(config)

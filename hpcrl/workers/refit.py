@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.config.offload import shares_weights
+from hpcrl.config.roles import REFIT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
@@ -33,6 +34,8 @@ class RefitWorker(Worker):
     With `alias` the engine takes the actor's own tensors where they are the same: actor and rollout must take turns,
     the actor's parameters stay on the device, and it has no adapters, whose updates are in none of its tensors.
     """
+
+    spec = REFIT
 
     @classmethod
     def build(cls, team: Team, role: str) -> RefitWorker | None:

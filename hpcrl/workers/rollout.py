@@ -13,6 +13,7 @@ import numpy as np
 from hpcrl.algorithms.metrics import Metric, Sum, merge
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
@@ -40,6 +41,8 @@ WRITTEN = (*RECORDED, "routed_experts?")
 
 class RolloutWorker(Worker):
     """Generates responses. scorer: scores them as they finish, on leaders. agent: answers the model between turns."""
+
+    spec = ROLLOUT
 
     def __init__(
         self,

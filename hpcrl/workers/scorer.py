@@ -12,6 +12,7 @@ import numpy as np
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.config.roles import SCORER
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
@@ -99,6 +100,8 @@ class ResponseScorer:
 
 class ScorerWorker(Worker):
     """`scorer` is None on ranks that are not leaders: they have nothing to score."""
+
+    spec = SCORER
 
     @classmethod
     def build(cls, team: Team, role: str) -> ScorerWorker | None:

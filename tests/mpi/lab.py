@@ -52,9 +52,12 @@ class Lab:
             (folder / "score.py").write_text(SCORE)
         world.barrier()
 
-    def run(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
-        config = Config.model_validate(self.config(name, placement or {}, sections))
-        run_job(self.world, "train", load_job("train").prepare(config))
+    def run(
+        self, name: str, placement: dict[str, Any] | None = None, *, job: str = "train", **sections: dict[str, Any]
+    ) -> Path:
+        made = load_job(job)
+        config = made.config_class.model_validate(self.config(name, placement or {}, sections))
+        run_job(self.world, job, made.prepare(config))
         return self.folder / name
 
     def run_sft(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:

@@ -56,7 +56,14 @@ class Turns:
 def test_every_rank_hears_the_same(world: World) -> None:
     engine = Engine() if world.rank == 0 else None
     made = Generation(
-        engine, world.broadcast, SamplingParams(1), seed=0, step=0, max_in_flight=2, max_model_len=8, vocab_size=100
+        engine,
+        world.broadcast_object,
+        SamplingParams(1),
+        seed=0,
+        step=0,
+        max_in_flight=2,
+        max_model_len=8,
+        vocab_size=100,
     )
     told: list[int] = []
     steps: list[int] = []

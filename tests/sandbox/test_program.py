@@ -172,9 +172,9 @@ def test_the_network_processes_files_and_sockets_are_out_of_reach(tmp_path: Path
 
 SHOWN = """
 import os, sys
-from hpcrl.sandbox import isolation, mount_namespace, process_tree
+from hpcrl.sandbox import isolation, process_tree
 pivot, package = sys.argv[1:]
-places = mount_namespace.visible_paths([package])
+places = isolation.visible_paths([package])
 isolation.unshare_namespaces()
 if os.fork():
     os.wait()
@@ -184,11 +184,11 @@ if not pivot:
         if function == "pivot_root":
             raise OSError(22, function)
         process_tree.libc_call(function, *arguments)
-    mount_namespace.libc_call = call
-process_tree.libc_call("unshare", mount_namespace.CLONE_NEWNS)
+    isolation.libc_call = call
+process_tree.libc_call("unshare", isolation.CLONE_NEWNS)
 process_tree.libc_call("mount", b"tmpfs", os.fsencode(package + "/mounted"), b"tmpfs", 0, None)
 open(package + "/mounted/file", "w").close()
-mount_namespace.enter(places, 1)
+isolation.enter(places, 1)
 isolation.give_up_privileges()
 print(os.listdir(package), os.listdir(package + "/mounted"), os.listdir(os.path.dirname(package)), os.getcwd())
 for name in (package, package + "/mounted", "/box"):
