@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hpcrl.config.errors import ConfigError
+from hpcrl.config.plugins import parameters
 from hpcrl.config.schema import Config
 
 
@@ -85,8 +86,6 @@ def _check_policy_loss(config: Config, inputs: Collection[str]) -> None:
             "actor.policy_loss.loss_mode=bypass_mode needs old log-probs that are the rollout's; "
             "set algorithm.rollout_correction.bypass_mode=true"
         )
-    if mode == "dro" and actor.policy_loss.dro_beta is None:
-        raise ConfigError("actor.policy_loss.loss_mode=dro needs actor.policy_loss.dro_beta; give a number above 0")
 
 
 def _check_reward(config: Config) -> None:
@@ -110,9 +109,10 @@ def _check_reward(config: Config) -> None:
 
 
 def _check_distillation(config: Config) -> None:
-    loss = config.distillation.distillation_loss
     if not config.distillation.enabled:
         return
+    loss = config.distillation.distillation_loss
+    parameters(config, "distillation.distillation_loss", loss.loss_mode)
     if config.teacher.init_from is None and config.model.init_from is None:
         raise ConfigError(
             "distillation.enabled=true, and neither teacher.init_from nor model.init_from names weights; "
@@ -120,6 +120,6 @@ def _check_distillation(config: Config) -> None:
         )
     if loss.use_policy_gradient and loss.loss_mode == "forward_kl_topk":
         raise ConfigError(
-            "distillation.distillation_loss.use_policy_gradient=true with loss_mode=forward_kl_topk, which is no "
-            "estimate on the sampled token; use k1, or use_policy_gradient=false"
+            "distillation.distillation_loss.use_policy_gradient=true with loss_mode=forward_kl_topk, which does not "
+            "estimate from the sampled token; use k1, or use_policy_gradient=false"
         )

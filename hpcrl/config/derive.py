@@ -6,24 +6,20 @@ Pure functions without torch or MPI, so a job template can be checked on a login
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
+from hpcrl.algorithms.advantages import ESTIMATORS
+from hpcrl.algorithms.aggregation import LossAggMode
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
 from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.errors import ConfigError
 from hpcrl.config.lora_rules import check_lora
 from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.plugins import load_plugins, parameters
 from hpcrl.config.rollout_rules import check_rollout
-from hpcrl.config.schema import Config, LossAggMode
+from hpcrl.config.schema import Config
 
-# What estimators take that has to be computed for them, by name: for a login node, where they cannot be imported.
-ESTIMATOR_INPUTS = {
-    "gae": ("values",),
-    "remax": ("reward_baselines",),
-    "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
-    "tir_optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
-}
 ROLES = ("actor", "critic", "ref", "teacher", "reward", "rollout")
 
 
@@ -93,17 +89,21 @@ class Derived(RoleLayouts):
         return rows
 
 
-def check(
-    config: Config, world_size: int, *, inputs: Collection[str] | None = None, optional: Collection[str] = ()
-) -> Derived:
+def check(config: Config, world_size: int) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
-    `inputs` are the tensors that the advantage estimator takes (`AdvEstimator.inputs`); without them they are those of
-    ESTIMATOR_INPUTS, and an estimator of the user takes none. `optional` are those that it uses if the batch has them.
+    Loads run.plugins. Without torch, an estimator or a loss of a plugin that needs it is not checked.
     """
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
-    if inputs is None:
-        inputs = ESTIMATOR_INPUTS.get(algorithm.adv_estimator, ())
+    has_plugins = load_plugins(config)
+    inputs: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    if has_plugins or algorithm.adv_estimator in ESTIMATORS.names():
+        estimator = ESTIMATORS.get(algorithm.adv_estimator)
+        parameters(config, "algorithm", algorithm.adv_estimator)
+        inputs, optional = estimator.inputs, estimator.optional
+    if has_plugins or loss_mode(config) in POLICY_LOSSES.names():
+        parameters(config, "actor.policy_loss", loss_mode(config))
     needs_ref = algorithm.use_kl_in_reward or actor.use_kl_loss
     # The model that the adapters started from is on the actor's ranks already.
     ref_in_actor = needs_ref and config.model.lora_rank > 0 and config.placement.ref == config.placement.actor

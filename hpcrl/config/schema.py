@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -17,6 +19,15 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from hpcrl.algorithms.aggregation import LossAggMode
+from hpcrl.algorithms.distillation import Distillation
+from hpcrl.algorithms.kl import KlCtrl, KlKind
+from hpcrl.algorithms.parameters import members, parameters_of
+from hpcrl.algorithms.pf_ppo import PfPpo
+from hpcrl.algorithms.rollout_correction import RolloutCorrection
+from hpcrl.algorithms.surrogate_losses import ActorParameters, PolicyLossParameters
+from hpcrl.algorithms.token_advantages import AlgorithmParameters
 
 
 def _minus_one_or_positive(value: int) -> int:
@@ -47,16 +58,35 @@ def _each_once(values: list[int]) -> list[int]:
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-KlKind = Literal[KlEstimator, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]  # value of one, gradient of k2
+
+
+def _bounded(kind: Any, bounds: typing.Mapping[str, Any]) -> Any:
+    """The type with bounds on its numbers."""
+    kinds = [Annotated[one, Field(**bounds)] if one in (int, float) else one for one in members(kind)]
+    return typing.Union[tuple(kinds)]  # noqa: UP007
 
 
 class Section(BaseModel):
-    """A frozen section; unknown keys, wrong types, NaN and infinity are errors."""
+    """A frozen section; unknown keys, wrong types, NaN and infinity are errors.
+
+    A section that inherits from parameter dataclasses (`hpcrl.algorithms.parameters`) has their fields as keys, and is
+    an instance of them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     null_is_default: ClassVar[frozenset[str]] = frozenset()  # keys that verl's templates may hold as null
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        annotations = dict(cls.__dict__.get("__annotations__", {}))
+        for base in cls.__bases__:
+            if dataclasses.is_dataclass(base) and not issubclass(base, BaseModel):
+                for name, kind, default, has_factory, description, bounds in parameters_of(base):
+                    given: dict[str, Any] = {"default_factory" if has_factory else "default": default}
+                    if name not in annotations:
+                        annotations[name] = _bounded(kind, bounds)
+                        setattr(cls, name, Field(**given, description=description))
+        cls.__annotations__ = annotations
 
     @model_validator(mode="before")
     @classmethod
@@ -64,6 +94,16 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         return {key: value for key, value in values.items() if value is not None or key not in cls.null_is_default}
+
+
+class OpenSection(Section):
+    """A section that may also hold a mapping of parameters for each plugin, under the plugin's name.
+
+    The mappings are checked by `hpcrl.config.plugins` once the plugins are loaded.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
 
 
 def _one_or_several(value: object) -> object:
@@ -413,14 +453,8 @@ class OptimConfig(Section):
         return self
 
 
-class PolicyLossConfig(Section):
+class PolicyLossConfig(OpenSection, PolicyLossParameters):
     loss_mode: str = Field("vanilla", description="name of a registered policy loss")
-    clip_cov_ratio: Fraction = Field(2e-4, description="clip_cov: share of tokens that lose their gradient")
-    clip_cov_lb: float = Field(1.0, description="clip_cov: lowest covariance of a token that may lose its gradient")
-    clip_cov_ub: float = Field(5.0, description="clip_cov: highest covariance of a token that may lose its gradient")
-    kl_cov_ratio: Fraction = Field(2e-4, description="kl_cov: share of tokens that get a KL penalty")
-    ppo_kl_coef: NonNegativeFloat | None = Field(0.1, description="kl_cov: weight of that penalty; null: 1")
-    dro_beta: PositiveFloat | None = Field(None, description="dro: weight of the squared log-ratio; dro needs it")
 
 
 class RouterReplayConfig(Section):
@@ -432,7 +466,7 @@ class RouterReplayConfig(Section):
     )
 
 
-class ActorConfig(Section):
+class ActorConfig(Section, ActorParameters):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
     ppo_mini_batch_size: PositiveInt = Field(256, description="prompts per optimizer step, over all ranks")
     ppo_max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
@@ -440,14 +474,6 @@ class ActorConfig(Section):
     router_replay: RouterReplayConfig = Field(
         default_factory=RouterReplayConfig, description="which experts tokens go to in training"
     )
-    clip_ratio: NonNegativeFloat = Field(0.2, description="ratio is clipped to 1 - this and 1 + this")
-    clip_ratio_low: NonNegativeFloat | None = Field(None, description="clipped below at 1 - this; null: clip_ratio")
-    clip_ratio_high: NonNegativeFloat | None = Field(None, description="clipped above at 1 + this; null: clip_ratio")
-    clip_ratio_c: Annotated[float, Field(gt=1.0)] = Field(
-        3.0, description="dual-clip bound for negative advantages; dppo_*: bound of the ratio (20 in its paper)"
-    )
-    tau_pos: PositiveFloat = Field(1.0, description="sapo: temperature of the gate for positive advantages")
-    tau_neg: PositiveFloat = Field(1.05, description="sapo: temperature of the gate for negative advantages")
     loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
     loss_scale_factor: PositiveFloat | None = Field(
         None, description="divisor of seq-mean-token-sum-norm; null: max_response_length"
@@ -505,22 +531,8 @@ class TeacherConfig(Section):
     param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
-class DistillationLossConfig(Section):
+class DistillationLossConfig(OpenSection, Distillation):
     null_is_default = frozenset({"topk"})
-
-    loss_mode: Literal["forward_kl_topk", KlEstimator] = Field(
-        "k3", description="estimator on sampled tokens, or forward KL over the teacher's likeliest tokens"
-    )
-    topk: PositiveInt = Field(32, description="forward_kl_topk: tokens of the teacher")
-    use_task_rewards: bool = Field(True, description="keep the policy loss on rewards; false: distillation alone")
-    distillation_loss_coef: NonNegativeFloat = Field(1.0, description="weight of the distillation loss")
-    loss_max_clamp: PositiveFloat | None = Field(None, description="token losses are clamped to this size; null: not")
-    log_prob_min_clamp: float | None = Field(None, description="log-probs below this count as this; null: not")
-    use_policy_gradient: bool = Field(False, description="the negative loss of a token is its advantage")
-    policy_loss_mode: str = Field("vanilla", description="policy loss of that")
-    clip_ratio: NonNegativeFloat = Field(0.2, description="its clip range")
-    clip_ratio_low: NonNegativeFloat | None = Field(None, description="its lower end; null: clip_ratio")
-    clip_ratio_high: NonNegativeFloat | None = Field(None, description="its upper end; null: clip_ratio")
 
 
 class DistillationConfig(Section):
@@ -593,11 +605,8 @@ class RewardConfig(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
-class KlCtrlConfig(Section):
-    type: Literal["fixed", "adaptive"] = Field("fixed", description="KL controller")
-    kl_coef: NonNegativeFloat = Field(0.001, description="weight of the KL penalty in the reward at the start")
-    horizon: PositiveInt = Field(10000, description="samples over which the adaptive controller reacts")
-    target_kl: PositiveFloat = Field(0.1, description="KL that the adaptive controller aims at")
+class KlCtrlConfig(Section, KlCtrl):
+    pass
 
 
 class FilterGroupsConfig(Section):
@@ -611,36 +620,21 @@ class FilterGroupsConfig(Section):
     )
 
 
-class PfPpoConfig(Section):
-    reweight_method: Literal["pow", "max_min", "max_random"] = Field("pow", description="weights of the resampling")
-    weight_pow: float = Field(2.0, description="pow: exponent of the absolute score")
+class PfPpoConfig(Section, PfPpo):
+    pass
 
 
-class RolloutCorrectionConfig(Section):
+class RolloutCorrectionConfig(Section, RolloutCorrection):
     preset: str | None = Field(None, description="a preset's name, whose values the other keys then change")
-    rollout_is: Literal["token", "sequence"] | None = Field(None, description="level of the importance weights")
-    rollout_is_threshold: PositiveFloat | str = Field(2.0, description='upper bound of weights; "lo_hi" is IcePop')
-    rollout_is_batch_normalize: bool = Field(False, description="divide weights by their mean over the batch")
-    rollout_rs: str | None = Field(None, description="rejection options, comma-separated: token_k1, seq_mean_k3, ...")
-    rollout_rs_threshold: PositiveFloat | str | None = Field(
-        None, description='bounds of the options, comma-separated: "0.5_2.0", or one number'
-    )
-    bypass_mode: bool = Field(False, description="the rollout's log-probs are the old ones; no forward pass for them")
-    loss_type: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="policy loss of bypass mode")
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(OpenSection, AlgorithmParameters):
     null_is_default = frozenset({"gdpo_reward_keys", "filter_groups", "rollout_correction"})
 
     adv_estimator: str = Field("gae", description="name of a registered advantage estimator")
-    gamma: Fraction = Field(1.0, description="discount")
-    lam: Fraction = Field(1.0, description="lambda of GAE")
-    norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's deviation; false is Dr.GRPO")
     use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from the token rewards")
     kl_penalty: KlKind = Field("kl", description="estimator of the KL penalty in the reward; a + changes nothing here")
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig, description="KL controller of the reward penalty")
-    gdpo_reward_keys: list[str] = Field(default_factory=list, description="gdpo: keys of the scorer's result")
-    gdpo_reward_weights: list[float] | None = Field(None, description="gdpo: weight of each key; null: 1")
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig, description="dynamic sampling")
     use_pf_ppo: bool = Field(False, description="resample a step's samples by their scores (PF-PPO); gae only")
     pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="PF-PPO")

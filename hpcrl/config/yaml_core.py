@@ -64,6 +64,13 @@ class Node:
     value: Any  # dict[str, Node], list[Node], or a scalar
     place: str
 
+    @classmethod
+    def of(cls, value: Any) -> Node:
+        """A plain value that was written in no file."""
+        if isinstance(value, dict):
+            return cls({key: cls.of(child) for key, child in value.items()}, "")
+        return cls([cls.of(child) for child in value] if isinstance(value, list) else value, "")
+
     def plain(self) -> Any:
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}

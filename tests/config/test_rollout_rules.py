@@ -104,4 +104,4 @@ def test_remax_does_not_go_with_generation_that_never_stops() -> None:
         "placement": DISJOINT,
     }
     with pytest.raises(ConfigError, match="compares with a greedy response"):
-        check(config_of(sections), 4, inputs=("reward_baselines",))
+        check(config_of(sections), 4)
