@@ -334,7 +334,7 @@ FAULTS = [
     Fault(
         "scorers",
         "scorers give verl's numbers",
-        "rewards/scorers/gsm8k.py",
+        "rewards/scorers/short_answers.py",
         'numbers[-1].replace(",", "")',
         "numbers[-1]",
         0,

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from hpcrl.algorithms.advantages import ESTIMATORS
 from hpcrl.algorithms.aggregation import LossAggMode
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
-from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
-from hpcrl.config.checkpoint_rules import check_checkpoints
-from hpcrl.config.errors import ConfigError
-from hpcrl.config.lora_rules import check_lora
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.plugins import load_plugins, parameters
-from hpcrl.config.rollout_rules import check_rollout
+from hpcrl.config.rules import check_algorithm, check_checkpoints, check_lora, check_rollout, loss_mode
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 
 ROLES = ("actor", "critic", "ref", "teacher", "reward", "rollout")
 

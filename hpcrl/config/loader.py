@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpcrl.config import yaml_core
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config, Section
-from hpcrl.config.yaml_core import Node
+from hpcrl.config.yaml_core import ConfigError, Node
 
 __all__ = ["ConfigError", "dump_config", "load_config", "quoted"]
 

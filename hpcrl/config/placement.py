@@ -1,4 +1,4 @@
-"""Where roles run: pools of world ranks, and how each role divides its pool."""
+"""Where roles run: pools of world ranks, how each role divides its pool, and what is offloaded in between."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config, ModelConfig, RolePlacement
+from hpcrl.config.yaml_core import ConfigError
 
 AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
 
@@ -175,3 +175,21 @@ def _either(choices: Sequence[int]) -> str:
     """(1, 2, 4) is "1, 2 or 4"."""
     *most, last = map(str, choices)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+Part = Literal["parameters", "gradients", "optimizer"]
+KEYS: dict[Part, str] = {"parameters": "param_offload", "gradients": "grad_offload", "optimizer": "optimizer_offload"}
+HOST_BLOCK = 64 * 2**20  # bytes; host memory for what is away comes in blocks of this size
+
+
+def offloaded(config: Config, role: str) -> tuple[Part, ...]:
+    section = config.reward.reward_model if role == "reward" else getattr(config, role, None)
+    return tuple(part for part, key in KEYS.items() if getattr(section, key, False))
+
+
+def shares_weights(config: Config) -> bool:
+    """Whether the rollout engine may take the actor's own tensors: they take turns, the weights stay where they are,
+    and no adapters have updates that are in none of them."""
+    alias, mode = config.rollout.checkpoint_engine.alias, config.async_training.mode
+    moves = "parameters" in offloaded(config, "actor")
+    return alias and mode == "sync" and not moves and config.model.lora_rank == 0

@@ -13,10 +13,9 @@ from hpcrl.algorithms.distillation import DISTILLATION_LOSSES
 from hpcrl.algorithms.parameters import inherited
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.algorithms.registry import Registry, UnknownName
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.loader import explain, keys_of, suggest
 from hpcrl.config.schema import Config, Section
-from hpcrl.config.yaml_core import Node
+from hpcrl.config.yaml_core import ConfigError, Node
 from hpcrl.runtime.user_code import import_file
 
 log = logging.getLogger(__name__)

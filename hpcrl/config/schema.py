@@ -800,6 +800,17 @@ class JobConfig(Section):
         default_factory=list, description="further options of sbatch, such as --mail-type=END"
     )
 
+    @property
+    def time_seconds(self) -> int:
+        days, _, clock = self.time.rpartition("-")
+        hours, minutes, rest = map(int, clock.split(":"))
+        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+    @property
+    def node_hours(self) -> float:
+        """What the first slice costs at most."""
+        return self.nodes * self.time_seconds / 3600
+
 
 class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig, description="the run and its folder")

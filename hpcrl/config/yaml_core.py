@@ -1,6 +1,8 @@
 """YAML in and out by the core schema of YAML 1.2: `1e-4` is a number, `no` is text, `00:30:00` is text.
 
 PyYAML follows YAML 1.1, where these are text, False and 1800.
+
+PyYAML follows YAML 1.1, where these are text, False and 1800.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from typing import Any
 
 import yaml
 
-from hpcrl.config.errors import ConfigError
+
+class ConfigError(ValueError):
+    """A line for the user: what was found, what was expected, what to do. The program ends with exit code 2."""
+
+    user_error = True
+
 
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = re.compile(

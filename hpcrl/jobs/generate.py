@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.generation_file import GenerationFile, Key
 from hpcrl.run.inference import (
     INFERENCE_ADVICE,

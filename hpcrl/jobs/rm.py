@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
-from hpcrl.config.errors import ConfigError
-from hpcrl.config.lora_rules import refuse_lora
 from hpcrl.config.placement import architecture, place
+from hpcrl.config.rules import check_checkpoints, refuse_lora
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import TrainingJob
 
 if TYPE_CHECKING:

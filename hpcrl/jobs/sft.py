@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths, check_steps
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.placement import place
+from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, ValKwargs
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import TrainingJob
 
 if TYPE_CHECKING:

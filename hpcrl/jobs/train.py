@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.config import algorithm_rules, derive
+from hpcrl.config import derive, rules
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.run.job import TrainingJob
@@ -108,7 +108,7 @@ class Train(TrainingJob):
 
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
-        return algorithm_rules.without_effect(config)
+        return rules.without_effect(config)
 
     def read_inputs(self) -> Inputs:
         from hpcrl.data.sampler import make_sampler

@@ -16,7 +16,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import NoReturn
 
-from hpcrl.config.job_time import node_hours
 from hpcrl.config.loader import load_config
 from hpcrl.config.placement import format_ranks
 from hpcrl.plan import refit
@@ -162,7 +161,7 @@ def _costs(job: Job) -> Iterator[str]:
         steps = config.trainer.total_training_steps
         total = "" if steps is None else f", {size(archive * steps)} in {steps} steps"
         yield f"  {'rollout archive':<22}at most {size(archive)} per step{total}"
-    yield f"  {'node-hours':<22}{node_hours(config.job):g} at most per slice ({config.job.nodes} x {config.job.time})"
+    yield f"  {'node-hours':<22}{config.job.node_hours:g} at most per slice ({config.job.nodes} x {config.job.time})"
 
 
 def _built(job: Job) -> Iterator[str]:

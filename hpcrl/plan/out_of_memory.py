@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import reduce
 
-from hpcrl.config.offload import KEYS, Part, offloaded
+from hpcrl.config.placement import KEYS, Part, offloaded
 from hpcrl.config.schema import Config
 from hpcrl.plan.memory import NEEDED, Job, Phase, Row, binary, with_keys
 

@@ -1,4 +1,4 @@
-"""Scores of finished responses, computed in scoring processes, in one of five ways."""
+"""Scores of finished responses, computed in scoring processes, by the manager that the config names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import logging
 import os
 import re
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.rewards.overlong import overlong_reward
 from hpcrl.rewards.registry import rule_for
 from hpcrl.rewards.score_worker import Source
 from hpcrl.runtime.exits import InputError
@@ -21,6 +20,39 @@ from hpcrl.sandbox.worker_process import Outcome
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import RewardConfig
+
+
+def overlong_reward(response_length: int, max_resp_len: int, buffer_len: int, penalty_factor: float) -> float:
+    """What is added to the score, <= 0; lengths in tokens, tool tokens and the end-of-sequence token included.
+
+    0 up to max_resp_len - buffer_len tokens, then linear down to -penalty_factor at max_resp_len. As in verl, and
+    unlike the paper, it goes on falling beyond max_resp_len.
+    """
+    exceeded = response_length - (max_resp_len - buffer_len)
+    return min(-exceeded / buffer_len * penalty_factor, 0.0)
+
+
+def numbers_of(
+    samples: Mapping[str, np.ndarray], key: str, setting: str, missing: float = 0.0, required: bool = True
+) -> np.ndarray:
+    """float64 (N,): `score`, or what the scorer returned under `key`; `missing` where a sample has no such number, for
+    example because its scoring failed.
+
+    InputError where no sample has one and that is `required`; `setting` is what names the key in the template.
+    """
+    if key == "score":
+        return samples["score"].astype(np.float64)
+    extras = samples["extras"].tolist()
+    found = [extra.get(key) for extra in extras]
+    is_number = [isinstance(value, (int, float)) and value == value for value in found]
+    if required and not any(is_number):
+        seen = sorted({name for extra in extras for name in extra})
+        raise InputError(
+            f"{setting} names {key!r}, and no sample has a number of that name; the scorer returns "
+            f"{', '.join(['score', *seen])}"
+        )
+    return np.array([value if number else missing for value, number in zip(found, is_number, strict=True)], np.float64)
+
 
 log = logging.getLogger(__name__)
 

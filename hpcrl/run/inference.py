@@ -11,7 +11,7 @@ from hpcrl.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
-from hpcrl.config.rollout_rules import check_rollout
+from hpcrl.config.rules import check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.weight_sync import WeightSync

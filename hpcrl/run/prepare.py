@@ -9,8 +9,8 @@ from typing import TypeVar
 from hpcrl.algorithms.registry import UnknownName
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 from hpcrl.config.derive import Derived, check
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 
 T = TypeVar("T")
 

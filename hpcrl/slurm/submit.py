@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpcrl.config.inputs import inputs, missing
-from hpcrl.config.job_time import node_hours
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.runtime import exits
@@ -119,7 +118,7 @@ def plan(stage: Stage, job_overrides: Sequence[str], check: Check) -> Planned:
 
 def cost(batch: Batch, site: SiteConfig) -> str:
     """What a slice of the job takes from the account, at most."""
-    job, hours = batch.job, node_hours(batch.job) * len(batch.run_dirs)
+    job, hours = batch.job, batch.job.node_hours * len(batch.run_dirs)
     elements = f"{len(batch.run_dirs)} x " if batch.is_array else ""
     charged = f", {hours * site.charge_factor:.1f} charged" if site.charge_factor != 1.0 else ""
     again = f"; up to {job.max_restarts} more slices of that" if job.requeue and job.max_restarts else ""

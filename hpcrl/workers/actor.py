@@ -22,7 +22,7 @@ from hpcrl.algorithms.statistics import (
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
-from hpcrl.config.offload import offloaded
+from hpcrl.config.placement import offloaded
 from hpcrl.config.plugins import parameters
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register

@@ -12,7 +12,7 @@ from hpcrl.algorithms.value_loss import value_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.derive import Derived
-from hpcrl.config.offload import offloaded
+from hpcrl.config.placement import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups

@@ -17,7 +17,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.mini_batches import mini_batch_of
 from hpcrl.checkpoint.saved_part import SavedPart
 from hpcrl.checkpoint.store import is_hugging_face
-from hpcrl.config.offload import Part
+from hpcrl.config.placement import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker

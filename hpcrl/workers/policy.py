@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from hpcrl.config.offload import offloaded
+from hpcrl.config.placement import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.config.offload import shares_weights
+from hpcrl.config.placement import shares_weights
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker

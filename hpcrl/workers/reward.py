@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.config.offload import offloaded
-from hpcrl.config.placement import architecture
+from hpcrl.config.placement import architecture, offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups

@@ -13,7 +13,7 @@ from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.config.offload import offloaded
+from hpcrl.config.placement import offloaded
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.controller.worker import Worker

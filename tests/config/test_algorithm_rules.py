@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES as REGISTRY
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.prepare import derive, with_presets
 from hpcrl.workers.actor_objective import ActorObjective
 

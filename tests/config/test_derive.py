@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import derive, placement
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.jobs.rm import RewardModel
 from hpcrl.jobs.sft import Sft
 

@@ -12,9 +12,9 @@ import pytest
 from hpcrl.algorithms.parameters import param, parameters_of
 from hpcrl.config import plugins
 from hpcrl.config.derive import check
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.loader import dump_config, keys_of, load_config
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 
 PLUGIN = """
 from dataclasses import dataclass

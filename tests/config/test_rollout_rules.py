@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config.derive import check
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 
 DISJOINT = {
     "pools": {"train": "1-2", "gen": "3"},

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrl.rewards.scorers import algebra
 from hpcrl.rewards.scorers.grader import same_answer
-from hpcrl.rewards.scorers.math_boxed import closing_brace
+from hpcrl.rewards.scorers.math_answers import closing_brace
 
 BEFORE_THE_ANSWER = ("answer:", "answer is", "answers are")
 AFTER_THE_ANSWER = ("is answer", "is the answer", "are answers", "are the answers")

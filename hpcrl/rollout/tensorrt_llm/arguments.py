@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.rollout_rules import check_tensorrt_llm
+from hpcrl.config.rules import check_tensorrt_llm
 from hpcrl.config.schema import Config
 from hpcrl.model.hf.config_json import CONFIG, read_config, read_shape
 from hpcrl.model.kv_memory import kv_bytes_per_token

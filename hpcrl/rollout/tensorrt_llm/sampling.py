@@ -12,7 +12,7 @@ import struct
 from hashlib import blake2b
 from typing import Any
 
-from hpcrl.config.rollout_rules import TENSORRT_LLM_TOP_K
+from hpcrl.config.rules import TENSORRT_LLM_TOP_K
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 
