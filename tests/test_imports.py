@@ -17,10 +17,11 @@ PACKAGE = Path(__file__).parents[1] / "hpcrl"
 LAYERS = (
     ("sandbox", "kernels"),
     ("telemetry", "runtime", "grid", "batch", "algorithms"),
+    ("rewards",),
     ("config",),
     ("controller",),
     ("model",),
-    ("engine", "reshard", "rewards", "data", "checkpoint"),
+    ("engine", "reshard", "data", "checkpoint"),
     ("rollout", "plan", "slurm"),
     ("workers",),
     ("rollout_source",),

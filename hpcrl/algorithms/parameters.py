@@ -14,7 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, asdict, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +28,11 @@ BOUNDS = {  # of numbers -> (words, whether the number is within)
     "le": ("of at most", lambda value, bound: value <= bound),
 }
 WORDS: dict[Any, str] = {bool: "true or false", int: "a number", float: "a number", str: "text", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class NoParameters:
+    """The declaration of what has no parameters."""
 
 
 def param(default: Any, *, help: str, **bounds: float) -> Any:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpcrl.algorithms.advantages import ESTIMATORS
 from hpcrl.algorithms.aggregation import LossAggMode
-from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.config.placement import PlacedRole, format_ranks, place
-from hpcrl.config.plugins import load_plugins, parameters
+from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.rules import check_algorithm, check_checkpoints, check_lora, check_rollout, loss_mode
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
@@ -92,15 +90,12 @@ def check(config: Config, world_size: int) -> Derived:
     Loads run.plugins. Without torch, an estimator or a loss of a plugin that needs it is not checked.
     """
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
-    has_plugins = load_plugins(config)
-    inputs: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    if has_plugins or algorithm.adv_estimator in ESTIMATORS.names():
-        estimator = ESTIMATORS.get(algorithm.adv_estimator)
-        parameters(config, "algorithm", algorithm.adv_estimator)
-        inputs, optional = estimator.inputs, estimator.optional
-    if has_plugins or loss_mode(config) in POLICY_LOSSES.names():
-        parameters(config, "actor.policy_loss", loss_mode(config))
+    chosen = {"algorithm": algorithm.adv_estimator, "actor.policy_loss": loss_mode(config)}
+    chosen["reward"] = config.reward.reward_manager.name
+    if config.distillation.enabled:
+        chosen["distillation.distillation_loss"] = config.distillation.distillation_loss.loss_mode
+    estimator = check_algorithms(config, chosen).get("algorithm")
+    inputs, optional = (estimator.inputs, estimator.optional) if estimator is not None else ((), ())
     needs_ref = algorithm.use_kl_in_reward or actor.use_kl_loss
     # The model that the adapters started from is on the actor's ranks already.
     ref_in_actor = needs_ref and config.model.lora_rank > 0 and config.placement.ref == config.placement.actor

@@ -33,7 +33,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         config = Config.model_validate(tree.plain())
     except ValidationError as error:
         raise ConfigError(explain(error, tree)) from None
-    for keys in extra_keys(config) if not config.run.plugins else ():
+    for keys in extra_keys(config):
+        if config.run.plugins or (keys[:2] == ("data", "sampler") and config.data.sampler.class_path):
+            continue  # checked once the file is loaded
         place = _locate(tree, keys)[1].place
         raise ConfigError(f"{place}: unknown key {_dotted(keys)}; {suggest(keys, list(keys_of()))}")
     return config

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hpcrl.config.placement import PlacedRole, format_ranks
-from hpcrl.config.plugins import parameters
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
 
@@ -113,7 +112,6 @@ def _check_distillation(config: Config) -> None:
     if not config.distillation.enabled:
         return
     loss = config.distillation.distillation_loss
-    parameters(config, "distillation.distillation_loss", loss.loss_mode)
     if config.teacher.init_from is None and config.model.init_from is None:
         raise ConfigError(
             "distillation.enabled=true, and neither teacher.init_from nor model.init_from names weights; "

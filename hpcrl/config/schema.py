@@ -28,6 +28,7 @@ from hpcrl.algorithms.pf_ppo import PfPpo
 from hpcrl.algorithms.rollout_correction import RolloutCorrection
 from hpcrl.algorithms.surrogate_losses import ActorParameters, PolicyLossParameters
 from hpcrl.algorithms.token_advantages import AlgorithmParameters
+from hpcrl.rewards.manager import CustomReward, OverlongBuffer, RewardKwargsParameters, Scoring
 
 
 def _minus_one_or_positive(value: int) -> int:
@@ -296,7 +297,7 @@ class PlacementConfig(Section):
     teacher: RolePlacement = Field(default_factory=RolePlacement, description="layout of the teacher of a distillation")
 
 
-class SamplerConfig(Section):
+class SamplerConfig(OpenSection):
     class_path: str | None = Field(None, description="Python file of a sampler of your own; null: the built-in order")
     class_name: str | None = Field(
         None, description="class in that file, or a built-in curriculum: DifficultyCurriculum"
@@ -542,37 +543,22 @@ class DistillationConfig(Section):
     )
 
 
-class CustomRewardConfig(Section):
-    path: str | None = Field(None, description="Python file of a reward function of your own; null: by data_source")
-    name: str = Field("compute_score", description="function in that file")
-    reward_kwargs: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="extra arguments of the function"
-    )
+class CustomRewardConfig(Section, CustomReward):
+    pass
 
 
 class RewardManagerConfig(Section):
-    name: Literal["naive", "batch", "dapo", "gdpo", "rate_limited"] = Field(
-        "naive", description="how responses reach the scorer, and what is made of its results"
-    )
+    name: str = Field("naive", description="how responses reach the scorer, and what is made of its results")
 
 
-class OverlongBufferConfig(Section):
-    enable: bool = Field(False, description="dapo: penalise responses that come near the limit")
-    len: NonNegativeInt = Field(0, description="tokens before the limit over which the penalty grows")
-    penalty_factor: NonNegativeFloat = Field(1.0, description="penalty at the limit")
-    log: bool = Field(False, description="keep overlong_reward and overlong with each sample")
+class OverlongBufferConfig(Section, OverlongBuffer):
+    pass
 
 
-class RewardKwargs(Section):
+class RewardKwargs(Section, RewardKwargsParameters):
     overlong_buffer_cfg: OverlongBufferConfig = Field(
         default_factory=OverlongBufferConfig, description="DAPO's shaping of over-long responses"
     )
-    max_resp_len: PositiveInt | None = Field(None, description="the limit, in tokens; null: data.max_response_length")
-    max_concurrent: PositiveInt = Field(1, description="rate_limited: requests at once, per leader")
-    max_rpm: PositiveInt | None = Field(None, description="rate_limited: requests per minute, per leader; null: any")
-    max_tpm: PositiveInt | None = Field(None, description="rate_limited: tokens per minute, per leader; null: any")
-    estimated_tokens_per_request: PositiveInt = Field(2000, description="rate_limited: what a request counts for")
-    timeout: PositiveFloat = Field(300.0, description="rate_limited: seconds for one request")
 
 
 class RewardModelConfig(Section):
@@ -585,19 +571,18 @@ class RewardModelConfig(Section):
     param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
-class RewardConfig(Section):
+class RewardConfig(OpenSection, Scoring):
     reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig, description="reward manager")
     reward_kwargs: RewardKwargs = Field(default_factory=RewardKwargs, description="arguments of the reward manager")
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="reward model")
-    memory_limit_mb: PositiveInt | None = Field(4096, description="address space of a scoring process; null: any")
     custom_reward_function: CustomRewardConfig = Field(
         default_factory=CustomRewardConfig, description="reward function of your own"
     )
-    num_workers: PositiveInt = Field(1, description="scoring processes per rollout leader")
-    timeout: PositiveFloat = Field(10.0, description="seconds for one score; then it is 0 and counted")
-    format_score: float | None = Field(
-        None, description="score of an answer of the right form with the wrong value; null: the rule's own"
-    )
+
+    @property
+    def uses_rules(self) -> bool:
+        """Whether the score uses rules or a custom function; otherwise it is the reward model's only."""
+        return not self.reward_model.enable or self.reward_model.rule_weight != 0
 
     @field_validator("reward_manager", mode="before")
     @classmethod

@@ -52,7 +52,7 @@ DECISIVE = re.compile(
     r"run\.seed|model\..*|rollout\.(engine|dtype|n|temperature|top_k|top_p|ignore_eos|exact|multi_turn\..*)"
     r"|data\.(prompt_key|max_prompt_length|max_response_length|filter_overlong_prompts|truncation|chat_template"
     r"|apply_chat_template_kwargs.*)|generate\.(score|log_probs)"
-    r"|reward\.(reward_manager|reward_kwargs|reward_model|custom_reward_function)\..*|reward\.format_score"
+    r"|reward\.(?!memory_limit_mb|num_workers|timeout).*"
 )
 
 

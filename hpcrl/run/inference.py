@@ -11,6 +11,7 @@ from hpcrl.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
+from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.rules import check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
@@ -47,6 +48,8 @@ def check_inference(config: Config, num_ranks: int, samples: int, *, scored: boo
     roles = place(config, ["actor", "rollout", *(["reward"] if with_model else [])], num_ranks)
     longest = check_lengths(config)
     check_rollout(config, roles)
+    if scored:
+        check_algorithms(config, {"reward": config.reward.reward_manager.name})
     if with_model:
         check_budget(
             "reward.reward_model.max_token_len_per_gpu", config.reward.reward_model.max_token_len_per_gpu, longest

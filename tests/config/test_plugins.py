@@ -15,6 +15,8 @@ from hpcrl.config.derive import check
 from hpcrl.config.loader import dump_config, keys_of, load_config
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.rewards.manager import ScoreRequest
+from hpcrl.runtime import exits
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from hpcrl.algorithms.aggregation import TokenLosses
 from hpcrl.algorithms.advantages import register_adv_est
 from hpcrl.algorithms.parameters import param
 from hpcrl.algorithms.policy_losses import Clip, register_policy_loss
+from hpcrl.rewards.manager import RewardManager, register_reward_manager
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,17 @@ class MyEstimator:
 @register_adv_est("my_estimator", params=MyEstimator)
 def my_estimator(token_level_rewards, response_mask, *, params):
     return token_level_rewards * params.scale, token_level_rewards
+
+
+@dataclass(frozen=True)
+class Bonus:
+    bonus: float = param(0.0, help="added to every score")
+
+
+@register_reward_manager("my_manager", params=Bonus)
+class MyManager(RewardManager):
+    def shape(self, result, request):
+        result["score"] += self.params.bonus
 """
 JOB = "data: {train_files: [train.parquet], train_batch_size: 256}\n"
 
@@ -105,6 +119,19 @@ def test_a_plugins_parameters_come_from_its_mapping_or_from_what_it_inherits(tem
     assert load_config(again) == config
 
 
+def test_a_reward_manager_of_a_plugin_gets_its_parameters(template: Path) -> None:
+    overrides = ["reward.reward_manager=my_manager", "reward.my_manager.bonus=0.5"]
+    config = load_config(template, overrides)
+    check(config, 2)
+    chosen = plugins.FAMILIES["reward"].registry.get("my_manager")
+    manager = chosen.function(config.reward, plugins.parameters(config, "reward", "my_manager"))
+    try:
+        truth = {"numbers": [1, 2, 3, 4], "target": 10}
+        assert manager.score([ScoreRequest("countdown", "<a>1+2+3+4</a>", truth)])[0].tolist() == [1.5]
+    finally:
+        manager.close()
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -125,13 +152,58 @@ def test_a_plugins_parameters_come_from_its_mapping_or_from_what_it_inherits(tem
             "actor.policy_loss.my_loss.side is the text 'left'; expected low or high",
         ),
         ("algorithm.my_estimator.scale=true", "algorithm.my_estimator.scale is true; expected a number"),
+        ("reward.my_manager.bonu=1", "unknown key reward.my_manager.bonu; did you mean reward.my_manager.bonus?"),
+        ("reward.reward_manager.name=my_managr", "unknown reward.reward_manager.name 'my_managr'; did you mean"),
         ("actor.policy_loss.vanilla.clip_ratio=1", "unknown key actor.policy_loss.vanilla; known here: "),
     ],
 )
 def test_a_wrong_parameter_of_a_plugin_gets_one_line(template: Path, override: str, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ValueError) as caught:
         check(load_config(template, [override]), 2)
+    assert exits.is_user_error(caught.value)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+SAMPLER = """
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcrl.algorithms.parameters import param
+from hpcrl.data.curriculum import AbstractCurriculumSampler
+
+
+class Strided(AbstractCurriculumSampler):
+    @dataclass(frozen=True)
+    class Parameters:
+        stride: int = param(1, gt=0, help="rows from one prompt to the next")
+
+    def choose(self, n):
+        return np.arange(n) * self.params.stride
+"""
+
+
+def test_a_sampler_has_parameters(tmp_path: Path) -> None:
+    from hpcrl.data.curriculum import load_class
+
+    file = tmp_path / "strided.py"
+    file.write_text(SAMPLER)
+    (tmp_path / "job.yaml").write_text(JOB)
+    chosen = [f"data.sampler.class_path={file}", "data.sampler.class_name=Strided"]
+    config = load_config(tmp_path / "job.yaml", [*chosen, "data.sampler.Strided.stride=3"])
+    check(config, 2)
+    sampler = load_class(str(file), "Strided")([], config.data, 0)  # type: ignore[arg-type]
+    assert sampler.choose(3).tolist() == [0, 3, 6]
+    for override, line in (
+        ("Strided.strid=3", "unknown key data.sampler.Strided.strid; did you mean data.sampler.Strided.stride?"),
+        ("Strided.stride=0", "data.sampler.Strided.stride is 0; expected a number above 0"),
+        ("Stride.stride=2", "unknown key data.sampler.Stride; did you mean data.sampler.Strided?"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check(load_config(tmp_path / "job.yaml", [*chosen, f"data.sampler.{override}"]), 2)
+        assert str(caught.value) == line
+    with pytest.raises(ConfigError, match="unknown key data.sampler.Strided; "):
+        load_config(tmp_path / "job.yaml", ["data.sampler.Strided.stride=3"])
 
 
 @pytest.mark.parametrize(
