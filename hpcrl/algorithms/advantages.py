@@ -113,7 +113,7 @@ class AdvEstimator:
                 raise TypeError(f"adv_estimator={self.name} needs {name}; got {', '.join(given) or 'nothing else'}")
         for name in given:
             if name not in takes:
-                wanted = ", ".join(takes) or "token_level_rewards and response_mask alone"
+                wanted = ", ".join(takes) or "only token_level_rewards and response_mask"
                 raise TypeError(f"adv_estimator={self.name} does not take {name}; it takes {wanted}")
 
 

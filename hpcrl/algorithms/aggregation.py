@@ -65,11 +65,11 @@ MODES: tuple[str, ...] = get_args(LossAggMode)
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What a loss function returns: the losses before aggregation, and its metrics.
+    """The result of a loss function: the losses before aggregation, and its metrics.
 
     values: (B, T), or (B,) from a loss that has one number per sequence; carries gradients.
-    response_mask: (B, T), the mask that the loss ends with, where that is not the one it was given.
-    loss_agg_mode: a mode that the loss insists on.
+    response_mask: (B, T), the mask to aggregate with, if it is not the one that the loss was given.
+    loss_agg_mode: the mode of the loss, if it has one of its own.
     """
 
     values: torch.Tensor
@@ -92,7 +92,7 @@ class LossNorm:
 
     @classmethod
     def of_whole(cls, response_mask: torch.Tensor, loss_scale_factor: float | None = None) -> LossNorm:
-        """What verl falls back on for a batch (B, T) that is the whole mini-batch: quirk, `global_batch_size` leaves
+        """verl's fallback for a batch (B, T) that is the whole mini-batch: quirk, `global_batch_size` leaves
         out sequences without tokens, and `loss_scale_factor` is the padded width T."""
         with_tokens = (response_mask.sum(dim=-1) > 0).sum()
         scale = response_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor

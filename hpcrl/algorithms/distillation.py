@@ -50,8 +50,8 @@ class Distillation(Clip):
 
     @property
     def coef(self) -> float:
-        """Weight of the distillation loss in the total. As in verl, without task rewards it is 1 and stands alone: no
-        policy loss, and none of the entropy and KL terms that come with it."""
+        """Weight of the distillation loss in the total. As in verl, without task rewards it is 1 and the only term: no
+        policy loss, entropy bonus or KL term."""
         return self.distillation_loss_coef if self.use_task_rewards else 1.0
 
     @property
@@ -61,7 +61,7 @@ class Distillation(Clip):
 
 @dataclass(frozen=True)
 class Distilled:
-    """What a distillation loss may read. Log-probs in nats; log_prob and student_topk carry gradients.
+    """The inputs of a distillation loss. Log-probs in nats; log_prob and student_topk carry gradients.
 
     log_prob, teacher_log_prob, response_mask: (B, T), of the sampled tokens. student_topk, teacher_topk: (B, T, K),
     log-probs at the teacher's K likeliest tokens. teacher_topk_ids, student_topk_ids: (B, T, K), the K likeliest

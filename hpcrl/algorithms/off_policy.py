@@ -166,7 +166,7 @@ def _weight_metrics(
 def reject(
     log_ratio: torch.Tensor, response_mask: torch.Tensor, criteria: tuple[Criterion, ...]
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The mask without what fails one of the criteria, and `rollout_corr/rollout_rs_*`.
+    """The mask without what is rejected by one of the criteria, and `rollout_corr/rollout_rs_*`.
 
     log_ratio: training - rollout, (B, T), in nats, 0 where response_mask (B, T) is; clamped to +-20. Per token
     k1 = -log_ratio, k2 = log_ratio^2 / 2, k3 = exp(log_ratio) - 1 - log_ratio (Schulman,

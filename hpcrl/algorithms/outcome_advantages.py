@@ -106,10 +106,10 @@ def gdpo(
     norm_adv_by_std_in_grpo: bool,
     reduce: Reduce = one_replica,
 ) -> Result:
-    """GDPO (arXiv 2601.05242): each reward component is normalised by itself, so that none drowns the others.
+    """GDPO (arXiv 2601.05242): each reward component is normalised by itself, so that none dominates.
 
     A = whiten(sum_k w_k GRPO(r_k)), whitened over the tokens of all replicas. reward_components: {key: r_k (B,)}.
-    Quirk of verl: the token rewards are not looked at, so a KL penalty in them is lost.
+    Quirk of verl: the token rewards are not read, so a KL penalty in them is lost.
     Quirks of verl that are not followed: its trainer never hands norm_adv_by_std_in_grpo to this estimator: leave it
     True for verl's result; and values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
@@ -140,8 +140,8 @@ def grpo_passk(
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     size, _, std = kernel.group_moments(score, group)
     if (size < 2).any():
-        alone = index[int((size < 2).nonzero()[0])]
-        raise ValueError(f"grpo_passk needs 2 samples per group; group {alone} has 1: raise rollout.n")
+        single = index[int((size < 2).nonzero()[0])]
+        raise ValueError(f"grpo_passk needs 2 samples per group; group {single} has 1; raise rollout.n")
     best, second = two_best(score, group)
     lead = score[best] - score[second]
     if norm_adv_by_std_in_grpo:
@@ -196,8 +196,8 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     length = response_mask.double().sum(-1)
     baseline = kernel.group_sum(length * score, group) / kernel.group_sum(length, group).clamp(min=1)
-    alone = torch.bincount(group) == 1
-    advantage = score - baseline.masked_fill(alone, 0.0)[group]
+    is_single = torch.bincount(group) == 1
+    advantage = score - baseline.masked_fill(is_single, 0.0)[group]
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
 

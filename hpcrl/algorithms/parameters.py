@@ -95,7 +95,7 @@ def make(declaration: type[P], values: Mapping[str, Any]) -> P:
 
 
 def inherited(declaration: type, *sections: Any) -> dict[str, Any]:
-    """The values that config sections have for the fields that they and `declaration` share a declaration of."""
+    """The values of the fields that `declaration` inherits from the same dataclasses as the config sections."""
     values: dict[str, Any] = {}
     for section in sections:
         for base in declaration.__mro__:

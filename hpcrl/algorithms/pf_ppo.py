@@ -1,4 +1,4 @@
-"""PF-PPO: a batch drawn anew from itself, by score."""
+"""PF-PPO: resampling of a batch by score."""
 
 from __future__ import annotations
 

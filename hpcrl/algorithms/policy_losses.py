@@ -40,8 +40,8 @@ OTHER_KEYS = frozenset(
 class Clip:
     """The range of the ratio; keys of `actor`.
 
-    Quirk of verl that is not kept: its ActorConfig has 0.2 for clip_ratio_low and clip_ratio_high, which leaves a
-    `clip_ratio` alone without effect.
+    Quirk of verl that is not kept: its ActorConfig has 0.2 for clip_ratio_low and clip_ratio_high, so that a
+    `clip_ratio` without them has no effect.
     """
 
     clip_ratio: float = param(0.2, ge=0, help="ratio is clipped to 1 - this and 1 + this")
@@ -118,7 +118,7 @@ class PolicyLoss:
         return make(self.params, _values(config))
 
     def check(self, params: Any) -> None:
-        """Run the loss on no sequences, so that it can raise ValueError for wrong parameters."""
+        """Run the loss on an empty batch, so that it raises ValueError for wrong parameters."""
         nothing = torch.zeros(0, 1)
         self(nothing, nothing, nothing, nothing, params)
 

@@ -48,7 +48,7 @@ def parse_bounds(threshold: float | str) -> Bounds:
 
 
 class Criterion(NamedTuple):
-    """What a statistic, in nats, must not exceed; k1 has a lower bound too."""
+    """The bounds of a statistic, in nats; only k1 has a lower one."""
 
     level: str  # token, seq_sum, seq_mean, seq_max
     estimator: str  # k1, k2, k3

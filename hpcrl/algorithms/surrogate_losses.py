@@ -187,10 +187,10 @@ def dppo_tv(
     response_mask: torch.Tensor,
     params: Dppo,
 ) -> TokenLosses:
-    """-A sg(min(r, c)) log_prob, 0 where the token's probability moved too far already (DPPO, arXiv 2602.04879).
+    """-A sg(min(r, c)) log_prob, 0 where the token's probability has moved too far (DPPO, arXiv 2602.04879).
 
     Too far, in total variation: p - p_old > clip_ratio_high where A > 0, p_old - p > clip_ratio_low elsewhere.
-    c is clip_ratio_c; where it is not given 20, the paper's. Templates, verl's and ours, give 3 unless they set it.
+    c is clip_ratio_c: the paper's 20 by default, while templates, verl's and ours, have 3 unless they set it.
     """
     moved = (log_prob.exp() - old_log_prob.exp()).detach()
     inside = torch.where(advantages > 0, moved <= params.clip_ratio_high, moved >= -params.clip_ratio_low)
@@ -205,7 +205,7 @@ def dppo_kl(
     response_mask: torch.Tensor,
     params: Dppo,
 ) -> TokenLosses:
-    """-A sg(min(r, c)) log_prob, 0 where the token's probability moved too far already (DPPO, arXiv 2602.04879).
+    """-A sg(min(r, c)) log_prob, 0 where the token's probability has moved too far (DPPO, arXiv 2602.04879).
 
     Too far, in the KL of this token against all others, KL(p_old | p) = p_old log(p_old / p)
     + (1 - p_old) log((1 - p_old + 1e-8) / (1 - p + 1e-8)): above clip_ratio_high with p > p_old where A > 0, above
@@ -348,9 +348,9 @@ def clip_cov(
     """PPO's clipped loss, in which some tokens of high covariance have no gradient (Cui et al., arXiv 2505.22617).
 
     cov = (A - mean A)(log_prob - mean log_prob), means over this tensor. Of the tokens with
-    clip_cov_lb < cov < clip_cov_ub that the clip leaves alone, max(1, int(clip_cov_ratio tokens)) are drawn, in the
-    order of torch.randperm, without it where there are none. Quirks of verl: the log-ratio is not clamped, there is no
-    dual clip, and `actor/pg_clipfrac` is the share of the drawn tokens.
+    clip_cov_lb < cov < clip_cov_ub that are not clipped, max(1, int(clip_cov_ratio tokens)) are drawn, in the
+    order of torch.randperm; if there are none, nothing is drawn. Quirks of verl: the log-ratio is not clamped, there
+    is no dual clip, and `actor/pg_clipfrac` is the share of the drawn tokens.
     """
     _expect_positive("clip_cov_ratio", params.clip_cov_ratio)
     log_ratio = log_prob - old_log_prob

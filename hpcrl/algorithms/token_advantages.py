@@ -142,7 +142,7 @@ def tir_optimal_token_baseline(
     """`optimal_token_baseline` for tool use: positions count only the tokens that the model wrote.
 
     The k-th written token of a response is compared with the k-th of the others, wherever tool tokens stand. Responses
-    without such tokens are not of the group: beside one of them another is alone, with baseline 0.
+    without such tokens are not in the group: if only one other is left, its baseline is 0.
     """
     valid = response_mask.bool()
     returns = reward_to_go(token_level_rewards, response_mask)
@@ -164,7 +164,7 @@ def _energy(
     rollout_is_weights: torch.Tensor | None,
     valid: torch.Tensor,
 ) -> torch.Tensor:
-    """W_t (B, T). In the dtype of the inputs: w is what is left of 1 - 2 + 1 where the policy is sure, in verl too."""
+    """W_t (B, T), in the dtype of the inputs, as in verl; w is a rounding error where the policy is certain."""
     step = 1 - 2 * old_log_probs.exp() + sum_pi_squared
     if rollout_is_weights is not None:
         step = step * rollout_is_weights.square()

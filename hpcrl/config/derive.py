@@ -1,4 +1,4 @@
-"""What follows from a config and a number of ranks: checked before any model is built, computed, never typed in.
+"""Values derived from a config and a number of ranks, and the checks before any model is built.
 
 Pure functions without torch or MPI, so a job template can be checked on a login node.
 """
@@ -251,7 +251,7 @@ def _check_loop(config: Config, needs_critic: bool) -> None:
         )
     if trainer.critic_warmup and not needs_critic:
         raise ConfigError(
-            f"trainer.critic_warmup={trainer.critic_warmup} trains a critic alone, and "
+            f"trainer.critic_warmup={trainer.critic_warmup} trains only a critic, and "
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} has none; use 0"
         )
     if trainer.total_training_steps is not None and trainer.critic_warmup >= trainer.total_training_steps:

@@ -188,8 +188,8 @@ def offloaded(config: Config, role: str) -> tuple[Part, ...]:
 
 
 def shares_weights(config: Config) -> bool:
-    """Whether the rollout engine may take the actor's own tensors: they take turns, the weights stay where they are,
-    and no adapters have updates that are in none of them."""
+    """Whether the rollout engine may use the actor's own tensors: both run in turn, the weights are not offloaded, and
+    no adapters have updates that the weights lack."""
     alias, mode = config.rollout.checkpoint_engine.alias, config.async_training.mode
     moves = "parameters" in offloaded(config, "actor")
     return alias and mode == "sync" and not moves and config.model.lora_rank == 0

@@ -10,7 +10,7 @@ from hpcrl.config.yaml_core import ConfigError
 
 
 def check_algorithm(config: Config, inputs: Collection[str]) -> None:
-    """`inputs` are the tensors that the advantage estimator takes."""
+    """Check the algorithm keys; `inputs` are the tensors that the advantage estimator takes."""
     algorithm = config.algorithm
     if "index" in inputs and config.rollout.n == 1:
         raise ConfigError(
@@ -39,7 +39,7 @@ def without_effect(config: Config) -> list[str]:
     if config.trainer.rollouts_from is not None and algorithm.filter_groups.enable:
         found.append("trainer.rollouts_from replays all recorded prompts: algorithm.filter_groups drops none of them")
     if config.data.gen_batch_size is not None and not algorithm.filter_groups.enable:
-        found.append("data.gen_batch_size is read with algorithm.filter_groups.enable=true alone")
+        found.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
     if algorithm.gdpo_reward_keys and algorithm.adv_estimator != "gdpo":
         found.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
     return found
@@ -159,7 +159,7 @@ def check_lora(config: Config) -> None:
         )
 
 
-def refuse_lora(config: Config, command: str) -> None:
+def check_no_lora(config: Config, command: str) -> None:
     """ConfigError for a job that trains a whole model."""
     if config.model.lora_rank > 0:
         raise ConfigError(
@@ -275,7 +275,7 @@ def _check_multi_turn(config: Config) -> None:
     multi_turn = config.rollout.multi_turn
     if multi_turn.function_tool_path is None and multi_turn.interaction_path is None:
         raise ConfigError(
-            "rollout.multi_turn.enable has nobody to answer the model; name a file of tools "
+            "rollout.multi_turn.enable=true without tools and without a user; name a file of tools "
             "(rollout.multi_turn.function_tool_path) or of a user (rollout.multi_turn.interaction_path)"
         )
     if config.rollout.ignore_eos:
@@ -300,8 +300,8 @@ def _check_asynchronous(config: Config, roles: Mapping[str, PlacedRole]) -> None
     for name, role in roles.items():
         if 0 in role.ranks:
             raise ConfigError(
-                f"{mode}: rank 0 leads and waits for nobody, but placement.{name} runs on it (pool {role.pool}); "
-                "start its pool at rank 1"
+                f"{mode}: rank 0 runs the loop and must not block in a role, but placement.{name} runs on it "
+                f"(pool {role.pool}); start its pool at rank 1"
             )
         shared = sorted(set(role.ranks).intersection(rollout))
         if name != "rollout" and shared:

@@ -115,16 +115,16 @@ Files = Annotated[list[str], BeforeValidator(_one_or_several)]
 
 
 class WatchdogConfig(Section):
-    """The job ends, with a verdict on who is to blame, when no rank has got on for as long as any of them may."""
+    """The job ends, with a hang report, if no rank makes progress for a time."""
 
     enable: bool = Field(True, description="watch for hangs")
-    publish_seconds: PositiveFloat = Field(5.0, description="each rank says where it is every so many seconds")
-    min_seconds: PositiveFloat = Field(600.0, description="silence of all ranks before it is a hang, at least, seconds")
-    factor: PositiveFloat = Field(
-        10.0, description="silence before it is a hang, as a multiple of the longest seen in the same phase"
+    publish_seconds: PositiveFloat = Field(5.0, description="seconds between two updates of a rank's status")
+    min_seconds: PositiveFloat = Field(
+        600.0, description="seconds without progress of any rank before it is a hang, at least"
     )
+    factor: PositiveFloat = Field(10.0, description="the same as a multiple of the longest time seen in the same phase")
     first_seconds: PositiveFloat = Field(
-        3600.0, description="the same in phases that have not come to an end once: loading, compiling, seconds"
+        3600.0, description="the same, in seconds, in phases that have not ended once: loading, compiling"
     )
 
 
@@ -147,7 +147,7 @@ class RunConfig(Section):
         "are near the same CPUs divide them",
     )
     full_determinism: bool = Field(
-        False, description="on GPUs: kernels that always add in one order, which are slower; on the CPU they always do"
+        False, description="on GPUs: kernels that always add in one order, which are slower; the CPU's always do"
     )
     memory_snapshot: bool = Field(
         False,
@@ -161,7 +161,7 @@ class RecomputeConfig(Section):
     """Activations that training does not keep but computes again in the backward pass; Megatron's options."""
 
     granularity: Literal["selective", "full"] | None = Field(
-        None, description="null: keep all; selective: all but what `modules` compute; full: layers' inputs alone"
+        None, description="null: keep all; selective: all but what `modules` compute; full: only layers' inputs"
     )
     method: Literal["uniform", "block"] = Field(
         "uniform",
@@ -342,7 +342,7 @@ class ValKwargs(Section):
 class MultiTurnConfig(Section):
     """Tools and users that answer the model inside a response."""
 
-    enable: bool = Field(False, description="go on after a tool call or a user's answer, in the same response")
+    enable: bool = Field(False, description="continue after a tool call or a user's answer, in the same response")
     max_assistant_turns: PositiveInt | None = Field(None, description="turns of the model at most; null: any number")
     max_user_turns: PositiveInt | None = Field(None, description="answers by tools and users at most; null: any number")
     max_parallel_calls: PositiveInt = Field(1, description="tool calls of one turn that are carried out")
@@ -374,7 +374,7 @@ class CheckpointEngineConfig(Section):
 
 
 class TrtllmConfig(Section):
-    """TensorRT-LLM 1.2.1 inside the ranks; it needs GPUs and Open MPI, and nobody has run it yet."""
+    """TensorRT-LLM 1.2.1 inside the ranks; it needs GPUs and Open MPI, and has not been run yet."""
 
     design: Literal["tp_group", "single_process"] = Field(
         "tp_group", description="tp_group: one worker per rank of a replica; single_process: replicas of tp 1"
@@ -389,7 +389,7 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
     top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
-    ignore_eos: bool = Field(False, description="go on to max_response_length after an end-of-sequence token")
+    ignore_eos: bool = Field(False, description="continue to max_response_length after an end-of-sequence token")
     max_num_seqs: PositiveInt = Field(256, description="sequences that decode at once in a replica at most")
     max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
@@ -450,7 +450,7 @@ class OptimConfig(Section):
             if getattr(self, key) == "bfloat16" and self.optimizer != "adam":
                 raise ValueError(f"{key}=float32 beside optimizer={self.optimizer}, which has no such state")
             if getattr(self, key) == "bfloat16" and 1 - beta <= 2**-8:
-                raise ValueError(f"{key}=float32 beside a decay of {beta}: bfloat16 follows decays up to 0.996 alone")
+                raise ValueError(f"{key}=float32 beside a decay of {beta}: bfloat16 can follow decays up to 0.996")
         return self
 
 
@@ -586,7 +586,7 @@ class RewardConfig(OpenSection, Scoring):
 
     @field_validator("reward_manager", mode="before")
     @classmethod
-    def _name_alone(cls, value: object) -> object:
+    def _name_only(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
 
@@ -632,7 +632,8 @@ class CheckpointConfig(Section):
     """How checkpoints are written, and which ones stay beside the newest trainer.max_ckpt_to_keep."""
 
     async_save: bool = Field(
-        True, description="training goes on while a checkpoint is written, from a copy in host memory; false: it waits"
+        True,
+        description="training continues while a checkpoint is written, from a copy in host memory; false: it waits",
     )
     scratch_dir: str | None = Field(
         None,
@@ -668,7 +669,7 @@ class TrainerConfig(Section):
     )
     max_ckpt_to_keep: PositiveInt | None = Field(None, description="newest checkpoints that stay; null: all")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="how checkpoints are written")
-    resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: go on from the newest valid checkpoint")
+    resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: resume from the newest valid checkpoint")
     log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
     validation_data_dir: FolderName | None = Field(
         None, description="name of a folder inside the run's for validation generations as JSONL; null: none"
@@ -685,7 +686,7 @@ class TrainerConfig(Section):
     )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
     walltime_margin: NonNegativeFloat = Field(
-        60.0, description="seconds before the end of the allocation that stay free, for leaving and the unforeseen"
+        60.0, description="seconds before the end of the allocation that stay free, for shutdown and delays"
     )
 
 
@@ -729,7 +730,7 @@ class AsyncTrainingConfig(Section):
         1, description="bounded_staleness: weight versions that a sample's first token may be behind the update"
     )
     partial_rollout: bool = Field(
-        True, description="bounded_staleness: a refit interrupts responses, which then go on under the new weights"
+        True, description="bounded_staleness: a refit interrupts responses, which continue with the new weights"
     )
 
 
@@ -750,7 +751,7 @@ class ScoreConfig(Section):
     tokens_path: str | None = Field(None, description='JSONL file with {"tokens": [...]} per line (--tokens)')
     output_path: str | None = Field(None, description='JSONL file of {"log_probs": [...]} per line (--out)')
     max_token_len_per_gpu: PositiveInt = Field(
-        16384, description="tokens per micro-batch and replica; a longer sequence runs alone"
+        16384, description="tokens per micro-batch and replica; a longer sequence has one to itself"
     )
 
 
@@ -766,20 +767,20 @@ class JobConfig(Section):
     ntasks_per_node: PositiveInt = Field(1, description="ranks per node")
     time: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$", description="wall time, [D-]HH:MM:SS")
     partition: SlurmValue | None = Field(None, description="partition")
-    account: SlurmValue | None = Field(None, description="account that pays")
+    account: SlurmValue | None = Field(None, description="account that is charged")
     qos: SlurmValue | None = Field(None, description="quality of service")
     constraint: SlurmValue | None = Field(None, description="features that nodes must have")
     reservation: SlurmValue | None = Field(None, description="reservation")
-    exclude: SlurmValue | None = Field(None, description="nodes to stay away from")
+    exclude: SlurmValue | None = Field(None, description="nodes to exclude")
     gpus_per_node: NonNegativeInt = Field(0, description="GPUs per node")
     gpu_memory_gib: PositiveFloat = Field(
         80.0, description="memory of a GPU that `hpcrl plan` fits the job into, in GiB"
     )
     cpus_per_task: PositiveInt | None = Field(None, description="cores per rank")
     mem: SlurmValue | None = Field(None, description='memory per node, such as "480G"; "0": all of it')
-    exclusive: bool = Field(False, description="share nodes with nobody")
+    exclusive: bool = Field(False, description="do not share nodes with other jobs")
     signal_seconds: PositiveInt = Field(300, le=65535, description="seconds before the end when ranks get SIGURG")
-    requeue: bool = Field(True, description="go on in another slice after a planned stop or the loss of a node")
+    requeue: bool = Field(True, description="continue in another slice after a planned stop or the loss of a node")
     max_restarts: NonNegativeInt = Field(100, description="slices after the first at most")
     extra: list[SbatchOption] = Field(
         default_factory=list, description="further options of sbatch, such as --mail-type=END"

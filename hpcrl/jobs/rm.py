@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
 from hpcrl.config.placement import architecture, place
-from hpcrl.config.rules import check_checkpoints, refuse_lora
+from hpcrl.config.rules import check_checkpoints, check_no_lora
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import TrainingJob
@@ -85,7 +85,7 @@ class RewardModel(TrainingJob):
         rm = config.rm
         check_steps(config, "rm")
         check_checkpoints(config.trainer)
-        refuse_lora(config, "rm")
+        check_no_lora(config, "rm")
         roles = place(config, ["reward"], num_ranks)
         if not config.data.train_files:
             raise ConfigError(

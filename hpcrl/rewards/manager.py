@@ -265,7 +265,7 @@ class RateLimited:
     max_concurrent: int = param(1, gt=0, help="rate_limited: requests at once, per leader")
     max_rpm: int | None = param(None, gt=0, help="rate_limited: requests per minute, per leader; null: any")
     max_tpm: int | None = param(None, gt=0, help="rate_limited: tokens per minute, per leader; null: any")
-    estimated_tokens_per_request: int = param(2000, gt=0, help="rate_limited: what a request counts for")
+    estimated_tokens_per_request: int = param(2000, gt=0, help="rate_limited: tokens that a request counts for")
     timeout: float = param(300.0, gt=0, help="rate_limited: seconds for one request")
 
 

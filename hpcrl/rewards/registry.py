@@ -1,4 +1,4 @@
-"""Which built-in rule scores which `data_source`."""
+"""The built-in rule for each `data_source`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,11 @@ def test_an_unknown_name_gets_the_nearest():
         ("remax", {"index": [0, 0]}, "adv_estimator=remax needs reward_baselines; got index"),
         ("grpo", {"index": [0, 0], "values": torch.ones(2, 1)}, "grpo does not take values; it takes index"),
         ("grpo", {"index": [0, 0], "gamma": 1.0}, "grpo does not take gamma; it takes index"),
-        ("reinforce_plus_plus", {"lam": 1.0}, "reinforce_plus_plus does not take lam; it takes token_level_rewards"),
+        (
+            "reinforce_plus_plus",
+            {"lam": 1.0},
+            "does not take lam; it takes only token_level_rewards",
+        ),
     ],
 )
 def test_a_missing_or_useless_argument_is_an_error(name, tensors, message):

@@ -52,13 +52,13 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"exact": True}, "model": {"dtype": "bfloat16"}}, "computes in float32, and model.dtype=bfloat16"),
     ({"rollout": {"exact": True, "dtype": "bfloat16"}}, "computes in float32, and rollout.dtype=bfloat16"),
     ({"rollout": {"exact": True}, "placement": {"actor": {"tp": 2}}}, "placement.actor.tp=2 differs from"),
-    ({"rollout": {"multi_turn": {"enable": True}}}, "has nobody to answer the model"),
+    ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.enable=true without tools and without a user"),
     ({"rollout": {"multi_turn": TOOLS, "ignore_eos": True}}, "never ends a turn"),
     (
         {"rollout": {"multi_turn": TOOLS}, "async_training": {"mode": "bounded_staleness"}},
         "does not go with async_training.mode=bounded_staleness",
     ),
-    ({"async_training": {"mode": "one_step_off"}}, "rank 0 leads"),
+    ({"async_training": {"mode": "one_step_off"}}, "rank 0 runs the loop"),
     (
         {
             "async_training": {"mode": "bounded_staleness"},

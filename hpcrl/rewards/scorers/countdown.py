@@ -1,4 +1,4 @@
-"""Countdown: make the target from the given numbers, each used exactly once; the answer stands alone in <a></a>."""
+"""Countdown: make the target from the given numbers, each used exactly once; the answer is in <a></a>."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an answer says the same as the ground truth: the same spelling, or the same value."""
+"""Comparison of an answer with the ground truth: the same spelling, or the same value."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def compute_score(
 
 
 def last_answer(text: str) -> str:
-    """What is left of a response when words before and after the answer, its box and a last sentence are taken away."""
+    """A response without the words before and after the answer, its box and a last sentence."""
     for marker in BEFORE_THE_ANSWER:
         text = after_last(marker, text)
     for marker in AFTER_THE_ANSWER:

@@ -84,7 +84,7 @@ def search_r1(
 
 
 def last_answer(text: str) -> str | None:
-    """What the last complete pair of tags holds; an open tag inside a pair is text. Linear in the length."""
+    """The text in the last complete pair of tags; an open tag inside a pair is text. Linear in the length."""
     answer, place = None, 0
     while (start := text.find(OPEN, place)) >= 0 and (end := text.find(CLOSE, start)) >= 0:
         answer = text[start + len(OPEN) : end].strip()
