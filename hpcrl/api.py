@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic import Field as Field
 
-    from hpcrl.algorithms.advantages.lookup import register_adv_est as register_adv_est
+    from hpcrl.algorithms.advantages import register_adv_est as register_adv_est
     from hpcrl.algorithms.aggregation import agg_loss as agg_loss
     from hpcrl.algorithms.metrics import Mean as Mean
     from hpcrl.algorithms.metrics import Sum as Sum
-    from hpcrl.algorithms.policy_losses.lookup import register_policy_loss as register_policy_loss
+    from hpcrl.algorithms.parameters import param as param
+    from hpcrl.algorithms.policy_losses import register_policy_loss as register_policy_loss
     from hpcrl.batch.data_proto import DataProto as DataProto
     from hpcrl.batch.ragged import Ragged as Ragged
     from hpcrl.config.roles import RoleSpec as RoleSpec
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from hpcrl.controller.register import Worker as Worker
     from hpcrl.controller.register import register as register
     from hpcrl.jobs.train import Train as Train
+    from hpcrl.rewards.manager import RewardManager as RewardManager
+    from hpcrl.rewards.manager import register_reward_manager as register_reward_manager
     from hpcrl.rollout.protocol import SamplingParams as SamplingParams
     from hpcrl.run.job import TrainingJob as TrainingJob
     from hpcrl.run.run import Run as Run
@@ -51,9 +54,12 @@ _MODULES = {
     "DataProto": "hpcrl.batch.data_proto",
     "Ragged": "hpcrl.batch.ragged",
     "SamplingParams": "hpcrl.rollout.protocol",
-    # algorithms, with torch
-    "register_policy_loss": "hpcrl.algorithms.policy_losses.lookup",
-    "register_adv_est": "hpcrl.algorithms.advantages.lookup",
+    # algorithms; `param` declares a parameter of theirs
+    "param": "hpcrl.algorithms.parameters",
+    "register_reward_manager": "hpcrl.rewards.manager",
+    "RewardManager": "hpcrl.rewards.manager",
+    "register_policy_loss": "hpcrl.algorithms.policy_losses",
+    "register_adv_est": "hpcrl.algorithms.advantages",
     "agg_loss": "hpcrl.algorithms.aggregation",
     "Mean": "hpcrl.algorithms.metrics",
     "Sum": "hpcrl.algorithms.metrics",

@@ -15,11 +15,13 @@ PACKAGE = Path(__file__).parents[1] / "hpcrl"
 
 # lowest first; a file imports from lower layers and from its own folder
 LAYERS = (
-    ("sandbox",),
-    ("config", "telemetry", "runtime", "grid", "batch", "kernels"),
+    ("sandbox", "kernels"),
+    ("telemetry", "runtime", "grid", "batch", "algorithms"),
+    ("rewards",),
+    ("config",),
     ("controller",),
     ("model",),
-    ("engine", "reshard", "algorithms", "rewards", "data", "checkpoint"),
+    ("engine", "reshard", "data", "checkpoint"),
     ("rollout", "plan", "slurm"),
     ("workers",),
     ("rollout_source",),
@@ -147,7 +149,7 @@ import sys, torch
 from hpcrl.runtime import platform
 if torch.cuda.is_available():
     sys.exit()
-from hpcrl.algorithms.advantages import lookup
+from hpcrl.algorithms import surrogate_losses, token_advantages
 from hpcrl.workers import actor_objective
 assert "megatron" not in sys.modules  # `submit` checks a job with these
 

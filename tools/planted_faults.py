@@ -289,7 +289,7 @@ FAULTS = [
     Fault(
         "losses",
         "losses give verl's numbers",
-        "algorithms/policy_losses/surrogate.py",
+        "algorithms/surrogate_losses.py",
         "return torch.maximum(unclipped, clipped), clipped > unclipped",
         "return torch.minimum(unclipped, clipped), clipped > unclipped",
         0,
@@ -298,16 +298,16 @@ FAULTS = [
     Fault(
         "losses-by-hand",
         "each loss has a hand-computed case",
-        "algorithms/policy_losses/surrogate.py",
-        "ratio.clamp(1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high)",
-        "ratio.clamp(1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_low)",
+        "algorithms/surrogate_losses.py",
+        "ratio.clamp(1 - params.clip_ratio_low, 1 + params.clip_ratio_high)",
+        "ratio.clamp(1 - params.clip_ratio_low, 1 + params.clip_ratio_low)",
         0,
         "tests/algorithms/test_policy_losses_by_hand.py",
     ),
     Fault(
         "losses-gradients",
         "gradients equal those of the plain formula in fp64",
-        "algorithms/policy_losses/surrogate.py",
+        "algorithms/surrogate_losses.py",
         "log_prob - log_prob.detach() + of_sequence.detach()",
         "of_sequence.detach()",
         0,
@@ -325,7 +325,7 @@ FAULTS = [
     Fault(
         "rollout-correction",
         "rollout correction gives verl's numbers",
-        "algorithms/rollout_correction/weights.py",
+        "algorithms/off_policy.py",
         "weights = raw.clamp(max=bounds.upper)",
         "weights = raw",
         0,
@@ -334,7 +334,7 @@ FAULTS = [
     Fault(
         "scorers",
         "scorers give verl's numbers",
-        "rewards/scorers/gsm8k.py",
+        "rewards/scorers/short_answers.py",
         'numbers[-1].replace(",", "")',
         "numbers[-1]",
         0,

@@ -1,6 +1,6 @@
 """The tool of tool_countdown_cpu.yaml."""
 
-from hpcrl.rewards.scorers.arithmetic import evaluate
+from hpcrl.rewards.scorers.countdown import evaluate
 from hpcrl.rollout.agent.tools import tool
 
 

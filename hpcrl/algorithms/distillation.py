@@ -4,44 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 
 from hpcrl.algorithms.aggregation import token_mean
-from hpcrl.algorithms.kl import kl_penalty
+from hpcrl.algorithms.kl import KlEstimator, kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
-from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
-from hpcrl.algorithms.policy_losses.lookup import get_policy_loss
+from hpcrl.algorithms.parameters import param, parameters_of
+from hpcrl.algorithms.policy_losses import Clip, DualClip, get_policy_loss
 from hpcrl.algorithms.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
-class DistillationConfig:
+class Distillation(Clip):
     """`distillation.distillation_loss`, with verl's names and the defaults of its YAML.
 
     Quirks of verl: its dataclass has other defaults (topk 128, loss_max_clamp 10, log_prob_min_clamp -10,
     use_policy_gradient true), which its YAML overrides; `kl` passes the check that stops the supervised `k1`, though
-    it is the same estimator, whose gradient does not depend on the teacher. Not kept: clip_ratio_low and
-    clip_ratio_high are 0.2 there, which leaves clip_ratio without effect; here they follow it unless given.
+    it is the same estimator, whose gradient does not depend on the teacher.
     """
 
-    loss_mode: str = "k3"
-    topk: int | None = 32  # forward_kl_topk: tokens of the teacher
-    use_task_rewards: bool = True
-    distillation_loss_coef: float = 1.0
-    loss_max_clamp: float | None = None  # token losses are clamped to +- this
-    log_prob_min_clamp: float | None = None  # forward_kl_topk: log-probs below count as this, in nats
-    use_policy_gradient: bool = False  # the negative token loss is an advantage
-    policy_loss_mode: str = "vanilla"
-    clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
+    loss_mode: str = param("k3", help="estimator on sampled tokens, or forward KL over the teacher's likeliest tokens")
+    topk: int = param(32, gt=0, help="forward_kl_topk: tokens of the teacher")
+    use_task_rewards: bool = param(True, help="keep the policy loss on rewards; false: distillation only")
+    distillation_loss_coef: float = param(1.0, ge=0, help="weight of the distillation loss")
+    loss_max_clamp: float | None = param(None, gt=0, help="token losses are clamped to +- this; null: not")
+    log_prob_min_clamp: float | None = param(
+        None, help="forward_kl_topk: log-probs below this count as this, in nats; null: not"
+    )
+    use_policy_gradient: bool = param(False, help="the negative loss of a token is its advantage")
+    policy_loss_mode: str = param("vanilla", help="use_policy_gradient: policy loss, clipped as given here")
 
     def __post_init__(self) -> None:
-        chosen = LOSSES.get(self.loss_mode)
-        if chosen.uses_topk and (self.topk is None or self.topk < 1):
-            raise ValueError(f"topk is {self.topk} with loss_mode={self.loss_mode}; expected 1 or more; 32 is usual")
+        super().__post_init__()
+        DISTILLATION_LOSSES.get(self.loss_mode)
         if self.policy_loss_mode != "vanilla":
             raise ValueError(f"policy_loss_mode is {self.policy_loss_mode!r}; expected vanilla, as in verl")
         if self.loss_mode == "k1" and not self.use_policy_gradient:
@@ -52,22 +50,18 @@ class DistillationConfig:
 
     @property
     def coef(self) -> float:
-        """Weight of the distillation loss in the total. As in verl, without task rewards it is 1 and stands alone: no
-        policy loss, and none of the entropy and KL terms that come with it."""
+        """Weight of the distillation loss in the total. As in verl, without task rewards it is 1 and the only term: no
+        policy loss, entropy bonus or KL term."""
         return self.distillation_loss_coef if self.use_task_rewards else 1.0
 
     @property
-    def policy_loss(self) -> PolicyLossConfig:
-        low, high = self.clip_ratio_low, self.clip_ratio_high
-        return PolicyLossConfig(
-            clip_ratio_low=self.clip_ratio if low is None else low,
-            clip_ratio_high=self.clip_ratio if high is None else high,
-        )
+    def policy_loss(self) -> DualClip:
+        return DualClip(self.clip_ratio, self.clip_ratio_low, self.clip_ratio_high)
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """What a distillation loss may read. Log-probs in nats; log_prob and student_topk carry gradients.
+    """The inputs of a distillation loss. Log-probs in nats; log_prob and student_topk carry gradients.
 
     log_prob, teacher_log_prob, response_mask: (B, T), of the sampled tokens. student_topk, teacher_topk: (B, T, K),
     log-probs at the teacher's K likeliest tokens. teacher_topk_ids, student_topk_ids: (B, T, K), the K likeliest
@@ -84,30 +78,39 @@ class Distilled:
 
 
 # token losses (B, T), finite where the mask is 0, and metrics
-LossFunction: TypeAlias = Callable[[Distilled, DistillationConfig], tuple[torch.Tensor, dict[str, Metric]]]
+LossFunction: TypeAlias = "Callable[[Distilled, Any], tuple[torch.Tensor, dict[str, Metric]]]"
 
 
 class DistillationLoss(NamedTuple):
+    name: str
     function: LossFunction
     uses_topk: bool  # it reads the teacher's likeliest tokens, else its log-prob of the sampled one
+    params: type
 
 
-LOSSES: Registry[DistillationLoss] = Registry("distillation_loss.loss_mode")
+DISTILLATION_LOSSES: Registry[DistillationLoss] = Registry("distillation_loss.loss_mode", __name__)
 
 
-def register_distillation_loss(*names: str, uses_topk: bool = False) -> Callable[[LossFunction], LossFunction]:
-    """Makes `distillation.distillation_loss.loss_mode=<name>` call the decorated function."""
+def register_distillation_loss(
+    *names: str, uses_topk: bool = False, params: type = Distillation
+) -> Callable[[LossFunction], LossFunction]:
+    """Make `distillation.distillation_loss.loss_mode=<name>` call the decorated function.
+
+    params: a frozen dataclass that extends `Distillation`. The keys of its own fields are
+    `distillation.distillation_loss.<name>.<field>`.
+    """
 
     def register(function: LossFunction) -> LossFunction:
+        parameters_of(params)
         for name in names:
-            LOSSES.add(name, DistillationLoss(function, uses_topk))
+            DISTILLATION_LOSSES.add(name, DistillationLoss(name, function, uses_topk, params))
         return function
 
     return register
 
 
 def distillation_loss(
-    cfg: DistillationConfig,
+    cfg: Distillation,
     *,
     log_prob: torch.Tensor,
     response_mask: torch.Tensor,
@@ -129,7 +132,7 @@ def distillation_loss(
     inputs = Distilled(
         log_prob, response_mask, teacher_log_prob, student_topk, teacher_topk, student_topk_ids, teacher_topk_ids
     )
-    losses, metrics = LOSSES.get(cfg.loss_mode).function(inputs, cfg)
+    losses, metrics = DISTILLATION_LOSSES.get(cfg.loss_mode).function(inputs, cfg)
     metrics = metrics | {
         "distillation/loss_min": Min.of(losses, response_mask),
         "distillation/loss_max": Max.of(losses, response_mask),
@@ -147,8 +150,8 @@ def distillation_loss(
     return policy.values, metrics | renamed
 
 
-@register_distillation_loss("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-def sampled_token(inputs: Distilled, cfg: DistillationConfig) -> tuple[torch.Tensor, dict[str, Metric]]:
+@register_distillation_loss(*get_args(KlEstimator))
+def sampled_token(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tensor, dict[str, Metric]]:
     """`kl_penalty` of the student against the teacher: estimates of the reverse KL on the sampled token."""
     if inputs.teacher_log_prob is None:
         raise ValueError(f"loss_mode={cfg.loss_mode} needs teacher_log_prob; pass the teacher's column")
@@ -159,7 +162,7 @@ def sampled_token(inputs: Distilled, cfg: DistillationConfig) -> tuple[torch.Ten
 
 
 @register_distillation_loss("forward_kl_topk", uses_topk=True)
-def teachers_likeliest(inputs: Distilled, cfg: DistillationConfig) -> tuple[torch.Tensor, dict[str, Metric]]:
+def teachers_likeliest(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tensor, dict[str, Metric]]:
     """`forward_kl_topk`, cut below at 0: what lies outside of the K tokens can make the sum negative.
 
     student_mass, teacher_mass: probability of the K tokens. With the ids of both, overlap_ratio: the share of the

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-
-from hpcrl.algorithms.masked import masked_mean
+from hpcrl.algorithms.aggregation import masked_mean
 from hpcrl.algorithms.metrics import Mean, Metric
+from hpcrl.algorithms.parameters import param
 from hpcrl.algorithms.registry import UnknownName
+
+if TYPE_CHECKING:
+    import torch
+
+KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KlKind = Literal[KlEstimator, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]  # value of one, gradient of k2
+
+
+@dataclass(frozen=True)
+class KlCtrl:
+    """`algorithm.kl_ctrl`: the controller of the weight of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = param("fixed", help="KL controller")
+    kl_coef: float = param(0.001, ge=0, help="weight of the KL penalty in the reward at the start")
+    horizon: int = param(10000, gt=0, help="samples over which the adaptive controller reacts")
+    target_kl: float = param(0.1, gt=0, help="KL that the adaptive controller aims at")
 
 
 def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> torch.Tensor:
@@ -73,11 +89,11 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
+    def __init__(self, params: KlCtrl) -> None:
+        self.value = params.kl_coef
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        pass
+        """The weight stays."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
@@ -89,20 +105,16 @@ class FixedKLController:
 class AdaptiveKLController:
     """beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n_samples / horizon (Ziegler et al. 2019, section 2.2)."""
 
-    def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
-        for name, value in (("target_kl", target_kl), ("horizon", horizon)):
-            if not value > 0:
-                raise ValueError(f"kl_ctrl.{name} is {value}; the adaptive controller divides by it: give more than 0")
-        self.value = kl_coef
-        self.target_kl = target_kl
-        self.horizon = horizon
+    def __init__(self, params: KlCtrl) -> None:
+        self.value = params.kl_coef
+        self.params = params
 
     def update(self, current_kl: float, n_samples: int) -> None:
         """current_kl: `actor/reward_kl_penalty` of the whole step; n_samples: sequences of the step."""
         if n_samples == 0:
             return
-        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_samples / self.horizon
+        error = min(max(current_kl / self.params.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_samples / self.params.horizon
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -111,10 +123,5 @@ class AdaptiveKLController:
         self.value = state["value"]
 
 
-def make_kl_controller(kind: str, *, kl_coef: float, target_kl: float, horizon: int) -> KLController:
-    """kind: fixed or adaptive, as in `algorithm.kl_ctrl.type`."""
-    if kind == "fixed":
-        return FixedKLController(kl_coef)
-    if kind == "adaptive":
-        return AdaptiveKLController(kl_coef, target_kl, horizon)
-    raise UnknownName(f"unknown KL controller {kind!r}; there are fixed, adaptive")
+def make_kl_controller(params: KlCtrl) -> KLController:
+    return FixedKLController(params) if params.type == "fixed" else AdaptiveKLController(params)

@@ -1,4 +1,4 @@
-"""Numbers that can be merged: over micro-batches, replicas and steps alike, in any grouping."""
+"""Metrics that can be merged over micro-batches, replicas and steps, in any grouping."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """NaN if there was nothing (-inf); a NaN among the values shows."""
+    """NaN without values (-inf), and if a value is NaN."""
 
     value: Number
 
@@ -61,7 +61,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-    """NaN if there was nothing (inf); a NaN among the values shows."""
+    """NaN without values (inf), and if a value is NaN."""
 
     value: Number
 

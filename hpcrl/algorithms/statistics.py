@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from hpcrl.algorithms.masked import masked_mean, masked_sum
+from hpcrl.algorithms.aggregation import masked_mean, masked_sum
 from hpcrl.algorithms.metrics import ExplainedVariance, Max, Mean, Metric, Min, NoiseProxy, Pearson, Std
 
 

@@ -1,11 +1,11 @@
-"""The critic's loss."""
+"""Losses of models with a scalar head: the critic and the reward model."""
 
 from __future__ import annotations
 
 import torch
 
 from hpcrl.algorithms.aggregation import token_mean
-from hpcrl.algorithms.metrics import Metric
+from hpcrl.algorithms.metrics import Mean, Metric
 
 
 def value_loss(
@@ -28,4 +28,24 @@ def value_loss(
     return 0.5 * torch.maximum(unclipped, clipped), {
         "critic/vf_clipfrac": token_mean(clipped > unclipped, response_mask),
         "critic/vpred_mean": token_mean(vpreds, response_mask),
+    }
+
+
+def bradley_terry_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, num_pairs: float
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """This part's share of the loss, a scalar: the sum over all micro-batches and replicas is the loss.
+
+    chosen, rejected: (B,) scores of the two answers of each pair. num_pairs: B over the whole batch.
+    sum -log sigmoid(r_chosen - r_rejected) / num_pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155,
+    eq. 1). Metrics: accuracy (the share of pairs whose chosen answer scores higher; a tie counts as wrong), margin
+    (r_chosen - r_rejected), reward_chosen and reward_rejected, each averaged over pairs.
+    """
+    margin = chosen - rejected
+    every = torch.ones_like(margin)
+    return -torch.nn.functional.logsigmoid(margin).sum() / num_pairs, {
+        "accuracy": Mean.of(margin > 0, every),
+        "margin": Mean.of(margin, every),
+        "reward_chosen": Mean.of(chosen, every),
+        "reward_rejected": Mean.of(rejected, every),
     }

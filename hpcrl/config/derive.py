@@ -1,4 +1,4 @@
-"""What follows from a config and a number of ranks: checked before any model is built, computed, never typed in.
+"""Values derived from a config and a number of ranks, and the checks before any model is built.
 
 Pure functions without torch or MPI, so a job template can be checked on a login node.
 """
@@ -6,26 +6,17 @@ Pure functions without torch or MPI, so a job template can be checked on a login
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hpcrl.config.algorithm_rules import check_algorithm, loss_mode
-from hpcrl.config.checkpoint_rules import check_checkpoints
-from hpcrl.config.errors import ConfigError
-from hpcrl.config.lora_rules import check_lora
+from hpcrl.algorithms.aggregation import LossAggMode
 from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, CRITIC, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec
-from hpcrl.config.rollout_rules import check_rollout
-from hpcrl.config.schema import Config, LossAggMode
-
-# What estimators take that has to be computed for them, by name: for a login node, where they cannot be imported.
-ESTIMATOR_INPUTS = {
-    "gae": ("values",),
-    "remax": ("reward_baselines",),
-    "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
-    "tir_optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
-}
+from hpcrl.config.rules import check_algorithm, check_checkpoints, check_lora, check_rollout, loss_mode
+from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 
 
 @dataclass(frozen=True)
@@ -110,23 +101,19 @@ class Derived(RoleLayouts):
         return rows
 
 
-def check(
-    config: Config,
-    world_size: int,
-    *,
-    inputs: Collection[str] | None = None,
-    optional: Collection[str] = (),
-    own_roles: Sequence[RoleSpec] = (),
-) -> Derived:
+def check(config: Config, world_size: int, *, own_roles: Sequence[RoleSpec] = ()) -> Derived:
     """Derived values of `hpcrl train` on `world_size` ranks; ConfigError with one line for an impossible combination.
 
-    `inputs` are the tensors that the advantage estimator takes (`AdvEstimator.inputs`); without them they are those of
-    ESTIMATOR_INPUTS, and an estimator of the user takes none. `optional` are those that it uses if the batch has them.
-    `own_roles` are those that a job adds.
+    own_roles: those that a job adds. Loads run.plugins. Without torch, an estimator or a loss of a plugin that needs it
+    is not checked.
     """
     algorithm, actor, critic, data = config.algorithm, config.actor, config.critic, config.data
-    if inputs is None:
-        inputs = ESTIMATOR_INPUTS.get(algorithm.adv_estimator, ())
+    chosen = {"algorithm": algorithm.adv_estimator, "actor.policy_loss": loss_mode(config)}
+    chosen["reward"] = config.reward.reward_manager.name
+    if config.distillation.enabled:
+        chosen["distillation.distillation_loss"] = config.distillation.distillation_loss.loss_mode
+    estimator = check_algorithms(config, chosen).get("algorithm")
+    inputs, optional = (estimator.inputs, estimator.optional) if estimator is not None else ((), ())
     needs_ref = algorithm.use_kl_in_reward or actor.use_kl_loss
     # The model that the adapters started from is on the actor's ranks already.
     ref_in_actor = needs_ref and config.model.lora_rank > 0 and config.placement.ref == config.placement.actor
@@ -276,7 +263,7 @@ def _check_loop(config: Config, needs_critic: bool) -> None:
         )
     if trainer.critic_warmup and not needs_critic:
         raise ConfigError(
-            f"trainer.critic_warmup={trainer.critic_warmup} trains a critic alone, and "
+            f"trainer.critic_warmup={trainer.critic_warmup} trains only a critic, and "
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} has none; use 0"
         )
     if trainer.total_training_steps is not None and trainer.critic_warmup >= trainer.total_training_steps:

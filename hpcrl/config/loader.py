@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpcrl.config import yaml_core
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config, Section
-from hpcrl.config.yaml_core import Node
+from hpcrl.config.yaml_core import ConfigError, Node
 
 __all__ = ["ConfigError", "dump_config", "load_config", "quoted"]
 
@@ -29,9 +28,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), schema: 
     """
     tree = _tree(path, overrides)
     try:
-        return schema.model_validate(tree.plain())
+        config = schema.model_validate(tree.plain())
     except ValidationError as error:
-        raise ConfigError(_explain(error, tree, schema)) from None
+        raise ConfigError(explain(error, tree, schema)) from None
+    for keys in extra_keys(config):
+        if config.run.plugins or (keys[:2] == ("data", "sampler") and config.data.sampler.class_path):
+            continue  # checked once the file is loaded
+        place = _locate(tree, keys)[1].place
+        raise ConfigError(f"{place}: unknown key {_dotted(keys)}; {suggest(keys, list(keys_of(schema)))}")
+    return config
 
 
 def raw_value(path: str | Path, overrides: Sequence[str], key: KeyPath) -> Any:
@@ -120,17 +125,37 @@ def _merge(base: Node, over: Node) -> Node:
     return Node(merged, over.place)
 
 
-def _explain(error: ValidationError, tree: Node, schema: type[Config]) -> str:
-    """One line for the first error; unknown keys first, because a misspelt key is often why another is wrong."""
+def explain(error: ValidationError, tree: Node, schema: type[Section] = Config, prefix: KeyPath = ()) -> str:
+    """One line for the first error; unknown keys first, because a misspelt key is often why another is wrong.
+
+    `tree` is what was validated by `schema`, and is found under the key `prefix` of the config.
+    """
+    known = [*keys_of(), *keys_of(schema, prefix)]
     errors = error.errors(include_url=False)
-    unknown = [item for item in errors if item["type"] == "extra_forbidden"]
+    unknown = [item for item in errors if item["type"] == "extra_forbidden" or _is_extra(tree, item, known)]
     first = (unknown or errors)[0]
     path, node = _locate(tree, first["loc"])
+    place = f"{node.place}: " if node.place else ""
     if unknown:
-        return f"{node.place}: unknown key {_dotted(path)}; {_suggest(path, schema)}"
+        return f"{place}unknown key {_dotted(prefix + path)}; {suggest(prefix + path, known)}"
     # members of a union fail one by one, each with its own expectation of the same value
     wanted = [_expected(item) for item in errors if _locate(tree, item["loc"])[0] == path]
-    return f"{node.place}: {_dotted(path)} is {_describe(node)}; expected {' or '.join(dict.fromkeys(wanted))}"
+    found = f"{_dotted(prefix + path)} is {_describe(node)}"
+    return f"{place}{found}; expected {' or '.join(dict.fromkeys(wanted))}"
+
+
+def _is_extra(tree: Node, item: Any, known: Sequence[KeyPath]) -> bool:
+    """Whether the error is of an unknown key in an open section, where only mappings are expected."""
+    return item["type"] == "dict_type" and _locate(tree, item["loc"])[0] not in known
+
+
+def extra_keys(section: Section, prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """The keys of a config that are not in the schema: names of plugins in open sections."""
+    yield from ((*prefix, name) for name in section.__pydantic_extra__ or ())
+    for name in type(section).model_fields:
+        inner = getattr(section, name)
+        if isinstance(inner, Section):
+            yield from extra_keys(inner, (*prefix, name))
 
 
 def _locate(tree: Node, loc: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Node]:
@@ -201,13 +226,13 @@ def _expected(item: Any) -> str:
     return str(item["msg"])
 
 
-def _known_keys(section: type[Section], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+def keys_of(section: type[Section] = Config, prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Every key of the schema, sections included; a list of sections has the keys of its entries."""
     for name, field in section.model_fields.items():
         yield (*prefix, name)
         for inner in (field.annotation, *typing.get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, Section):
-                yield from _known_keys(inner, (*prefix, name))
+                yield from keys_of(inner, (*prefix, name))
 
 
 MICRO_BATCHES = "micro-batches are counted in tokens per model replica: "
@@ -241,10 +266,9 @@ OF_VERL = {  # keys of verl that have no namesake here -> what to write
 }
 
 
-def _suggest(path: tuple[int | str, ...], schema: type[Config]) -> str:
+def suggest(path: tuple[int | str, ...], known: Sequence[KeyPath]) -> str:
     """What to write instead of an unknown key: the same key of another section, or the nearest one of this."""
     keys = [part for part in path if isinstance(part, str)]
-    known = list(_known_keys(schema))
     if keys[0] == "actor_rollout_ref":
         return "names are verl's without the prefix 'actor_rollout_ref.'"
     if keys[-1] in OF_VERL:

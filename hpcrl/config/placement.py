@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, ModelConfig, RolePlacement
+from hpcrl.config.yaml_core import ConfigError
 
 AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
 

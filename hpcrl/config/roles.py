@@ -1,4 +1,4 @@
-"""Declarations of roles: a worker class, a config section, a model's head, whether it trains. No torch."""
+"""Declarations of roles: worker class, config section, head, whether it trains, what is offloaded. No torch."""
 
 from __future__ import annotations
 
@@ -90,3 +90,21 @@ PLACED = (
     REWARD,
     ROLLOUT,
 )  # in the order in which they are built
+
+Part = Literal["parameters", "gradients", "optimizer"]
+KEYS: dict[Part, str] = {"parameters": "param_offload", "gradients": "grad_offload", "optimizer": "optimizer_offload"}
+HOST_BLOCK = 64 * 2**20  # bytes; host memory for what is away comes in blocks of this size
+
+
+def offloaded(config: Config, spec: RoleSpec) -> tuple[Part, ...]:
+    """What of a role's model is in host memory while other roles compute."""
+    section = spec.config_of(config)
+    return tuple(part for part, key in KEYS.items() if getattr(section, key, False))
+
+
+def shares_weights(config: Config) -> bool:
+    """Whether the rollout engine may use the actor's own tensors: both run in turn, the weights are not offloaded, and
+    no adapters have updates that the weights lack."""
+    alias, mode = config.rollout.checkpoint_engine.alias, config.async_training.mode
+    moves = "parameters" in offloaded(config, ACTOR)
+    return alias and mode == "sync" and not moves and config.model.lora_rank == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -19,6 +21,16 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from hpcrl.algorithms.aggregation import LossAggMode
+from hpcrl.algorithms.distillation import Distillation
+from hpcrl.algorithms.kl import KlCtrl, KlKind
+from hpcrl.algorithms.parameters import members, parameters_of
+from hpcrl.algorithms.pf_ppo import PfPpo
+from hpcrl.algorithms.rollout_correction import RolloutCorrection
+from hpcrl.algorithms.surrogate_losses import ActorParameters, PolicyLossParameters
+from hpcrl.algorithms.token_advantages import AlgorithmParameters
+from hpcrl.rewards.manager import CustomReward, OverlongBuffer, RewardKwargsParameters, Scoring
 
 
 def _minus_one_or_positive(value: int) -> int:
@@ -49,16 +61,35 @@ def _each_once(values: list[int]) -> list[int]:
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-KlKind = Literal[KlEstimator, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]  # value of one, gradient of k2
+
+
+def _bounded(kind: Any, bounds: typing.Mapping[str, Any]) -> Any:
+    """The type with bounds on its numbers."""
+    kinds = [Annotated[one, Field(**bounds)] if one in (int, float) else one for one in members(kind)]
+    return typing.Union[tuple(kinds)]  # noqa: UP007
 
 
 class Section(BaseModel):
-    """A frozen section; unknown keys, wrong types, NaN and infinity are errors."""
+    """A frozen section; unknown keys, wrong types, NaN and infinity are errors.
+
+    A section that inherits from parameter dataclasses (`hpcrl.algorithms.parameters`) has their fields as keys, and is
+    an instance of them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     null_is_default: ClassVar[frozenset[str]] = frozenset()  # keys that verl's templates may hold as null
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        annotations = dict(cls.__dict__.get("__annotations__", {}))
+        for base in cls.__bases__:
+            if dataclasses.is_dataclass(base) and not issubclass(base, BaseModel):
+                for name, kind, default, has_factory, description, bounds in parameters_of(base):
+                    given: dict[str, Any] = {"default_factory" if has_factory else "default": default}
+                    if name not in annotations:
+                        annotations[name] = _bounded(kind, bounds)
+                        setattr(cls, name, Field(**given, description=description))
+        cls.__annotations__ = annotations
 
     @model_validator(mode="before")
     @classmethod
@@ -71,6 +102,16 @@ class Section(BaseModel):
 S = TypeVar("S", bound=Section)
 
 
+class OpenSection(Section):
+    """A section that may also hold a mapping of parameters for each plugin, under the plugin's name.
+
+    The mappings are checked by `hpcrl.config.plugins` once the plugins are loaded.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+
 def _one_or_several(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -79,16 +120,16 @@ Files = Annotated[list[str], BeforeValidator(_one_or_several)]
 
 
 class WatchdogConfig(Section):
-    """The job ends, with a verdict on who is to blame, when no rank has got on for as long as any of them may."""
+    """The job ends, with a hang report, if no rank makes progress for a time."""
 
     enable: bool = Field(True, description="watch for hangs")
-    publish_seconds: PositiveFloat = Field(5.0, description="each rank says where it is every so many seconds")
-    min_seconds: PositiveFloat = Field(600.0, description="silence of all ranks before it is a hang, at least, seconds")
-    factor: PositiveFloat = Field(
-        10.0, description="silence before it is a hang, as a multiple of the longest seen in the same phase"
+    publish_seconds: PositiveFloat = Field(5.0, description="seconds between two updates of a rank's status")
+    min_seconds: PositiveFloat = Field(
+        600.0, description="seconds without progress of any rank before it is a hang, at least"
     )
+    factor: PositiveFloat = Field(10.0, description="the same as a multiple of the longest time seen in the same phase")
     first_seconds: PositiveFloat = Field(
-        3600.0, description="the same in phases that have not come to an end once: loading, compiling, seconds"
+        3600.0, description="the same, in seconds, in phases that have not ended once: loading, compiling"
     )
 
 
@@ -112,7 +153,7 @@ class RunConfig(Section):
         "are near the same CPUs divide them",
     )
     full_determinism: bool = Field(
-        False, description="on GPUs: kernels that always add in one order, which are slower; on the CPU they always do"
+        False, description="on GPUs: kernels that always add in one order, which are slower; the CPU's always do"
     )
     memory_snapshot: bool = Field(
         False,
@@ -126,7 +167,7 @@ class RecomputeConfig(Section):
     """Activations that training does not keep but computes again in the backward pass; Megatron's options."""
 
     granularity: Literal["selective", "full"] | None = Field(
-        None, description="null: keep all; selective: all but what `modules` compute; full: layers' inputs alone"
+        None, description="null: keep all; selective: all but what `modules` compute; full: only layers' inputs"
     )
     method: Literal["uniform", "block"] = Field(
         "uniform",
@@ -262,7 +303,7 @@ class PlacementConfig(Section):
     teacher: RolePlacement = Field(default_factory=RolePlacement, description="layout of the teacher of a distillation")
 
 
-class SamplerConfig(Section):
+class SamplerConfig(OpenSection):
     class_path: str | None = Field(None, description="Python file of a sampler of your own; null: the built-in order")
     class_name: str | None = Field(
         None, description="class in that file, or a built-in curriculum: DifficultyCurriculum"
@@ -307,7 +348,7 @@ class ValKwargs(Section):
 class MultiTurnConfig(Section):
     """Tools and users that answer the model inside a response."""
 
-    enable: bool = Field(False, description="go on after a tool call or a user's answer, in the same response")
+    enable: bool = Field(False, description="continue after a tool call or a user's answer, in the same response")
     max_assistant_turns: PositiveInt | None = Field(None, description="turns of the model at most; null: any number")
     max_user_turns: PositiveInt | None = Field(None, description="answers by tools and users at most; null: any number")
     max_parallel_calls: PositiveInt = Field(1, description="tool calls of one turn that are carried out")
@@ -339,7 +380,7 @@ class CheckpointEngineConfig(Section):
 
 
 class TrtllmConfig(Section):
-    """TensorRT-LLM 1.2.1 inside the ranks; it needs GPUs and Open MPI, and nobody has run it yet."""
+    """TensorRT-LLM 1.2.1 inside the ranks; it needs GPUs and Open MPI, and has not been run yet."""
 
     design: Literal["tp_group", "single_process"] = Field(
         "tp_group", description="tp_group: one worker per rank of a replica; single_process: replicas of tp 1"
@@ -354,7 +395,7 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
     top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
-    ignore_eos: bool = Field(False, description="go on to max_response_length after an end-of-sequence token")
+    ignore_eos: bool = Field(False, description="continue to max_response_length after an end-of-sequence token")
     max_num_seqs: PositiveInt = Field(256, description="sequences that decode at once in a replica at most")
     max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
@@ -415,18 +456,12 @@ class OptimConfig(Section):
             if getattr(self, key) == "bfloat16" and self.optimizer != "adam":
                 raise ValueError(f"{key}=float32 beside optimizer={self.optimizer}, which has no such state")
             if getattr(self, key) == "bfloat16" and 1 - beta <= 2**-8:
-                raise ValueError(f"{key}=float32 beside a decay of {beta}: bfloat16 follows decays up to 0.996 alone")
+                raise ValueError(f"{key}=float32 beside a decay of {beta}: bfloat16 can follow decays up to 0.996")
         return self
 
 
-class PolicyLossConfig(Section):
+class PolicyLossConfig(OpenSection, PolicyLossParameters):
     loss_mode: str = Field("vanilla", description="name of a registered policy loss")
-    clip_cov_ratio: Fraction = Field(2e-4, description="clip_cov: share of tokens that lose their gradient")
-    clip_cov_lb: float = Field(1.0, description="clip_cov: lowest covariance of a token that may lose its gradient")
-    clip_cov_ub: float = Field(5.0, description="clip_cov: highest covariance of a token that may lose its gradient")
-    kl_cov_ratio: Fraction = Field(2e-4, description="kl_cov: share of tokens that get a KL penalty")
-    ppo_kl_coef: NonNegativeFloat | None = Field(0.1, description="kl_cov: weight of that penalty; null: 1")
-    dro_beta: PositiveFloat | None = Field(None, description="dro: weight of the squared log-ratio; dro needs it")
 
 
 class RouterReplayConfig(Section):
@@ -438,7 +473,7 @@ class RouterReplayConfig(Section):
     )
 
 
-class ActorConfig(Section):
+class ActorConfig(Section, ActorParameters):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
     ppo_mini_batch_size: PositiveInt = Field(256, description="prompts per optimizer step, over all ranks")
     ppo_max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
@@ -446,14 +481,6 @@ class ActorConfig(Section):
     router_replay: RouterReplayConfig = Field(
         default_factory=RouterReplayConfig, description="which experts tokens go to in training"
     )
-    clip_ratio: NonNegativeFloat = Field(0.2, description="ratio is clipped to 1 - this and 1 + this")
-    clip_ratio_low: NonNegativeFloat | None = Field(None, description="clipped below at 1 - this; null: clip_ratio")
-    clip_ratio_high: NonNegativeFloat | None = Field(None, description="clipped above at 1 + this; null: clip_ratio")
-    clip_ratio_c: Annotated[float, Field(gt=1.0)] = Field(
-        3.0, description="dual-clip bound for negative advantages; dppo_*: bound of the ratio (20 in its paper)"
-    )
-    tau_pos: PositiveFloat = Field(1.0, description="sapo: temperature of the gate for positive advantages")
-    tau_neg: PositiveFloat = Field(1.05, description="sapo: temperature of the gate for negative advantages")
     loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
     loss_scale_factor: PositiveFloat | None = Field(
         None, description="divisor of seq-mean-token-sum-norm; null: max_response_length"
@@ -511,22 +538,8 @@ class TeacherConfig(Section):
     param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
-class DistillationLossConfig(Section):
+class DistillationLossConfig(OpenSection, Distillation):
     null_is_default = frozenset({"topk"})
-
-    loss_mode: Literal["forward_kl_topk", KlEstimator] = Field(
-        "k3", description="estimator on sampled tokens, or forward KL over the teacher's likeliest tokens"
-    )
-    topk: PositiveInt = Field(32, description="forward_kl_topk: tokens of the teacher")
-    use_task_rewards: bool = Field(True, description="keep the policy loss on rewards; false: distillation alone")
-    distillation_loss_coef: NonNegativeFloat = Field(1.0, description="weight of the distillation loss")
-    loss_max_clamp: PositiveFloat | None = Field(None, description="token losses are clamped to this size; null: not")
-    log_prob_min_clamp: float | None = Field(None, description="log-probs below this count as this; null: not")
-    use_policy_gradient: bool = Field(False, description="the negative loss of a token is its advantage")
-    policy_loss_mode: str = Field("vanilla", description="policy loss of that")
-    clip_ratio: NonNegativeFloat = Field(0.2, description="its clip range")
-    clip_ratio_low: NonNegativeFloat | None = Field(None, description="its lower end; null: clip_ratio")
-    clip_ratio_high: NonNegativeFloat | None = Field(None, description="its upper end; null: clip_ratio")
 
 
 class DistillationConfig(Section):
@@ -536,37 +549,22 @@ class DistillationConfig(Section):
     )
 
 
-class CustomRewardConfig(Section):
-    path: str | None = Field(None, description="Python file of a reward function of your own; null: by data_source")
-    name: str = Field("compute_score", description="function in that file")
-    reward_kwargs: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="extra arguments of the function"
-    )
+class CustomRewardConfig(Section, CustomReward):
+    pass
 
 
 class RewardManagerConfig(Section):
-    name: Literal["naive", "batch", "dapo", "gdpo", "rate_limited"] = Field(
-        "naive", description="how responses reach the scorer, and what is made of its results"
-    )
+    name: str = Field("naive", description="how responses reach the scorer, and what is made of its results")
 
 
-class OverlongBufferConfig(Section):
-    enable: bool = Field(False, description="dapo: penalise responses that come near the limit")
-    len: NonNegativeInt = Field(0, description="tokens before the limit over which the penalty grows")
-    penalty_factor: NonNegativeFloat = Field(1.0, description="penalty at the limit")
-    log: bool = Field(False, description="keep overlong_reward and overlong with each sample")
+class OverlongBufferConfig(Section, OverlongBuffer):
+    pass
 
 
-class RewardKwargs(Section):
+class RewardKwargs(Section, RewardKwargsParameters):
     overlong_buffer_cfg: OverlongBufferConfig = Field(
         default_factory=OverlongBufferConfig, description="DAPO's shaping of over-long responses"
     )
-    max_resp_len: PositiveInt | None = Field(None, description="the limit, in tokens; null: data.max_response_length")
-    max_concurrent: PositiveInt = Field(1, description="rate_limited: requests at once, per leader")
-    max_rpm: PositiveInt | None = Field(None, description="rate_limited: requests per minute, per leader; null: any")
-    max_tpm: PositiveInt | None = Field(None, description="rate_limited: tokens per minute, per leader; null: any")
-    estimated_tokens_per_request: PositiveInt = Field(2000, description="rate_limited: what a request counts for")
-    timeout: PositiveFloat = Field(300.0, description="rate_limited: seconds for one request")
 
 
 class RewardModelConfig(Section):
@@ -579,31 +577,27 @@ class RewardModelConfig(Section):
     param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
-class RewardConfig(Section):
+class RewardConfig(OpenSection, Scoring):
     reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig, description="reward manager")
     reward_kwargs: RewardKwargs = Field(default_factory=RewardKwargs, description="arguments of the reward manager")
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="reward model")
-    memory_limit_mb: PositiveInt | None = Field(4096, description="address space of a scoring process; null: any")
     custom_reward_function: CustomRewardConfig = Field(
         default_factory=CustomRewardConfig, description="reward function of your own"
     )
-    num_workers: PositiveInt = Field(1, description="scoring processes per rollout leader")
-    timeout: PositiveFloat = Field(10.0, description="seconds for one score; then it is 0 and counted")
-    format_score: float | None = Field(
-        None, description="score of an answer of the right form with the wrong value; null: the rule's own"
-    )
+
+    @property
+    def uses_rules(self) -> bool:
+        """Whether the score uses rules or a custom function; otherwise it is the reward model's only."""
+        return not self.reward_model.enable or self.reward_model.rule_weight != 0
 
     @field_validator("reward_manager", mode="before")
     @classmethod
-    def _name_alone(cls, value: object) -> object:
+    def _name_only(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
 
-class KlCtrlConfig(Section):
-    type: Literal["fixed", "adaptive"] = Field("fixed", description="KL controller")
-    kl_coef: NonNegativeFloat = Field(0.001, description="weight of the KL penalty in the reward at the start")
-    horizon: PositiveInt = Field(10000, description="samples over which the adaptive controller reacts")
-    target_kl: PositiveFloat = Field(0.1, description="KL that the adaptive controller aims at")
+class KlCtrlConfig(Section, KlCtrl):
+    pass
 
 
 class FilterGroupsConfig(Section):
@@ -617,36 +611,21 @@ class FilterGroupsConfig(Section):
     )
 
 
-class PfPpoConfig(Section):
-    reweight_method: Literal["pow", "max_min", "max_random"] = Field("pow", description="weights of the resampling")
-    weight_pow: float = Field(2.0, description="pow: exponent of the absolute score")
+class PfPpoConfig(Section, PfPpo):
+    pass
 
 
-class RolloutCorrectionConfig(Section):
+class RolloutCorrectionConfig(Section, RolloutCorrection):
     preset: str | None = Field(None, description="a preset's name, whose values the other keys then change")
-    rollout_is: Literal["token", "sequence"] | None = Field(None, description="level of the importance weights")
-    rollout_is_threshold: PositiveFloat | str = Field(2.0, description='upper bound of weights; "lo_hi" is IcePop')
-    rollout_is_batch_normalize: bool = Field(False, description="divide weights by their mean over the batch")
-    rollout_rs: str | None = Field(None, description="rejection options, comma-separated: token_k1, seq_mean_k3, ...")
-    rollout_rs_threshold: PositiveFloat | str | None = Field(
-        None, description='bounds of the options, comma-separated: "0.5_2.0", or one number'
-    )
-    bypass_mode: bool = Field(False, description="the rollout's log-probs are the old ones; no forward pass for them")
-    loss_type: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="policy loss of bypass mode")
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(OpenSection, AlgorithmParameters):
     null_is_default = frozenset({"gdpo_reward_keys", "filter_groups", "rollout_correction"})
 
     adv_estimator: str = Field("gae", description="name of a registered advantage estimator")
-    gamma: Fraction = Field(1.0, description="discount")
-    lam: Fraction = Field(1.0, description="lambda of GAE")
-    norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's deviation; false is Dr.GRPO")
     use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from the token rewards")
     kl_penalty: KlKind = Field("kl", description="estimator of the KL penalty in the reward; a + changes nothing here")
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig, description="KL controller of the reward penalty")
-    gdpo_reward_keys: list[str] = Field(default_factory=list, description="gdpo: keys of the scorer's result")
-    gdpo_reward_weights: list[float] | None = Field(None, description="gdpo: weight of each key; null: 1")
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig, description="dynamic sampling")
     use_pf_ppo: bool = Field(False, description="resample a step's samples by their scores (PF-PPO); gae only")
     pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="PF-PPO")
@@ -659,7 +638,8 @@ class CheckpointConfig(Section):
     """How checkpoints are written, and which ones stay beside the newest trainer.max_ckpt_to_keep."""
 
     async_save: bool = Field(
-        True, description="training goes on while a checkpoint is written, from a copy in host memory; false: it waits"
+        True,
+        description="training continues while a checkpoint is written, from a copy in host memory; false: it waits",
     )
     scratch_dir: str | None = Field(
         None,
@@ -695,7 +675,7 @@ class TrainerConfig(Section):
     )
     max_ckpt_to_keep: PositiveInt | None = Field(None, description="newest checkpoints that stay; null: all")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="how checkpoints are written")
-    resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: go on from the newest valid checkpoint")
+    resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: resume from the newest valid checkpoint")
     log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
     validation_data_dir: FolderName | None = Field(
         None, description="name of a folder inside the run's for validation generations as JSONL; null: none"
@@ -712,7 +692,7 @@ class TrainerConfig(Section):
     )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
     walltime_margin: NonNegativeFloat = Field(
-        60.0, description="seconds before the end of the allocation that stay free, for leaving and the unforeseen"
+        60.0, description="seconds before the end of the allocation that stay free, for shutdown and delays"
     )
 
 
@@ -756,7 +736,7 @@ class AsyncTrainingConfig(Section):
         1, description="bounded_staleness: weight versions that a sample's first token may be behind the update"
     )
     partial_rollout: bool = Field(
-        True, description="bounded_staleness: a refit interrupts responses, which then go on under the new weights"
+        True, description="bounded_staleness: a refit interrupts responses, which continue with the new weights"
     )
 
 
@@ -777,7 +757,7 @@ class ScoreConfig(Section):
     tokens_path: str | None = Field(None, description='JSONL file with {"tokens": [...]} per line (--tokens)')
     output_path: str | None = Field(None, description='JSONL file of {"log_probs": [...]} per line (--out)')
     max_token_len_per_gpu: PositiveInt = Field(
-        16384, description="tokens per micro-batch and replica; a longer sequence runs alone"
+        16384, description="tokens per micro-batch and replica; a longer sequence has one to itself"
     )
 
 
@@ -793,24 +773,35 @@ class JobConfig(Section):
     ntasks_per_node: PositiveInt = Field(1, description="ranks per node")
     time: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$", description="wall time, [D-]HH:MM:SS")
     partition: SlurmValue | None = Field(None, description="partition")
-    account: SlurmValue | None = Field(None, description="account that pays")
+    account: SlurmValue | None = Field(None, description="account that is charged")
     qos: SlurmValue | None = Field(None, description="quality of service")
     constraint: SlurmValue | None = Field(None, description="features that nodes must have")
     reservation: SlurmValue | None = Field(None, description="reservation")
-    exclude: SlurmValue | None = Field(None, description="nodes to stay away from")
+    exclude: SlurmValue | None = Field(None, description="nodes to exclude")
     gpus_per_node: NonNegativeInt = Field(0, description="GPUs per node")
     gpu_memory_gib: PositiveFloat = Field(
         80.0, description="memory of a GPU that `hpcrl plan` fits the job into, in GiB"
     )
     cpus_per_task: PositiveInt | None = Field(None, description="cores per rank")
     mem: SlurmValue | None = Field(None, description='memory per node, such as "480G"; "0": all of it')
-    exclusive: bool = Field(False, description="share nodes with nobody")
+    exclusive: bool = Field(False, description="do not share nodes with other jobs")
     signal_seconds: PositiveInt = Field(300, le=65535, description="seconds before the end when ranks get SIGURG")
-    requeue: bool = Field(True, description="go on in another slice after a planned stop or the loss of a node")
+    requeue: bool = Field(True, description="continue in another slice after a planned stop or the loss of a node")
     max_restarts: NonNegativeInt = Field(100, description="slices after the first at most")
     extra: list[SbatchOption] = Field(
         default_factory=list, description="further options of sbatch, such as --mail-type=END"
     )
+
+    @property
+    def time_seconds(self) -> int:
+        days, _, clock = self.time.rpartition("-")
+        hours, minutes, rest = map(int, clock.split(":"))
+        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+    @property
+    def node_hours(self) -> float:
+        """What the first slice costs at most."""
+        return self.nodes * self.time_seconds / 3600
 
 
 class Config(Section):

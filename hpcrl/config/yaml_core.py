@@ -1,6 +1,8 @@
 """YAML in and out by the core schema of YAML 1.2: `1e-4` is a number, `no` is text, `00:30:00` is text.
 
 PyYAML follows YAML 1.1, where these are text, False and 1800.
+
+PyYAML follows YAML 1.1, where these are text, False and 1800.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from typing import Any
 
 import yaml
 
-from hpcrl.config.errors import ConfigError
+
+class ConfigError(ValueError):
+    """A line for the user: what was found, what was expected, what to do. The program ends with exit code 2."""
+
+    user_error = True
+
 
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = re.compile(
@@ -63,6 +70,13 @@ class Node:
 
     value: Any  # dict[str, Node], list[Node], or a scalar
     place: str
+
+    @classmethod
+    def of(cls, value: Any) -> Node:
+        """A plain value that was written in no file."""
+        if isinstance(value, dict):
+            return cls({key: cls.of(child) for key, child in value.items()}, "")
+        return cls([cls.of(child) for child in value] if isinstance(value, list) else value, "")
 
     def plain(self) -> Any:
         if isinstance(self.value, dict):

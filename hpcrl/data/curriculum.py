@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from hpcrl.algorithms.parameters import NoParameters
+from hpcrl.config.plugins import sampler_parameters
 from hpcrl.data.prompts import folded
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
@@ -66,12 +68,18 @@ class AbstractCurriculumSampler(ABC):
 
     It lives on rank 0 for the whole run. All that `choose` depends on must be in `state_dict`, and any randomness keyed
     by `seed` and by that, so that a resumed run draws what an unbroken one would have drawn.
+
+    `Parameters`, a frozen dataclass (see `hpcrl.algorithms.parameters`), declares the keys
+    `data.sampler.<class>.<field>`; `self.params` is an instance of it.
     """
+
+    Parameters: ClassVar[type] = NoParameters
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig, seed: int) -> None:
         self.data_source = data_source
         self.data_config = data_config
         self.seed = seed
+        self.params: Any = sampler_parameters(data_config.sampler, self.Parameters)
 
     @abstractmethod
     def choose(self, n: int) -> np.ndarray:

@@ -39,7 +39,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
-    from hpcrl.config.offload import Part
+    from hpcrl.config.roles import Part
     from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
     from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.shape import ModelShape

@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, UntypedStorage
 
-from hpcrl.config.offload import HOST_BLOCK, Part
+from hpcrl.config.roles import HOST_BLOCK, Part
 from hpcrl.engine.optim import optimizer_tensors
 from hpcrl.runtime import accelerator, platform
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.generation_file import GenerationFile, Key
 from hpcrl.run.inference import (
     INFERENCE_ADVICE,
@@ -51,7 +51,7 @@ DECISIVE = re.compile(
     r"run\.seed|model\..*|rollout\.(engine|dtype|n|temperature|top_k|top_p|ignore_eos|exact|multi_turn\..*)"
     r"|data\.(prompt_key|max_prompt_length|max_response_length|filter_overlong_prompts|truncation|chat_template"
     r"|apply_chat_template_kwargs.*)|generate\.(score|log_probs)"
-    r"|reward\.(reward_manager|reward_kwargs|reward_model|custom_reward_function)\..*|reward\.format_score"
+    r"|reward\.(?!memory_limit_mb|num_workers|timeout).*"
 )
 
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
-from hpcrl.config.errors import ConfigError
-from hpcrl.config.lora_rules import refuse_lora
 from hpcrl.config.placement import place
 from hpcrl.config.roles import REWARD, RoleSpec
+from hpcrl.config.rules import check_checkpoints, check_no_lora
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import TrainingJob
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class RewardModel(TrainingJob):
         rm = config.rm
         check_steps(config, "rm")
         check_checkpoints(config.trainer)
-        refuse_lora(config, "rm")
+        check_no_lora(config, "rm")
         roles = place(config, [REWARD], num_ranks)
         if not config.data.train_files:
             raise ConfigError(

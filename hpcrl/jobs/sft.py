@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcrl.config.checkpoint_rules import check_checkpoints
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths, check_steps
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.placement import place
+from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, EXPORT, REFIT, ROLLOUT, SCORER, RoleSpec
+from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, ValKwargs
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import TrainingJob
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Sft(TrainingJob):
             raise ConfigError(
                 f"sft.stop_at_score={sft.stop_at_score} needs evaluations; set sft.eval_freq to 1 or more"
             )
+        if samples:
+            check_algorithms(config, {"reward": config.reward.reward_manager.name})
         if samples and not config.data.val_files:
             raise ConfigError(
                 f"sft.eval_freq={sft.eval_freq} evaluates, and data.val_files is empty; name files or use -1"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.config import algorithm_rules, derive
+from hpcrl.config import derive, rules
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, EXPORT, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
 from hpcrl.config.schema import Config
@@ -89,7 +89,7 @@ class Train(TrainingJob):
         pf_ppo, step = self.config.algorithm.pf_ppo, batch.meta_info["step"]
         key = np.random.SeedSequence(self.config.run.seed % 2**64, spawn_key=(PF_PPO_STREAM, step))
         uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
-        return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo.reweight_method, pf_ppo.weight_pow)]
+        return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo)]
 
     def log_gradient_variance(self, run: Run, actor: Role, batch: Any) -> None:
         """Log variance_proxy/*, which need the norm of the update's gradient."""
@@ -109,7 +109,7 @@ class Train(TrainingJob):
 
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
-        return algorithm_rules.without_effect(config)
+        return rules.without_effect(config)
 
     def read_inputs(self) -> Inputs:
         from hpcrl.data.sampler import make_sampler
@@ -168,10 +168,7 @@ class Train(TrainingJob):
             *(run.total_steps, len(prompts["train"]), prompts["train"].num_filtered),
         )
         self.rollouts = run.rollouts = make_rollout_source(run, self.derived, self.sampler, self.inputs.tokenizer)
-        ctrl = config.algorithm.kl_ctrl
-        self.kl_controller = make_kl_controller(
-            ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
-        )
+        self.kl_controller = make_kl_controller(config.algorithm.kl_ctrl)
         self.peak_flops = peak_of(run.device_name) if run.device_name else None
         self.validator = Validator.of_job(run.controller, config, self.inputs, run.folder) if "val" in prompts else None
 

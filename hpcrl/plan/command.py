@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.job_time import node_hours
 from hpcrl.config.placement import format_ranks
 from hpcrl.plan import refit
 from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints, rollout_bytes, staged_bytes
@@ -153,7 +152,7 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
         steps = config.trainer.total_training_steps
         total = "" if steps is None else f", {size(archive * steps)} in {steps} steps"
         yield f"  {'rollout archive':<22}at most {size(archive)} per step{total}"
-    yield f"  {'node-hours':<22}{node_hours(config.job):g} at most per slice ({config.job.nodes} x {config.job.time})"
+    yield f"  {'node-hours':<22}{config.job.node_hours:g} at most per slice ({config.job.nodes} x {config.job.time})"
 
 
 def _built(job: TrainingPlan) -> Iterator[str]:

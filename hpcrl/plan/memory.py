@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hpcrl.config.derive import Derived, check
-from hpcrl.config.offload import KEYS, Part, offloaded
-from hpcrl.config.roles import ACTOR, PLACED, REF, RoleSpec
+from hpcrl.config.roles import ACTOR, KEYS, PLACED, REF, Part, RoleSpec, offloaded
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import shape_from_yaml

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpcrl.config.offload import KEYS, Part, offloaded
-from hpcrl.config.roles import REF, RoleSpec
+from hpcrl.config.roles import KEYS, REF, Part, RoleSpec, offloaded
 from hpcrl.config.schema import Config
 from hpcrl.plan.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
 

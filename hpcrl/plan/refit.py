@@ -16,11 +16,10 @@ from statistics import fmean
 from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.errors import ConfigError
-from hpcrl.config.offload import shares_weights
 from hpcrl.config.placement import PlacedRole, format_ranks, place
-from hpcrl.config.roles import ACTOR, ROLLOUT
+from hpcrl.config.roles import ACTOR, ROLLOUT, shares_weights
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import role_layout, shards
 from hpcrl.model.shape import ModelShape

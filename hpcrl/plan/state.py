@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from hpcrl.config.offload import HOST_BLOCK, Part
+from hpcrl.config.roles import HOST_BLOCK, Part
 from hpcrl.config.schema import OptimConfig
 from hpcrl.grid.layout import Layout
 from hpcrl.model.lora import PROJECTIONS, Lora, is_adapter, matrix_of

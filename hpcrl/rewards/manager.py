@@ -1,4 +1,4 @@
-"""Scores of finished responses, computed in scoring processes, in one of five ways."""
+"""Scores of finished responses, computed in scoring processes, by the reward manager that the config names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import logging
 import os
 import re
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-import numpy as np
-
-from hpcrl.rewards.overlong import overlong_reward
+from hpcrl.algorithms.parameters import NoParameters, param, parameters_of
+from hpcrl.algorithms.registry import LazyModule, Registry
 from hpcrl.rewards.registry import rule_for
 from hpcrl.rewards.score_worker import Source
 from hpcrl.runtime.exits import InputError
@@ -20,12 +19,34 @@ from hpcrl.sandbox.process_pool import ProcessPool, RateLimit
 from hpcrl.sandbox.worker_process import Outcome
 
 if TYPE_CHECKING:
-    from hpcrl.config.schema import RewardConfig
+    import numpy as np
+else:
+    np = LazyModule("numpy")
 
 log = logging.getLogger(__name__)
 
 FATES = ("timeouts", "crashes", "errors")
 WARNINGS = 3  # lines per batch that say why scores failed
+
+
+@dataclass(frozen=True)
+class CustomReward:
+    path: str | None = param(None, help="Python file of a reward function of your own; null: by data_source")
+    name: str = param("compute_score", help="function in that file")
+    reward_kwargs: dict[str, str | int | float | bool] = param({}, help="extra arguments of the function")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Keys of `reward` that every manager reads."""
+
+    custom_reward_function: CustomReward = param(CustomReward(), help="reward function of your own")
+    memory_limit_mb: int | None = param(4096, gt=0, help="address space of a scoring process; null: any")
+    num_workers: int = param(1, gt=0, help="scoring processes per rollout leader")
+    timeout: float = param(10.0, gt=0, help="seconds for one score; then it is 0 and counted")
+    format_score: float | None = param(
+        None, help="score of an answer of the right form with the wrong value; null: the rule's own"
+    )
 
 
 @dataclass(frozen=True)
@@ -44,46 +65,62 @@ class ScoreRequest:
     response_length: int = 0
 
 
+class RewardManagerEntry(NamedTuple):
+    name: str
+    function: type[RewardManager]
+    params: type
+
+
+REWARD_MANAGERS: Registry[RewardManagerEntry] = Registry("reward.reward_manager.name", __name__)
+M = TypeVar("M", bound="type[RewardManager]")
+
+
+def register_reward_manager(*names: str, params: type = NoParameters) -> Callable[[M], M]:
+    """Make `reward.reward_manager.name=<name>` use the decorated class.
+
+    params: a frozen dataclass (see `hpcrl.algorithms.parameters`). Its keys are `reward.<name>.<field>`.
+    """
+
+    def register(manager: M) -> M:
+        parameters_of(params)
+        for name in names:
+            REWARD_MANAGERS.add(name, RewardManagerEntry(name, manager, params))
+        return manager
+
+    return register
+
+
+@register_reward_manager("naive", "gdpo")
 class RewardManager:
     """Scores by the rule for each `data_source`, or by reward.custom_reward_function if that names a file.
 
-    A scorer gets verl's arguments, with `finish_reason` added to `extra_info`. reward.reward_manager.name is one of:
-
-    naive: one call per response.
-    gdpo: the same; every component that the scorer returns stays in the extras, where the gdpo estimator finds it.
-    dapo: the same, then `overlong_reward` is added.
-    batch: one call of a custom function for all responses of a collect: (data_sources, solution_strs, ground_truths,
-        extra_infos), lists, to a list of results. When that call fails, all of them have failed.
-    rate_limited: as naive, at most max_concurrent at once and max_rpm requests and max_tpm tokens a minute, timeout
-        reward_kwargs.timeout. Calls of a coroutine function share a process; others have num_workers processes.
+    A scorer gets verl's arguments, with `finish_reason` added to `extra_info`, and is called once per response. All
+    values that it returns stay in the extras, where the gdpo estimator finds its components. A manager of your own
+    extends this class; `shape` is what it usually changes.
     """
 
-    def __init__(self, cfg: RewardConfig, max_response_length: int | None = None, log_path: str | None = None) -> None:
-        """`max_response_length`: tokens, the default of reward_kwargs.max_resp_len. `log_path`: file for what scorers
-        print; None drops it."""
-        self._cfg = cfg
-        self._max_resp_len = cfg.reward_kwargs.max_resp_len or max_response_length
-        check_manager(cfg, self._max_resp_len)
-        self._batched = cfg.reward_manager.name == "batch"
+    is_batched: ClassVar[bool] = False  # one call of the scorer for all responses of a `collect`
+
+    def __init__(
+        self, cfg: Scoring, params: Any = None, max_response_length: int | None = None, log_path: str | None = None
+    ) -> None:
+        """params: an instance of the manager's parameter dataclass. max_response_length: tokens. log_path: file for
+        what scorers print; None drops it."""
+        self.params = params
         self._requests: defaultdict[Hashable, deque[tuple[ScoreRequest, int | None]]] = defaultdict(deque)
-        limited = cfg.reward_manager.name == "rate_limited"
-        kwargs = cfg.reward_kwargs
-        self._pool = ProcessPool(
-            source_of(cfg),
-            cfg.num_workers,
-            kwargs.timeout if limited else cfg.timeout,
-            memory_limit_mb=cfg.memory_limit_mb,
-            limit=RateLimit.per_minute(
-                kwargs.max_concurrent, kwargs.max_rpm, kwargs.max_tpm, kwargs.estimated_tokens_per_request
-            )
-            if limited
-            else None,
-            log_path=log_path,
-        )
+        self._pool = self.make_pool(cfg, log_path)
+
+    def make_pool(self, cfg: Scoring, log_path: str | None) -> ProcessPool:
+        """The scoring processes."""
+        source = source_of(cfg, is_batched=self.is_batched)
+        return ProcessPool(source, cfg.num_workers, cfg.timeout, memory_limit_mb=cfg.memory_limit_mb, log_path=log_path)
+
+    def shape(self, result: dict[str, Any], request: ScoreRequest) -> None:
+        """Change what the scorer returned for a response, in place: `score`, and further values."""
 
     def submit(self, key: Hashable, request: ScoreRequest) -> None:
         """Start scoring a response. Does not wait. A key may be submitted several times and collected as often."""
-        number = None if self._batched else self._pool.submit(_arguments(request))
+        number = None if self.is_batched else self._pool.submit(_arguments(request))
         self._requests[key].append((request, number))
 
     def submitted(self, key: Hashable) -> int:
@@ -93,7 +130,7 @@ class RewardManager:
     def is_ready(self, key: Hashable) -> bool:
         """Whether `collect` would not wait for this key.
 
-        Always true for the batch manager, which scores in `collect`.
+        Always true for a batched manager, which scores in `collect`.
         """
         return all(number is None or self._pool.has(number) for _, number in self._requests[key])
 
@@ -109,7 +146,7 @@ class RewardManager:
         """
         found = [self._take(key) for key in keys]
         requests = [request for request, _ in found]
-        if self._batched:
+        if self.is_batched:
             outcomes = self._score_batch(requests)
         else:
             outcomes = [self._pool.take(number) for _, number in found if number is not None]
@@ -117,10 +154,9 @@ class RewardManager:
         results: list[dict[str, Any]] = [
             outcome.result if outcome.fate == "ok" else {"score": 0.0} for outcome in outcomes
         ]
-        if self._cfg.reward_manager.name == "dapo" and self._cfg.reward_kwargs.overlong_buffer_cfg.enable:
-            for outcome, request, result in zip(outcomes, requests, results, strict=True):
-                if outcome.fate == "ok":
-                    self._shape(result, request.response_length)
+        for outcome, request, result in zip(outcomes, requests, results, strict=True):
+            if outcome.fate == "ok":
+                self.shape(result, request)
         scores = np.array([result.pop("score") for result in results], dtype=np.float32)
         counts = {f"reward/{fate}": float(sum(outcome.fate == fate for outcome in outcomes)) for fate in FATES}
         return scores, results, counts
@@ -151,27 +187,121 @@ class RewardManager:
         whole = self._pool.take(self._pool.submit(lists, weight=len(requests)))
         return whole.result if whole.fate == "ok" else [whole] * len(requests)
 
-    def _shape(self, result: dict[str, Any], response_length: int) -> None:
-        overlong = self._cfg.reward_kwargs.overlong_buffer_cfg
-        assert self._max_resp_len is not None
-        added = overlong_reward(response_length, self._max_resp_len, overlong.len, overlong.penalty_factor)
+
+@register_reward_manager("batch")
+class BatchRewardManager(RewardManager):
+    """One call of a custom function for all responses of a `collect`.
+
+    Its arguments are lists, (data_sources, solution_strs, ground_truths, extra_infos), and it returns a list of
+    results. When the call fails, all of them have failed.
+    """
+
+    is_batched = True
+
+    def make_pool(self, cfg: Scoring, log_path: str | None) -> ProcessPool:
+        if cfg.custom_reward_function.path is None:
+            raise InputError(
+                "reward.reward_manager.name=batch, and the built-in rules score one response at a time; use naive, or "
+                "name a function of lists in reward.custom_reward_function.path"
+            )
+        return super().make_pool(cfg, log_path)
+
+
+@dataclass(frozen=True)
+class OverlongBuffer:
+    enable: bool = param(False, help="dapo: penalise responses that come near the limit")
+    len: int = param(0, ge=0, help="tokens before the limit over which the penalty grows")
+    penalty_factor: float = param(1.0, ge=0, help="penalty at the limit")
+    log: bool = param(False, help="keep overlong_reward and overlong with each sample")
+
+
+@dataclass(frozen=True)
+class Dapo:
+    overlong_buffer_cfg: OverlongBuffer = param(OverlongBuffer(), help="DAPO's shaping of over-long responses")
+    max_resp_len: int | None = param(None, gt=0, help="the limit, in tokens; null: data.max_response_length")
+
+
+@register_reward_manager("dapo", params=Dapo)
+class DapoRewardManager(RewardManager):
+    """One call per response, then `overlong_reward` is added."""
+
+    params: Dapo
+
+    def __init__(
+        self, cfg: Scoring, params: Dapo, max_response_length: int | None = None, log_path: str | None = None
+    ) -> None:
+        self.limit = params.max_resp_len or max_response_length or 0
+        overlong = params.overlong_buffer_cfg
+        if overlong.enable and not 0 < overlong.len <= self.limit:
+            raise InputError(
+                f"reward.reward_kwargs: overlong_buffer_cfg.len={overlong.len} with max_resp_len={self.limit}; "
+                "expected 1 to max_resp_len tokens, or overlong_buffer_cfg.enable=false"
+            )
+        super().__init__(cfg, params, max_response_length, log_path)
+
+    def shape(self, result: dict[str, Any], request: ScoreRequest) -> None:
+        overlong = self.params.overlong_buffer_cfg
+        if not overlong.enable:
+            return
+        added = overlong_reward(request.response_length, self.limit, overlong.len, overlong.penalty_factor)
         result["score"] += added
         if overlong.log:
             result |= {"overlong_reward": added, "overlong": float(added < 0)}
 
 
-def asks_rules(cfg: RewardConfig) -> bool:
-    """Whether the score uses rules or a custom function; otherwise it is the reward model's only."""
-    return not cfg.reward_model.enable or cfg.reward_model.rule_weight != 0
+def overlong_reward(response_length: int, max_resp_len: int, buffer_len: int, penalty_factor: float) -> float:
+    """DAPO's penalty (arXiv 2503.14476, equation 13), <= 0, which is added to the score.
+
+    Lengths in tokens, tool tokens and the end-of-sequence token included. 0 up to max_resp_len - buffer_len tokens,
+    then linear down to -penalty_factor at max_resp_len. As in verl, and unlike the paper, it falls further beyond
+    max_resp_len.
+    """
+    exceeded = response_length - (max_resp_len - buffer_len)
+    return min(-exceeded / buffer_len * penalty_factor, 0.0)
 
 
-def check_rewards(cfg: RewardConfig, data_sources: Iterable[str]) -> None:
+@dataclass(frozen=True)
+class RateLimited:
+    max_concurrent: int = param(1, gt=0, help="rate_limited: requests at once, per leader")
+    max_rpm: int | None = param(None, gt=0, help="rate_limited: requests per minute, per leader; null: any")
+    max_tpm: int | None = param(None, gt=0, help="rate_limited: tokens per minute, per leader; null: any")
+    estimated_tokens_per_request: int = param(2000, gt=0, help="rate_limited: tokens that a request counts for")
+    timeout: float = param(300.0, gt=0, help="rate_limited: seconds for one request")
+
+
+@register_reward_manager("rate_limited", params=RateLimited)
+class RateLimitedRewardManager(RewardManager):
+    """One call per response, with limits on how many run at once and on requests and tokens per minute.
+
+    Calls of a coroutine function share a process; others have num_workers processes.
+    """
+
+    params: RateLimited
+
+    def make_pool(self, cfg: Scoring, log_path: str | None) -> ProcessPool:
+        params = self.params
+        return ProcessPool(
+            source_of(cfg, at_once=params.max_concurrent, timeout=params.timeout),
+            cfg.num_workers,
+            params.timeout,
+            memory_limit_mb=cfg.memory_limit_mb,
+            limit=RateLimit.per_minute(
+                params.max_concurrent, params.max_rpm, params.max_tpm, params.estimated_tokens_per_request
+            ),
+            log_path=log_path,
+        )
+
+
+@dataclass(frozen=True)
+class RewardKwargsParameters(Dapo, RateLimited):
+    """The parameters of all built-in managers, as verl has them in `reward.reward_kwargs`."""
+
+
+def check_rewards(cfg: Scoring, data_sources: Iterable[str]) -> None:
     """Check the rewards at the start of a run.
 
     Raises InputError if the custom function's file does not exist, or if a data source has no rule.
     """
-    if not asks_rules(cfg):
-        return
     if cfg.custom_reward_function.path is not None:
         custom_function(cfg)
         return
@@ -179,40 +309,40 @@ def check_rewards(cfg: RewardConfig, data_sources: Iterable[str]) -> None:
         rule_for(data_source)
 
 
-def check_manager(cfg: RewardConfig, max_resp_len: int | None) -> None:
-    """Raise InputError for settings of the manager that exclude each other."""
-    if cfg.reward_manager.name == "batch" and cfg.custom_reward_function.path is None:
-        raise InputError(
-            "reward.reward_manager.name=batch, and the built-in rules score one response at a time; use naive, or name "
-            "a function of lists in reward.custom_reward_function.path"
-        )
-    overlong = cfg.reward_kwargs.overlong_buffer_cfg
-    if cfg.reward_manager.name != "dapo" or not overlong.enable:
-        return
-    if max_resp_len is None or not 0 < overlong.len <= max_resp_len:
-        raise InputError(
-            f"reward.reward_kwargs: overlong_buffer_cfg.len={overlong.len} with max_resp_len={max_resp_len}; expected "
-            "1 to max_resp_len tokens, or overlong_buffer_cfg.enable=false"
-        )
-
-
-def source_of(cfg: RewardConfig) -> Source:
+def source_of(cfg: Scoring, *, is_batched: bool = False, at_once: int | None = None, timeout: float = 10.0) -> Source:
     """The source that the scoring processes load."""
-    custom, name = cfg.custom_reward_function, cfg.reward_manager.name
+    custom = cfg.custom_reward_function
     if custom.path is None:
         return Source(kwargs={} if cfg.format_score is None else {"format_score": cfg.format_score})
     path, function = custom_function(cfg)
     return Source(
-        os.path.abspath(path),
-        function,
-        custom.reward_kwargs,
-        batched=name == "batch",
-        at_once=cfg.reward_kwargs.max_concurrent if name == "rate_limited" else None,
-        timeout=cfg.reward_kwargs.timeout,
+        os.path.abspath(path), function, custom.reward_kwargs, batched=is_batched, at_once=at_once, timeout=timeout
     )
 
 
-def custom_function(cfg: RewardConfig) -> tuple[str, str]:
+def numbers_of(
+    samples: Mapping[str, np.ndarray], key: str, setting: str, missing: float = 0.0, required: bool = True
+) -> np.ndarray:
+    """float64 (N,): `score`, or what the scorer returned under `key`; `missing` where a sample has no such number, for
+    example because its scoring failed.
+
+    InputError where no sample has one and that is `required`; `setting` is what names the key in the template.
+    """
+    if key == "score":
+        return samples["score"].astype(np.float64)
+    extras = samples["extras"].tolist()
+    found = [extra.get(key) for extra in extras]
+    is_number = [isinstance(value, (int, float)) and value == value for value in found]
+    if required and not any(is_number):
+        seen = sorted({name for extra in extras for name in extra})
+        raise InputError(
+            f"{setting} names {key!r}, and no sample has a number of that name; the scorer returns "
+            f"{', '.join(['score', *seen])}"
+        )
+    return np.array([value if number else missing for value, number in zip(found, is_number, strict=True)], np.float64)
+
+
+def custom_function(cfg: Scoring) -> tuple[str, str]:
     """(file, function) of the configured custom function. Raises InputError if there is no such file."""
     path, name = split_path(cfg.custom_reward_function.path or "", cfg.custom_reward_function.name)
     if not os.path.isfile(path):

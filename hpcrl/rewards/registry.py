@@ -1,4 +1,4 @@
-"""Which built-in rule scores which `data_source`."""
+"""The built-in rule for each `data_source`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Any, Protocol
 
 from hpcrl.runtime.exits import InputError
 
-FUNCTION = "compute_score"
-
 
 class Scorer(Protocol):
     """verl's signature; returns the score, or a dict with `score` and more to log (`acc` is the accuracy).
 
-    What a rule does not know among the further arguments, it ignores.
+    A rule ignores further arguments that it does not have.
     """
 
     def __call__(
@@ -30,42 +28,43 @@ class Scorer(Protocol):
     ) -> float | dict[str, Any]: ...
 
 
-# Name or pattern of a data source -> module in scorers/; the dispatch of verl's `default_compute_score`, with
+# Name or pattern of a data source -> function in scorers/; the dispatch of verl's `default_compute_score`, with
 # countdown and math_verify, which it does not dispatch to.
 RULES = {
-    "countdown": "countdown",
-    "openai/gsm8k": "gsm8k",
-    "lighteval/MATH": "math_boxed",
-    "DigitalLearningGmbH/MATH-lighteval": "math_boxed",
-    "HuggingFaceH4/MATH-500": "math_boxed",
-    "math_dapo": "math_dapo",
-    "math": "math_dapo",
-    "math_dapo_reasoning": "math_dapo",
-    "aime*": "math_dapo",
-    "numina_*": "numina",
-    "codecontests": "code",
-    "apps": "code",
-    "codeforces": "code",
-    "taco": "code",
-    "hiyouga/geometry3k": "geometry3k",
-    "searchR1_*": "search_r1",
-    "math_verify": "math_verify",
+    "countdown": "countdown.compute_score",
+    "openai/gsm8k": "short_answers.gsm8k",
+    "lighteval/MATH": "math_answers.math_boxed",
+    "DigitalLearningGmbH/MATH-lighteval": "math_answers.math_boxed",
+    "HuggingFaceH4/MATH-500": "math_answers.math_boxed",
+    "math_dapo": "math_answers.math_dapo",
+    "math": "math_answers.math_dapo",
+    "math_dapo_reasoning": "math_answers.math_dapo",
+    "aime*": "math_answers.math_dapo",
+    "numina_*": "numina.compute_score",
+    "codecontests": "code.compute_score",
+    "apps": "code.compute_score",
+    "codeforces": "code.compute_score",
+    "taco": "code.compute_score",
+    "hiyouga/geometry3k": "grader.geometry3k",
+    "searchR1_*": "short_answers.search_r1",
+    "math_verify": "math_answers.math_verify",
 }
 
 
 def rule_for(data_source: str) -> tuple[str, str]:
     """(module, function) of the rule for a data source, which is not imported.
 
-    InputError for an unknown one, and for one whose package is not installed.
+    Raises InputError for an unknown data source, and if the rule needs a package that is not installed.
     """
-    for pattern, module in RULES.items():
+    for pattern, rule in RULES.items():
         if fnmatchcase(data_source, pattern):
-            if module == "math_verify" and find_spec("math_verify") is None:
+            module, _, function = rule.partition(".")
+            if function == "math_verify" and find_spec("math_verify") is None:
                 raise InputError(
                     f"data_source {data_source!r} needs the package math-verify, which is not installed; "
                     "pip install 'hpcrl[math]'"
                 )
-            return f"{__package__}.scorers.{module}", FUNCTION
+            return f"{__package__}.scorers.{module}", function
     near = get_close_matches(data_source, RULES, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise InputError(

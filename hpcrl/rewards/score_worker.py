@@ -176,8 +176,8 @@ def plain(result: Any) -> Plain:
     """Convert a result to {"score": float, ...} of numbers and strings. Raises ValueError for an invalid score.
 
     A bare number is its own accuracy, as in verl: {"score": x, "acc": x}. The score must be a finite float32. Names and
-    values may have 4 KB (MAX_BYTES, in UTF-8). If they have more, texts are cut, the longest first; if numbers and
-    names alone have more, ValueError is raised.
+    values may have 4 KB (MAX_BYTES, in UTF-8). If they have more, texts are cut, the longest first. Raises
+    ValueError if numbers and names have more.
     """
     extras = dict(result) if isinstance(result, dict) else {"score": result, "acc": result}
     extras = {key: value for key, value in extras.items() if value is not None}  # like a missing key

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.rewards.extras import numbers_of
+from hpcrl.rewards.manager import numbers_of
 
 
 def differing(batch: DataProto, metric: str) -> np.ndarray:

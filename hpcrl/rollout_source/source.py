@@ -19,7 +19,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.curriculum import StepReport
 from hpcrl.data.sampler import Sampler
-from hpcrl.rewards.extras import numbers_of
+from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.prompt_groups import num_prompts, numbered
 from hpcrl.rollout_source.scoring import FirstSamples

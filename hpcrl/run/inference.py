@@ -11,8 +11,9 @@ from hpcrl.checkpoint.store import TRAINER_FILE, is_hugging_face
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
+from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, GENERATIONS, POLICY, REFIT, REWARD, ROLLOUT, SCORER, RoleSpec
-from hpcrl.config.rollout_rules import check_rollout
+from hpcrl.config.rules import check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.weight_sync import WeightSync
@@ -48,6 +49,8 @@ def check_inference(config: Config, num_ranks: int, samples: int, *, scored: boo
     roles = place(config, [ACTOR, ROLLOUT, *([REWARD] if with_model else [])], num_ranks)
     longest = check_lengths(config)
     check_rollout(config, roles)
+    if scored:
+        check_algorithms(config, {"reward": config.reward.reward_manager.name})
     if with_model:
         check_budget(f"{REWARD.path}.{REWARD.max_tokens}", REWARD.token_budget(config), longest)
     return DerivedGenerate(num_ranks, roles, with_model, longest, samples)

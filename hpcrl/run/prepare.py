@@ -7,13 +7,11 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from hpcrl.algorithms.registry import UnknownName
-from hpcrl.algorithms.rollout_correction.presets import preset
-from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
+from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 from hpcrl.config.derive import Derived, check
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config
-from hpcrl.runtime.user_code import import_file
+from hpcrl.config.yaml_core import ConfigError
 
 T = TypeVar("T")
 
@@ -42,27 +40,12 @@ def with_presets(config: Config) -> Config:
 
 
 def derive(config: Config, world_size: int, own_roles: Sequence[RoleSpec] = ()) -> Derived:
-    """Derived values of `hpcrl train`; ConfigError for what config, estimator and losses cannot do together.
+    """Derived values of `hpcrl train`; ConfigError for what config, estimator and losses cannot do together."""
+    from hpcrl.workers.actor_objective import ActorObjective  # with torch
 
-    Loads run.plugins first: they may register what the config names.
-    """
-    from hpcrl.algorithms.advantages.lookup import get_adv_estimator  # with torch
-    from hpcrl.workers.actor_objective import ActorObjective
-
-    for path in config.run.plugins:
-        load_plugin(path)
-    estimator = get_adv_estimator(config.algorithm.adv_estimator)
-    derived = check(config, world_size, inputs=estimator.inputs, optional=estimator.optional, own_roles=own_roles)
+    derived = check(config, world_size, own_roles=own_roles)
     _in_section("actor", lambda: ActorObjective(config, derived))
     return derived
-
-
-def load_plugin(path: str) -> None:
-    """Run a file of the user's that registers estimators or losses."""
-    try:
-        import_file(path)
-    except Exception as error:
-        raise ConfigError(f"run.plugins: {path} cannot be loaded: {type(error).__name__}: {error}") from None
 
 
 def _in_section(section: str, make: Callable[[], T]) -> T:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpcrl.config.job_time import seconds
 from hpcrl.config.schema import JobConfig
 from hpcrl.runtime.exits import InputError
 
@@ -18,7 +17,7 @@ def check_slice(job: JobConfig, run_dir: Path) -> None:
 
     The three are known once the run's first slice has measured them.
     """
-    length = seconds(job.time)
+    length = job.time_seconds
     if length <= job.signal_seconds:
         raise InputError(
             f"job.time={job.time} is {length} s, and job.signal_seconds={job.signal_seconds} ends a slice that long "

@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, ValidationError
 
 from hpcrl.config import yaml_core
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import SbatchOption, Section, SlurmValue
+from hpcrl.config.yaml_core import ConfigError
 
 VARIABLE = "HPCRL_SITE"
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]

@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
-from hpcrl.config.job_time import node_hours
 from hpcrl.config.schema import Config
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
@@ -117,7 +116,7 @@ def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check:
 
 def cost(batch: Batch, site: SiteConfig) -> str:
     """What a slice of the job takes from the account, at most."""
-    job, hours = batch.job, node_hours(batch.job) * len(batch.run_dirs)
+    job, hours = batch.job, batch.job.node_hours * len(batch.run_dirs)
     elements = f"{len(batch.run_dirs)} x " if batch.is_array else ""
     charged = f", {hours * site.charge_factor:.1f} charged" if site.charge_factor != 1.0 else ""
     again = f"; up to {job.max_restarts} more slices of that" if job.requeue and job.max_restarts else ""

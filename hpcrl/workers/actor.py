@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcrl.algorithms.advantages.estimator import AdvantageConfig
-from hpcrl.algorithms.advantages.lookup import get_adv_estimator
+from hpcrl.algorithms.advantages import get_adv_estimator
 from hpcrl.algorithms.aggregation import agg_loss
 from hpcrl.algorithms.kl import apply_kl_in_reward
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
-from hpcrl.algorithms.rollout_correction.correction import Corrected, correct_rollout
+from hpcrl.algorithms.rollout_correction import Corrected, correct_rollout
 from hpcrl.algorithms.statistics import (
     response_statistics,
     rollout_log_prob_statistics,
@@ -23,6 +22,7 @@ from hpcrl.algorithms.statistics import (
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import Derived
+from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
@@ -48,6 +48,7 @@ class ActorWorker(ModelWorker):
         self.loss_scale_factor = derived.loss_scale_factor
         self.objective = ActorObjective(config, derived)
         self.estimator = get_adv_estimator(algorithm.adv_estimator)
+        self.estimator_params = parameters(config, "algorithm", algorithm.adv_estimator)
         self.sum_pi_squared = derived.needs_sum_pi_squared
         self.records_routing = actor.router_replay.mode == "R2"
         self.ref_max_tokens = derived.ref_max_tokens
@@ -166,13 +167,7 @@ class ActorWorker(ModelWorker):
         advantages, returns = self.estimator(
             rewards,
             counted,
-            cfg=AdvantageConfig(
-                algorithm.gamma,
-                algorithm.lam,
-                algorithm.norm_adv_by_std_in_grpo,
-                algorithm.gdpo_reward_keys or None,
-                algorithm.gdpo_reward_weights,
-            ),
+            params=self.estimator_params,
             reduce=self.sum_over_replicas,
             **self._estimator_tensors(batch),
         )

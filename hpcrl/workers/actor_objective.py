@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss, aggregate
-from hpcrl.algorithms.distillation import DistillationConfig, distillation_loss
+from hpcrl.algorithms.distillation import Distillation, distillation_loss
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
-from hpcrl.algorithms.policy_losses.config import PolicyLossConfig
-from hpcrl.algorithms.policy_losses.lookup import get_policy_loss
-from hpcrl.algorithms.rollout_correction.settings import RolloutCorrection
+from hpcrl.algorithms.policy_losses import get_policy_loss
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.derive import Derived
+from hpcrl.config.plugins import parameters
 from hpcrl.config.schema import Config
 from hpcrl.workers.columns import padded_if_there, training_mask
 
@@ -35,17 +33,14 @@ class ActorObjective:
         """Raises ValueError for settings that the losses do not take."""
         self.actor = config.actor
         self.seed = config.run.seed
-        self.correction = RolloutCorrection(**config.algorithm.rollout_correction.model_dump(exclude={"preset"}))
+        self.correction = config.algorithm.rollout_correction
         self.policy_loss = get_policy_loss(derived.loss_mode)
-        self.policy_loss_config = replace(
-            PolicyLossConfig.from_mapping(config.actor.model_dump()),
-            loss_scale_factor=derived.loss_scale_factor,
-            rollout_correction=self.correction,
-        )
-        self.policy_loss.check(self.policy_loss_config)
-        self.distillation = None
+        self.policy_params = parameters(config, "actor.policy_loss", derived.loss_mode)
+        self.policy_loss.check(self.policy_params)
+        self.distillation: Distillation | None = None
         if derived.needs_teacher:
-            self.distillation = DistillationConfig(**config.distillation.distillation_loss.model_dump())
+            mode = config.distillation.distillation_loss.loss_mode
+            self.distillation = parameters(config, "distillation.distillation_loss", mode)
 
     @property
     def uses_entropy(self) -> bool:
@@ -77,7 +72,7 @@ class ActorObjective:
             old_log_probs,
             micro.padded("advantages"),
             mask,
-            self.policy_loss_config,
+            self.policy_params,
             padded_if_there(micro, "rollout_is_weights"),
             generator,
         )
@@ -106,7 +101,7 @@ class ActorObjective:
         mask = training_mask(micro)
         topk: dict[str, torch.Tensor] = {}
         if "teacher_topk_ids" in micro.tokens:
-            width = self.distillation.topk or 1
+            width = self.distillation.topk
             topk = {
                 "student_topk": outputs["topk_log_probs"],
                 "teacher_topk": micro.tokens["teacher_topk_log_probs"].padded_vectors(width),

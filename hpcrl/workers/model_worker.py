@@ -17,7 +17,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.packing import mini_batch_of
 from hpcrl.checkpoint.saved_part import SavedPart
 from hpcrl.checkpoint.store import is_hugging_face
-from hpcrl.config.offload import offloaded
+from hpcrl.config.roles import offloaded
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.engine.engine import TrainEngine

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hpcrl.algorithms.aggregation import LossNorm
-from hpcrl.algorithms.bradley_terry import bradley_terry_loss
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
+from hpcrl.algorithms.value_loss import bradley_terry_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch

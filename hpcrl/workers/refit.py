@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.config.offload import shares_weights
-from hpcrl.config.roles import REFIT
+from hpcrl.config.roles import REFIT, shares_weights
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout

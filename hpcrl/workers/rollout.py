@@ -13,12 +13,13 @@ import numpy as np
 from hpcrl.algorithms.metrics import Metric, Sum, merge
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
-from hpcrl.rewards.manager import RewardManager, asks_rules
+from hpcrl.rewards.manager import REWARD_MANAGERS
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.moderator import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
@@ -290,7 +291,9 @@ def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
 
 def _response_scorer(team: Team) -> ResponseScorer:
     config, manager = team.config, None
-    if asks_rules(config.reward):
+    if config.reward.uses_rules:
         log_path = run_directory(config) / "logs" / f"scorer_{team.world.rank:05d}.log"
-        manager = RewardManager(config.reward, config.data.max_response_length, str(log_path))
+        chosen = REWARD_MANAGERS.get(config.reward.reward_manager.name)
+        params = parameters(config, "reward", chosen.name)
+        manager = chosen.function(config.reward, params, config.data.max_response_length, str(log_path))
     return ResponseScorer(manager, team.inputs.tokenizer, team.inputs.prompts)

@@ -130,7 +130,8 @@ def add_validation_prompts(inputs: Inputs, config: Config, world: World) -> None
     if data.val_files:
         inputs.prompts["val"] = PromptDataset(data.val_files, inputs.tokenizer, data, data.val_max_samples, world)
     sources = [source for dataset in inputs.prompts.values() for source in dataset.data_sources()]
-    check_rewards(config.reward, sources)
+    if config.reward.uses_rules:
+        check_rewards(config.reward, sources)
 
 
 def read_generation_inputs(config: Config, split: str, world: World, *, scored: bool = True) -> Inputs:
@@ -141,7 +142,8 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
     prompts = PromptDataset(files[0], tokenizer, data, files[1], world)
     inputs = Inputs(shape, tokenizer, {split: prompts}, is_scored=scored)
     if scored:
-        check_rewards(config.reward, prompts.data_sources())
+        if config.reward.uses_rules:
+            check_rewards(config.reward, prompts.data_sources())
         if config.reward.reward_model.enable:
             inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
     return inputs

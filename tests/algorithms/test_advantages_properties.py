@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.algorithms.advantages.lookup import AdvantageConfig, get_adv_estimator
-from hpcrl.algorithms.masked import masked_whiten
+from hpcrl.algorithms.advantages import get_adv_estimator
+from hpcrl.algorithms.aggregation import masked_whiten
+from hpcrl.algorithms.parameters import make
 from tests.algorithms.replicas import on_replicas
 from tests.algorithms.verl_cases.advantages import ESTIMATORS, batch
 
@@ -60,7 +61,8 @@ def of_scores(name: str, scores: list[float], index: list[int]) -> Tensors:
 
 
 def run(name: str, tensors: Tensors, **config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return get_adv_estimator(name)(**tensors, cfg=AdvantageConfig(**config))
+    estimator = get_adv_estimator(name)
+    return estimator(**tensors, params=make(estimator.params, config))
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-9) -> None:
@@ -236,11 +238,12 @@ def test_replicas_get_what_one_rank_gets(name, seed, replicas):
     tensors = inputs(name, seed, sizes=(3, 2, 4))
     uid = tensors.get("index", np.arange(9))
     owner = np.array([(seed + sum(map(ord, str(i)))) % replicas for i in uid])
-    cfg = AdvantageConfig(gamma=0.9, lam=0.8)
-    whole = get_adv_estimator(name)(**tensors, cfg=cfg)
+    estimator = get_adv_estimator(name)
+    params = make(estimator.params, {"gamma": 0.9, "lam": 0.8})
+    whole = estimator(**tensors, params=params)
 
     def work(replica, reduce):
-        return get_adv_estimator(name)(**of_rows(tensors, owner == replica), cfg=cfg, reduce=reduce)
+        return estimator(**of_rows(tensors, owner == replica), params=params, reduce=reduce)
 
     for replica, part in enumerate(on_replicas(replicas, work)):
         for mine, all_of_it in zip(part, whole, strict=True):

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hpcrl.algorithms.bradley_terry import bradley_terry_loss
 from hpcrl.algorithms.metrics import finish, merge
+from hpcrl.algorithms.value_loss import bradley_terry_loss
 
 
 def test_by_hand() -> None:

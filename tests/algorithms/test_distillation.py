@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.distillation import (
-    LOSSES,
-    DistillationConfig,
+    DISTILLATION_LOSSES,
+    Distillation,
     distillation_loss,
     forward_kl_topk,
     register_distillation_loss,
@@ -26,7 +26,7 @@ from tests.algorithms.verl_cases import distillation as family
 RECORDED = np.load(Path(family.__file__).with_suffix(".npz"))
 
 
-def measured(inputs: dict, cfg: DistillationConfig, logits: torch.Tensor, rows=slice(None)):
+def measured(inputs: dict, cfg: Distillation, logits: torch.Tensor, rows=slice(None)):
     """Token losses and metrics of some rows of a case, from the student's logits."""
     t = {key: torch.as_tensor(value)[rows] for key, value in inputs.items() if key not in ("config", "logits")}
     log_probs = torch.log_softmax(logits[rows], -1)
@@ -48,7 +48,7 @@ def measured(inputs: dict, cfg: DistillationConfig, logits: torch.Tensor, rows=s
 def test_as_verl(case):
     inputs = family.CASES[case]
     logits = torch.tensor(inputs["logits"], requires_grad=True)
-    losses, metrics = measured(inputs, DistillationConfig(topk=family.TOPK, **inputs["config"]), logits)
+    losses, metrics = measured(inputs, Distillation(topk=family.TOPK, **inputs["config"]), logits)
     mask = torch.as_tensor(inputs["mask"])
     loss = agg_loss(losses, mask, "token-mean", LossNorm.of_whole(mask))
     loss.backward()
@@ -64,7 +64,7 @@ def test_forward_kl_by_hand():
     teacher = torch.tensor([[[0.5, 0.25], [0.1, 0.1], [math.nan, 1.0]]], dtype=torch.float64).log()
     student = torch.tensor([[[0.25, 0.5], [0.5, 0.3], [0.2, 0.2]]], dtype=torch.float64).log()
     losses, metrics = distillation_loss(
-        DistillationConfig("forward_kl_topk"),
+        Distillation(loss_mode="forward_kl_topk"),
         log_prob=student[..., 0],
         response_mask=torch.tensor([[1, 1, 0]]),
         student_topk=student,
@@ -93,7 +93,7 @@ def test_policy_gradient_by_hand():
     """k1 is log 4, clamped to 1: advantage -1 at ratio 1; the better-rewarded second token has advantage log 2."""
     log_prob = torch.tensor([[0.8, 0.25]], dtype=torch.float64).log().requires_grad_()
     losses, metrics = distillation_loss(
-        DistillationConfig("k1", use_policy_gradient=True, loss_max_clamp=1.0),
+        Distillation(loss_mode="k1", use_policy_gradient=True, loss_max_clamp=1.0),
         log_prob=log_prob,
         response_mask=torch.ones(1, 2),
         teacher_log_prob=torch.tensor([[0.2, 0.5]], dtype=torch.float64).log(),
@@ -137,7 +137,7 @@ def test_gradients_of_the_plain_formula(mode):
         total = (p * (p / q).log()).sum(-1)
         return torch.where(total > 0, total, torch.zeros_like(total))
 
-    cfg = DistillationConfig(mode)
+    cfg = Distillation(loss_mode=mode)
     for found, expected in zip(gradient(lambda x: measured(inputs, cfg, x)[0]), gradient(plain), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
@@ -155,10 +155,10 @@ def test_the_whole_vocabulary_gives_the_kl(seed):
     assert torch.equal(q.grad != 0, q.detach() >= -2.0)
 
 
-@given(st.integers(0, 2**31), st.sampled_from(sorted(set(LOSSES.names()) - {"k1"})), st.booleans())
+@given(st.integers(0, 2**31), st.sampled_from(sorted(set(DISTILLATION_LOSSES.names()) - {"k1"})), st.booleans())
 def test_any_split_merges_to_the_whole(seed, mode, use_policy_gradient):
     owner = np.random.default_rng(seed).integers(0, 3, family.SIZE)
-    cfg = DistillationConfig(mode, topk=family.TOPK, use_policy_gradient=use_policy_gradient, **family.CLAMPED)
+    cfg = Distillation(loss_mode=mode, topk=family.TOPK, use_policy_gradient=use_policy_gradient, **family.CLAMPED)
     logits = torch.as_tensor(family.EXACT["logits"])
     losses, metrics = measured(family.EXACT, cfg, logits)
     parts = [
@@ -171,12 +171,12 @@ def test_any_split_merges_to_the_whole(seed, mode, use_policy_gradient):
 
 def test_without_policy_gradient_the_padding_may_hold_anything():
     mask = torch.tensor([[1, 0]])
-    for mode in set(LOSSES.names()) - {"k1"}:
+    for mode in set(DISTILLATION_LOSSES.names()) - {"k1"}:
         log_prob = torch.tensor([[-1.0, math.nan]], requires_grad=True)
         topk = torch.tensor([[[-1.0, -2.0], [math.nan, -math.inf]]], requires_grad=True)
         nan = torch.tensor([[-2.0, math.nan]])
         losses, _ = distillation_loss(
-            DistillationConfig(mode),
+            Distillation(loss_mode=mode),
             log_prob=log_prob,
             response_mask=mask,
             teacher_log_prob=nan,
@@ -193,28 +193,26 @@ def test_a_loss_of_ones_own():
         return 0.5 * inputs.log_prob, {}
 
     losses, metrics = distillation_loss(
-        DistillationConfig("half"), log_prob=torch.ones(1, 2), response_mask=torch.ones(1, 2)
+        Distillation(loss_mode="half"), log_prob=torch.ones(1, 2), response_mask=torch.ones(1, 2)
     )
     assert losses.tolist() == [[0.5, 0.5]] and finish(metrics)["distillation/loss_max"] == 0.5
-    del LOSSES._entries["half"]
+    del DISTILLATION_LOSSES._entries["half"]
 
 
 def test_what_cannot_work_is_said_at_once():
     with pytest.raises(UnknownName, match="did you mean 'forward_kl_topk'"):
-        DistillationConfig("forward_kl")
+        Distillation(loss_mode="forward_kl")
     with pytest.raises(ValueError, match="loss_mode is k1 without use_policy_gradient"):
-        DistillationConfig("k1")
-    with pytest.raises(ValueError, match="topk is None"):
-        DistillationConfig("forward_kl_topk", topk=None)
+        Distillation(loss_mode="k1")
     with pytest.raises(ValueError, match="policy_loss_mode is 'gspo'"):
-        DistillationConfig(policy_loss_mode="gspo")
+        Distillation(policy_loss_mode="gspo")
     columns = {"log_prob": torch.ones(1, 1), "response_mask": torch.ones(1, 1)}
     with pytest.raises(ValueError, match="needs teacher_log_prob"):
-        distillation_loss(DistillationConfig(), **columns)
+        distillation_loss(Distillation(), **columns)
     with pytest.raises(ValueError, match="needs student_topk and teacher_topk"):
-        distillation_loss(DistillationConfig("forward_kl_topk"), **columns)
+        distillation_loss(Distillation(loss_mode="forward_kl_topk"), **columns)
     with pytest.raises(ValueError, match="old_log_prob is missing"):
-        cfg = DistillationConfig(use_policy_gradient=True)
+        cfg = Distillation(use_policy_gradient=True)
         distillation_loss(cfg, **columns, teacher_log_prob=torch.ones(1, 1))
-    assert DistillationConfig(use_task_rewards=False, distillation_loss_coef=3.0).coef == 1.0
-    assert DistillationConfig(clip_ratio=0.1, clip_ratio_high=0.3).policy_loss.clip_ratio_low == 0.1
+    assert Distillation(use_task_rewards=False, distillation_loss_coef=3.0).coef == 1.0
+    assert Distillation(clip_ratio=0.1, clip_ratio_high=0.3).policy_loss.clip_ratio_low == 0.1

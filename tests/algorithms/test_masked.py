@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.algorithms.masked import finite_outside, masked_mean, masked_whiten
+from hpcrl.algorithms.aggregation import finite_outside, masked_mean, masked_whiten
 from tests.algorithms.replicas import on_replicas
 
 

@@ -9,9 +9,9 @@ import torch
 
 from hpcrl.algorithms import policy_loss
 from hpcrl.algorithms.aggregation import MODES, TokenLosses
-from hpcrl.algorithms.policy_losses.lookup import PolicyLossConfig, get_policy_loss, register_policy_loss
-from hpcrl.algorithms.policy_losses.registry import LOSSES as REGISTRY
-from hpcrl.algorithms.policy_losses.surrogate import ppo_metrics, score_surrogate, sequence_log_ratio
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES as REGISTRY
+from hpcrl.algorithms.policy_losses import get_policy_loss, register_policy_loss
+from hpcrl.algorithms.surrogate_losses import Dro, ppo_metrics, score_surrogate, sequence_log_ratio
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
 F64 = torch.float64
@@ -197,14 +197,14 @@ def test_a_new_loss_is_a_few_lines(monkeypatch):
 
 
 def test_mistakes_are_named_before_there_is_data():
-    get_policy_loss("dro").check(PolicyLossConfig(dro_beta=0.1))
+    get_policy_loss("dro").check(Dro(dro_beta=0.1))
     for name, wrong, message in (
-        ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; expected more than 1"),
-        ("dro", {}, "dro_beta is None; dro needs a number above 0"),
-        ("clip_cov", {"clip_cov_ratio": 0.0}, "clip_cov_ratio is 0.0; expected more than 0"),
-        ("kl_cov", {"kl_cov_ratio": -1.0}, "kl_cov_ratio is -1.0; expected more than 0"),
+        ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; expected a number above 1"),
+        ("dro", {}, "dro_beta is null; loss_mode=dro needs a number above 0"),
+        ("clip_cov", {"policy_loss.clip_cov_ratio": 0.0}, "clip_cov_ratio is 0.0; expected more than 0"),
+        ("kl_cov", {"policy_loss.kl_cov_ratio": 0.0}, "kl_cov_ratio is 0.0; expected more than 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            get_policy_loss(name).check(PolicyLossConfig(**wrong))
+            policy_loss(name, **batch_of(1), config=wrong)
     with pytest.raises(ValueError, match="unknown policy_loss.loss_mode 'vanila'; did you mean 'vanilla'"):
         get_policy_loss("vanila")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from hpcrl.algorithms import policy_loss
 from hpcrl.algorithms.metrics import finish
-from hpcrl.algorithms.policy_losses.lookup import PolicyLossConfig, get_policy_loss
+from hpcrl.algorithms.policy_losses import get_policy_loss
+from hpcrl.algorithms.surrogate_losses import KlCov
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
 F64 = torch.float64
@@ -43,12 +44,13 @@ class Token(NamedTuple):
         return math.exp(self.log_r)
 
 
-def plain(name: str, tokens: list[Token], cfg: PolicyLossConfig) -> list[torch.Tensor]:
+def plain(name: str, tokens: list[Token], cfg: Any) -> list[torch.Tensor]:
     """Token losses of one sequence, or one loss of the sequence, written down case by case.
 
     A tensor carries the gradient, a float does not.
     """
-    n, low, high, c = len(tokens), 1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high, cfg.clip_ratio_c
+    n, c = len(tokens), getattr(cfg, "clip_ratio_c", math.inf)
+    low, high = 1 - getattr(cfg, "clip_ratio_low", 0), 1 + getattr(cfg, "clip_ratio_high", 0)
     product = math.exp(sum(t.log_r for t in tokens))
     if name == "geo_mean":
         exponent = [
@@ -96,19 +98,18 @@ def plain(name: str, tokens: list[Token], cfg: PolicyLossConfig) -> list[torch.T
             case "kl_cov":
                 return -A * ratio + (cfg.ppo_kl_coef * abs(x - t.old) if t.chosen else 0)
             case "bypass_mode":
-                correction = cfg.rollout_correction
-                if correction.rollout_rs and not 0.8 < 1 / t.r < 1.25:
+                if cfg.rollout_rs and not 0.8 < 1 / t.r < 1.25:
                     return 0 * x
-                if correction.loss_type == "ppo_clip":
+                if cfg.loss_type == "ppo_clip":
                     return clipped(t, c)
                 weight = {"token": min(t.r, 1.3), "sequence": product if 0.5 < product < 1.5 else 0.0}
-                return -A * weight.get(correction.rollout_is, 1.0) * x
+                return -A * weight.get(cfg.rollout_is, 1.0) * x
         raise AssertionError(name)
 
     return [token(t) * (1.0 if name == "bypass_mode" else t.weight) for t in tokens]
 
 
-def chosen_by_covariance(name: str, batch: dict[str, torch.Tensor], cfg: PolicyLossConfig) -> torch.Tensor:
+def chosen_by_covariance(name: str, batch: dict[str, torch.Tensor], cfg: Any) -> torch.Tensor:
     """bool (B, T), with clip_cov_ratio = 1: all those in its range."""
     valid = batch["response_mask"].bool()
     x, old, A = (batch[key].detach()[valid] for key in ("log_prob", "old_log_prob", "advantages"))
@@ -127,10 +128,11 @@ def chosen_by_covariance(name: str, batch: dict[str, torch.Tensor], cfg: PolicyL
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_are_those_of_the_plain_formula(name, correction, seed):
     config = {**CONFIG, "policy_loss.clip_cov_ratio": 1.0, "policy_loss.clip_cov_ub": 0.5}
-    cfg = PolicyLossConfig.from_mapping({**config, "policy_loss.rollout_correction": correction})
+    policy = get_policy_loss(name)
+    cfg = policy.parameters({**config, "policy_loss.rollout_correction": correction})
     batch = batch_of(seed)
     batch["log_prob"].clamp_(max=-1e-3).requires_grad_()
-    losses = get_policy_loss(name)(**batch, cfg=cfg)
+    losses = policy(**batch, params=cfg)
     mask = batch["response_mask"] if losses.response_mask is None else losses.response_mask
     found = losses.values.sum() if losses.values.ndim == 1 else (losses.values * mask).sum()
     (gradient,) = torch.autograd.grad(found, batch["log_prob"])
@@ -152,8 +154,9 @@ def test_where_the_policy_has_not_moved_the_gradient_is_the_policy_gradient(name
     batch = batch_of(3)
     batch["advantages"] = torch.randn(9, 1, dtype=F64, generator=torch.Generator().manual_seed(0)).expand(9, 7).clone()
     batch["log_prob"] = batch["old_log_prob"].clone().requires_grad_()
-    cfg = PolicyLossConfig.from_mapping({**CONFIG, "policy_loss.clip_cov_lb": 99})
-    losses = get_policy_loss(name)(**{**batch, "rollout_is_weights": None}, cfg=cfg)
+    policy = get_policy_loss(name)
+    params = policy.parameters({**CONFIG, "policy_loss.clip_cov_lb": 99})
+    losses = policy(**{**batch, "rollout_is_weights": None}, params=params)
     mask, lengths = batch["response_mask"], batch["response_mask"].sum(-1, keepdim=True)
     if name == "geo_mean":
         losses.values.sum().backward()
@@ -167,12 +170,12 @@ def test_where_the_policy_has_not_moved_the_gradient_is_the_policy_gradient(name
 def test_clip_cov_silences_drawn_tokens_of_high_covariance():
     batch = batch_of(5, size=40)
     batch["log_prob"].requires_grad_()
-    cfg = PolicyLossConfig.from_mapping(CONFIG)
+    policy = get_policy_loss("clip_cov")
     mask = batch["response_mask"]
 
     def run(seed: int) -> tuple[torch.Tensor, dict[str, float]]:
         generator = torch.Generator().manual_seed(seed)
-        losses = get_policy_loss("clip_cov")(**batch, cfg=cfg, generator=generator)
+        losses = policy(**batch, params=policy.parameters(CONFIG), generator=generator)
         (gradient,) = torch.autograd.grad((losses.values * mask).sum(), batch["log_prob"])
         return gradient, finish(losses.metrics)
 
@@ -195,7 +198,7 @@ def test_kl_cov_penalises_the_tokens_of_the_highest_covariance():
     valid, score, advantages = batch["response_mask"].bool(), batch["log_prob"], batch["advantages"]
     run = get_policy_loss("kl_cov")
     batch.pop("rollout_is_weights")
-    one, none = (run(**batch, cfg=PolicyLossConfig(kl_cov_ratio=0.1, ppo_kl_coef=coef)).values for coef in (1.0, 0.0))
+    one, none = (run(**batch, params=KlCov(0.1, coef)).values for coef in (1.0, 0.0))
     added = one - none
     covariance = (score - score[valid].mean()) * (advantages - advantages[valid].mean())
     highest = covariance >= covariance[valid].sort(descending=True).values[int(0.1 * valid.sum()) - 1]

@@ -8,11 +8,11 @@ import torch
 
 from hpcrl.algorithms.aggregation import MODES, LossNorm, aggregate
 from hpcrl.algorithms.metrics import finish, merge
-from hpcrl.algorithms.policy_losses.lookup import PolicyLossConfig, get_policy_loss
+from hpcrl.algorithms.policy_losses import get_policy_loss
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
 CORRECTION = {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_1.6,0.2"}
-CFG = PolicyLossConfig.from_mapping({**CONFIG, "policy_loss.rollout_correction": CORRECTION})
+WITH_CORRECTION = {**CONFIG, "policy_loss.rollout_correction": CORRECTION}
 EXEMPT = ("clip_cov", "kl_cov")  # these compare tokens with the others of the tensor they are given
 
 
@@ -25,7 +25,8 @@ def train(name: str, mode: str, batch: dict, pieces: list[np.ndarray]) -> tuple[
     for rows in pieces:
         width = int(mask[rows].sum(0).nonzero().max().item() if mask[rows].any() else -1) + 1
         part = {key: x[rows, :width] for key, x in {**batch, "log_prob": log_prob}.items()}
-        losses = get_policy_loss(name)(**part, cfg=CFG)
+        policy = get_policy_loss(name)
+        losses = policy(**part, params=policy.parameters(WITH_CORRECTION))
         share = aggregate(losses, part["response_mask"], mode, norm)
         share.backward()
         total += share.item()

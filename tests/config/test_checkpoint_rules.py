@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.checkpoint_rules import check_checkpoints
-from hpcrl.config.errors import ConfigError
+from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import TrainerConfig
+from hpcrl.config.yaml_core import ConfigError
 
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"keep_best": 2}, "set trainer.checkpoint.best_metric to a key"),

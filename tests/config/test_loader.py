@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.loader import dump_config, load_config
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 
 
 def write(folder: Path, text: str, name: str = "job.yaml") -> Path:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config.derive import check
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 
 DISJOINT = {
     "pools": {"train": "1-2", "gen": "3"},
@@ -52,13 +52,13 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"exact": True}, "model": {"dtype": "bfloat16"}}, "computes in float32, and model.dtype=bfloat16"),
     ({"rollout": {"exact": True, "dtype": "bfloat16"}}, "computes in float32, and rollout.dtype=bfloat16"),
     ({"rollout": {"exact": True}, "placement": {"actor": {"tp": 2}}}, "placement.actor.tp=2 differs from"),
-    ({"rollout": {"multi_turn": {"enable": True}}}, "has nobody to answer the model"),
+    ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.enable=true without tools and without a user"),
     ({"rollout": {"multi_turn": TOOLS, "ignore_eos": True}}, "never ends a turn"),
     (
         {"rollout": {"multi_turn": TOOLS}, "async_training": {"mode": "bounded_staleness"}},
         "does not go with async_training.mode=bounded_staleness",
     ),
-    ({"async_training": {"mode": "one_step_off"}}, "rank 0 leads"),
+    ({"async_training": {"mode": "one_step_off"}}, "rank 0 runs the loop"),
     (
         {
             "async_training": {"mode": "bounded_staleness"},
@@ -104,4 +104,4 @@ def test_remax_does_not_go_with_generation_that_never_stops() -> None:
         "placement": DISJOINT,
     }
     with pytest.raises(ConfigError, match="compares with a greedy response"):
-        check(config_of(sections), 4, inputs=("reward_baselines",))
+        check(config_of(sections), 4)

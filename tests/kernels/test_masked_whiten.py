@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.masked import masked_whiten
+from hpcrl.algorithms.aggregation import masked_whiten
 from hpcrl.kernels.masked_whiten import masked_values
 from tests.kernels.close import DTYPES, assert_near
 

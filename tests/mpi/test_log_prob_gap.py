@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpcrl.algorithms.metrics import finish, merge, to_floats
-from hpcrl.algorithms.rollout_correction.metrics import off_policy_metrics
+from hpcrl.algorithms.off_policy import off_policy_metrics
 from hpcrl.algorithms.statistics import rollout_log_prob_statistics
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.grid.groups import GroupCache

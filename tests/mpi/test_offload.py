@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcrl.checkpoint.sharded_load import load_sharded
-from hpcrl.config.offload import HOST_BLOCK
+from hpcrl.config.roles import HOST_BLOCK
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import storages_of

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.algorithms.bradley_terry import bradley_terry_loss
+from hpcrl.algorithms.value_loss import bradley_terry_loss
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch

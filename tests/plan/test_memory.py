@@ -14,7 +14,7 @@ import torch
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.config.offload import Part
+from hpcrl.config.roles import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.layout import Layout

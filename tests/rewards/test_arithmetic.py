@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rewards.scorers.arithmetic import MAX_DEPTH, MAX_LENGTH, ExpressionError, evaluate
+from hpcrl.rewards.scorers.countdown import MAX_DEPTH, MAX_LENGTH, ExpressionError, evaluate
 
 # An expression as (text, value or None, numbers, binding): binding 2 atom, 1 product, 0 sum.
 Node = tuple[str, Fraction | None, tuple[int, ...], int]

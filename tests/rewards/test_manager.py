@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.config.schema import RewardConfig
-from hpcrl.rewards.manager import RewardManager, ScoreRequest, check_rewards, split_path
+from hpcrl.config.plugins import parameters
+from hpcrl.config.schema import Config, RewardConfig
+from hpcrl.rewards.manager import REWARD_MANAGERS, RewardManager, ScoreRequest, check_rewards, split_path
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox import process_pool as pool_module
 
@@ -88,6 +89,12 @@ async def asks(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+def manager_of(cfg: RewardConfig, max_response_length: int | None) -> RewardManager:
+    name = cfg.reward_manager.name
+    params = parameters(Config(reward=cfg), "reward", name)
+    return REWARD_MANAGERS.get(name).function(cfg, params, max_response_length)
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., RewardManager]]:
     (tmp_path / "functions.py").write_text(FUNCTIONS)
@@ -105,7 +112,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., RewardManager]]:
                 "num_workers": num_workers,
             }
         )
-        managers.append(RewardManager(cfg, max_response_length))
+        managers.append(manager_of(cfg, max_response_length))
         return managers[-1]
 
     yield make
@@ -195,7 +202,7 @@ def test_rate_limited_keeps_to_the_pace(make: Callable[..., RewardManager]) -> N
 )
 def test_settings_that_do_not_go_together(reward: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        RewardManager(RewardConfig.model_validate(reward), 8)
+        manager_of(RewardConfig.model_validate(reward), 8)
 
 
 def test_the_same_key_is_collected_as_often_as_submitted(make: Callable[..., RewardManager]) -> None:

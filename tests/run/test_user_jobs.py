@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import load_job
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.loader import load_config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.runtime.exits import InputError
 

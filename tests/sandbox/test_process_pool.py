@@ -16,7 +16,7 @@ import pytest
 
 from hpcrl.config.schema import CustomRewardConfig, RewardConfig
 from hpcrl.rewards import score_worker
-from hpcrl.rewards.manager import RewardManager, ScoreRequest
+from hpcrl.rewards.manager import RateLimited, RateLimitedRewardManager, RewardManager, ScoreRequest
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox import process_pool as pool_module
 from tests.processes import alive, with_argument
@@ -234,11 +234,11 @@ def test_answers_count_however_late_the_rank_hears_them(
     (tmp_path / "calls.py").write_text(CALLS)
     reward = {
         "custom_reward_function": {"path": f"{tmp_path / 'calls.py'}:{function}"},
-        "reward_manager": {"name": "rate_limited" if function == "together" else "naive"},
-        "reward_kwargs": {"max_concurrent": 8},
     }
     texts = [*(f"quick {number}" for number in range(before)), "hangs", *["after"] * (function == "serial")]
-    manager = RewardManager(RewardConfig.model_validate(reward))
+    cfg = RewardConfig.model_validate(reward)
+    limits = RateLimited(max_concurrent=8)
+    manager = RateLimitedRewardManager(cfg, limits) if function == "together" else RewardManager(cfg)
     try:
         for number, request in enumerate(_requests(*texts)):
             manager.submit(number, request)

@@ -5,16 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.job_time import node_hours, seconds
 from hpcrl.config.schema import JobConfig
 from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.allocation import check_slice
 
 
 def test_node_hours() -> None:
-    assert seconds("1-02:03:04") == 93784
-    assert node_hours(JobConfig(nodes=8, time="1-12:00:00")) == 8 * 36
-    assert node_hours(JobConfig(nodes=3, time="00:20:00")) == 1
+    assert JobConfig(time="1-02:03:04").time_seconds == 93784
+    assert JobConfig(nodes=8, time="1-12:00:00").node_hours == 8 * 36
+    assert JobConfig(nodes=3, time="00:20:00").node_hours == 1
 
 
 @pytest.mark.parametrize(("time", "fits"), [("00:19:59", False), ("00:20:00", True)])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.errors import ConfigError
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 
 

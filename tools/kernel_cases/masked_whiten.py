@@ -6,7 +6,7 @@ import torch
 from kernel_cases.case import Case
 from torch import Tensor
 
-from hpcrl.algorithms.masked import masked_whiten
+from hpcrl.algorithms.aggregation import masked_whiten
 
 SEQUENCES, TOKENS = 8192, 8192
 

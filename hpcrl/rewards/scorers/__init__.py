@@ -1,1 +1,1 @@
-"""Rules: one file for each kind of answer, and what they share."""
+"""Rules, by the kind of answer."""

@@ -1,12 +1,96 @@
-"""Countdown: make the target from the given numbers, each used exactly once; the answer stands alone in <a></a>."""
+"""Countdown: make the target from the given numbers, each used exactly once; the answer is in <a></a>."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
-from hpcrl.rewards.scorers.arithmetic import ExpressionError, evaluate
+MAX_LENGTH = 512  # characters; bounds the work: a product of so many digits is still a small number
+MAX_DEPTH = 64  # nested parentheses; bounds the recursion
+DIGITS = "0123456789"  # not str.isdigit, which is true of digits in every script and of superscripts
+
+
+class ExpressionError(ValueError):
+    """The text is not an expression of this grammar."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`value` is None where the expression divides by zero; `numbers` are the literals from left to right."""
+
+    value: Fraction | None
+    numbers: tuple[int, ...]
+
+
+def evaluate(text: str) -> Evaluation:
+    """Parses all of `text`; raises ExpressionError where it does not follow the grammar.
+
+    sum = product (("+" | "-") product)*; product = atom (("*" | "/") atom)*; atom = number | "(" sum ")";
+    number = ASCII digits. There is no unary sign and no white space.
+    """
+    if len(text) > MAX_LENGTH:
+        raise ExpressionError(f"{len(text)} characters; at most {MAX_LENGTH}")
+    parser = _Parser(text)
+    value = parser.sum(depth=0)
+    if parser.place != len(text):
+        raise ExpressionError(f"{text[parser.place]!r} at {parser.place}; expected an operator or the end")
+    return Evaluation(value, tuple(parser.numbers))
+
+
+@dataclass
+class _Parser:
+    """Recursive descent; each method reads one rule of the grammar from `place` on and returns its value."""
+
+    text: str
+    place: int = 0
+    numbers: list[int] = field(default_factory=list)
+
+    def sum(self, depth: int) -> Fraction | None:
+        value = self.product(depth)
+        while operator := self.accept("+-"):
+            right = self.product(depth)
+            if value is None or right is None:
+                value = None
+            else:
+                value = value + right if operator == "+" else value - right
+        return value
+
+    def product(self, depth: int) -> Fraction | None:
+        value = self.atom(depth)
+        while operator := self.accept("*/"):
+            right = self.atom(depth)
+            if value is None or right is None or (operator == "/" and right == 0):
+                value = None
+            else:
+                value = value * right if operator == "*" else value / right
+        return value
+
+    def atom(self, depth: int) -> Fraction | None:
+        if self.accept("("):
+            if depth == MAX_DEPTH:
+                raise ExpressionError(f"parentheses nested deeper than {MAX_DEPTH}")
+            value = self.sum(depth + 1)
+            if not self.accept(")"):
+                raise ExpressionError(f"no ')' at {self.place}")
+            return value
+        start = self.place
+        while self.accept(DIGITS):
+            pass
+        if self.place == start:
+            raise ExpressionError(f"no number at {start}")
+        self.numbers.append(int(self.text[start : self.place]))
+        return Fraction(self.numbers[-1])
+
+    def accept(self, characters: str) -> str:
+        """Moves past the next character and returns it, if it is one of these; otherwise returns ""."""
+        if self.place < len(self.text) and self.text[self.place] in characters:
+            self.place += 1
+            return self.text[self.place - 1]
+        return ""
+
 
 # `fullmatch`, not `$`, which would allow a newline at the end.
 ANSWER = re.compile(r"<a>([0-9+\-*/()]+)</a>")

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrl.rewards.scorers import algebra
 from hpcrl.rewards.scorers.grader import same_answer
-from hpcrl.rewards.scorers.math_boxed import closing_brace
+from hpcrl.rewards.scorers.math_answers import closing_brace
 
 BEFORE_THE_ANSWER = ("answer:", "answer is", "answers are")
 AFTER_THE_ANSWER = ("is answer", "is the answer", "are answers", "are the answers")
@@ -49,7 +49,7 @@ def compute_score(
 
 
 def last_answer(text: str) -> str:
-    """What is left of a response when words before and after the answer, its box and a last sentence are taken away."""
+    """A response without the words before and after the answer, its box and a last sentence."""
     for marker in BEFORE_THE_ANSWER:
         text = after_last(marker, text)
     for marker in AFTER_THE_ANSWER:

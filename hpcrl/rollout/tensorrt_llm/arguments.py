@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpcrl.config.rollout_rules import TENSORRT_LLM_TOP_K, check_tensorrt_llm
+from hpcrl.config.rules import TENSORRT_LLM_TOP_K, check_tensorrt_llm
 from hpcrl.config.schema import Config
 from hpcrl.model.hf.families import CONFIG, read_config, read_shape
 from hpcrl.model.shape import ModelShape

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import kv_bytes_per_token
 from hpcrl.rollout.tensorrt_llm import signatures

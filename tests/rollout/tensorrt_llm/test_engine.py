@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards

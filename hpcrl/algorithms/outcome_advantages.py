@@ -1,4 +1,4 @@
-"""Estimators with one number per response, which all its tokens share.
+"""Advantage estimators with one number per response, which all its tokens share.
 
 A response's score is the sum of its token rewards, those of tool tokens included (verl does not mask them); advantage
 and return are the same, 0 where the mask is 0. Statistics of a group are taken in fp64, whatever the rewards are.
@@ -6,17 +6,55 @@ and return are the same, 0 where the mask is 0. Statistics of a group are taken 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
+from hpcrl.algorithms.advantages import Result, register_adv_est
+from hpcrl.algorithms.aggregation import Reduce, masked_whiten, one_replica
+from hpcrl.algorithms.parameters import param
+from hpcrl.algorithms.registry import LazyModule
 
-from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
-from hpcrl.algorithms.advantages.groups import GroupIds, group_numbers, two_best
-from hpcrl.algorithms.masked import Reduce, masked_whiten, one_replica
-from hpcrl.kernels.group_statistics import group_moments, group_sum
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from hpcrl.kernels import group_statistics as kernel
+else:
+    np, torch, kernel = map(LazyModule, ("numpy", "torch", "hpcrl.kernels.group_statistics"))
+
+GroupIds: TypeAlias = "torch.Tensor | np.ndarray | list[Any] | tuple[Any, ...]"
 
 
-@register_adv_est("grpo")
+def group_numbers(index: GroupIds, device: torch.device) -> torch.Tensor:
+    """int64 (B,): 0, 1, ... in the order in which the ids of `index` (B,) first appear; equal ids, equal numbers.
+
+    Ids are anything hashable: integers, strings, both mixed; tensors, of all ids or of one, count by their values.
+    """
+    ids: Iterable[Any] = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
+    ids = (i.item() if isinstance(i, torch.Tensor | np.ndarray) else i for i in ids)
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
+
+
+def two_best(score: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of each group's highest and second highest score, int64 (G,) both; the same row in a group of one.
+
+    Of equal scores the earlier row comes first.
+    """
+    by_score = torch.argsort(score, descending=True, stable=True)
+    order = by_score[torch.argsort(group[by_score], stable=True)]
+    size = torch.bincount(group)
+    start = size.cumsum(0) - size
+    return order[start], order[start + (size > 1)]
+
+
+@dataclass(frozen=True)
+class Grpo:
+    norm_adv_by_std_in_grpo: bool = param(True, help="divide by the group's deviation; false is Dr.GRPO")
+
+
+@register_adv_est("grpo", params=Grpo)
 def grpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -34,7 +72,7 @@ def grpo(
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
 
-@register_adv_est("grpo_vectorized")
+@register_adv_est("grpo_vectorized", params=Grpo)
 def grpo_vectorized(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -50,7 +88,13 @@ def grpo_vectorized(
     return grpo(token_level_rewards, response_mask, index=index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
 
 
-@register_adv_est("gdpo")
+@dataclass(frozen=True)
+class Gdpo(Grpo):
+    gdpo_reward_keys: list[str] = param([], help="gdpo: keys of the scorer's result, whose values are added up")
+    gdpo_reward_weights: list[float] | None = param(None, help="gdpo: weight of each key; null: 1")
+
+
+@register_adv_est("gdpo", params=Gdpo)
 def gdpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -62,10 +106,10 @@ def gdpo(
     norm_adv_by_std_in_grpo: bool,
     reduce: Reduce = one_replica,
 ) -> Result:
-    """GDPO (arXiv 2601.05242): each reward component is normalised by itself, so that none drowns the others.
+    """GDPO (arXiv 2601.05242): each reward component is normalised by itself, so that none dominates.
 
     A = whiten(sum_k w_k GRPO(r_k)), whitened over the tokens of all replicas. reward_components: {key: r_k (B,)}.
-    Quirk of verl: the token rewards are not looked at, so a KL penalty in them is lost.
+    Quirk of verl: the token rewards are not read, so a KL penalty in them is lost.
     Quirks of verl that are not followed: its trainer never hands norm_adv_by_std_in_grpo to this estimator: leave it
     True for verl's result; and values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
@@ -81,7 +125,7 @@ def gdpo(
     return _twice((white * response_mask).to(token_level_rewards.dtype))
 
 
-@register_adv_est("grpo_passk")
+@register_adv_est("grpo_passk", params=Grpo)
 def grpo_passk(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -94,10 +138,10 @@ def grpo_passk(
     It is R_best - R_second, over (std_g + 1e-6) with norm_adv_by_std_in_grpo. A group of one is a ValueError.
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
-    size, _, std = group_moments(score, group)
+    size, _, std = kernel.group_moments(score, group)
     if (size < 2).any():
-        alone = index[int((size < 2).nonzero()[0])]
-        raise ValueError(f"grpo_passk needs 2 samples per group; group {alone} has 1: raise rollout.n")
+        single = index[int((size < 2).nonzero()[0])]
+        raise ValueError(f"grpo_passk needs 2 samples per group; group {single} has 1; raise rollout.n")
     best, second = two_best(score, group)
     lead = score[best] - score[second]
     if norm_adv_by_std_in_grpo:
@@ -128,7 +172,7 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, inde
     A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g); a group of one keeps R_i.
     """
     score = _score(token_level_rewards)
-    size, mean, _ = group_moments(score, _groups(index, response_mask))
+    size, mean, _ = kernel.group_moments(score, _groups(index, response_mask))
     advantage = torch.where(size > 1, (score - mean) * size / (size - 1).clamp(min=1), score)
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
@@ -137,7 +181,7 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, inde
 def rloo_vectorized(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds) -> Result:
     """`rloo`, except (quirk of verl) that a group of one has advantage 0 instead of its score."""
     score = _score(token_level_rewards)
-    size, mean, _ = group_moments(score, _groups(index, response_mask))
+    size, mean, _ = kernel.group_moments(score, _groups(index, response_mask))
     advantage = (score - mean) * size / (size - 1).clamp(min=1)
     return _on_every_token(advantage.masked_fill(size == 1, 0.0), token_level_rewards, response_mask)
 
@@ -151,9 +195,9 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     length = response_mask.double().sum(-1)
-    baseline = group_sum(length * score, group) / group_sum(length, group).clamp(min=1)
-    alone = torch.bincount(group) == 1
-    advantage = score - baseline.masked_fill(alone, 0.0)[group]
+    baseline = kernel.group_sum(length * score, group) / kernel.group_sum(length, group).clamp(min=1)
+    is_single = torch.bincount(group) == 1
+    advantage = score - baseline.masked_fill(is_single, 0.0)[group]
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
 
@@ -184,7 +228,7 @@ def _groups(index: GroupIds, response_mask: torch.Tensor) -> torch.Tensor:
 
 def _standardized(score: torch.Tensor, group: torch.Tensor, by_std: bool) -> torch.Tensor:
     """(R - mean_g) / (std_g + 1e-6), or R - mean_g; fp64 (B,). A group of one has mean 0 and std 1 (in fp32)."""
-    size, mean, std = group_moments(score, group)
+    size, mean, std = kernel.group_moments(score, group)
     centered = score.double() - mean.masked_fill(size == 1, 0.0)
     divisor = torch.where(size == 1, torch.ones_like(std).float() + 1e-6, std + 1e-6)
     return centered / divisor if by_std else centered
@@ -192,7 +236,7 @@ def _standardized(score: torch.Tensor, group: torch.Tensor, by_std: bool) -> tor
 
 def _mean_of_many(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """The group's mean, 0 in a group of one; fp64 (B,)."""
-    size, mean, _ = group_moments(score, group)
+    size, mean, _ = kernel.group_moments(score, group)
     return mean.masked_fill(size == 1, 0.0)
 
 

@@ -1,1 +1,0 @@
-"""Correction of the mismatch between rollout and training."""

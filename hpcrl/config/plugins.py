@@ -1,0 +1,155 @@
+"""Plugins, the files of run.plugins: their import, and the parameters of the algorithms that a config names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from hpcrl.algorithms.advantages import ESTIMATORS
+from hpcrl.algorithms.distillation import DISTILLATION_LOSSES
+from hpcrl.algorithms.parameters import inherited
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES
+from hpcrl.algorithms.registry import Registry, UnknownName
+from hpcrl.config.loader import KeyPath, explain, keys_of, suggest
+from hpcrl.config.schema import Config, SamplerConfig, Section
+from hpcrl.config.yaml_core import ConfigError, Node
+from hpcrl.rewards.manager import REWARD_MANAGERS
+from hpcrl.runtime.user_code import import_file
+
+log = logging.getLogger(__name__)
+
+
+class Family(NamedTuple):
+    """Algorithms of one kind."""
+
+    registry: Registry[Any]
+    sections: tuple[str, ...]  # with the parameters of the built-in ones
+
+
+FAMILIES = {  # the section with the parameters of plugins, each under its name -> family
+    "actor.policy_loss": Family(POLICY_LOSSES, ("actor", "actor.policy_loss", "algorithm.rollout_correction")),
+    "algorithm": Family(ESTIMATORS, ("algorithm",)),
+    "distillation.distillation_loss": Family(DISTILLATION_LOSSES, ("distillation.distillation_loss",)),
+    "reward": Family(REWARD_MANAGERS, ("reward.reward_kwargs",)),
+}
+
+
+def check_algorithms(config: Config, chosen: Mapping[str, str]) -> dict[str, Any]:
+    """Load run.plugins, check all parameters, and return the registered entries of the algorithms `chosen`.
+
+    chosen: key of FAMILIES -> name. An entry is missing if its plugin needs torch, which is not installed here.
+    """
+    is_complete = load_plugins(config)
+    found = {}
+    for path, name in chosen.items():
+        if is_complete or name in FAMILIES[path].registry.names():
+            parameters(config, path, name)
+            found[path] = FAMILIES[path].registry.get(name)
+    return found
+
+
+def load_plugins(config: Config) -> bool:
+    """Import the files of run.plugins, and check the parameters that the config has for what they register.
+
+    Returns False, with a warning, if torch is not installed and a file needs it: the parameters for that file remain
+    unchecked. Raises ConfigError for any other failure.
+    """
+    for family in FAMILIES.values():
+        family.registry.entries()  # built-in names are taken first
+    modules = [_import("run.plugins", path) for path in config.run.plugins]
+    is_complete = None not in modules
+    for path, family in FAMILIES.items():
+        _check_mappings(_section(config, path), path, plugins_of(family.registry), is_complete)
+    sampler = config.data.sampler
+    if sampler.__pydantic_extra__:
+        module = _import("data.sampler.class_path", sampler.class_path) if sampler.class_path else None
+        declaration = getattr(getattr(module, sampler.class_name or "", None), "Parameters", None)
+        declared = {sampler.class_name or "": declaration} if declaration is not None else {}
+        _check_mappings(sampler, "data.sampler", declared, not sampler.class_path or module is not None)
+    return is_complete
+
+
+def _import(key: str, path: str) -> ModuleType | None:
+    """The module of a user's file; None, with a warning, if it needs torch, which is not installed."""
+    try:
+        return import_file(path)
+    except Exception as error:  # the file is the user's
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "torch":
+            log.warning("%s: %s needs torch, which is not installed here: its parameters are unchecked", key, path)
+            return None
+        raise ConfigError(
+            f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}; correct the file"
+        ) from None
+
+
+def _check_mappings(section: Section, path: str, declared: Mapping[str, type], is_complete: bool) -> None:
+    """Check the mappings of an open section; `is_complete`: all that may have one is in `declared`."""
+    for name, given in (section.__pydantic_extra__ or {}).items():
+        keys = (*path.split("."), name)
+        if name in declared:
+            given_parameters(keys, declared[name], given)
+        elif is_complete:
+            known = [*keys_of(), *((*path.split("."), plugin) for plugin in declared)]
+            raise ConfigError(f"unknown key {'.'.join(keys)}; {suggest(keys, known)}")
+
+
+def plugins_of(registry: Registry[Any]) -> dict[str, type]:
+    """name -> parameter dataclass of what is registered outside of this package."""
+    return {
+        name: entry.params
+        for name, entry in registry.entries().items()
+        if not entry.function.__module__.startswith("hpcrl.")
+    }
+
+
+def parameters(config: Config, path: str, name: str) -> Any:
+    """The parameters of an algorithm: an instance of the dataclass that it declares.
+
+    `path` is a key of FAMILIES. Raises ConfigError for values that the dataclass rejects.
+    """
+    family = FAMILIES[path]
+    declaration = family.registry.get(name).params
+    values = inherited(declaration, *(_section(config, section) for section in family.sections))
+    own = (_section(config, path).__pydantic_extra__ or {}).get(name, {})
+    values |= given_parameters((*path.split("."), name), declaration, own)
+    try:
+        return declaration(**values)
+    except UnknownName:
+        raise  # its line says what is unknown
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _section(config: Config, path: str) -> Any:
+    section: Any = config
+    for name in path.split("."):
+        section = getattr(section, name)
+    return section
+
+
+def sampler_parameters(sampler: SamplerConfig, declaration: type) -> Any:
+    """The parameters of the user's sampler that the config names: an instance of its `Parameters`."""
+    name = sampler.class_name or ""
+    given = (sampler.__pydantic_extra__ or {}).get(name, {})
+    return declaration(**given_parameters(("data", "sampler", name), declaration, given))
+
+
+def given_parameters(prefix: KeyPath, declaration: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under the key `prefix`, checked against a declaration."""
+    schema = section_of(declaration)
+    try:
+        found = schema.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Node.of(dict(given)), schema, prefix)) from None
+    return {key: getattr(found, key) for key in found.model_fields_set}
+
+
+@cache
+def section_of(declaration: type) -> type[Section]:
+    """A parameter dataclass as a section of the schema."""
+    return type(declaration.__name__, (Section, declaration), {"__module__": declaration.__module__})

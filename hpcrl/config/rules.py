@@ -1,0 +1,311 @@
+"""Which keys go together: ConfigError with one line for a combination that cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from hpcrl.config.placement import PlacedRole, format_ranks
+from hpcrl.config.schema import Config, TrainerConfig
+from hpcrl.config.yaml_core import ConfigError
+
+
+def check_algorithm(config: Config, inputs: Collection[str]) -> None:
+    """Check the algorithm keys; `inputs` are the tensors that the advantage estimator takes."""
+    algorithm = config.algorithm
+    if "index" in inputs and config.rollout.n == 1:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, "
+            "and rollout.n=1 leaves nothing to compare; use rollout.n of 2 or more"
+        )
+    if algorithm.filter_groups.enable and config.rollout.n == 1:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=true drops prompts whose samples all score the same, "
+            "and rollout.n=1 would drop every prompt; use rollout.n of 2 or more"
+        )
+    if algorithm.use_pf_ppo and algorithm.adv_estimator != "gae":
+        raise ConfigError(
+            f"algorithm.use_pf_ppo=true with adv_estimator={algorithm.adv_estimator}; PF-PPO resamples a step of "
+            "gae; use adv_estimator=gae or use_pf_ppo=false"
+        )
+    _check_gdpo(config, inputs)
+    _check_policy_loss(config, inputs)
+    _check_reward(config)
+    _check_distillation(config)
+
+
+def without_effect(config: Config) -> list[str]:
+    """Settings that this job does not read; a line for each."""
+    algorithm, found = config.algorithm, []
+    if config.trainer.rollouts_from is not None and algorithm.filter_groups.enable:
+        found.append("trainer.rollouts_from replays all recorded prompts: algorithm.filter_groups drops none of them")
+    if config.data.gen_batch_size is not None and not algorithm.filter_groups.enable:
+        found.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
+    if algorithm.gdpo_reward_keys and algorithm.adv_estimator != "gdpo":
+        found.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
+    return found
+
+
+def loss_mode(config: Config) -> str:
+    """The policy loss that runs: bypass mode brings its own, as in verl."""
+    return "bypass_mode" if config.algorithm.rollout_correction.bypass_mode else config.actor.policy_loss.loss_mode
+
+
+def _check_gdpo(config: Config, inputs: Collection[str]) -> None:
+    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if "reward_components" in inputs and not keys:
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs algorithm.gdpo_reward_keys; name keys of "
+            "the scorer's result, such as [score, acc]"
+        )
+    if weights is not None and len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} entries for {len(keys)} gdpo_reward_keys; give one each"
+        )
+
+
+def _check_policy_loss(config: Config, inputs: Collection[str]) -> None:
+    actor, correction = config.actor, config.algorithm.rollout_correction
+    mode = actor.policy_loss.loss_mode
+    if correction.bypass_mode:
+        if mode not in ("vanilla", "bypass_mode"):
+            raise ConfigError(
+                f"actor.policy_loss.loss_mode={mode} with algorithm.rollout_correction.bypass_mode=true, which has a "
+                "loss of its own (rollout_correction.loss_type); leave loss_mode out or set bypass_mode=false"
+            )
+        for key, wanted in (
+            ("actor.calculate_sum_pi_squared", actor.calculate_sum_pi_squared),
+            (f"algorithm.adv_estimator={config.algorithm.adv_estimator}", "sum_pi_squared" in inputs),
+        ):
+            if wanted:
+                raise ConfigError(
+                    f"{key} needs the forward pass before the update that "
+                    "algorithm.rollout_correction.bypass_mode=true leaves out; use bypass_mode=false"
+                )
+    elif mode == "bypass_mode":
+        raise ConfigError(
+            "actor.policy_loss.loss_mode=bypass_mode needs old log-probs that are the rollout's; "
+            "set algorithm.rollout_correction.bypass_mode=true"
+        )
+
+
+def _check_reward(config: Config) -> None:
+    model, kwargs = config.reward.reward_model, config.reward.reward_kwargs
+    if model.enable and model.init_from is None:
+        raise ConfigError(
+            "reward.reward_model.enable=true, and reward.reward_model.init_from is null; name the folder of a run of "
+            "`hpcrl rm`, or one of its checkpoints"
+        )
+    buffer, limit = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or config.data.max_response_length
+    if buffer.enable and config.reward.reward_manager.name != "dapo":
+        raise ConfigError(
+            f"reward.reward_kwargs.overlong_buffer_cfg.enable=true with reward_manager.name="
+            f"{config.reward.reward_manager.name}; only dapo shapes over-long responses; use dapo"
+        )
+    if buffer.enable and not 0 < buffer.len <= limit:
+        raise ConfigError(
+            f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len}; expected 1 to the limit of {limit} tokens "
+            "(max_resp_len or data.max_response_length)"
+        )
+
+
+def _check_distillation(config: Config) -> None:
+    if not config.distillation.enabled:
+        return
+    loss = config.distillation.distillation_loss
+    if config.teacher.init_from is None and config.model.init_from is None:
+        raise ConfigError(
+            "distillation.enabled=true, and neither teacher.init_from nor model.init_from names weights; "
+            "a teacher of random weights teaches nothing; set teacher.init_from"
+        )
+    if loss.use_policy_gradient and loss.loss_mode == "forward_kl_topk":
+        raise ConfigError(
+            "distillation.distillation_loss.use_policy_gradient=true with loss_mode=forward_kl_topk, which does not "
+            "estimate from the sampled token; use k1, or use_policy_gradient=false"
+        )
+
+
+def check_checkpoints(trainer: TrainerConfig) -> None:
+    """ConfigError with one line for the first combination that cannot work."""
+    checkpoint = trainer.checkpoint
+    if checkpoint.keep_best is not None and checkpoint.best_metric is None:
+        raise ConfigError(
+            f"trainer.checkpoint.keep_best={checkpoint.keep_best} does not say by which metric; set "
+            "trainer.checkpoint.best_metric to a key of metrics.jsonl, such as val-core/countdown/acc/mean@1"
+        )
+    if checkpoint.best_metric is not None and checkpoint.keep_best is None:
+        raise ConfigError(
+            f"trainer.checkpoint.best_metric={checkpoint.best_metric} does not say how many checkpoints stay; set "
+            "trainer.checkpoint.keep_best"
+        )
+    for key in ("keep_every", "keep_best"):
+        number = getattr(checkpoint, key)
+        if number is not None and trainer.max_ckpt_to_keep is None:
+            raise ConfigError(
+                f"trainer.checkpoint.{key}={number} changes nothing while all checkpoints stay; set "
+                "trainer.max_ckpt_to_keep to how many of the newest stay beside them"
+            )
+
+
+def check_lora(config: Config) -> None:
+    """ConfigError with one line where models that are trained whole, or not at all, are to have adapters."""
+    others = {"teacher.model": config.teacher.model, "reward.reward_model.model": config.reward.reward_model.model}
+    for key, model in others.items():
+        if model is not None and model.lora_rank > 0:
+            raise ConfigError(f"{key}.lora_rank={model.lora_rank}: only the policy has adapters; use 0")
+    if config.model.lora_rank > 0 and config.rollout.exact:
+        raise ConfigError(
+            f"model.lora_rank={config.model.lora_rank} with rollout.exact=true: the engine computes with merged "
+            "weights, whose log-probs have other last bits than those of training; set rollout.exact=false"
+        )
+
+
+def check_no_lora(config: Config, command: str) -> None:
+    """ConfigError for a job that trains a whole model."""
+    if config.model.lora_rank > 0:
+        raise ConfigError(
+            f"model.lora_rank={config.model.lora_rank} is for the policy, and `hpcrl {command}` trains a whole model; "
+            "use model.lora_rank=0"
+        )
+
+
+TENSORRT_LLM_TOP_K = 1024  # its sampler takes larger ones for this, and only warns
+
+
+def check_rollout(config: Config, roles: Mapping[str, PlacedRole]) -> None:
+    """ConfigError with one line for the first combination that cannot work; `roles` are those that the job places."""
+    _check_sampling(config)
+    if config.rollout.engine == "tensorrt_llm":
+        check_tensorrt_llm(config, roles["rollout"].tp)
+    if config.rollout.exact:
+        _check_exact(config, roles)
+    _check_router_replay(config)
+    if config.rollout.multi_turn.enable:
+        _check_multi_turn(config)
+    if config.async_training.mode != "sync":
+        _check_asynchronous(config, roles)
+
+
+def _check_sampling(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.max_num_batched_tokens < config.data.max_prompt_length:
+        raise ConfigError(
+            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
+            f"data.max_prompt_length={config.data.max_prompt_length}; use that or more"
+        )
+    counts = [sampling.n for sampling in rollout.val_kwargs]
+    if len(set(counts)) < len(counts):
+        raise ConfigError(
+            f"rollout.val_kwargs: n={counts} has equal numbers, and validations are told apart by mean@n; "
+            "give each its own n"
+        )
+    for sampling in rollout.val_kwargs:
+        if sampling.n > 1 and (sampling.temperature == 0 or sampling.do_sample is False):
+            raise ConfigError(
+                f"rollout.val_kwargs: n={sampling.n} without sampling draws the same sample {sampling.n} times; "
+                "use n=1 or a temperature above 0"
+            )
+    if not rollout.val_kwargs and (config.data.val_files or config.trainer.test_freq > 0):
+        raise ConfigError("rollout.val_kwargs is an empty list; name one way of sampling, such as {temperature: 0}")
+
+
+def check_tensorrt_llm(config: Config, tp: int) -> None:
+    """ConfigError where TensorRT-LLM with tensor parallelism `tp` cannot do what `rollout:` says."""
+    trtllm = config.rollout.trtllm
+    if trtllm.model_dir is None and config.model.path is None:
+        raise ConfigError(
+            "rollout.engine=tensorrt_llm reads config.json of a Hugging Face directory, and rollout.trtllm.model_dir "
+            "is null; name one there"
+        )
+    if trtllm.design == "single_process" and tp > 1:
+        raise ConfigError(
+            f"rollout.trtllm.design=single_process makes replicas of one rank, and placement.rollout.tp={tp}; "
+            "use tp: 1, or design: tp_group"
+        )
+    dtype = config.rollout.dtype or config.model.dtype
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"rollout.engine=tensorrt_llm is run in bfloat16, and the engine's dtype would be {dtype}; "
+            "set rollout.dtype=bfloat16, or use rollout.engine=native"
+        )
+    if config.rollout.exact:
+        raise ConfigError("rollout.exact is for engine=native, and rollout.engine=tensorrt_llm; change one")
+    if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
+        raise ConfigError(
+            f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is less than "
+            f"rollout.max_num_seqs={config.rollout.max_num_seqs}, and TensorRT-LLM decodes all of them in one call; "
+            "raise it, or lower max_num_seqs"
+        )
+    ways = {"rollout": config.rollout.top_k}
+    ways |= {f"rollout.val_kwargs (n={way.n})": way.top_k for way in config.rollout.val_kwargs}
+    for section, top_k in ways.items():
+        if top_k > TENSORRT_LLM_TOP_K:
+            raise ConfigError(
+                f"{section}: top_k={top_k} is more than TensorRT-LLM's sampler keeps; "
+                f"use {TENSORRT_LLM_TOP_K} or less, or -1"
+            )
+
+
+def _check_exact(config: Config, roles: Mapping[str, PlacedRole]) -> None:
+    for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
+        if dtype not in (None, "float32"):
+            raise ConfigError(f"rollout.exact computes in float32, and {key}={dtype}; use float32 or exact=false")
+    actor = roles.get("actor")
+    if actor is not None and actor.tp != roles["rollout"].tp:
+        raise ConfigError(
+            f"rollout.exact needs one order of sums, and placement.actor.tp={actor.tp} differs from "
+            f"placement.rollout.tp={roles['rollout'].tp}; make them equal"
+        )
+
+
+def _check_router_replay(config: Config) -> None:
+    mode = config.actor.router_replay.mode
+    if mode == "R3" and config.rollout.engine != "native":
+        raise ConfigError(
+            f"actor.router_replay.mode=R3: rollout.engine={config.rollout.engine} does not tell the experts of tokens; "
+            "use R2, or rollout.engine=native"
+        )
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        raise ConfigError(
+            "actor.router_replay.mode=R2 records in the forward pass before the update, which "
+            "algorithm.rollout_correction.bypass_mode=true leaves out; use R3, or bypass_mode=false"
+        )
+
+
+def _check_multi_turn(config: Config) -> None:
+    multi_turn = config.rollout.multi_turn
+    if multi_turn.function_tool_path is None and multi_turn.interaction_path is None:
+        raise ConfigError(
+            "rollout.multi_turn.enable=true without tools and without a user; name a file of tools "
+            "(rollout.multi_turn.function_tool_path) or of a user (rollout.multi_turn.interaction_path)"
+        )
+    if config.rollout.ignore_eos:
+        raise ConfigError("rollout.ignore_eos=true never ends a turn, and rollout.multi_turn.enable waits for ends")
+    if config.async_training.mode == "bounded_staleness":
+        raise ConfigError(
+            "rollout.multi_turn.enable does not go with async_training.mode=bounded_staleness, whose refits interrupt "
+            "responses; use one_step_off"
+        )
+
+
+def _check_asynchronous(config: Config, roles: Mapping[str, PlacedRole]) -> None:
+    mode, rollout = f"async_training.mode={config.async_training.mode}", roles["rollout"].ranks
+    if config.trainer.rollouts_from is not None:
+        raise ConfigError(f"{mode} draws samples, and trainer.rollouts_from replays recorded ones; use mode=sync")
+    limit = config.algorithm.filter_groups.max_num_gen_batches
+    if config.async_training.mode == "bounded_staleness" and config.algorithm.filter_groups.enable and limit:
+        raise ConfigError(
+            f"{mode} has no batches of generation to count, and algorithm.filter_groups.max_num_gen_batches={limit}; "
+            "use 0"
+        )
+    for name, role in roles.items():
+        if 0 in role.ranks:
+            raise ConfigError(
+                f"{mode}: rank 0 runs the loop and must not block in a role, but placement.{name} runs on it "
+                f"(pool {role.pool}); start its pool at rank 1"
+            )
+        shared = sorted(set(role.ranks).intersection(rollout))
+        if name != "rollout" and shared:
+            raise ConfigError(
+                f"{mode}: generation has ranks of its own, but placement.{name} shares {format_ranks(shared)} with "
+                "placement.rollout; give them disjoint pools"
+            )
