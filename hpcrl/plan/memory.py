@@ -26,7 +26,7 @@ from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_k
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.refit import Question, job_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
-from hpcrl.reshard.planner import Resharding, Traffic
+from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime.exits import InputError
 
 MIB = 2**20
@@ -338,7 +338,7 @@ class Job:
 
 
 @lru_cache(maxsize=8)
-def _traffic(resharding: Resharding) -> dict[int, Traffic]:
+def _traffic(resharding: Resharding) -> dict[int, RankTraffic]:
     """Kept because most changes that `cheapest_fix` tries leave the two layouts as they are."""
     return resharding.traffic()
 

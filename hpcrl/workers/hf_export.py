@@ -18,8 +18,8 @@ from hpcrl.model.hf.files import plan_files
 from hpcrl.model.hf.peft import WEIGHTS, peft_shards
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit
 from hpcrl.runtime import accelerator, platform
 from hpcrl.workers.model_worker import ModelWorker
 

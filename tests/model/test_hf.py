@@ -17,7 +17,7 @@ from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
 from hpcrl.model.hf.files import differing, hf_shards, plan_files, whole, write_beside
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
+from hpcrl.reshard.pieces import check_tensorrt_llm
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError

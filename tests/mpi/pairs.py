@@ -16,8 +16,8 @@ from hpcrl.grid.groups import GroupCache, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import most_kv_bytes
-from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.mpi.layouts import make_batch, part_of, policy_loss

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcrl.config.schema import Config
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
+from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.arguments import (

@@ -14,7 +14,7 @@ from hpcrl.config.errors import ConfigError
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
+from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Request, RolloutEngine, SamplingParams
 from hpcrl.rollout.tensorrt_llm.arguments import engine_arguments
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
