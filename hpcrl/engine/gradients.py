@@ -1,4 +1,4 @@
-"""Gradients after the backward passes of all micro-batches: summed over the ranks of a role, measured and clipped."""
+"""Gradients after the backward passes of all micro-batches: summation over a role's ranks, norm and clipping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from hpcrl.engine.optim import parts_of
+from hpcrl.engine.optim import optimizer_parts
 from hpcrl.runtime import platform
 from hpcrl.runtime.megatron_versions import grads_for_norm
 
@@ -25,8 +25,10 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None
 
 
 def _sum_over_expert_tp(models: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
-    """Gradients of what the tensor-parallel ranks of an expert all hold, of which each has the part of its columns;
-    megatron has no such parameters."""
+    """Sum gradients of parameters that all tensor-parallel ranks of an expert hold.
+
+    Each rank has the part of its columns; megatron has no such parameters.
+    """
     if group.size() == 1:
         return
     parameters: Iterator[Any] = (parameter for model in models for parameter in model.parameters())
@@ -40,13 +42,13 @@ def _sum_over_expert_tp(models: list[torch.nn.Module], group: dist.ProcessGroup)
 
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """The L2 norm over all ranks, computed in fp32. Collective, after the optimizer's `prepare_grads`.
+    """Return the L2 norm over all ranks, computed in fp32. Collective, after the optimizer's `prepare_grads`.
 
     Equals megatron's `get_grad_norm`, which without Transformer Engine and Apex synchronises once per tensor; this
     function synchronises once.
     """
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for part in parts_of(optimizer):
+    for part in optimizer_parts(optimizer):
         by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(grads_for_norm(part))
     squares = torch.stack([_norm(grads).square() for grads in by_group.values()])
     for square, group in zip(squares, by_group, strict=True):
@@ -55,7 +57,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of all elements, () fp32."""
+    """Return the L2 norm of all elements, () fp32."""
     if not tensors:
         return torch.zeros((), device=platform.device())
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
@@ -65,7 +67,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 def clip_gradients(optimizer: MegatronOptimizer, max_norm: float, norm: float) -> None:
     """Scale gradients of norm `norm` down to `max_norm` if it is larger."""
     factor = max_norm / (norm + 1e-6)  # as in `torch.nn.utils.clip_grad_norm_`
-    parameters = [parameter for part in parts_of(optimizer) for parameter in part.get_parameters()]
+    parameters = [parameter for part in optimizer_parts(optimizer) for parameter in part.get_parameters()]
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if factor < 1.0 and grads:
         torch._foreach_mul_(grads, factor)

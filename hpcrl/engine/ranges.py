@@ -8,10 +8,11 @@ from hpcrl.runtime.accelerator import annotated
 
 
 class MegatronRanges:
-    """Replacement of megatron's timers (`config.timers`) that opens a range where a timer would run, with its name.
+    """Replacement of megatron's timers (`config.timers`) that opens a profiler range where a timer would run, with its
+    name.
 
-    The schedules start and stop 'forward-compute' and 'backward-compute' once for each micro-batch, and 'forward-recv'
-    and the like for each transfer between pipeline stages.
+    The schedules start and stop 'forward-compute' and 'backward-compute' once per micro-batch, and 'forward-recv' and
+    similar timers for each transfer between pipeline stages.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpcrl.model.shape import ModelShape
 
 
-OWN = -1  # in place of an expert's number, where no choice was recorded and the router makes its own
+NOT_RECORDED = -1  # in place of an expert's number, where no choice was recorded and the router makes its own
 
 
 def route(logits: Tensor, shape: ModelShape, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ class Routing:
 
     sequences: int64 (S,), which sequence a token is of, N where it is padding. lengths: int64 (N,), tokens of each
     sequence on all ranks. layers: the model's layers with experts, in order. replayed: (S, layers, topk) int16, the
-    experts to use, or `OWN`; None: the router's choice everywhere. losses: of the optimizer step, None outside of one.
+    experts to use, or `NOT_RECORDED`; None: the router's choice everywhere. losses: of the optimizer step, None outside of one.
     recorded: by layer, int16 (S / tp, topk), filled by the routers where it is a dict.
     """
 

@@ -16,7 +16,7 @@ from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.gradients import clip_gradients, gradient_norm
-from hpcrl.engine.optim import parts_of
+from hpcrl.engine.optim import optimizer_parts
 from hpcrl.engine.outputs import vocab_parallel_log_probs
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
@@ -266,7 +266,7 @@ def test_norm_and_clipping_are_those_of_megatron(groups, layout, optimizer):
     engine = TrainEngine(shape, groups[layout], optim=optim, seed=3)
     mine = part_of(make_batch(), groups[layout])
     reported = engine.train(mine, max_tokens=64, loss=policy_loss, entropy=True)["grad_norm"]
-    optimizers = parts_of(engine.optimizer)
+    optimizers = optimizer_parts(engine.optimizer)
     grads = [parameter.grad for each in optimizers for parameter in each.get_parameters()]
     before = [grad.clone() for grad in grads]
     with Reads() as reads:
