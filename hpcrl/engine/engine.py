@@ -16,13 +16,18 @@ from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.engine.gradients import clip_gradients, gradient_norm, sum_gradients
 from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count, recorded_experts
-from hpcrl.engine.model_state import model_state, state_metadata, load_model_state
+from hpcrl.engine.model_state import load_model_state, model_state, state_metadata
 from hpcrl.engine.offload import offload_of
-from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_optimizer
+from hpcrl.engine.optim import (
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    sum_gradients,
+    uses_distributed_optimizer,
+)
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
-from hpcrl.engine.ranges import MegatronRanges
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf.directory import Safetensors, load_weights
@@ -31,7 +36,7 @@ from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.router import RouterLosses
 from hpcrl.model.transformer_engine import FP8_ROWS
 from hpcrl.runtime import platform
-from hpcrl.runtime.accelerator import annotated
+from hpcrl.runtime.accelerator import MegatronRanges, annotated
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip

@@ -62,13 +62,14 @@ def _check(experts: Ragged, lengths: Tensor, num_experts: int) -> None:
 
 
 def recorded_experts(micro: MicroBatch, shape: ModelShape, groups: RoleGroups) -> Ragged:
-    """Return the experts recorded by a micro-batch's routers, as a column of its samples. Collective over the replica.
-    """
+    """Return the experts recorded by a micro-batch's routers, as a column of its samples. Collective over the replica."""
     routing = micro.packed.routing
     assert routing is not None and routing.recorded
-    layout, any_layer = groups.layout, next(iter(routing.recorded.values()))
+    layout, first = groups.layout, next(iter(routing.recorded.values()))
     # int32, because NCCL has no int16
-    found = torch.full((len(any_layer), len(routing.layers), shape.moe_topk), NOT_RECORDED, dtype=torch.int32, device=any_layer.device)
+    found = torch.full(
+        (len(first), len(routing.layers), shape.moe_topk), NOT_RECORDED, dtype=torch.int32, device=first.device
+    )
     for layer, ids in routing.recorded.items():
         found[:, layer] = ids
     if layout.pp > 1:
@@ -114,7 +115,7 @@ class MicroBatch:
     packed: PackedTokens
     targets: Tensor  # (R,) int64: the response token that each output row predicts; unused for last tokens
     output_lengths: Tensor  # (n,) int64, sum R: head outputs of each sample, its response tokens or 1
-    output_gather: OutputGather | None = None   # only with context parallelism
+    output_gather: OutputGather | None = None  # only with context parallelism
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
-def assign_writers(weights: Mapping[str, ShardedTensor | ShardedTensorFactory], replica: int, num_replicas: int) -> None:
+def assign_writers(
+    weights: Mapping[str, ShardedTensor | ShardedTensorFactory], replica: int, num_replicas: int
+) -> None:
     """Choose the replica that writes each weight, balanced by size, in place; all replicas hold all weights.
 
     The last number of a `replica_id` is the data-parallel one; an entry with only zeros is written.

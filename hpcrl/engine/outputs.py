@@ -17,7 +17,7 @@ from hpcrl.model.exact import exact_log_softmax
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # isort: skip
 import torch.distributed as dist
 
-from hpcrl.engine.microbatch import OutputGather, MicroBatch
+from hpcrl.engine.microbatch import MicroBatch, OutputGather
 from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
 

@@ -15,8 +15,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.engine.gradients import clip_gradients, gradient_norm
-from hpcrl.engine.optim import optimizer_parts
+from hpcrl.engine.optim import clip_gradients, gradient_norm, optimizer_parts
 from hpcrl.engine.outputs import vocab_parallel_log_probs
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids

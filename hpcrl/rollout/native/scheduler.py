@@ -230,8 +230,7 @@ class RunningBatch:
         return np.argsort(-self._started[self.rows])
 
     def remove(self, rows: np.ndarray) -> tuple[list[Sequence], Moves]:
-        """Remove `rows` and fill their places with the last rows. Return their sequences, and which rows moved where.
-        """
+        """Remove `rows` and fill their places with the last ones. Return their sequences, and the moved rows."""
         self._flush(rows)
         sequences = list(self.sequences[rows])
         left = self.num_rows - len(rows)
