@@ -62,7 +62,7 @@ def _check(experts: Ragged, lengths: Tensor, num_experts: int) -> None:
 
 
 def recorded_experts(micro: MicroBatch, shape: ModelShape, groups: RoleGroups) -> Ragged:
-    """Return the experts recorded by a micro-batch's routers, as a column of its samples. Collective over the replica."""
+    """Return the experts recorded by a micro-batch's routers, as a column of its samples. Collective over a replica."""
     routing = micro.packed.routing
     assert routing is not None and routing.recorded
     layout, first = groups.layout, next(iter(routing.recorded.values()))

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 
 class LatentSelfAttention(Attention):
-    """The latents are made on every tensor-parallel rank for the tokens that it has; the heads are split."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) as a layer of megatron.
+
+    Every tensor-parallel rank computes the latents of its own tokens; the heads are split. Megatron 0.16's own layer
+    needs Transformer Engine and process-global groups, and splits the projections to the latents, which it then
+    gathers.
+    """
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class LatentSelfAttention(Attention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedTokens, **_: Any
     ) -> tuple[Tensor, None]:
-        """`hidden_states` (S / tp, 1, hidden) with sequence parallelism, else (S, 1, hidden), -> the same shape."""
+        """`hidden_states` (S / tp, 1, hidden) with sequence parallelism, else (S, 1, hidden) -> the same shape."""
         heads = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
@@ -87,7 +92,8 @@ class LatentSelfAttention(Attention):
     def get_query_key_value_tensors(  # type: ignore[override]
         self, hidden_states: Tensor, packed: PackedTokens
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys (S, heads / tp, head_dim), values (S, heads / tp, v_head_dim), after rotary embedding."""
+        """Return queries and keys (S, heads / tp, head_dim), values (S, heads / tp, v_head_dim), after rotary
+        embedding."""
         mla, hidden = self._mla, hidden_states.squeeze(1)
         if mla.q_lora_rank is None:
             queries = self.linear_q_proj(hidden)[0]
@@ -97,7 +103,7 @@ class LatentSelfAttention(Attention):
             [mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1
         )
         latent, rotary_key = self.linear_kv_down_proj(hidden).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
-        # All heads share this key, so that each rank's heads give a part of its gradient.
+        # All heads share this key: each rank has a part of its gradient.
         if self.config.sequence_parallel:
             rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp_group)
         else:
@@ -113,7 +119,7 @@ class LatentSelfAttention(Attention):
 
 
 class ToLatent(torch.nn.Module):
-    """A linear layer that every tensor-parallel rank has whole."""
+    """A linear layer that every tensor-parallel rank holds whole."""
 
     def __init__(self, config: TransformerConfig, columns: int, rows: int) -> None:
         super().__init__()
@@ -126,14 +132,14 @@ class ToLatent(torch.nn.Module):
 
 
 class RotatedAttention(PackedAttention):
-    """Core attention whose queries and keys come with their rotary embedding."""
+    """Core attention whose queries and keys have their rotary embedding already."""
 
     def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
         return heads
 
 
 def latent_attention(shape: ModelShape, mla: LatentAttention) -> ModuleSpec:
-    """For `self_attention` of megatron's local layer."""
+    """Return the spec of `self_attention` in megatron's local layer."""
     return ModuleSpec(
         module=LatentSelfAttention,
         params={"shape": shape, "mla": mla},

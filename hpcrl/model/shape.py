@@ -1,4 +1,4 @@
-"""The architecture of a model in numbers: no torch, no ranks."""
+"""The architecture of a model in numbers, and its low-rank adapters. No torch, no ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How a rotary embedding is stretched beyond the sequences that a model was first trained on; the names are those
-    of config.json, the formulas in `hpcrl.model.rope`."""
+    """How a rotary embedding is extended beyond the sequence length of the first training; names are those of
+    config.json, formulas are in `hpcrl.model.rope`."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
@@ -23,27 +23,27 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # of "yarn"
     beta_slow: float = 1.0
-    attention_factor: float = 1.0  # on the embedding
-    mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": with it the softmax is sharper, see ModelShape.softmax_scale
+    attention_factor: float = 1.0  # of the embedding
+    mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": sharpens the softmax, see ModelShape.softmax_scale
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): each token has one latent vector, of
-    which a projection makes the keys and values of all heads, and one rotated key that all heads share. Names of
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): each token has one latent vector, from
+    which a projection computes keys and values of all heads, and one rotated key shared by all heads. Names of
     config.json."""
 
-    q_lora_rank: int | None  # width of the queries' own latent; None: they come straight from the hidden state
+    q_lora_rank: int | None  # width of the queries' own latent; None: queries are computed from the hidden state
     kv_lora_rank: int
     qk_nope_head_dim: int  # width of a query and a key without rotary embedding
-    qk_rope_head_dim: int  # and with it
+    qk_rope_head_dim: int  # and with rotary embedding
     v_head_dim: int
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama-like decoder: RMSNorm, SwiGLU, RoPE, grouped-query or latent attention; layers may be mixtures of
-    experts. With latent attention every head is a query group of its own, and `head_dim` the width of query and key."""
+    """A Llama-like decoder: RMSNorm, SwiGLU, RoPE, grouped-query or latent attention, dense or MoE layers. With latent
+    attention every head is its own query group, and `head_dim` is the width of query and key."""
 
     num_layers: int
     hidden_size: int
@@ -63,16 +63,16 @@ class ModelShape:
     qk_norm: bool = False  # RMSNorm of each query and key head
     num_experts: int = 0  # 0: no layer is a mixture of experts
     moe_ffn_hidden_size: int = 0  # width of one expert
-    dense_layers: tuple[int, ...] = ()  # of a model with experts, the layers without
+    dense_layers: tuple[int, ...] = ()  # the layers without experts in a model with experts
     moe_topk: int = 2  # experts of each token
     moe_norm_topk_prob: bool = True  # their weights sum to 1, before moe_routed_scale
-    moe_shared_ffn_hidden_size: int = 0  # width of the experts of every token, as one; 0: there are none
+    moe_shared_ffn_hidden_size: int = 0  # total width of the shared experts; 0: none
     moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    moe_score_bias: bool = False  # the choice, not the weights, adds a constant to each expert's score
-    moe_num_groups: int = 1  # of experts, of which a token chooses moe_topk_groups, then experts inside them
+    moe_score_bias: bool = False  # the choice, not the weights, uses a bias per expert
+    moe_num_groups: int = 1  # groups of experts; a token chooses moe_topk_groups, then experts inside them
     moe_topk_groups: int = 1
-    moe_group_best: int = 1  # how many of a group's experts, the best, make the group's score
-    moe_routed_scale: float = 1.0  # on the experts' weights
+    moe_group_best: int = 1  # a group's score is the sum of so many of its best scores
+    moe_routed_scale: float = 1.0  # factor of the experts' weights
     mla: LatentAttention | None = None
 
     def __post_init__(self) -> None:
@@ -86,11 +86,13 @@ class ModelShape:
         if self.num_experts and not self.moe_ffn_hidden_size:
             raise InputError(f"model.num_experts={self.num_experts} needs model.moe_ffn_hidden_size; set it")
         if self.num_experts and self.moe_topk > self.num_experts:
-            raise InputError(f"model.moe_topk={self.moe_topk} of model.num_experts={self.num_experts}; use fewer")
+            raise InputError(
+                f"model.moe_topk={self.moe_topk} is more than model.num_experts={self.num_experts}; use fewer"
+            )
 
     @property
     def rope_dim(self) -> int:
-        """Width of what the rotary embedding turns of a query and a key, the last of them."""
+        """Width of the rotated part of queries and keys, the last part."""
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     @property
@@ -99,7 +101,7 @@ class ModelShape:
 
     @property
     def softmax_scale(self) -> float:
-        """Of the products of queries and keys: 1 / sqrt(head_dim), and DeepSeek's correction of yarn."""
+        """Factor of the products of queries and keys: 1 / sqrt(head_dim), and DeepSeek's correction of yarn."""
         scale = self.head_dim**-0.5
         scaling = self.rope_scaling
         if self.mla is None or scaling is None or scaling.factor <= 1:
@@ -111,10 +113,10 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The layers that are mixtures of experts."""
+        """The MoE layers."""
         return tuple(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: a multiple of 64 whatever the layout, so that checkpoints do not depend on it."""
+        """Rows of the embedding: a multiple of 64 under any layout, so that checkpoints do not depend on it."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -22,7 +22,7 @@ from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head, check_adapters, role_layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_kv_bytes
+from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, max_kv_bytes
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.refit import Question, job_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
@@ -313,8 +313,8 @@ class Job:
         tp, longest = self.layouts["rollout"].tp, self.derived.max_sequence_length
         native = rollout.engine == "native"
         if native:
-            most = most_kv_bytes(shape, tp, itemsize, rollout.max_num_seqs, longest)
-            least = most_kv_bytes(shape, tp, itemsize, 1, longest)
+            most = max_kv_bytes(shape, tp, itemsize, rollout.max_num_seqs, longest)
+            least = max_kv_bytes(shape, tp, itemsize, 1, longest)
         else:
             least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
             most = rollout.max_num_seqs * least

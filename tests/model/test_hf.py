@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hpcrl.model.exact import check_exact
 from hpcrl.model.hf.directory import Safetensors, load_weights, open_weights
 from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
-from hpcrl.model.hf.files import differing, hf_shards, plan_files, whole, write_beside
+from hpcrl.model.hf.files import differing, hf_shards, plan_files, unsharded, write_beside
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.pieces import check_tensorrt_llm
@@ -36,7 +36,7 @@ def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path
     engine = NativeEngine(shape, None, 0, 1, torch.float32, **options)
     source = Safetensors(tmp_path)
     source.check(shape)
-    load_weights(shape, source, whole(shape), engine.weights())
+    load_weights(shape, source, unsharded(shape), engine.weights())
     prompts = [np.arange(length) % 47 for length in (1, 5, 90)]
     requests = [Request(prompt, str(number)) for number, prompt in enumerate(prompts)]
     completions = engine.generate(requests, SamplingParams(12), seed=0, step=0)
@@ -190,9 +190,9 @@ def test_tensors_that_are_missing_too_many_or_of_another_shape_are_named(tmp_pat
     name = "model.layers.1.mlp.up_proj.weight"
     for number, (change, said) in enumerate(
         [
-            (lambda tensors: tensors.pop(name), f"there is no tensor {name}"),
+            (lambda tensors: tensors.pop(name), f"no tensor {name}"),
             (lambda tensors: tensors.update({name: torch.zeros(48, 31)}), rf"{name} is \(48, 31\), and \(48, 32\)"),
-            (lambda tensors: tensors.update({"extra.weight": torch.zeros(2)}), "extra.weight is in the files and not"),
+            (lambda tensors: tensors.update({"extra.weight": torch.zeros(2)}), "extra.weight is in the files but not"),
         ]
     ):
         folder = tmp_path / str(number)

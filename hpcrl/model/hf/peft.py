@@ -1,9 +1,4 @@
-"""Adapters as PEFT keeps them in a folder: adapter_model.safetensors and adapter_config.json. No torch.
-
-Names are those of the modules of transformers 4. On transformers 5, where experts are no modules, PEFT (0.21) turns
-experts' adapters into its own for stacked weights: of gate and up together or neither, and it then drops those of dense
-layers beside.
-"""
+"""Adapters in PEFT's format: adapter_model.safetensors and adapter_config.json. No torch."""
 
 from __future__ import annotations
 
@@ -15,24 +10,29 @@ from hpcrl.model.lora import PROJECTIONS, Lora, is_adapter
 from hpcrl.model.params import Box, Shard, shards
 from hpcrl.model.shape import ModelShape
 
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
-PREFIX = "base_model.model."  # PEFT's wrappers around the model
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."  # PEFT's wrappers around the model
 
 
 def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
-    """PEFT's tensors, whole: `local_name` is PEFT's, the others are ours."""
+    """Return PEFT's tensors, whole: `local_name` is PEFT's, `name` and boxes are Megatron's.
+
+    Names are those of the modules of transformers 4. On transformers 5, where experts are not modules, PEFT (0.21)
+    converts experts' adapters into its own for stacked weights: of both gate and up or of neither, and it then drops
+    those of dense layers.
+    """
     found = []
-    for ours in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, lora=lora):
-        if is_adapter(ours.name):
-            rows, cols = ours.global_shape
+    for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, lora=lora):
+        if is_adapter(shard.name):
+            rows, cols = shard.global_shape
             box = Box((0, rows), (0, cols), 0, 0)
-            found.append(ours._replace(local_name=_peft_name(shape, ours.name), boxes=(box,), tp_replicated=True))
+            found.append(shard._replace(local_name=_peft_name(shape, shard.name), boxes=(box,), tp_replicated=True))
     return found
 
 
 def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:
-    """`base`: the directory that the adapters belong to."""
+    """Return adapter_config.json. `base`: the directory that the adapters belong to."""
     modules = {shard.local_name.split(".")[-3] for shard in peft_shards(shape, lora)}
     return {
         "peft_type": "LORA",
@@ -50,11 +50,11 @@ def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str,
 
 
 def _peft_name(shape: ModelShape, name: str) -> str:
-    """PEFT's of ours, such as decoder.layers.0.self_attention.q_proj.lora_A."""
+    """PEFT's name of a parameter, such as decoder.layers.0.self_attention.q_proj.lora_A."""
     parent, projection, factor = name.rsplit(".", 2)
     matrix = next(matrix for matrix, projections in PROJECTIONS.items() if projection in projections)
     pattern = re.sub(r"local_experts\.\d+", "local_experts.#", re.sub(r"layers\.\d+", "layers.*", parent))
-    theirs = family_of(shape).names[f"{pattern}.{matrix}.weight"][PROJECTIONS[matrix].index(projection)]
+    peft_name = family_of(shape).names[f"{pattern}.{matrix}.weight"][PROJECTIONS[matrix].index(projection)]
     for sign, number in zip(("*", "#"), re.findall(r"\.(\d+)", parent), strict=False):
-        theirs = theirs.replace(sign, number)
-    return f"{PREFIX}{theirs.removesuffix('.weight')}.{factor}.weight"
+        peft_name = peft_name.replace(sign, number)
+    return f"{PEFT_PREFIX}{peft_name.removesuffix('.weight')}.{factor}.weight"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcrl.model.exact import check_exact, exact_linear
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, most_kv_bytes, num_blocks
+from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.rollout.native.attention import PagedAttention
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, PlainRope, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
@@ -56,7 +56,7 @@ class NativeEngine:
             check_exact(shape, tp_size, dtype, device)
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         if kv_cache_bytes is None:
-            kv_cache_bytes = most_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
+            kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
