@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from hpcrl.kernels.masked_whiten import masked_values
+from hpcrl.kernels.reductions import masked_values
 
 Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # fp64 sums of one replica -> sums over all replicas
 

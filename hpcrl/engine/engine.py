@@ -31,9 +31,9 @@ from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, sco
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf.directory import Safetensors, load_weights
-from hpcrl.model.lora import Lora
 from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.router import RouterLosses
+from hpcrl.model.shape import Lora
 from hpcrl.model.transformer_engine import FP8_ROWS
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated

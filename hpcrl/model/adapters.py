@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hpcrl.model.lora import FACTORS, PROJECTIONS, ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
+from hpcrl.model.shape import FACTORS, PROJECTIONS, ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
 
 if TYPE_CHECKING:
     from hpcrl.model.gpt import PackedGPT

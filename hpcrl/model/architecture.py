@@ -69,7 +69,7 @@ def _rope_scaling(model: ModelConfig) -> Any:
 def _experts(model: ModelConfig) -> dict[str, Any]:
     dense = tuple(sorted(set(model.dense_layers)))
     if dense and dense[-1] >= model.num_layers:
-        raise InputError(f"model.dense_layers={list(dense)} : model.num_layers={model.num_layers}; layers count from 0")
+        raise InputError(f"model.dense_layers={list(dense)}: model.num_layers={model.num_layers}; layers count from 0")
     return {
         "num_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,

@@ -27,10 +27,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from hpcrl.model.adapters import add_adapters
-    from hpcrl.model.attention import ExactPackedAttention, PackedAttention
+    from hpcrl.model.attention import ExactPackedAttention, PackedAttention, latent_attention
     from hpcrl.model.exact import check_exact
     from hpcrl.model.gpt import PackedGPT
-    from hpcrl.model.latent_attention import latent_attention
     from hpcrl.model.layers import RMSNorm, ScalarHead, SwiGLU, use_exact_linear
     from hpcrl.model.router import Mixture, MixtureLayer, Router
     from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
@@ -38,9 +37,8 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from hpcrl.config.schema import RecomputeConfig, TransformerEngineConfig
     from hpcrl.grid.groups import RoleGroups
-    from hpcrl.model.lora import Lora
     from hpcrl.model.params import Head, Shard
-    from hpcrl.model.shape import ModelShape
+    from hpcrl.model.shape import Lora, ModelShape
 
 
 def build_model(

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
-from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.model.shape import (
+    ROW_PARALLEL,
+    LatentAttention,
+    Lora,
+    ModelShape,
+    is_adapter,
+    matrix_of,
+    rows_of_projections,
+)
 from hpcrl.runtime.exits import InputError
 
 Head = Literal["lm", "value", "reward"]

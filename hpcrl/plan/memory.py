@@ -19,9 +19,8 @@ from hpcrl.config.placement import architecture
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import shape_from_yaml
-from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head, check_adapters, role_layout
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, max_kv_bytes
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.refit import Question, job_shape, question

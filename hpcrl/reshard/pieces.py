@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.hf.files import plan_files
-from hpcrl.model.hf.peft import peft_shards
-from hpcrl.model.lora import Lora
+from hpcrl.model.hf.files import peft_shards, plan_files
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, rank_shards
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
 
 

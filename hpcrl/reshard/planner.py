@@ -16,9 +16,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head, check_layout
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.reshard.pieces import (
     ShardGroup,
     check_tensorrt_llm,

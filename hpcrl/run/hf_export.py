@@ -8,9 +8,8 @@ from pathlib import Path
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
-from hpcrl.model.hf.files import plan_files, write_beside
-from hpcrl.model.hf.peft import ADAPTER_CONFIG, adapter_config
-from hpcrl.model.lora import Lora
+from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config, plan_files, write_beside
+from hpcrl.model.shape import Lora
 from hpcrl.plan.state import ITEMSIZE
 
 

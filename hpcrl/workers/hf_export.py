@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from hpcrl.checkpoint.store import fsync
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
-from hpcrl.model.hf.files import plan_files
-from hpcrl.model.hf.peft import ADAPTER_WEIGHTS, peft_shards
+from hpcrl.model.hf.files import ADAPTER_WEIGHTS, peft_shards, plan_files
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.planner import Resharding

@@ -144,7 +144,7 @@ def test_who_does_not_compute_latent_attention_says_so() -> None:
     shape = shape_from_hf(make_model("deepseek-v2-lite").config.to_dict())
     with pytest.raises(InputError, match="rollout.exact=true with latent attention is not supported"):
         check_exact(shape, 1, torch.float32, torch.device("cpu"))
-    with pytest.raises(InputError, match="rollout.engine=tensorrt_llm: how it lays out latent attention"):
+    with pytest.raises(InputError, match="rollout.engine=tensorrt_llm: its layout of latent attention"):
         check_tensorrt_llm(shape, 1)
 
 
@@ -191,7 +191,10 @@ def test_tensors_that_are_missing_too_many_or_of_another_shape_are_named(tmp_pat
     for number, (change, said) in enumerate(
         [
             (lambda tensors: tensors.pop(name), f"no tensor {name}"),
-            (lambda tensors: tensors.update({name: torch.zeros(48, 31)}), rf"{name} is \(48, 31\), and \(48, 32\)"),
+            (
+                lambda tensors: tensors.update({name: torch.zeros(48, 31)}),
+                rf"{name} has shape \(48, 31\); config.json says \(48, 32\)",
+            ),
             (lambda tensors: tensors.update({"extra.weight": torch.zeros(2)}), "extra.weight is in the files but not"),
         ]
     ):

@@ -380,7 +380,7 @@ def test_likeliest_tokens_of_a_split_vocabulary(world, k):
 
 @pytest.mark.world(1)
 def test_more_of_the_likeliest_tokens_than_there_are(groups):
-    with pytest.raises(ValueError, match="the 6 likeliest of 5 tokens asked for; ask for 5 or fewer"):
+    with pytest.raises(ValueError, match="k=6 is larger than vocab_size=5; use 5 or fewer"):
         vocab_parallel_topk_ids(torch.zeros(2, 8), 6, group=groups["alone"].tp, vocab_size=5)
 
 

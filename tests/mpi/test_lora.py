@@ -16,9 +16,8 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.build import copy_boxes, initial_weight, local_shards
 from hpcrl.model.hf.families import read_shape
-from hpcrl.model.hf.peft import ADAPTER_CONFIG, adapter_config
-from hpcrl.model.lora import Lora, is_adapter
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config
+from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.exits import InputError
 from hpcrl.workers.hf_export import ExportWorker
 from hpcrl.workers.model_worker import ModelWorker

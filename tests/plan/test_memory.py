@@ -18,11 +18,10 @@ from hpcrl.config.offload import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import Lora
 from hpcrl.model.packed import pack
 from hpcrl.model.params import Head, stage_layers
 from hpcrl.model.router import NOT_RECORDED
-from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.model.shape import LatentAttention, Lora, ModelShape
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.meta import DTYPES, fake_rank, parameter_bytes
 from hpcrl.plan.state import RoleModel

@@ -13,7 +13,7 @@ import torch
 from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
 from hpcrl.algorithms.advantages.groups import GroupIds, group_numbers, two_best
 from hpcrl.algorithms.masked import Reduce, masked_whiten, one_replica
-from hpcrl.kernels.group_statistics import group_moments, group_sum
+from hpcrl.kernels.reductions import group_moments, group_sum
 
 
 @register_adv_est("grpo")

@@ -7,7 +7,7 @@ import torch
 from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
 from hpcrl.algorithms.advantages.groups import GroupIds, group_numbers, two_best
 from hpcrl.algorithms.advantages.token_level import reward_to_go
-from hpcrl.kernels.group_statistics import group_sum
+from hpcrl.kernels.reductions import group_sum
 
 
 @register_adv_est("optimal_token_baseline")

@@ -9,7 +9,7 @@ import torch
 
 from hpcrl.algorithms.advantages.estimator import Result, register_adv_est
 from hpcrl.algorithms.masked import Reduce, masked_whiten, one_replica
-from hpcrl.kernels import segmented_scan
+from hpcrl.kernels import reductions
 
 
 @register_adv_est("gae")
@@ -32,7 +32,7 @@ def gae(
     Quirks of verl: a masked token has the A of the next token the model wrote (0 after the last one), so its return is
     that A + V, and whitening shifts and scales it too: neither is 0. The reward of a masked token is lost.
     """
-    advantages = segmented_scan.gae(token_level_rewards, values, response_mask, gamma, lam)
+    advantages = reductions.gae(token_level_rewards, values, response_mask, gamma, lam)
     return masked_whiten(advantages, response_mask, reduce), advantages + values
 
 
@@ -47,7 +47,7 @@ def reinforce_plus_plus(
     Quirk of verl that is not followed: values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
     valid = response_mask.bool()
-    returns = segmented_scan.discounted_returns(token_level_rewards, response_mask, gamma)
+    returns = reductions.discounted_returns(token_level_rewards, response_mask, gamma)
     returns = returns.masked_fill(~valid, 0.0)
     return masked_whiten(returns, response_mask, reduce).masked_fill(~valid, 0.0), returns
 

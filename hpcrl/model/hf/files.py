@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hpcrl.model.hf.families import CONFIG, family_of, hf_config
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Shard, shards
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
 
 
 class Span(NamedTuple):
@@ -78,7 +78,7 @@ def _hf_shard(hf_name: str, parts: list[tuple[Shard, Span]]) -> Shard:
 
 
 class Slice(NamedTuple):
-    """A rectangle of a Hugging Face tensor, and its place in a local Megatron tensor; cols of a 1-D tensor is (0, 1)."""
+    """A rectangle of a Hugging Face tensor, and its place in a local Megatron tensor; cols of 1-D tensors: (0, 1)."""
 
     hf_name: str
     rows: tuple[int, int]
@@ -189,3 +189,53 @@ def write_beside(
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."  # PEFT's wrappers around the model
+
+
+def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
+    """Return PEFT's tensors, whole: `local_name` is PEFT's, `name` and boxes are Megatron's.
+
+    Names are those of the modules of transformers 4. On transformers 5, where experts are not modules, PEFT (0.21)
+    converts experts' adapters into its own for stacked weights: of both gate and up or of neither, and it then drops
+    those of dense layers.
+    """
+    found = []
+    for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, lora=lora):
+        if is_adapter(shard.name):
+            rows, cols = shard.global_shape
+            box = Box((0, rows), (0, cols), 0, 0)
+            found.append(shard._replace(local_name=_peft_name(shape, shard.name), boxes=(box,), tp_replicated=True))
+    return found
+
+
+def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:
+    """Return adapter_config.json. `base`: the directory that the adapters belong to."""
+    modules = {shard.local_name.split(".")[-3] for shard in peft_shards(shape, lora)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+
+
+def _peft_name(shape: ModelShape, name: str) -> str:
+    """PEFT's name of a parameter, such as decoder.layers.0.self_attention.q_proj.lora_A."""
+    parent, projection, factor = name.rsplit(".", 2)
+    matrix = next(matrix for matrix, projections in PROJECTIONS.items() if projection in projections)
+    pattern = re.sub(r"local_experts\.\d+", "local_experts.#", re.sub(r"layers\.\d+", "layers.*", parent))
+    peft_name = family_of(shape).names[f"{pattern}.{matrix}.weight"][PROJECTIONS[matrix].index(projection)]
+    for sign, number in zip(("*", "#"), re.findall(r"\.(\d+)", parent), strict=False):
+        peft_name = peft_name.replace(sign, number)
+    return f"{PEFT_PREFIX}{peft_name.removesuffix('.weight')}.{factor}.weight"
