@@ -1,5 +1,7 @@
-"""Attention of one query token per sequence over a KV cache in blocks (PagedAttention, Kwon et al. 2023,
-arXiv:2309.06180). Sequences are cut into parts, so that a few long ones fill a GPU too (flash decoding)."""
+"""Attention of one query token per sequence over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
+
+Sequences are cut into parts, so that a few long ones occupy a GPU too (flash decoding).
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,32 @@ from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
 
-WIDEST = 512  # of a value, and of a key but for what is behind a power of 2
-PROGRAMS = 4096  # that parts are to make: some dozen for each processor of a GPU
-LEAST = 256  # tokens of a part, for its output is moved as well
-WIDE = 2048  # numbers of the output of one KV head: where it has several times as many, there are fewer parts
+MAX_WIDTH = 512  # of a value, and of a key's largest power of 2
+NUM_PROGRAMS = 4096  # target number of programs: some dozen per multiprocessor of a GPU
+MIN_PART_TOKENS = 256  # minimum tokens of a part, because its output is moved as well
+WIDE = 2048  # numbers of a KV head's output; for a multiple of it there are fewer parts
 
 
 class Cut(NamedTuple):
-    """Rows are cut into about `wanted` parts in all, at most one more for each row, of `least` tokens or more."""
+    """Rows are cut into about `wanted` parts in total, at most one more per row, of `least` tokens or more."""
 
     wanted: int
     least: int
 
     @classmethod
     def of(cls, groups: int, per_head: int, value_dim: int) -> Cut:
-        """For `groups` KV heads with `per_head` queries each."""
+        """Choose the cut for `groups` KV heads with `per_head` queries each."""
         times = max(1, per_head * value_dim // WIDE)
-        return cls(max(1, PROGRAMS // (groups * times)), LEAST * min(times, 4))
+        return cls(max(1, NUM_PROGRAMS // (groups * times)), MIN_PART_TOKENS * min(times, 4))
 
 
 class PagedRows(NamedTuple):
-    """Where n rows have their tokens.
+    """Places of n rows' tokens.
 
-    Row i has `lengths[i]` of them, at least 1, in the blocks `blocks[starts[i]]`, `blocks[starts[i] + 1]` and so on,
-    all full but the last. The kernels go by `parts` int32 (m, 4): the place in `blocks` of a part's first block, its
-    row, its tokens (0: nothing is to be done), and 0; and by `parts_of` int32 (n, 2): a row's first part and how many
-    it has. `blocks` is int32 (any,); `starts` and `lengths` are int64 (n,), on the host.
+    Row i has `lengths[i]` tokens, at least 1, in the blocks `blocks[starts[i]]`, `blocks[starts[i] + 1]` and so on, all
+    full except the last. The kernels use `parts` int32 (m, 4): the place in `blocks` of a part's first block, its row,
+    its tokens (0: skip), and 0; and `parts_of` int32 (n, 2): a row's first part and its number of parts. `blocks` is
+    int32 (any,); `starts` and `lengths` are int64 (n,), on the host.
     """
 
     blocks: Tensor
@@ -49,10 +51,10 @@ class PagedRows(NamedTuple):
     def of(
         cls, blocks: np.ndarray, starts: np.ndarray, lengths: np.ndarray, size: int, cut: Cut, device: torch.device
     ) -> PagedRows:
-        """The lengths alone say how rows, of blocks of `size` tokens, are cut: into parts of much the same length."""
+        """Cut rows, of blocks of `size` tokens, into parts of similar length; only the lengths matter."""
         longest = max(cut.least, -(-int(lengths.sum()) // cut.wanted))
         counts = -(-lengths // longest)
-        tokens = size * -(-lengths // (size * counts))  # of a part, but the last of a row
+        tokens = size * -(-lengths // (size * counts))  # of a part, except the last of a row
         counts = -(-lengths // tokens)
         firsts = counts.cumsum() - counts
         rows = np.arange(len(lengths)).repeat(counts)
@@ -65,16 +67,15 @@ class PagedRows(NamedTuple):
 
 
 def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
-    """softmax(scale q k) v over the tokens of a row, for each row and each of its queries.
+    """Return softmax(scale q k) v over the tokens of a row, for each row and each of its queries.
 
     queries: (n, KV heads, queries of a head, key_dim); keys: (blocks, KV heads, key_dim, block size), contiguous;
     values: (blocks, KV heads, block size, value_dim), contiguous, or the view of the first columns of the keys,
-    `keys[:, :, :value_dim].transpose(2, 3)`, which are then read once. All fp32, bf16 or fp16; the result (n, KV heads,
-    queries of a head, value_dim) too, computed in fp32. What blocks hold behind a row's last token has to be finite.
-    Without a gradient.
+    `keys[:, :, :value_dim].transpose(2, 3)`, which are then read once. All fp32, bf16 or fp16, as is the result (n, KV
+    heads, queries of a head, value_dim), computed in fp32. Blocks must be finite after a row's last token. No gradient.
 
     Moves the keys and values of all rows once, and for each part an output in fp32 twice; 2 (key_dim + value_dim)
-    operations for each query and token.
+    operations per query and token.
     """
     if is_fused(keys, values):
         from hpcrl.kernels.decode_attention_triton import decode_attention as fused
@@ -84,15 +85,15 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedR
 
 
 def is_fused(keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernels run for such a cache."""
-    return use_triton("decode_attention", keys, unless=_why_not(keys, values))
+    """Whether the kernels support such a cache."""
+    return use_triton("decode_attention", keys, unless=_reason(keys, values))
 
 
-def _why_not(keys: Tensor, values: Tensor) -> str:
+def _reason(keys: Tensor, values: Tensor) -> str:
     size, width = keys.size(-1), max(first_width(keys, values), values.size(-1))
     if size < 16 or size & (size - 1):
-        return f"blocks of {size} tokens, which is no power of 2 from 16 on"
-    return f"heads of {width} are wider than {WIDEST}" if width > WIDEST else ""
+        return f"blocks of {size} tokens are not a power of 2 of at least 16"
+    return f"heads of {width} are wider than {MAX_WIDTH}" if width > MAX_WIDTH else ""
 
 
 def values_are_keys(keys: Tensor, values: Tensor) -> bool:
@@ -100,7 +101,7 @@ def values_are_keys(keys: Tensor, values: Tensor) -> bool:
 
 
 def first_width(keys: Tensor, values: Tensor) -> int:
-    """How many columns of a key are one matrix: those that are its value too, else the largest power of 2."""
+    """Return how many columns of a key are one matrix: those that are also its value, else the largest power of 2."""
     return values.size(-1) if values_are_keys(keys, values) else 1 << (keys.size(-2).bit_length() - 1)
 
 

@@ -1,5 +1,5 @@
-"""Decode attention in Triton: a program has a part of a row's tokens, for one KV head and some of its queries; other
-programs put the parts of a row together. It has not been measured on a GPU."""
+"""Decode attention in Triton: one program per part of a row's tokens, KV head and group of queries; other programs
+combine the parts of a row. Not measured on a GPU yet."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hpcrl.kernels.decode_attention import PagedRows, first_width, values_are_keys
-from hpcrl.kernels.interpreter import Specimen
+from hpcrl.kernels.interpreter import KernelVariant
 
-MASKED = tl.constexpr(-1e30)  # finite: the difference of two is no NaN
+MASKED = tl.constexpr(-1e30)  # finite, so that differences are not NaN
 LOG2_E = math.log2(math.e)
-SMALLEST_DOT = 16  # products have at least so many rows and columns
-MOST_OUTPUTS = 16384  # numbers of a program, in registers
-TILE_BYTES = 36864  # of keys and values in one step, two of which are under way
+SMALLEST_DOT = 16  # minimum rows and columns of a product
+MOST_OUTPUTS = 16384  # maximum outputs of a program, in registers
+TILE_BYTES = 36864  # of keys and values in one step, two of which are in flight
 PARTS_AT_ONCE = 16
 
 
@@ -54,30 +54,32 @@ def attend(
         total = tl.zeros((QUERIES, VALUE_BLOCK), tl.float32)
         num_blocks = tl.cdiv(tokens, SIZE)
         number = place // SIZE
-        here = number < num_blocks
-        block = tl.load(blocks + start + number, mask=here, other=0)
+        valid = number < num_blocks
+        block = tl.load(blocks + start + number, mask=valid, other=0)
         for tile in tl.range(0, tl.cdiv(tokens, TILE), num_stages=STAGES):
-            # The compiler is told what a block number that comes from memory hides: a block's tokens lie together.
+            # A hint for the compiler: the tokens of a block are contiguous.
             item = tl.max_constancy(block.to(tl.int64) * HEADS + head, SIZE)
             keys_at = keys + tl.multiple_of(item * (KEY * SIZE), SIZE) + offset
             key = tl.load(
-                keys_at[None, :] + of_first[:, None] * SIZE, mask=here[None, :] & (of_first < FIRST)[:, None], other=0.0
+                keys_at[None, :] + of_first[:, None] * SIZE,
+                mask=valid[None, :] & (of_first < FIRST)[:, None],
+                other=0.0,
             )
             scores = tl.dot(first_query, key, input_precision="ieee")
             if REST > 0:
-                inside = here[None, :] & (of_rest < REST)[:, None]
+                inside = valid[None, :] & (of_rest < REST)[:, None]
                 rest = tl.load(keys_at[None, :] + (FIRST + of_rest)[:, None] * SIZE, mask=inside, other=0.0)
                 scores = tl.dot(rest_query, rest, scores, input_precision="ieee")
             if VALUE_IN_KEY:
                 value = tl.trans(key)
             else:
                 values_at = values + item * (SIZE * VALUE) + offset * VALUE
-                inside = here[:, None] & (of_value < VALUE)[None, :]
+                inside = valid[:, None] & (of_value < VALUE)[None, :]
                 value = tl.load(values_at[:, None] + of_value[None, :], mask=inside, other=0.0)
-            # The next tile's, so that loads of keys and values need not wait for them.
+            # Load the next tile's block numbers early, so that its loads need not wait for them.
             number += TILE // SIZE
-            here = number < num_blocks
-            block = tl.load(blocks + start + number, mask=here, other=0)
+            valid = number < num_blocks
+            block = tl.load(blocks + start + number, mask=valid, other=0)
             scores = tl.where((tile * TILE + place < tokens)[None, :], scores * scale, MASKED)
             higher = tl.maximum(maximum, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
@@ -96,7 +98,7 @@ def combine(
     totals, maxima, sums, parts_of, outputs,
     QUERIES: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The output of one row and one of its QUERIES (of all KV heads) from those of the row's parts."""
+    """Combine the parts of one row into the output of one of its QUERIES (of all KV heads)."""
     program = tl.program_id(0).to(tl.int64)
     row, query = program // QUERIES, program % QUERIES
     first, count = tl.load(parts_of + row * 2).to(tl.int64), tl.load(parts_of + row * 2 + 1)
@@ -105,11 +107,11 @@ def combine(
     total_weight = tl.zeros((1,), tl.float32)
     total = tl.zeros((VALUE_BLOCK,), tl.float32)
     for begin in range(0, count, AT_ONCE):
-        here = begin + number < count
+        valid = begin + number < count
         found = (first + begin + number) * QUERIES + query
-        part_maxima = tl.load(maxima + found, mask=here, other=MASKED)
-        part_sums = tl.load(sums + found, mask=here, other=0.0)
-        inside = here[:, None] & (column < VALUE)[None, :]
+        part_maxima = tl.load(maxima + found, mask=valid, other=MASKED)
+        part_sums = tl.load(sums + found, mask=valid, other=0.0)
+        inside = valid[:, None] & (column < VALUE)[None, :]
         part_totals = tl.load(totals + found[:, None] * VALUE + column[None, :], mask=inside, other=0.0)
         higher = tl.maximum(maximum, tl.max(part_maxima, 0))
         kept, factors = tl.exp2(maximum - higher), tl.exp2(part_maxima - higher)
@@ -139,7 +141,7 @@ def _attend(
         "HEADS": groups, "PER_HEAD": per_head, "SIZE": size, "TILE": tile, "QUERIES": queries,
         "FIRST": first, "FIRST_BLOCK": _padded(first), "REST": key - first, "REST_BLOCK": _padded(key - first),
         "VALUE": value, "VALUE_BLOCK": block, "VALUE_IN_KEY": value_in_key,
-        "STAGES": 3 if tile * token_bytes <= TILE_BYTES else 2,  # blocks of many bytes would not fit twice
+        "STAGES": 3 if tile * token_bytes <= TILE_BYTES else 2,  # large blocks would not fit twice
     }  # fmt: skip
     return Launch(constants, 8 if queries * block * itemsize >= 8192 else 4)
 
@@ -156,29 +158,31 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedR
     totals = queries.new_empty((parts, groups, per_head, value), dtype=torch.float32)
     maxima, sums = totals.new_empty((2, parts, groups, per_head))
     outputs = queries.new_empty((n, groups, per_head, value))
-    how = _attend(groups, per_head, key, value, first, value_in_key, keys.size(-1), keys.element_size())
-    tiles = triton.cdiv(per_head, how.constants["QUERIES"])
+    launch = _attend(groups, per_head, key, value, first, value_in_key, keys.size(-1), keys.element_size())
+    tiles = triton.cdiv(per_head, launch.constants["QUERIES"])
     attend[(parts * groups * tiles,)](
         queries.contiguous(), keys, values, rows.blocks, rows.parts, totals, maxima, sums, scale * LOG2_E,
-        **how.constants, num_warps=how.num_warps,
+        **launch.constants, num_warps=launch.num_warps,
     )  # fmt: skip
-    how = _combine(groups, per_head, value)
+    launch = _combine(groups, per_head, value)
     combine[(n * groups * per_head,)](
-        totals, maxima, sums, rows.parts_of, outputs, **how.constants, num_warps=how.num_warps
+        totals, maxima, sums, rows.parts_of, outputs, **launch.constants, num_warps=launch.num_warps
     )
     return outputs
 
 
-def specimens() -> list[Specimen]:
+def kernel_variants() -> list[KernelVariant]:
     """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries."""
     found = []
     for groups, per_head, key, value in ((8, 4, 128, 128), (8, 4, 64, 64), (1, 16, 576, 512)):
-        how = _attend(groups, per_head, key, value, value, key > value, 32, 2)
+        launch = _attend(groups, per_head, key, value, value, key > value, 32, 2)
         inputs = dict.fromkeys(("queries", "keys", "values"), "*bf16") | dict.fromkeys(("blocks", "parts"), "*i32")
-        space = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
+        temporary = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
         name = f"decode_attention {per_head} x {key}/{value}"
-        found.append(Specimen(name, attend, inputs | space | {"scale": "fp32"}, how.constants, how.num_warps))
-        how = _combine(groups, per_head, value)
-        pointers = space | {"parts_of": "*i32", "outputs": "*bf16"}
-        found.append(Specimen(f"{name} combine", combine, pointers, how.constants, how.num_warps))
+        found.append(
+            KernelVariant(name, attend, inputs | temporary | {"scale": "fp32"}, launch.constants, launch.num_warps)
+        )
+        launch = _combine(groups, per_head, value)
+        pointers = temporary | {"parts_of": "*i32", "outputs": "*bf16"}
+        found.append(KernelVariant(f"{name} combine", combine, pointers, launch.constants, launch.num_warps))
     return found

@@ -1,8 +1,7 @@
-"""Which implementation runs: Triton on CUDA devices, plain torch elsewhere.
+"""Choice of the implementation: Triton on CUDA devices, plain torch elsewhere.
 
-The environment variable HPCRL_KERNELS says otherwise: `torch` keeps Triton from running, `triton` runs it on CPU
-tensors too, where TRITON_INTERPRET=1 has Triton's interpreter do the work, which takes a thousand times as long and is
-for tests.
+The environment variable HPCRL_KERNELS overrides it: `torch` disables Triton, `triton` runs it on CPU tensors too, in
+Triton's interpreter with TRITON_INTERPRET=1, which is about a thousand times slower and meant for tests.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.interpreter import mend
+from hpcrl.kernels.interpreter import patch_interpreter
 
 VARIABLE = "HPCRL_KERNELS"
 CHOICES = ("auto", "torch", "triton")
@@ -25,22 +24,23 @@ log = logging.getLogger(__name__)
 
 
 def use_triton(name: str, x: Tensor, *, unless: str = "") -> bool:
-    """Whether kernel `name` runs in Triton for tensors like `x`; `unless` says why this shape cannot.
+    """Whether kernel `name` runs in Triton for tensors like `x`; `unless` is the reason why this shape is not
+    supported.
 
-    The first answer of each kind is logged. ValueError where HPCRL_KERNELS is none of its choices, RuntimeError where
-    it asks for Triton on a CPU without the interpreter.
+    The first result of each kind is logged. Raises ValueError for an unknown HPCRL_KERNELS, RuntimeError if it requires
+    Triton on a CPU without the interpreter.
     """
     choice = os.environ.get(VARIABLE, "auto")
     if x.device.type == "cpu" and choice == "auto":
         return False
-    why = unless or _why_not(choice, x.device.type, x.dtype)
-    _say(name, x.device.type, x.dtype, why)
-    return not why
+    reason = unless or _reason(choice, x.device.type, x.dtype)
+    _log_choice(name, x.device.type, x.dtype, reason)
+    return not reason
 
 
 @functools.cache
-def _why_not(choice: str, device: str, dtype: torch.dtype) -> str:
-    """Empty where Triton is to run."""
+def _reason(choice: str, device: str, dtype: torch.dtype) -> str:
+    """Return why Triton does not run; empty if it does."""
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE}={choice} is unknown; use one of {', '.join(CHOICES)}")
     if choice == "torch":
@@ -54,10 +54,12 @@ def _why_not(choice: str, device: str, dtype: torch.dtype) -> str:
     if not importlib.util.find_spec("triton"):
         return "Triton is not installed"
     if device == "cpu":
-        mend()
+        patch_interpreter()
     return ""
 
 
 @functools.cache
-def _say(name: str, device: str, dtype: torch.dtype, why: str) -> None:
-    log.info("%s on %s, %s: %s", name, device, str(dtype).removeprefix("torch."), f"torch, {why}" if why else "Triton")
+def _log_choice(name: str, device: str, dtype: torch.dtype, reason: str) -> None:
+    log.info(
+        "%s on %s, %s: %s", name, device, str(dtype).removeprefix("torch."), f"torch, {reason}" if reason else "Triton"
+    )

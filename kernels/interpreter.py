@@ -1,4 +1,4 @@
-"""For tests: kernels on a CPU by Triton's interpreter, and compiled for a GPU that is not here."""
+"""Test support: kernels in Triton's interpreter on a CPU, and compilation for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import torch
 
 
 @functools.cache
-def mend() -> None:
-    """Up to Triton 3.9 bf16 is cut off where it has to be rounded, its subnormal numbers are widened to others, and
-    products take its bits for integers; up to 3.6 NumPy from 2.4 on refuses the scalars that loops run to, which are
-    arrays of one number."""
+def patch_interpreter() -> None:
+    """Fix errors of Triton's interpreter.
+
+    Up to Triton 3.9 it truncates to bf16 instead of rounding, widens subnormal bf16 numbers incorrectly, and multiplies
+    the bits of bf16 as integers; up to 3.6 NumPy from 2.4 on rejects its loop bounds, which are arrays of one number.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -53,7 +55,7 @@ def mend() -> None:
         return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # else every call of a function patches the language again, which takes longer than what it does
+        # Avoids patching the language on every call, which takes longer than the call.
         if all(language.range.__name__ == "_new_range" for language in languages(self.fn)):
             return self.rewrite()(*args, **kwargs)
         return call_patching(self, *args, **kwargs)
@@ -69,15 +71,15 @@ CHIPS = {80: "A100", 90: "H100, H200", 100: "B200"}  # by compute capability x 1
 class Resources(NamedTuple):
     registers: int  # of a thread
     shared_bytes: int  # of a program
-    spilled_bytes: int  # of a thread: what the registers could not hold
+    spilled_bytes: int  # of a thread
 
 
 @dataclass(frozen=True)
-class Specimen:
+class KernelVariant:
     """A Triton kernel with everything that its machine code depends on.
 
-    signature: argument -> Triton's name of its type. Pointers and what ends with `stride` are taken to be multiples of
-    16, as those of large tensors are. constants: the kernel's constexprs.
+    signature: argument -> Triton's name of its type. Pointers and arguments ending with `stride` are assumed to be
+    multiples of 16, as for large tensors. constants: the kernel's constexprs.
     """
 
     name: str
@@ -86,17 +88,17 @@ class Specimen:
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    maxnreg: int | None = None  # registers that a thread may have
+    maxnreg: int | None = None  # maximum registers of a thread
 
     def compile(self, chip: int) -> Resources:
-        """For compute capability chip / 10. Needs no GPU, and Triton's interpreter must be off."""
+        """Compile for compute capability chip / 10. Needs no GPU; Triton's interpreter must be off."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
         order = [name for name in self.kernel.arg_names if name not in self.constants]
         if sorted(order) != sorted(self.signature):
-            raise ValueError(f"{self.name}: {order} are the kernel's arguments, the signature has {[*self.signature]}")
+            raise ValueError(f"{self.name}: the arguments are {order}, but the signature has {[*self.signature]}")
         source = ASTSource(
             fn=self.kernel,
             signature={name: self.signature.get(name, "constexpr") for name in self.kernel.arg_names},
@@ -113,13 +115,13 @@ class Specimen:
 
 
 def resources(cubin: bytes) -> Resources:
-    """As the disassembler that Triton brings reads them."""
+    """Read registers and memory by the disassembler in Triton's package."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", told)}
+        output = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", output)}
     return Resources(numbers["REG"], numbers["SHARED"], numbers["STACK"] + numbers["LOCAL"])

@@ -1,6 +1,5 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), SwiGLU (Shazeer 2020, arXiv:2002.05202, eq. 6), and the rotary
-position embedding (Su et al. 2021, arXiv:2104.09864) in the half-rotation form of Llama and Megatron.
-"""
+position embedding (Su et al. 2021, arXiv:2104.09864) in the half-rotation form of Llama and Megatron."""
 
 from __future__ import annotations
 
@@ -13,53 +12,53 @@ from torch.nn.functional import silu
 
 from hpcrl.kernels.dispatch import use_triton
 
-WIDEST = 8192  # a row and what is summed over rows are held in registers
+MAX_WIDTH = 8192  # a row, and sums over rows, are held in registers
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension.
+    """Return weight * x / sqrt(mean(x^2) + eps) over the last dimension.
 
-    x: (..., width) fp32, bf16 or fp16; weight: (width,). Computed in fp32, given in the dtype of `x`.
-    Moves x in, the result out; backward x and the gradient in, a gradient out: about 4 operations a number. Rows of `x`
-    that lie at more than one distance are copied first.
+    x: (..., width) fp32, bf16 or fp16; weight: (width,). Computed in fp32, returned in the dtype of `x`. Moves x in,
+    the result out; backward x and the gradient in, a gradient out: about 4 operations a number. If rows of `x` do not
+    have one stride, they are copied first.
     """
-    if use_triton("rms_norm", x, unless=_too_wide(x)):
-        from hpcrl.kernels.rms_norm_triton import RMSNorm
+    if use_triton("rms_norm", x, unless=_norm_reason(x)):
+        from hpcrl.kernels.layers_triton import RMSNorm
 
         return RMSNorm.apply(x, weight, eps)
     return functional.rms_norm(x, (x.size(-1),), weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds `x` to `residual` in place, in their dtype, and gives `rms_norm` of the sum as it is kept there.
+    """Add `x` to `residual` in place, in their dtype, and return `rms_norm` of the stored sum.
 
-    residual: shaped as `x`. Without a gradient: training keeps its residuals in megatron. Moves x and residual in, the
-    sum and its norm out.
+    residual: shaped as `x`. No gradient: training keeps its residuals in megatron. Moves x and residual in, the sum and
+    its norm out.
     """
-    gap = "" if residual.is_contiguous() else "a residual with gaps"
-    if use_triton("add_rms_norm", x, unless=_too_wide(x) or gap):
-        from hpcrl.kernels.rms_norm_triton import add_rms_norm as fused
+    gap = "" if residual.is_contiguous() else "a non-contiguous residual"
+    if use_triton("add_rms_norm", x, unless=_norm_reason(x) or gap):
+        from hpcrl.kernels.layers_triton import add_rms_norm as fused
 
         return fused(x, residual, weight, eps)
     residual += x
     return functional.rms_norm(residual, (residual.size(-1),), weight, eps)
 
 
-def _too_wide(x: Tensor) -> str:
-    return f"rows of {x.size(-1)} are wider than {WIDEST}" if x.size(-1) > WIDEST else ""
+def _norm_reason(x: Tensor) -> str:
+    return f"rows of {x.size(-1)} are wider than {MAX_WIDTH}" if x.size(-1) > MAX_WIDTH else ""
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of `x` (..., 2 m), gate and up beside one another: (..., m), in the dtype of `x`.
+    """Return silu(gate) * up of `x` (..., 2 m) = [gate, up]: (..., m), in the dtype of `x`.
 
-    x: fp32, bf16 or fp16. Computed in fp32 and rounded once on a GPU, after each of the two steps elsewhere.
-    Moves x in and the result, half as large, out: about 6 operations for each number of it. For the backward pass the
-    kernel keeps x alone; it moves x and the gradient in, that of x out: about 12 operations. ValueError for odd rows.
+    x: fp32, bf16 or fp16. Computed in fp32 and rounded once on a GPU, after each of the two steps elsewhere. Moves x in
+    and the result, half as large, out: about 6 operations per result. For the backward pass the kernel keeps only x; it
+    moves x and the gradient in, that of x out: about 12 operations. Raises ValueError for odd rows.
     """
     if x.size(-1) % 2:
-        raise ValueError(f"rows of {x.size(-1)} are not two halves; give gate and up of one width")
+        raise ValueError(f"rows of {x.size(-1)} are not two halves; gate and up must have one width")
     if use_triton("swiglu", x):
-        from hpcrl.kernels.swiglu_triton import SwiGLU
+        from hpcrl.kernels.layers_triton import SwiGLU
 
         return SwiGLU.apply(x)
     gate, up = x.chunk(2, dim=-1)
@@ -67,35 +66,33 @@ def swiglu(x: Tensor) -> Tensor:
     return gated * up if x.requires_grad else gated.mul_(up)
 
 
-MOST_DIMENSIONS = 4  # that the kernel has a stride for
+MOST_DIMENSIONS = 4  # maximum dimensions of the kernel
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates `x` (tokens, ..., heads, head_dim): element i pairs with element i + head_dim / 2, eq. 34 of the paper in
+    """Rotate `x` (tokens, ..., heads, head_dim): element i pairs with element i + head_dim / 2, eq. 34 of the paper in
     another order of the elements.
 
-    `cos` and `sin` (tokens, ..., head_dim / 2) fp32: one row per token, the same for all heads, so that dimensions
-    between are 1. Computed in fp32, given in the dtype of `x`, without gaps; heads of `x` may lie apart, as they do in
-    a matrix of queries, keys and values. The gradient of a rotation is the rotation back.
-    Moves x in and the result out, and 4 head_dim bytes of a token's cos and sin in: 3 operations a number. In the
-    backward pass the same once more. ValueError where head_dim is odd.
+    `cos` and `sin` (tokens, ..., head_dim / 2) fp32: one row per token, the same for all heads; dimensions in between
+    are 1. Computed in fp32, returned contiguous in the dtype of `x`; heads of `x` may be strided, as in a matrix of
+    queries, keys and values. The gradient of a rotation is the reverse rotation. Moves x in and the result out, and 4
+    head_dim bytes of a token's cos and sin in: 3 operations a number, and the same in the backward pass. Raises
+    ValueError for an odd head_dim.
     """
     if x.size(-1) % 2:
-        raise ValueError(
-            f"a rotary embedding turns pairs, head_dim={x.size(-1)} is odd; give it an even part of a head"
-        )
-    if use_triton("rope", x, unless=_not_for_kernel(x, cos)):
-        from hpcrl.kernels.rope_triton import Rope
+        raise ValueError(f"head_dim={x.size(-1)} is odd; rotary embeddings need an even width")
+    if use_triton("rope", x, unless=_rope_reason(x, cos)):
+        from hpcrl.kernels.layers_triton import Rope
 
         return Rope.apply(x, cos, sin)
     return _Rope.apply(x, cos.unsqueeze(-2), sin.unsqueeze(-2))
 
 
-def _not_for_kernel(x: Tensor, cos: Tensor) -> str:
+def _rope_reason(x: Tensor, cos: Tensor) -> str:
     if not 3 <= x.dim() <= MOST_DIMENSIONS:
         return f"heads in {x.dim()} dimensions"
     if cos.numel() != x.size(0) * x.size(-1) // 2:
-        return "angles of more than tokens"
+        return "angles are not one row per token"
     return ""
 
 
@@ -105,7 +102,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rope(torch.autograd.Function):
-    """5 operations where autograd would record 10."""
+    """Records 5 operations where autograd would record 10."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

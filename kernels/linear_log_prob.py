@@ -1,8 +1,8 @@
-"""Log-probability, entropy and likeliest tokens from hidden states, without all logits in memory at once.
+"""Log-probs, entropy and most likely tokens from hidden states, without all logits in memory at a time.
 
 The plain path runs the output layer on a few rows at a time, as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989,
-fused linear cross entropy); on CUDA it runs on a few columns at a time. What the loss does with a log-probability is
-not known here, so the backward pass computes the logits anew.
+fused linear cross entropy); on CUDA it runs on a few columns at a time. The backward pass recomputes the logits,
+because the loss is not part of the operation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of (n, k) and (k, m), without gradients: fp32, or fp64 where the operands are fp64.
+    """Return a @ b of (n, k) and (k, m), without gradients: fp32, or fp64 if the operands are fp64.
 
-    Rounded to the dtype of the operands on CUDA where torch is older than 2.8. A CPU converts the operands first.
+    Rounded to the operands' dtype on CUDA with torch older than 2.8. A CPU converts the operands first.
     """
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=torch.float32) if _gives_fp32() else a @ b
+        return torch.mm(a, b, out_dtype=torch.float32) if _has_fp32_output() else a @ b
     return a.float() @ b.float()
 
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight^T, (n, V) of (n, k) and (V, k), without gradients: on CUDA in fp32.
+    """Return hidden @ weight^T, (n, V) of (n, k) and (V, k), without gradients; fp32 on CUDA.
 
     On a CPU in the dtype of the operands, because their conversion made decoding in bf16 11 to 33% slower.
     """
@@ -43,7 +43,7 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 @functools.cache
-def _gives_fp32() -> bool:
+def _has_fp32_output() -> bool:
     one = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
     try:
         return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
@@ -51,16 +51,16 @@ def _gives_fp32() -> bool:
         return False
 
 
-MOST_TARGETS = 8  # of a row, in Triton: each is looked for in every column
+MAX_TARGETS = 8  # of a row, in Triton, which compares every column with each of them
 
 
 class HeadOutputs(NamedTuple):
-    """fp32, or fp64 where the hidden states are; None where not asked for."""
+    """fp32, or fp64 if the hidden states are; None if not requested."""
 
     log_probs: Tensor  # (R, K) at the targets
     entropies: Tensor | None  # (R,) -sum p log p
     squares: Tensor | None  # (R,) sum p^2, without a gradient
-    topk_ids: Tensor | None = None  # (R, k) int64, the likeliest first
+    topk_ids: Tensor | None = None  # (R, k) int64, most likely first
     topk_log_probs: Tensor | None = None  # (R, k) at these, without a gradient
 
 
@@ -77,33 +77,33 @@ def linear_log_probs(
     sum_pi_squared: bool = False,
     k: int = 0,
 ) -> HeadOutputs:
-    """Of logits hidden @ weight^T, which exist in part, forward and backward: for `chunk_rows` rows at a time, or in
-    Triton for some columns at a time.
+    """Return log-probs and more of the logits hidden @ weight^T, of which only a part exists at a time, forward and
+    backward: some rows (`chunk_rows`), or in Triton some columns.
 
     hidden: (R, hidden); weight: (V / tp, hidden), this rank's rows; targets: (R, K) int64 and the rest as in
     `vocab_parallel_log_probs`, and k as in `vocab_parallel_topk_ids`. The gradient of `hidden` is this rank's part, to
-    be summed over the group; that of the weight is summed over the chunks in fp32. Collective over `group` in the
-    forward pass alone.
+    be summed over the group; that of the weight is summed over the chunks in fp32. Collective over `group`, in the
+    forward pass only.
 
-    2 R (V / tp) hidden operations forward and 6 backward, a third of them for the logits again. At the sizes of
-    language models these take longer than the bytes.
+    2 R (V / tp) hidden operations forward and 6 backward, a third of them to recompute the logits. At the sizes of
+    language models these take longer than the memory traffic.
     """
     softmax = SplitSoftmax(group, vocab_size, temperature or 1.0)
-    if use_triton("linear_log_prob", hidden, unless=_why_not(targets, k)):
+    if use_triton("linear_log_prob", hidden, unless=_reason(targets, k)):
         from hpcrl.kernels.linear_log_prob_triton import LinearLogProbs
 
         return HeadOutputs(*LinearLogProbs.apply(hidden, weight, targets, softmax, entropy, sum_pi_squared))
     return HeadOutputs(*_ChunkedHead.apply(hidden, weight, targets, chunk_rows, softmax, entropy, sum_pi_squared, k))
 
 
-def _why_not(targets: Tensor, k: int) -> str:
+def _reason(targets: Tensor, k: int) -> str:
     if k:
-        return "the likeliest tokens are asked for"
-    return f"a row has more than {MOST_TARGETS} targets" if targets.size(1) > MOST_TARGETS else ""
+        return "the most likely tokens are requested"
+    return f"a row has more than {MAX_TARGETS} targets" if targets.size(1) > MAX_TARGETS else ""
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Three numbers per row are kept for the backward pass, beside the inputs."""
+    """Keeps three numbers per row for the backward pass, and the inputs."""
 
     @staticmethod
     def forward(
@@ -119,8 +119,8 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ids, chunks = [], []
         for rows in slices(len(hidden), chunk_rows):
-            likeliest, sums = _chunk_sums(hidden[rows], weight, targets[rows], softmax, entropy, sum_pi_squared, k)
-            ids.append(likeliest)
+            top_ids, sums = _chunk_sums(hidden[rows], weight, targets[rows], softmax, entropy, sum_pi_squared, k)
+            ids.append(top_ids)
             chunks.append(sums)
         whole = RowSums._make(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden, weight, targets, whole.top, whole.log_sum, whole.entropies)
@@ -169,7 +169,7 @@ def _chunk_sums(
     sum_pi_squared: bool,
     k: int,
 ) -> tuple[Tensor, RowSums]:
-    """Ids of the k likeliest, and the sums of the targets and these."""
+    """Return ids of the k most likely tokens, and the sums for the targets and these."""
     logits = logits_of(hidden, weight)
     ids = targets[:, :0]
     if k:
@@ -178,5 +178,5 @@ def _chunk_sums(
 
 
 def slices(count: int, size: int) -> Iterator[slice]:
-    """Of `count` rows or columns, `size` at a time."""
+    """Yield slices of `size` over `count` rows or columns."""
     return (slice(first, min(first + size, count)) for first in range(0, count, size))

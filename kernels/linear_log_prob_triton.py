@@ -1,8 +1,8 @@
-"""Log-probabilities from hidden states by columns of the vocabulary: the library's matrix products, and kernels that
-read what these give while it is there.
+"""Log-probs from hidden states by columns of the vocabulary: the library's matrix products, and kernels that read each
+product once.
 
-Columns rather than rows, as a chunk's gradient of the weight is then complete: nothing of the weight's size is summed
-up. Logits and their sums are fp32, also where the operands are bf16: products give their accumulators.
+Columns rather than rows, because a chunk's gradient of the weight is then complete and nothing of the weight's size is
+summed. Logits and their sums are fp32, also for bf16 operands: products return their accumulators.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
-from hpcrl.kernels.interpreter import Specimen
+from hpcrl.kernels.interpreter import KernelVariant
 from hpcrl.kernels.linear_log_prob import product, slices
 from hpcrl.kernels.vocabulary import OwnSums, SplitSoftmax
 
-MOST_COLUMNS, FEWEST_COLUMNS = 16384, 256  # of a chunk: a program goes through a row; a product needs some width
-BLOCK = 1024  # columns that a program has at once
-SLICE = 2048  # rows of a product that is only there to be added
+MAX_COLUMNS, MIN_COLUMNS = 16384, 256  # of a chunk: a program processes a row; products need some width
+BLOCK = 1024  # columns per step of a program
+SLICE = 2048  # rows of a temporary product
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -31,7 +31,7 @@ def add_columns(
     logits, targets, top, total, weighted, squares, at_targets, stride, first, columns, temperature, num_targets,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, TARGETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds a chunk of logits, `columns` from `first` on, to the sums of `OwnSums`: a program has a row.
+    """Add a chunk of logits, `columns` from `first` on, to the sums of `OwnSums`; one program per row.
 
     Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
@@ -45,7 +45,7 @@ def add_columns(
         column = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + column, mask=column < columns, other=-float("inf")).to(tl.float32)
         new_max = tl.maximum(x_max, tl.max(x, 0))
-        # While there is nothing but -inf, differences have no value.
+        # While all logits are -inf, differences are undefined.
         shift = tl.where(e_sum > 0, (x_max - new_max) / temperature, 0.0)
         kept = tl.exp(shift)
         z = (x - tl.where(new_max == -float("inf"), 0.0, new_max)) / temperature
@@ -75,7 +75,7 @@ def logits_gradient(
     logits, grad, targets, top, log_sum, entropies, grad_log_probs, grad_entropies, stride, grad_stride, first, columns,
     temperature, num_targets, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a chunk of logits as in `SplitSoftmax.gradient`: a program has BLOCK columns of a row."""
+    """The gradient of a chunk of logits as in `SplitSoftmax.gradient`; one program per BLOCK columns of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + column, mask=column < columns, other=-float("inf")).to(tl.float32)
@@ -95,11 +95,11 @@ def logits_gradient(
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Three numbers per row are kept for the backward pass, beside the inputs.
+    """Keeps three numbers per row for the backward pass, and the inputs.
 
-    Beside inputs and results there are HEAD_CHUNK_BYTES of logits, in the backward pass the gradients of HEAD_CHUNKS
-    times as many in the dtype of the weight, and the gradient of the hidden states in fp32. The more columns go into
-    the product that is added to that, the less often it is read and written.
+    Temporary memory: HEAD_CHUNK_BYTES of logits; in the backward pass also the gradients of HEAD_CHUNKS times as many
+    in the weight's dtype, and the gradient of the hidden states in fp32. With more columns in the product that is added
+    to the latter, it is read and written less often.
     """
 
     @staticmethod
@@ -127,7 +127,7 @@ class LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, top, log_sum, entropies = ctx.saved_tensors
         rows, softmax = len(hidden), ctx.softmax
-        wanted = [None if grad is None else grad.contiguous() for grad in (grad_log_probs, grad_entropies)]
+        upstream_grads = [None if grad is None else grad.contiguous() for grad in (grad_log_probs, grad_entropies)]
         first, valid = softmax.group.rank() * len(weight), softmax.num_columns(len(weight))
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -136,14 +136,14 @@ class LinearLogProbs(torch.autograd.Function):
         for columns in _chunks(rows, valid, HEAD_CHUNKS):
             part = weight[columns]
             grad = torch.empty(rows, len(part), dtype=weight.dtype, device=weight.device)
-            for some in _chunks(rows, len(part)):
-                logits, place = product(hidden, part[some].T), grad[:, some]
+            for part_columns in _chunks(rows, len(part)):
+                logits, place = product(hidden, part[part_columns].T), grad[:, part_columns]
                 logits_gradient[(rows, triton.cdiv(logits.size(1), BLOCK))](
-                    logits, place, targets, top, log_sum, entropies, *wanted, logits.stride(0), place.stride(0),
-                    first + columns.start + some.start, logits.size(1), softmax.temperature, targets.size(1),
-                    LOG_PROBS=wanted[0] is not None, ENTROPY=wanted[1] is not None, BLOCK=BLOCK,
+                    logits, place, targets, top, log_sum, entropies, *upstream_grads, logits.stride(0), place.stride(0),
+                    first + columns.start + part_columns.start, logits.size(1), softmax.temperature, targets.size(1),
+                    LOG_PROBS=upstream_grads[0] is not None, ENTROPY=upstream_grads[1] is not None, BLOCK=BLOCK,
                 )  # fmt: skip
-                del logits  # before the next are made
+                del logits  # before the next chunk
             if grad_hidden is not None:
                 add_product(grad_hidden, grad, part)
             if grad_weight is not None:
@@ -167,15 +167,15 @@ def _own_sums(
             logits.size(1), softmax.temperature, targets.size(1),
             ENTROPY=entropy, SQUARES=sum_pi_squared, TARGETS=triton.next_power_of_2(targets.size(1)), BLOCK=BLOCK,
         )  # fmt: skip
-        del logits  # before the next are made
+        del logits  # before the next chunk
     here = (targets >= begin) & (targets < begin + valid)
     return OwnSums(top, total, weighted if entropy else None, squares if sum_pi_squared else None, at_targets, here)
 
 
 def _chunks(rows: int, columns: int, times: int = 1) -> Iterator[slice]:
-    """`columns` in chunks whose logits take `times` HEAD_CHUNK_BYTES; none without rows."""
-    width = HEAD_CHUNK_BYTES // (4 * max(rows, 1)) // FEWEST_COLUMNS * FEWEST_COLUMNS
-    width = times * min(max(width, FEWEST_COLUMNS), MOST_COLUMNS)
+    """Divide `columns` into chunks whose logits take `times` HEAD_CHUNK_BYTES; none without rows."""
+    width = HEAD_CHUNK_BYTES // (4 * max(rows, 1)) // MIN_COLUMNS * MIN_COLUMNS
+    width = times * min(max(width, MIN_COLUMNS), MAX_COLUMNS)
     return slices(columns if rows else 0, width)
 
 
@@ -183,16 +183,16 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total (fp32) += a @ b."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
-    elif a.device.type == "cuda" and _adds_to_fp32():
+    elif a.device.type == "cuda" and _has_fp32_addmm():
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        for some in slices(len(a), SLICE):
-            total[some] += product(a[some], b)
+        for part_columns in slices(len(a), SLICE):
+            total[part_columns] += product(a[part_columns], b)
 
 
 @functools.cache
-def _adds_to_fp32() -> bool:
-    """torch 2.8 and some after it want the sum to have the dtype of the operands."""
+def _has_fp32_addmm() -> bool:
+    """Whether addmm accepts a sum in fp32; torch 2.8 and some later versions require the operands' dtype."""
     one, total = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16), torch.ones(16, 16, device="cuda")
     try:
         torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
@@ -201,18 +201,18 @@ def _adds_to_fp32() -> bool:
     return bool((total == 17).all())
 
 
-def specimens() -> list[Specimen]:
+def kernel_variants() -> list[KernelVariant]:
     rows = dict.fromkeys(("top", "total", "weighted", "squares", "at_targets"), "*fp32")
     integers = dict.fromkeys(("stride", "first", "columns", "num_targets"), "i32") | {"temperature": "fp32"}
     grads = dict.fromkeys(("top", "log_sum", "entropies", "grad_log_probs", "grad_entropies"), "*fp32")
     return [
-        Specimen(
+        KernelVariant(
             "linear_log_prob add_columns",
             add_columns,
             {"logits": "*fp32", "targets": "*i64"} | rows | integers,
             {"ENTROPY": True, "SQUARES": True, "TARGETS": 1, "BLOCK": BLOCK},
         ),
-        Specimen(
+        KernelVariant(
             "linear_log_prob logits_gradient",
             logits_gradient,
             {"logits": "*fp32", "grad": "*bf16", "targets": "*i64", "grad_stride": "i32"} | grads | integers,

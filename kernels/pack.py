@@ -1,4 +1,4 @@
-"""Copies of many rectangles of numbers at once, such as those of weights into the buffers in which they travel."""
+"""Copies of many rectangles of numbers in one launch, such as weights into the buffers of a refit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Pairs: TypeAlias = Iterable[tuple[Tensor, Tensor]]  # (source, destination)
 
 
 class RepeatedCopies:
-    """Copies that are done time and again among tensors that seldom move.
+    """Copies that are repeated among tensors that seldom move.
 
-    On a GPU they are one launch for each pair of dtypes and width of access, mostly one in all. It follows a table of
-    addresses, strides and sizes, which is made anew where a tensor lies elsewhere than last time: offload, sleep and
-    adopted weights bring that about. Nothing here keeps a tensor alive. Each number is read once and written once; the
-    table adds less than 0.03% to that, and to memory, beyond small rectangles.
+    On a GPU they take one launch per pair of dtypes and width of access, mostly one in total. The launch reads a table
+    of addresses, strides and sizes, which is rebuilt if a tensor has moved since the last call (by offload, sleep or
+    adopted weights). No tensor is kept alive. Each number is read once and written once; beyond small rectangles the
+    table adds less than 0.03% to that, and to memory.
     """
 
     def __init__(self) -> None:
@@ -30,15 +30,15 @@ class RepeatedCopies:
         self._launches: list[Launch] = []
 
     def run(self, tensors: Sequence[Tensor], pairs: Callable[[], Pairs]) -> None:
-        """`destination.copy_(source)` for each of `pairs()`, 2-D views (rows, cols) of the same shape, which are parts
-        of `tensors` and nothing else. No destination may overlap anything; the order is undefined.
+        """Run `destination.copy_(source)` for each of `pairs()`, 2-D views (rows, cols) of equal shape into `tensors`.
+        No destination may overlap anything; the order is undefined.
 
-        `pairs` is called where the table has to be made, and where torch copies: on a CPU, and among tensors of several
-        devices, of other dtypes than fp32, bf16 and fp16, of other classes, or with gaps between neighbours in a row.
+        `pairs` is called when the table is built, and when torch copies: on a CPU, and for tensors of several devices,
+        of dtypes other than fp32, bf16 and fp16, of other classes, or with strided rows.
         """
         if not tensors:
             return
-        if not use_triton("pack", tensors[0], unless=_unlike(tensors)):
+        if not use_triton("pack", tensors[0], unless=_reason(tensors)):
             for source, destination in pairs():
                 destination.copy_(source)
             return
@@ -50,8 +50,8 @@ class RepeatedCopies:
         copy_all(self._launches)
 
 
-def _unlike(tensors: Sequence[Tensor]) -> str:
-    """Empty where addresses tell all of every tensor."""
+def _reason(tensors: Sequence[Tensor]) -> str:
+    """Return why torch must copy; empty if addresses describe every tensor."""
     device = tensors[0].device
     for x in tensors:
         if x.device != device:
@@ -61,5 +61,5 @@ def _unlike(tensors: Sequence[Tensor]) -> str:
         if type(x) not in (Tensor, Parameter):
             return f"tensors are {type(x).__name__}"
         if x.numel() and x.size(-1) > 1 and x.stride(-1) != 1:
-            return "neighbours in a row lie apart"
+            return "rows are strided"
     return ""

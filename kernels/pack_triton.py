@@ -1,4 +1,4 @@
-"""Copies of rectangles in Triton: a program moves one tile, and a table says of which rectangle."""
+"""Copies of rectangles in Triton: a program moves one tile, and a table names the tile's rectangle."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.interpreter import Specimen
+from hpcrl.kernels.interpreter import KernelVariant
 from hpcrl.kernels.pack import Pairs
 
 TILE_BYTES = 2**15  # of the wider dtype
-MOST_VECTORS = 2048  # in a tile: what 256 threads keep addresses for
-WIDEST = 16  # bytes of one access
-LONGEST_ROW = 2**30  # numbers; places within a tile are counted in 32 bits from the start of a row
+MAX_VECTORS = 2048  # in a tile: the addresses that 256 threads can hold
+ACCESS_BYTES = 16  # bytes of one access
+MAX_ROW = 2**30  # numbers; offsets within a tile are 32-bit from the start of a row
 NUM_WARPS = 8
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -30,8 +30,8 @@ def copy(
     table, owner, FROM: tl.constexpr, TO: tl.constexpr, FROM_BYTES: tl.constexpr, TO_BYTES: tl.constexpr,
     VECTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tile i is TILE vectors of rectangle owner[i], row after row. VECTOR neighbours go at once: their addresses are
-    multiples of FROM_BYTES and TO_BYTES, which the compiler cannot see in a table."""
+    """Tile i is TILE vectors of rectangle owner[i], row after row. VECTOR neighbours are moved at once: their addresses
+    are multiples of FROM_BYTES and TO_BYTES, which the compiler cannot derive from a table."""
     tile = tl.program_id(0).to(tl.int64)
     entry = table + tl.load(owner + tile).to(tl.int64) * FIELDS
     first = (tile - tl.load(entry)) * TILE
@@ -64,7 +64,7 @@ class Launch(NamedTuple):
 
 
 def launches(pairs: Pairs, device: torch.device) -> list[Launch]:
-    """The fewest launches that copy all of `pairs`, each as wide as addresses and sizes allow."""
+    """Return the fewest launches that copy all of `pairs`, with the widest possible accesses."""
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]] = defaultdict(list)
     for source, destination in pairs:
         (rows, cols), (source_stride, _), (destination_stride, _) = source.shape, source.stride(), destination.stride()
@@ -72,8 +72,8 @@ def launches(pairs: Pairs, device: torch.device) -> list[Launch]:
             ends = source.data_ptr(), destination.data_ptr(), rows, cols, source_stride, destination_stride
             by_dtypes[source.dtype, destination.dtype].append(ends)
     made = []
-    for (source_dtype, destination_dtype), its in by_dtypes.items():
-        rectangles = _merged(np.array(its, np.int64))
+    for (source_dtype, destination_dtype), entries in by_dtypes.items():
+        rectangles = _merged(np.array(entries, np.int64))
         vectors = _vectors(rectangles, source_dtype.itemsize, destination_dtype.itemsize)
         for vector in np.unique(vectors).tolist():
             table, owner = _tiled(rectangles[vectors == vector], vector, _tile(source_dtype, destination_dtype, vector))
@@ -91,43 +91,44 @@ def _constants(source: torch.dtype, destination: torch.dtype, vector: int) -> di
     return {
         "FROM": DTYPES[source],
         "TO": DTYPES[destination],
-        "FROM_BYTES": min(WIDEST, vector * source.itemsize),
-        "TO_BYTES": min(WIDEST, vector * destination.itemsize),
+        "FROM_BYTES": min(ACCESS_BYTES, vector * source.itemsize),
+        "TO_BYTES": min(ACCESS_BYTES, vector * destination.itemsize),
         "VECTOR": vector,
         "TILE": _tile(source, destination, vector),
     }
 
 
 def _tile(source: torch.dtype, destination: torch.dtype, vector: int) -> int:
-    """Vectors that a program moves."""
-    return min(MOST_VECTORS, TILE_BYTES // (vector * max(source.itemsize, destination.itemsize)))
+    """Vectors per program."""
+    return min(MAX_VECTORS, TILE_BYTES // (vector * max(source.itemsize, destination.itemsize)))
 
 
 def _merged(rectangles: np.ndarray) -> np.ndarray:
-    """Rectangles without gaps between their rows as one long row. (n, 6): addresses, rows, cols, strides."""
+    """Turn rectangles without gaps between their rows into one long row. (n, 6): addresses, rows, cols, strides."""
     source, destination, rows, cols, source_stride, destination_stride = rectangles.T
-    dense = (rows == 1) | ((source_stride == cols) & (destination_stride == cols) & (rows * cols < LONGEST_ROW))
+    dense = (rows == 1) | ((source_stride == cols) & (destination_stride == cols) & (rows * cols < MAX_ROW))
     rows, cols = np.where(dense, 1, rows), np.where(dense, rows * cols, cols)
     strides = (np.where(dense, cols, stride) for stride in (source_stride, destination_stride))
     return np.stack([source, destination, rows, cols, *strides], 1)
 
 
 def _vectors(rectangles: np.ndarray, source_size: int, destination_size: int) -> np.ndarray:
-    """For each rectangle how many numbers go in one access, a power of 2: all rows start and end at a multiple."""
+    """Return how many numbers of each rectangle go in one access, a power of 2 that divides the start and end of all
+    rows."""
     source, destination, _, *sizes = rectangles.T
     found = np.ones(len(rectangles), np.int64)
     vector = 2
-    while vector * min(source_size, destination_size) <= WIDEST:
+    while vector * min(source_size, destination_size) <= ACCESS_BYTES:
         fits = np.all([size % vector == 0 for size in sizes], axis=0)
         for address, size in ((source, source_size), (destination, destination_size)):
-            fits &= address % min(WIDEST, vector * size) == 0
+            fits &= address % min(ACCESS_BYTES, vector * size) == 0
         found[fits] = vector
         vector *= 2
     return found
 
 
 def _tiled(rectangles: np.ndarray, vector: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
-    """A launch's table and owners."""
+    """Return a launch's table and owners."""
     source, destination, rows, cols, source_stride, destination_stride = rectangles.T
     width = cols // vector
     tiles = -(-rows * width // tile)
@@ -136,8 +137,8 @@ def _tiled(rectangles: np.ndarray, vector: int, tile: int) -> tuple[np.ndarray, 
     return np.ascontiguousarray(table), np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
 
 
-def specimens() -> list[Specimen]:
-    """Copies within bf16 and from fp32 to it, as wide as can be, and number by number."""
+def kernel_variants() -> list[KernelVariant]:
+    """Copies within bf16 and from fp32 to it, with the widest access and number by number."""
     found = []
     for source, destination, vector in (
         (torch.bfloat16, torch.bfloat16, 8),
@@ -147,7 +148,7 @@ def specimens() -> list[Specimen]:
     ):
         names = (str(dtype).removeprefix("torch.") for dtype in (source, destination))
         found.append(
-            Specimen(
+            KernelVariant(
                 f"pack {' to '.join(names)}, {vector} at once",
                 copy,
                 {"table": "*i64", "owner": "*i32"},

@@ -1,5 +1,5 @@
-"""Causal attention inside each of several sequences that lie one after the other, by FlashAttention (Dao 2023,
-arXiv:2307.08691) of a library where there is one for them."""
+"""Causal attention inside each of several consecutive sequences, by a library's FlashAttention (Dao 2023,
+arXiv:2307.08691) if there is one."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpcrl.kernels.dispatch import VARIABLE
 
-WIDEST = 256  # head that FlashAttention takes
+MAX_WIDTH = 256  # of a head in FlashAttention
 
 log = logging.getLogger(__name__)
 
-# query, key and value, bounds, longest, scale -> output, as `packed_attention` has them
+# query, key and value, bounds, longest, scale -> output, as in `packed_attention`
 Library = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
 class Sequences(NamedTuple):
-    """N sequences of T tokens in all: `bounds` int32 (N + 1,) from 0 to T; the `longest`; and int64 (T,) of each token
-    the number of its sequence and its position there."""
+    """N sequences of T tokens in total: `bounds` int32 (N + 1,) from 0 to T; the `longest`; and int64 (T,) each token's
+    sequence number and position."""
 
     bounds: Tensor
     longest: int
@@ -49,14 +49,13 @@ class Sequences(NamedTuple):
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale q k) v over the tokens of the same sequence up to each one's own.
+    """Return softmax(scale q k) v over the tokens of the same sequence up to each query's own position.
 
     query: (T, heads, key_dim); key: (T, KV heads, key_dim); value: (T, KV heads, value_dim), no wider; fp32, bf16 or
-    fp16. The result is (T, heads, value_dim). `scale`: None is 1 / sqrt(key_dim).
-    Moves all of them once; about heads (key_dim + value_dim) operations for each pair of tokens of a sequence, two and
-    a half times as many backward.
+    fp16. The result is (T, heads, value_dim). `scale`: None is 1 / sqrt(key_dim). Moves all of them once; about heads
+    (key_dim + value_dim) operations per pair of tokens of a sequence, two and a half times as many backward.
 
-    Nobody has run it with a library on a GPU yet. Without one, tokens are padded to the longest sequence.
+    Not yet run with a library on a GPU. Without one, tokens are padded to the longest sequence.
     """
     if is_fused(query):
         return by_library(query, key, value, sequences.bounds, sequences.longest, scale)
@@ -67,47 +66,47 @@ def packed_attention(
 def by_library(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None = None
 ) -> Tensor:
-    """The same where `is_fused(query)`, of sequences of which that much is known."""
+    """The same if `is_fused(query)`, without each token's number and position."""
     library, width = _library(), value.size(-1)
     assert library is not None
     return library(query, key, _as_wide(value, key), bounds, longest, scale)[..., :width]
 
 
 def is_fused(query: Tensor) -> bool:
-    """Whether a library has a kernel for such queries."""
-    why = _why_not(os.environ.get(VARIABLE, "auto"), query.device.type, query.dtype, query.size(-1))
-    return not why
+    """Whether a library supports such queries."""
+    reason = _reason(os.environ.get(VARIABLE, "auto"), query.device.type, query.dtype, query.size(-1))
+    return not reason
 
 
 @functools.cache
-def _why_not(choice: str, device: str, dtype: torch.dtype, width: int) -> str:
-    """Empty where a library is to run; says it once on GPUs."""
+def _reason(choice: str, device: str, dtype: torch.dtype, width: int) -> str:
+    """Return why no library runs, empty if one does; logged once on GPUs."""
     if device != "cuda":
         return f"no library for {device}"
-    why = ""
+    reason = ""
     if choice == "torch":
-        why = f"{VARIABLE}=torch"
+        reason = f"{VARIABLE}=torch"
     elif dtype not in (torch.bfloat16, torch.float16):
-        why = f"no library for {dtype}"
-    elif width > WIDEST or width % 8:
-        why = f"heads of {width} are no multiple of 8 up to {WIDEST}"
+        reason = f"no library for {dtype}"
+    elif width > MAX_WIDTH or width % 8:
+        reason = f"head width {width} is not a multiple of 8 up to {MAX_WIDTH}"
     elif torch.cuda.get_device_capability()[0] < 8:
-        why = "the GPU is older than an A100"
+        reason = "the GPU is older than an A100"
     elif _library() is None:
-        why = "neither torch 2.11 nor flash_attn is there"
-    log.info("packed_attention on %s, %s: %s", device, dtype, f"padded, {why}" if why else "a library")
-    return why
+        reason = "neither torch 2.11 nor flash_attn is installed"
+    log.info("packed_attention on %s, %s: %s", device, dtype, f"padded, {reason}" if reason else "a library")
+    return reason
 
 
 @functools.cache
 def _library() -> Library | None:
-    """torch's, from 2.11 on, which is the first that takes a scale; else that of the package flash_attn."""
+    """Return torch's function, from 2.11 on, the first version with a scale; else that of the package flash_attn."""
     name = "torch.nn.attention.varlen"
     varlen_attn: Any = getattr(importlib.import_module(name), "varlen_attn", None) if find_spec(name) else None
-    known = inspect.signature(varlen_attn).parameters if varlen_attn else {}
-    if "window_size" in known:
-        # Older ones take fewer key heads than query heads without being told.
-        grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
+    parameters = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+    if "window_size" in parameters:
+        # Older versions accept fewer key heads than query heads without this argument.
+        grouped = {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
         def of_torch(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
             sizes = bounds, bounds, longest, longest

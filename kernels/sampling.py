@@ -1,7 +1,6 @@
-"""Drawing one token per row of logits with a uniform number each, and those numbers from keys.
+"""Sampling of one token per row of logits, with one uniform number each.
 
-The token is the first id whose cumulative probability, summed in fp64 in id order, exceeds the uniform number. The
-numbers are those of Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+The token is the first id whose cumulative probability, summed in fp64 in id order, exceeds the uniform number.
 """
 
 from __future__ import annotations
@@ -14,23 +13,18 @@ from torch.nn.functional import pad
 
 from hpcrl.kernels.dispatch import use_triton
 
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
-
-_LOW = 0xFFFFFFFF
-_BLOCK = 64  # ids; a sum or a maximum over the vocabulary is taken in blocks, then inside the one that is wanted
+_BLOCK = 64  # ids; sums and maxima over the vocabulary are taken in blocks, then inside the selected one
 
 
 class Partials(NamedTuple):
-    """Of some parts of each row, in id order: the largest score fp32 (n, parts), and the sum of exp(score - that) fp64
-    (n, parts). The score is the logit after temperature. A part without finite scores has -inf and 0."""
+    """Of parts of each row, in id order: the largest score fp32 (n, parts), and the sum of exp(score - that) fp64 (n,
+    parts). The score is the logit after temperature. A part without finite scores has -inf and 0."""
 
     maxima: Tensor
     sums: Tensor
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """The same of whole rows: (n,) fp32 and (n,) fp64."""
+        """Return the same of whole rows: (n,) fp32 and (n,) fp64."""
         maximum = self.maxima.amax(-1)
         base = maximum.masked_fill(maximum == -torch.inf, 0)
         return maximum, (self.sums * (self.maxima - base.unsqueeze(-1)).double().exp()).sum(-1)
@@ -45,21 +39,21 @@ def sample(
     top_p: float = 1.0,
     partials: Partials | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draws one token per row of `logits` (n, padded vocabulary), fp32, bf16 or fp16, with `uniform` fp64 (n,).
+    """Draw one token per row of `logits` (n, padded vocabulary), fp32, bf16 or fp16, with `uniform` fp64 (n,).
 
-    Gives the ids int64 (n,) and their log-probs fp32 (n,). The token is the first id whose cumulative probability
-    exceeds u, summed in fp64 in id order over the tokens that top-k (-1: all) and then top-p (1: all) keep, of equal
-    probabilities the lowest ids first. Its log-prob is the fp32 log-softmax after temperature and before that filter.
-    At temperature 0 it is the lowest id of the largest logit, with its log-prob under temperature 1. Ids from
-    `vocab_size` on only pad the weights and have no probability; their logits may be overwritten. Where a logit is NaN
-    or inf, or all are -inf, the log-prob is not finite; nothing waits here to find out.
+    Returns the ids int64 (n,) and their log-probs fp32 (n,). The token is the first id whose cumulative probability
+    exceeds u, summed in fp64 in id order over the tokens that top-k (-1: all) and then top-p (1: all) keep; among equal
+    probabilities the lowest ids are kept first. Its log-prob is the fp32 log-softmax after temperature and before that
+    filter. At temperature 0 it is the lowest id of the largest logit, with its log-prob under temperature 1. Ids from
+    `vocab_size` on are padding and have no probability; their logits may be overwritten. If a logit is NaN or inf, or
+    all are -inf, the log-prob is not finite; this function does not synchronise to check it.
 
-    `partials` are those of `partials(logits, vocab_size, temperature)`, where they are known already.
+    `partials` are those of `partials(logits, vocab_size, temperature)`, if they are known already.
 
-    Moves the logits in once, and of each row 4096 once more, most likely from the L2 cache; a filter reads its row
+    Moves the logits in once, and 4096 of each row once more, most likely from the L2 cache; a filter reads its row
     again for every two bits of a logit, from there too. About 10 operations a logit, one of them an exponential. Triton
-    and torch may draw different tokens where u lies within 1e-6 of a boundary, as their fp32 exponentials differ, and
-    keep different ones where top_p does.
+    and torch may draw different tokens if u lies within 1e-6 of a boundary, because their fp32 exponentials differ, and
+    may keep different ones at top_p.
     """
     if use_triton("sampling", logits):
         from hpcrl.kernels.sampling_triton import sample as fused
@@ -81,7 +75,7 @@ def sample(
 
 
 def partials(logits: Tensor, vocab_size: int, temperature: float = 1.0) -> Partials:
-    """What ranks with a part of the vocabulary each have to tell one another; arguments as those of `sample`."""
+    """Return the sums that ranks with a part of the vocabulary exchange; arguments as those of `sample`."""
     if use_triton("sampling", logits):
         from hpcrl.kernels.sampling_triton import partials as fused
 
@@ -89,42 +83,19 @@ def partials(logits: Tensor, vocab_size: int, temperature: float = 1.0) -> Parti
     scores = logits[:, :vocab_size].float()
     if temperature not in (0, 1):
         scores = scores / temperature
-    maxima = pad(scores, (0, 1), value=-torch.inf).amax(-1, keepdim=True)  # of an empty row too
+    maxima = pad(scores, (0, 1), value=-torch.inf).amax(-1, keepdim=True)  # for empty rows, too
     weights = (scores - maxima.masked_fill(maxima == -torch.inf, 0)).exp()
     return Partials(maxima, weights.sum(-1, keepdim=True, dtype=torch.float64))
 
 
-def uniforms(keys: Tensor, positions: Tensor, sample_indices: Tensor, step: Tensor) -> Tensor:
-    """One number in (0, 1), fp64 (n,), per token to draw, from integers on its device, so that a CUDA graph has them.
-
-    `keys` (n, 2) uint32; `positions` (n,) = index of the token in its response; `sample_indices` (n,); `step` () of the
-    trainer; of these the lower 32 bits count. The counter is (position, sample index, step, 0), u = (first word + 0.5)
-    / 2^32. The same bits everywhere.
-    """
-    if use_triton("uniforms", keys.new_empty(0, dtype=torch.float32)):
-        from hpcrl.kernels.sampling_triton import uniforms as fused
-
-        return fused(keys, positions, sample_indices, step)
-    key = [word.long() & _LOW for word in keys.unbind(-1)]
-    counter = [word.long() & _LOW for word in (positions, sample_indices, step.expand_as(positions))]
-    first, second, third, fourth = *counter, torch.zeros_like(counter[0])
-    for _ in range(ROUNDS):
-        # int64 wraps, and has the bits of uint64
-        products = first * MULTIPLIERS[0], third * MULTIPLIERS[1]
-        first, second = (products[1] >> 32) & _LOW ^ second ^ key[0], products[1] & _LOW
-        third, fourth = (products[0] >> 32) & _LOW ^ fourth ^ key[1], products[0] & _LOW
-        key = [(word + weyl) & _LOW for word, weyl in zip(key, WEYL, strict=True)]
-    return (first.double() + 0.5) / 2.0**32
-
-
 def _first_above(weights: Tensor, share: Tensor) -> Tensor:
-    """The first id (n, 1) at which the sum of `weights` fp32 (n, ids) exceeds its `share` fp64 (n, 1)."""
+    """Return the first id (n, 1) at which the sum of `weights` fp32 (n, ids) exceeds its `share` fp64 (n, 1)."""
     blocks = _blocks(weights)
     sums = blocks.sum(-1, dtype=torch.float64)
     ends = sums.cumsum(-1)
-    # A share of the total renormalises after the filter, and after rounding.
+    # The total, because filter and rounding change it.
     bounds = share * ends[:, -1:]
-    # Both searches may run over the end: the first with NaN, the second by rounding.
+    # Both searches may exceed the end: the first with NaN, the second by rounding.
     block = torch.searchsorted(ends, bounds, right=True).clamp_(max=ends.size(-1) - 1)
     inside = _take(blocks, block).double().cumsum(-1) + (ends - sums).gather(-1, block)
     return block * _BLOCK + torch.searchsorted(inside, bounds, right=True).clamp_(max=_BLOCK - 1)
@@ -136,18 +107,19 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _take(blocks: Tensor, block: Tensor) -> Tensor:
-    """Of each row of `blocks` (n, blocks, _BLOCK) that of number `block` int64 (n, 1): (n, _BLOCK)."""
+    """Return block number `block` int64 (n, 1) of each row of `blocks` (n, blocks, _BLOCK): (n, _BLOCK)."""
     return blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(-1)]
 
 
 def _keep(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """`probs` (n, ids) with 0 for what top-k and top-p drop; of equal probabilities lower ids are kept first."""
+    """Return `probs` (n, ids) with 0 for the ids that top-k and top-p drop; among equal probabilities lower ids are
+    kept first."""
     top_k = probs.size(-1) if top_k == -1 else top_k
     if top_k >= probs.size(-1) and top_p == 1:
         return probs
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
     ordered[:, top_k:] = 0
     before = ordered.double().cumsum(-1) - ordered.double()
-    # Nucleus: the fewest likeliest tokens that together reach top_p, so a token stays while those before it do not.
+    # Nucleus: the smallest set of most likely tokens that reaches top_p: keep a token if those before it do not.
     ordered[before >= top_p * ordered.double().sum(-1, keepdim=True)] = 0
     return torch.zeros_like(probs).scatter_(-1, ids, ordered)

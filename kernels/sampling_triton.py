@@ -1,7 +1,8 @@
-"""Sampling in Triton: programs reduce chunks of the rows, then one a row finds the chunk and draws inside it.
+"""Sampling in Triton: programs reduce chunks of the rows, then one program per row selects the chunk and draws inside
+it.
 
-Weights in a chunk are relative to its own maximum, so that the first kernel reads logits once. What a chunk is depends
-on ids alone, never on the number of rows: a row's token is the same in any batch.
+Weights in a chunk are relative to its own maximum, so that the first kernel reads logits once. Chunks depend on ids
+only, never on the number of rows: a row's token is the same in any batch.
 """
 
 from __future__ import annotations
@@ -13,23 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.interpreter import Specimen
-from hpcrl.kernels.sampling import MULTIPLIERS, ROUNDS, WEYL, Partials
+from hpcrl.kernels.interpreter import KernelVariant
+from hpcrl.kernels.sampling import Partials
 
-CHUNK = 4096  # ids that a program reduces, and that the token is drawn from at last
-WIDE = 4096  # ids that the search for a filter's bound looks at once
-UNIFORMS = 256  # that a program makes
-MOST_REGISTERS = 128  # of 16 warps' threads; left alone the compiler may take 64 and spill
-LOW_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # those that are 0 in fp32, or all 1 as a rank
-
-MULTIPLIER_0, MULTIPLIER_1 = (tl.constexpr(number) for number in MULTIPLIERS)
-WEYL_0, WEYL_1 = (tl.constexpr(number) for number in WEYL)
-PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+CHUNK = 4096  # ids that a program reduces, and from which the token is drawn
+WIDE = 4096  # ids per step of the search for a filter's bound
+MAX_REGISTERS = 128  # of 16 warps' threads; by default the compiler may use 64 and spill
+LOW_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that are 0 in fp32, or all 1 in a rank
 
 
 @triton.jit
 def _scores(row, columns, vocab_size, temperature, WIDTH: tl.constexpr, SCALED: tl.constexpr):
-    """fp32, -inf from vocab_size on. The mask is by the padded width, as that keeps loads 128 bits wide."""
+    """fp32, -inf from vocab_size on. The mask uses the padded width, which keeps loads 128 bits wide."""
     x = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
     x = tl.where(columns < vocab_size, x, float("-inf"))
     if SCALED:
@@ -39,7 +35,7 @@ def _scores(row, columns, vocab_size, temperature, WIDTH: tl.constexpr, SCALED: 
 
 @triton.jit
 def _ranks(row, columns, vocab_size, temperature, WIDTH: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr):
-    """Scores, and int32 that compare as they do. Those of 16-bit logits compare as the logits, in fewer bits."""
+    """Return scores, and int32 that compare as they do. Those of 16-bit logits compare as the logits, in fewer bits."""
     if LOW == 0:
         scores = _scores(row, columns, vocab_size, temperature, WIDTH, SCALED)
         ordered = scores
@@ -75,7 +71,7 @@ def reduce_chunks(
 @triton.jit
 def _masses_from(row, first, unit, base, vocab_size, temperature, WIDTH: tl.constexpr, SCALED: tl.constexpr,
                  LOW: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """How many ids rank first + unit or higher, first + 2 unit, first + 3 unit; or the sums of their weights."""
+    """Return how many ids rank first + unit or higher, first + 2 unit, first + 3 unit; or the sums of their weights."""
     one = tl.zeros((WIDE,), tl.int32 if COUNT else tl.float64)
     two = one
     three = one
@@ -95,7 +91,7 @@ def _masses_from(row, first, unit, base, vocab_size, temperature, WIDTH: tl.cons
 @triton.jit
 def _around(row, bound, base, vocab_size, temperature, WIDTH: tl.constexpr, SCALED: tl.constexpr,
             LOW: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Of the ids that rank higher than `bound`: their number and sum of weights; and the weight of one at `bound`."""
+    """Return number and sum of weights of the ids that rank above `bound`, and the weight of one at `bound`."""
     count = tl.zeros((WIDE,), tl.int32)
     mass = tl.zeros((WIDE,), tl.float64)
     weight = tl.zeros((WIDE,), tl.float32)
@@ -115,11 +111,12 @@ def find_bounds(
     SCALED: tl.constexpr, LOW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What a filter keeps of a row: all that rank higher than its bound, and of those at the bound the first `quota`.
+    """Find what a filter keeps of a row: all ids that rank above its bound, and the first `quota` of those at the
+    bound.
 
-    The bound is built from its highest bits on, two at a time: the highest that enough ids reach, or enough of the mass
-    does. `kept`: the mass of each chunk that is kept, relative to the row's maximum; `before`: how many ids before the
-    chunk rank at the bound.
+    The bound is built from its highest bits down, two at a time: the highest that enough ids, or enough mass, reach.
+    `kept`: the mass of each chunk that is kept, relative to the row's maximum; `before`: how many ids before the chunk
+    rank at the bound.
     """
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * WIDTH
@@ -157,7 +154,7 @@ def find_bounds(
         limit = tl.full((), 0x7FFFFFFF, tl.int32)
         if TOP_K:
             limit = tl.where(bound == top, quota, limit)
-        # Those that come while the mass before them is not enough; a weight of 0 gives inf, and is never drawn.
+        # Ids for which the mass before them is not enough; a weight of 0 gives inf, and is never drawn.
         quota = tl.minimum(tl.ceil((enough - mass) / weight), limit.to(tl.float64)).to(tl.int32)
     least = bound.to(tl.int32)
     tl.store(bounds + number, least)
@@ -176,7 +173,7 @@ def find_bounds(
 
 @triton.jit
 def _first(holds, possible, places):
-    """The first of `places` that holds; rounding, or NaN, may leave none: then the last that is possible."""
+    """Return the first of `places` that holds; if none does, by rounding or NaN, the last possible one."""
     first = tl.min(tl.where(holds & possible, places, 0x7FFFFFFF), 0)
     return tl.minimum(first, tl.max(tl.where(possible, places, 0), 0))
 
@@ -187,7 +184,7 @@ def draw(
     WIDTH: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, GREEDY: tl.constexpr, FILTERED: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row and its log-prob, from what is known of the row's chunks."""
+    """Draw the token of a row and its log-prob, from the sums of the row's chunks."""
     number = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, CHUNKS)
     inside = places < chunks
@@ -230,36 +227,12 @@ def draw(
     tl.store(log_probs + number, ((score - highest).to(tl.float64) - tl.log(total)).to(tl.float32))
 
 
-@triton.jit
-def philox(first, second, third, fourth, low, high):
-    """Four random words for a counter of four and a key of two, all uint32."""
-    for _ in tl.static_range(PHILOX_ROUNDS):
-        upper, lower = tl.umulhi(first, MULTIPLIER_0), first * MULTIPLIER_0
-        other, least = tl.umulhi(third, MULTIPLIER_1), third * MULTIPLIER_1
-        first, second, third, fourth = other ^ second ^ low, least, upper ^ fourth ^ high, lower
-        low, high = low + WEYL_0, high + WEYL_1
-    return first, second, third, fourth
-
-
-@triton.jit(do_not_specialize=["rows"])
-def make_uniforms(keys, positions, sample_indices, step, u, rows, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    position = tl.load(positions + row, mask=inside, other=0).to(tl.uint32)
-    index = tl.load(sample_indices + row, mask=inside, other=0).to(tl.uint32)
-    third = tl.zeros((BLOCK,), tl.uint32) + tl.load(step).to(tl.uint32)
-    low = tl.load(keys + row * 2, mask=inside, other=0).to(tl.uint32)
-    high = tl.load(keys + row * 2 + 1, mask=inside, other=0).to(tl.uint32)
-    word, _, _, _ = philox(position, index, third, tl.zeros((BLOCK,), tl.uint32), low, high)
-    tl.store(u + row, (word.to(tl.float64) + 0.5) / 4294967296.0, mask=inside)
-
-
 def _sizes(logits: Tensor, temperature: float) -> dict[str, Any]:
     return {"WIDTH": logits.size(1), "SCALED": temperature not in (0, 1), "CHUNK": CHUNK}
 
 
 def partials(logits: Tensor, vocab_size: int, temperature: float) -> Partials:
-    """Of chunks of CHUNK ids."""
+    """Return the partials of chunks of CHUNK ids."""
     logits = logits.contiguous()
     rows, chunks = len(logits), max(1, triton.cdiv(vocab_size, CHUNK))
     found = Partials(
@@ -279,10 +252,10 @@ def sample(
     temperature: float,
     top_k: int,
     top_p: float,
-    known: Partials | None,
+    chunk_sums: Partials | None,
 ) -> tuple[Tensor, Tensor]:
     logits = logits.contiguous()
-    maxima, sums = known or partials(logits, vocab_size, temperature)
+    maxima, sums = chunk_sums or partials(logits, vocab_size, temperature)
     rows, chunks = maxima.shape
     token_ids, log_probs = uniform.new_empty(rows, dtype=torch.int64), uniform.new_empty(rows, dtype=torch.float32)
     bounded = 0 < top_k < vocab_size
@@ -291,7 +264,7 @@ def sample(
         return token_ids, log_probs
     sizes = _sizes(logits, temperature)
     sizes |= {"LOW": LOW_BITS[logits.dtype], "CHUNKS": triton.next_power_of_2(chunks)}
-    bounds = quotas = before = token_ids  # not looked at without a filter
+    bounds = quotas = before = token_ids  # unused without a filter
     kept = sums
     if filtered:
         bounds, quotas = (token_ids.new_empty(rows, dtype=torch.int32) for _ in range(2))
@@ -299,7 +272,7 @@ def sample(
         find_bounds[(rows,)](
             logits, maxima, bounds, quotas, kept, before, chunks, vocab_size, float(temperature), top_k,
             TOP_K=bounded, TOP_P=float(top_p), WIDE=WIDE, **sizes, num_warps=16,
-            maxnreg=MOST_REGISTERS,
+            maxnreg=MAX_REGISTERS,
         )  # fmt: skip
     draw[(rows,)](
         logits, uniform, maxima, sums, bounds, quotas, kept, before, token_ids, log_probs, chunks, vocab_size,
@@ -308,37 +281,25 @@ def sample(
     return token_ids, log_probs
 
 
-def uniforms(keys: Tensor, positions: Tensor, sample_indices: Tensor, step: Tensor) -> Tensor:
-    rows = len(keys)
-    u = keys.new_empty(rows, dtype=torch.float64)
-    if rows:
-        make_uniforms[(triton.cdiv(rows, UNIFORMS),)](
-            keys.contiguous(), positions.contiguous(), sample_indices.contiguous(), step, u, rows, BLOCK=UNIFORMS
-        )
-    return u
-
-
-def specimens() -> list[Specimen]:
-    """What is compiled to see registers and spills: a vocabulary of 151,936."""
+def kernel_variants() -> list[KernelVariant]:
+    """A vocabulary of 151,936."""
     numbers = {"chunks": "i32", "vocab_size": "i32", "temperature": "fp32"}
     found = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         reduced = {"logits": f"*{name}", "maxima": "*fp32", "sums": "*fp64"} | numbers
         sizes = {"WIDTH": 151936, "SCALED": True, "CHUNK": CHUNK}
-        found.append(Specimen(f"sampling chunks {name}", reduce_chunks, reduced, sizes))
+        found.append(KernelVariant(f"sampling chunks {name}", reduce_chunks, reduced, sizes))
         sizes = sizes | {"LOW": LOW_BITS[dtype], "CHUNKS": 64}
         lists = {"bounds": "*i32", "quotas": "*i32", "kept": "*fp64", "before": "*i32"}
         bounded = {"logits": f"*{name}", "maxima": "*fp32"} | lists | numbers | {"top_k": "i32"}
         for top_p in (0.95, 1.0):
             filters = {"TOP_K": True, "TOP_P": top_p, "WIDE": WIDE}
             title = f"sampling top-k {name}" + " top-p" * (top_p < 1)
-            found.append(Specimen(title, find_bounds, bounded, sizes | filters, 16, maxnreg=MOST_REGISTERS))
+            found.append(KernelVariant(title, find_bounds, bounded, sizes | filters, 16, maxnreg=MAX_REGISTERS))
         drawn = {"logits": f"*{name}", "uniform": "*fp64", "maxima": "*fp32", "sums": "*fp64"} | lists
         drawn |= {"token_ids": "*i64", "log_probs": "*fp32"} | numbers
         for filtered in (False, True):
             flags = {"GREEDY": False, "FILTERED": filtered}
             title = f"sampling draw {name}" + " filtered" * filtered
-            found.append(Specimen(title, draw, drawn, sizes | flags, 8))
-    integers = {"positions": "*i64", "sample_indices": "*i64", "step": "*i64", "u": "*fp64", "rows": "i32"}
-    found.append(Specimen("sampling uniforms", make_uniforms, {"keys": "*u32"} | integers, {"BLOCK": UNIFORMS}))
+            found.append(KernelVariant(title, draw, drawn, sizes | flags, 8))
     return found

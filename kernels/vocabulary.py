@@ -1,4 +1,4 @@
-"""The softmax and the likeliest tokens of a vocabulary that is split over tensor-parallel ranks.
+"""Softmax and most likely tokens of a vocabulary that is split over tensor-parallel ranks.
 
 Logits are (R, V / tp): this rank's columns, rank i of `group` holding the i-th block. Columns of ids >= vocab_size are
 padding and have probability 0. Every function is collective over `group`, whose ranks pass the same rows.
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 
 
 def vocab_parallel_topk_ids(logits: Tensor, k: int, *, group: ProcessGroup, vocab_size: int) -> Tensor:
-    """Ids of each row's k largest logits, the largest first, of equal ones the lower id first: (R, k) int64.
+    """Return the ids of each row's k largest logits, in descending order, lower ids first among equal ones: (R, k)
+    int64.
 
-    So the choice does not depend on how the vocabulary is split. Logits are fp32 or narrower. ValueError where k is
-    more than the vocabulary.
+    The result so does not depend on how the vocabulary is split. Logits are fp32 or narrower. Raises ValueError if k is
+    larger than the vocabulary.
     """
     if k > vocab_size:
-        raise ValueError(f"the {k} likeliest of {vocab_size} tokens asked for; ask for {vocab_size} or fewer")
+        raise ValueError(f"k={k} is larger than vocab_size={vocab_size}; use {vocab_size} or fewer")
     rows, width = logits.shape
     first = group.rank() * width
     x = logits.detach()[:, : max(0, min(width, vocab_size - first))]
     kept = min(k, x.size(1))
     values, ids = x.topk(kept)
-    # Of equal logits torch takes any: where the last ones taken have equals, those are candidates too.
+    # torch.topk breaks ties arbitrarily: logits equal to the last one are candidates too.
     candidates = max(kept, int((x >= values[:, -1:]).sum(dim=1).max()))
     if candidates > kept:
         values, ids = x.topk(candidates)
@@ -47,9 +48,10 @@ _LOW = 2**32 - 1
 
 
 def _order_keys(values: Tensor, ids: Tensor) -> Tensor:
-    """int64 keys, all different in a row, that order by (value, -id).
+    """Return int64 keys, all different in a row, ordered by (value, -id).
 
-    The upper half is the bits of the fp32 value, negative ones turned over so that integers order as the values do.
+    The upper half is the bits of the fp32 value; those of negative values are inverted so that integers order as the
+    values do.
     """
     bits = (values.float() + 0.0).view(torch.int32)  # the sum makes -0 a 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -57,7 +59,7 @@ def _order_keys(values: Tensor, ids: Tensor) -> Tensor:
 
 
 class RowSums(NamedTuple):
-    """What the sums over the vocabulary say of R rows; fp32, or fp64 where the logits are."""
+    """Results of the sums over the vocabulary for R rows; fp32, or fp64 if the logits are."""
 
     log_probs: Tensor  # (R, K) log p at the targets
     entropies: Tensor | None  # (R,) -sum p log p
@@ -80,14 +82,14 @@ class RowSums(NamedTuple):
 
 
 class OwnSums(NamedTuple):
-    """What one rank's columns say of R rows, with e = exp((x - top) / T) over these columns; fp32."""
+    """Sums over one rank's columns for R rows, with e = exp((x - top) / T); fp32."""
 
-    top: Tensor  # (R,) the largest logit; -inf where the rank has no column
+    top: Tensor  # (R,) the largest logit; -inf if the rank has no column
     total: Tensor  # (R,) sum e
     weighted: Tensor | None  # (R,) sum e (x - top) / T
     squares: Tensor | None  # (R,) sum e^2
-    at_targets: Tensor  # (R, K) logits at the targets, where they are here
-    here: Tensor  # (R, K) bool
+    at_targets: Tensor  # (R, K) logits at the targets that are in these columns
+    here: Tensor  # (R, K) bool: targets in these columns
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class SplitSoftmax:
     temperature: float
 
     def sums(self, logits: Tensor, targets: Tensor, entropy: bool, sum_pi_squared: bool) -> tuple[RowSums, Tensor]:
-        """Of targets (R, K) int64; and (x - top) / T, (R, v). Collective, without gradients."""
+        """Return the sums for targets (R, K) int64, and (x - top) / T, (R, v). Collective, without gradients."""
         rows, width = logits.shape
         num_targets = targets.size(1)
         valid = self.num_columns(width)
@@ -110,7 +112,7 @@ class SplitSoftmax:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
         x = (x - top.unsqueeze(1)).div_(self.temperature)
 
-        # The sums over the vocabulary travel together: exp, targets, exp * x, exp^2.
+        # One all-reduce for all sums over the vocabulary: exp, targets, exp * x, exp^2.
         sums = x.new_zeros(1 + num_targets + entropy + sum_pi_squared, rows)
         exponentials = x.exp()
         torch.sum(exponentials, dim=1, out=sums[0])
@@ -118,7 +120,7 @@ class SplitSoftmax:
             column, here = self.columns_of(targets, width)
             sums[1 : 1 + num_targets] = (x.gather(1, column) * here).T
         if sum_pi_squared:
-            # A norm, for it needs no further tensor of the size of the logits.
+            # A norm, because it needs no further tensor of the size of the logits.
             sums[-1] = torch.linalg.vector_norm(exponentials, dim=1).square()
         if entropy:
             torch.sum(exponentials.mul_(x), dim=1, out=sums[1 + num_targets])
@@ -128,12 +130,12 @@ class SplitSoftmax:
         return RowSums.of(sums, top, num_targets, entropy, sum_pi_squared), x
 
     def combined(self, own: OwnSums) -> RowSums:
-        """Of what each rank found in its own columns; collective."""
+        """Combine the sums of all ranks' columns. Collective."""
         top = own.top
         if self.group.size() > 1:
             top = top.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        # A rank without columns has none to shift: its largest logit is -inf.
+        # A rank without columns has the largest logit -inf and nothing to shift.
         shift = torch.where(own.total > 0, (own.top - top) / self.temperature, 0.0)
         kept = shift.exp()
         x = ((own.at_targets - top.unsqueeze(1)) / self.temperature).masked_fill_(~own.here, 0.0)
@@ -149,7 +151,7 @@ class SplitSoftmax:
         return RowSums.of(stacked, top, num_targets, own.weighted is not None, own.squares is not None)
 
     def log_p(self, logits: Tensor, top: Tensor, log_sum: Tensor) -> Tensor:
-        """log p (R, v), with the bits of `sums`; on this rank alone."""
+        """Return log p (R, v), bitwise as in `sums`; on this rank only."""
         x = logits[:, : self.num_columns(logits.size(1))].to(top.dtype)
         return (x - top.unsqueeze(1)).div_(self.temperature).sub_(log_sum.unsqueeze(1))
 
@@ -162,9 +164,10 @@ class SplitSoftmax:
         grad_entropies: Tensor | None,
         width: int,
     ) -> Tensor:
-        """(R, width): that of the logits, from those of log p at the targets (R, K) and of the entropy H (R,).
+        """Return the gradient of the logits (R, width), from those of log p at the targets (R, K) and of the entropy H
+        (R,).
 
-        d log p_y / d x_i = (1[i = y] - p_i) / T and d H / d x_i = -p_i (log p_i + H) / T. On this rank alone.
+        d log p_y / d x_i = (1[i = y] - p_i) / T and d H / d x_i = -p_i (log p_i + H) / T. On this rank only.
         """
         factor = 0.0 if grad_log_probs is None else -grad_log_probs.sum(dim=1, keepdim=True)
         if grad_entropies is not None:
@@ -173,7 +176,7 @@ class SplitSoftmax:
         grad = log_p.exp().mul_(factor)
         if grad_log_probs is not None and grad.size(1):
             column, here = self.columns_of(targets, width)
-            # Twice, for the first target may be among the others, and an addition in any order would change bits.
+            # In two steps: the first target may be among the others, and the order of additions must be fixed.
             at_targets = grad_log_probs * here
             for part in (slice(0, 1), slice(1, None)):
                 grad.scatter_add_(1, column[:, part], at_targets[:, part])
@@ -184,7 +187,7 @@ class SplitSoftmax:
         return max(0, min(width, self.vocab_size - self.group.rank() * width))
 
     def columns_of(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """This rank's column of each target, any where it has none; and whether it has it."""
+        """Return this rank's column of each target, an arbitrary one if it has none, and whether it has one."""
         valid = self.num_columns(width)
         column = targets - self.group.rank() * width
         return column.clamp(0, max(valid - 1, 0)), (column >= 0) & (column < valid)

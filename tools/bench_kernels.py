@@ -141,16 +141,18 @@ def compile_only(names: list[str], chosen: list[int]) -> None:
     chips = "".join(f"{f'sm_{chip} ({CHIPS[chip]})':>26}" for chip in chosen)
     print(f"{'kernel':<42}{chips}{'s':>8}")
     print(" " * 42 + f"{'reg  shared  spill':>26}" * len(chosen))
-    for name in names:
-        for specimen in importlib.import_module(f"hpcrl.kernels.{name}_triton").specimens():
+    for path in sorted((ROOT / "kernels").glob("*_triton.py")):
+        for variant in importlib.import_module(f"hpcrl.kernels.{path.stem}").kernel_variants():
+            if variant.name.split()[0] not in names:
+                continue
             begin = time.monotonic()
-            found = [specimen.compile(chip) for chip in chosen]
+            found = [variant.compile(chip) for chip in chosen]
             columns = "".join(f"{each.registers:>11}{each.shared_bytes:>8}{each.spilled_bytes:>7}" for each in found)
-            print(f"{specimen.name:<42}{columns}{time.monotonic() - begin:8.1f}", flush=True)
+            print(f"{variant.name:<42}{columns}{time.monotonic() - begin:8.1f}", flush=True)
 
 
 def main() -> int:
-    known = sorted(path.stem.removesuffix("_triton") for path in (ROOT / "kernels").glob("*_triton.py"))
+    known = sorted({path.stem for path in (ROOT / "tools" / "kernel_cases").glob("*.py")} - {"case"})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
     parser.add_argument("--rehearse", action="store_true", help="needs no GPU")

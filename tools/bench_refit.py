@@ -23,8 +23,8 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.build import build_model, local_shards
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit, RefitReport
 from hpcrl.runtime import platform
 from hpcrl.runtime.world import World, finish, start_mpi, start_torch
 

@@ -27,9 +27,9 @@ from torch.nn.functional import linear
 
 from hpcrl.model.hf.directory import Safetensors, load_weights
 from hpcrl.model.hf.families import hf_config
-from hpcrl.model.hf.files import whole
+from hpcrl.model.hf.files import unsharded
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import most_kv_bytes
+from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 
@@ -93,12 +93,12 @@ class Sides:
                 max_num_seqs=NUM_PROMPTS,
                 max_num_batched_tokens=8192,
                 max_model_len=longest,
-                kv_cache_bytes=most_kv_bytes(SHAPE, 1, self.dtype.itemsize, NUM_PROMPTS, longest) // 2,
+                kv_cache_bytes=max_kv_bytes(SHAPE, 1, self.dtype.itemsize, NUM_PROMPTS, longest) // 2,
                 exact=exact,
             )
             with tempfile.TemporaryDirectory() as folder:
                 self.model.save_pretrained(folder)
-                load_weights(SHAPE, Safetensors(Path(folder)), whole(SHAPE), self.engines[exact].weights())
+                load_weights(SHAPE, Safetensors(Path(folder)), unsharded(SHAPE), self.engines[exact].weights())
         return self.engines[exact]
 
     def native(self, work: Work, exact: bool) -> int:

@@ -22,9 +22,9 @@ from hpcrl.grid.groups import make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.windows import nodes_of
+from hpcrl.reshard.refit import Refit
+from hpcrl.reshard.transports import nodes_of
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
 from hpcrl.runtime.world import World

@@ -12,9 +12,9 @@ from hpcrl.algorithms.registry import LazyModule, UnknownName
 if TYPE_CHECKING:
     import torch
 
-    from hpcrl.kernels import masked_whiten as kernel
+    from hpcrl.kernels import reductions as kernel
 else:
-    torch, kernel = LazyModule("torch"), LazyModule("hpcrl.kernels.masked_whiten")
+    torch, kernel = LazyModule("torch"), LazyModule("hpcrl.kernels.reductions")
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 Reduce: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"  # fp64 sums of one replica -> sums over all replicas

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from hpcrl.kernels import group_statistics as kernel
+    from hpcrl.kernels import reductions as kernel
 else:
-    np, torch, kernel = map(LazyModule, ("numpy", "torch", "hpcrl.kernels.group_statistics"))
+    np, torch, kernel = map(LazyModule, ("numpy", "torch", "hpcrl.kernels.reductions"))
 
 GroupIds: TypeAlias = "torch.Tensor | np.ndarray | list[Any] | tuple[Any, ...]"
 

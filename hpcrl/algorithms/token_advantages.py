@@ -17,11 +17,9 @@ from hpcrl.algorithms.registry import LazyModule
 if TYPE_CHECKING:
     import torch
 
-    from hpcrl.kernels import group_statistics, segmented_scan
+    from hpcrl.kernels import reductions
 else:
-    torch, group_statistics, segmented_scan = map(
-        LazyModule, ("torch", "hpcrl.kernels.group_statistics", "hpcrl.kernels.segmented_scan")
-    )
+    torch, reductions = map(LazyModule, ("torch", "hpcrl.kernels.reductions"))
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def gae(
     Quirks of verl: a masked token has the A of the next token the model wrote (0 after the last one), so its return is
     that A + V, and whitening shifts and scales it too: neither is 0. The reward of a masked token is lost.
     """
-    advantages = segmented_scan.gae(token_level_rewards, values, response_mask, gamma, lam)
+    advantages = reductions.gae(token_level_rewards, values, response_mask, gamma, lam)
     return masked_whiten(advantages, response_mask, reduce), advantages + values
 
 
@@ -69,7 +67,7 @@ def reinforce_plus_plus(
     Quirk of verl that is not followed: values that are all equal, whitened, are its fp32 rounding error x 1e4, here 0.
     """
     valid = response_mask.bool()
-    returns = segmented_scan.discounted_returns(token_level_rewards, response_mask, gamma)
+    returns = reductions.discounted_returns(token_level_rewards, response_mask, gamma)
     returns = returns.masked_fill(~valid, 0.0)
     return masked_whiten(returns, response_mask, reduce).masked_fill(~valid, 0.0), returns
 
@@ -176,7 +174,7 @@ def _baseline(
 ) -> torch.Tensor:
     """B_t of each response, fp64 (B, T). group: numbers (B,) without gaps."""
     weight = energy.double().masked_fill(~valid, 0.0)
-    baseline = group_statistics.group_sum(returns * weight, group) / (group_statistics.group_sum(weight, group) + 1e-8)
+    baseline = reductions.group_sum(returns * weight, group) / (reductions.group_sum(weight, group) + 1e-8)
     baseline = baseline.masked_fill((torch.bincount(group) == 1)[:, None], 0.0)[group]
     if handle_zero_tail:
         length = valid.sum(-1)

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_a
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcrl.checkpoint.untrusted import check_archive, check_metadata, size_of_plain_file
-from hpcrl.model.lora import is_adapter
+from hpcrl.model.shape import is_adapter
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 

@@ -16,22 +16,27 @@ from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.engine.gradients import clip_gradients, gradient_norm, sum_gradients
 from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count, recorded_experts
-from hpcrl.engine.model_state import model_state, state_metadata, take_model_state
+from hpcrl.engine.model_state import load_model_state, model_state, state_metadata
 from hpcrl.engine.offload import offload_of
-from hpcrl.engine.optim import build_optimizer, learning_rate, uses_distributed_optimizer
-from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gathered, scores, values
-from hpcrl.engine.ranges import MegatronRanges
+from hpcrl.engine.optim import (
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    sum_gradients,
+    uses_distributed_optimizer,
+)
+from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.build import build_model, local_shards, named_parameters
 from hpcrl.model.hf.directory import Safetensors, load_weights
-from hpcrl.model.lora import Lora
 from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.router import RouterLosses
+from hpcrl.model.shape import Lora
 from hpcrl.model.transformer_engine import FP8_ROWS
 from hpcrl.runtime import platform
-from hpcrl.runtime.accelerator import annotated
+from hpcrl.runtime.accelerator import MegatronRanges, annotated
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -46,15 +51,15 @@ if TYPE_CHECKING:
 
 
 class Metric(Protocol):
-    """A number that can be merged over micro-batches."""
+    """A metric that can be merged over micro-batches."""
 
     def merge(self, other: Any) -> Any: ...
 
 
 Loss = Callable[[Outputs, TensorBatch], tuple[Tensor, dict[str, Metric]]]
-# What becomes of a micro-batch's head outputs (R, ...) on the last stage: kept, or made into a loss.
+# Handles a micro-batch's head outputs (R, ...) on the last stage: keeps them, or computes a loss.
 Consume = Callable[[MicroBatch, Outputs], Any]
-# The model's raw output (R, width), of a language model hidden states, into the head outputs that are asked for.
+# Maps the model's raw output (R, width), hidden states for a language model, to head outputs.
 Compute = Callable[[MicroBatch, Tensor], Outputs]
 
 
@@ -63,8 +68,8 @@ class TrainEngine:
 
     Every method is collective over the role's ranks. The ranks of a replica pass the same samples, in the same order.
 
-    What is offloaded comes back for the time of a method; whoever calls several in a row saves copies by doing so
-    inside `offload.on_device`, and whoever reads the model's tensors himself does it inside, too.
+    Offloaded parts are loaded for the duration of a method. To save copies between several calls, make them inside
+    `offload.on_device`; reading the model's tensors directly requires it.
     """
 
     def __init__(
@@ -87,12 +92,11 @@ class TrainEngine:
         moe: MoeConfig | None = None,
         on_micro_batch: Callable[[], None] | None = None,
     ) -> None:
-        """`optim` None makes a frozen model; `total_steps` counts the optimizer steps of the whole run; `exact` gives
-        log-probs the bits of the native engine's exact mode; `sequence_parallel`, `recompute` and `te` are those of
-        `build_model`; of a model with `lora` the adapters alone are trained; `head_chunk_tokens` is that of
-        `VocabularyOutputs`; `moe` weighs the losses of `Router`. `offload` is on the device only while it is needed.
-        `on_micro_batch()` is called as each begins.
-        """
+        """`optim` None makes a frozen model. `total_steps` counts the optimizer steps of the whole run. `exact`:
+        log-probs have the bits of the native engine's exact mode. `sequence_parallel`, `recompute` and `te` are those
+        of `build_model`. With `lora` only the adapters are trained. `head_chunk_tokens` is that of `VocabularyOutputs`.
+        `moe` has the coefficients of the router's losses. `offload` names the parts that are on the device only while
+        they are in use. `on_micro_batch()` is called at the start of each micro-batch."""
         self.shape, self.groups, self.head, self.dtype, self.lora = shape, groups, head, dtype, lora
         self.optim, self.total_steps = optim, total_steps
         self.steps = 0  # optimizer steps done
@@ -112,7 +116,7 @@ class TrainEngine:
         )
         self.config = self.chunks[0].config
         self.config.timers = MegatronRanges()
-        self.models: list[torch.nn.Module] = [*self.chunks]  # what runs
+        self.models: list[torch.nn.Module] = [*self.chunks]  # called by the schedule
         self.optimizer = None
         if optim is None:
             for chunk in self.chunks:
@@ -135,7 +139,7 @@ class TrainEngine:
         self._schedule = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=vpp)
         self._p2p = P2PCommunicator(groups.pp, self.config) if groups.layout.pp > 1 else None
         self.offload = offload_of(self.chunks, self.models, self.optimizer, offload)
-        self.offload.leave()
+        self.offload.unload()
 
     def log_probs(
         self,
@@ -147,19 +151,19 @@ class TrainEngine:
         sum_pi_squared: bool = False,
         record_routing: bool = False,
     ) -> dict[str, Ragged]:
-        """'log_probs' (and 'entropy', and 'sum_pi_squared', the sum of the vocabulary's squared probabilities) of the
-        response tokens: fp32 on the CPU, in response space, in the batch's order.
+        """Return 'log_probs' (and 'entropy', and 'sum_pi_squared', the sum of the vocabulary's squared probabilities)
+        of the response tokens: fp32 on the CPU, in response space, in the batch's order.
 
-        On every rank of the last stage; {} on the others. Reads input_ids, the lengths of response_mask and, where it
-        is there, routed_experts: the experts that tokens go to (see `hpcrl.engine.microbatch`). `record_routing` gives
-        'routed_experts', those that they went to.
+        On every rank of the last stage; {} on the others. Reads input_ids, the lengths of response_mask and, if
+        present, routed_experts: the experts to use for each token (see `hpcrl.engine.microbatch`). `record_routing`
+        adds 'routed_experts', the experts that were used.
         """
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
         compute = partial(self._vocabulary.log_probs, **options)
         return self._forward(batch, max_tokens, compute, record_routing=record_routing)
 
     def topk_log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, k: int) -> dict[str, Ragged]:
-        """'log_probs' of the response tokens, and at each of them the k likeliest tokens, the likeliest first.
+        """Return 'log_probs' of the response tokens, and at each of them the k most likely tokens, in descending order.
 
         'topk_log_probs' fp32 and 'topk_ids' int32 hold k numbers per response token, end to end (see
         `Ragged.padded_vectors`). Otherwise as `log_probs`.
@@ -167,11 +171,12 @@ class TrainEngine:
         return self._forward(batch, max_tokens, partial(self._vocabulary.topk, temperature=temperature, k=k))
 
     def values(self, batch: DataProto, *, max_tokens: int) -> dict[str, Ragged]:
-        """'values', the value before each response token; otherwise as `log_probs`."""
+        """Return 'values', the value before each response token; otherwise as `log_probs`."""
         return self._forward(batch, max_tokens, values)
 
     def scores(self, batch: DataProto, *, max_tokens: int) -> Tensor | None:
-        """The reward head's number at the last token of each sequence: (N,) fp32 on the CPU, in the batch's order.
+        """Return the reward head's output at the last token of each sequence: (N,) fp32 on the CPU, in the batch's
+        order.
 
         On every rank of the last stage; None on the others. Reads input_ids.
         """
@@ -190,19 +195,22 @@ class TrainEngine:
         unit: int = 1,
         columns: dict[str, Ragged] | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step over the samples of all replicas.
+        """Run one optimizer step over the samples of all replicas.
 
-        `loss` gets, on the last stage and per micro-batch that has response tokens, padded (b, T) outputs that carry
-        gradients ({'log_probs', 'entropy'}, {'values'} or {'scores'} of shape (b, 1)) and the micro-batch's samples as
-        a `TensorBatch` on the device of the outputs; `unit` successive samples are never parted. Its gradient is
-        summed as it is over micro-batches and replicas: the loss is normalised by the global mini-batch already.
-        `topk_ids` names a column of k token ids per response token, as `topk_log_probs` gives them: then there are also
-        'topk_log_probs' (b, T, k) at these ids, with gradients, and 'own_topk_ids' (b, T, k) int64, the likeliest of
-        the model in training. `columns` receives 'log_probs' and 'entropy' of the weights before the step, as
-        `log_probs` returns them.
+        On the last stage, `loss` is called per micro-batch that has response tokens, with padded (b, T) outputs that
+        carry gradients ({'log_probs', 'entropy'}, {'values'} or {'scores'} of shape (b, 1)) and the micro-batch's
+        samples as a `TensorBatch` on the device of the outputs. `unit` successive samples are never separated.
+        Gradients are summed over micro-batches and replicas, because the loss is normalised by the global mini-batch
+        already.
+
+        `topk_ids` names a column of k token ids per response token, as returned by `topk_log_probs`: outputs then
+        contain 'topk_log_probs' (b, T, k) at these ids, with gradients, and 'own_topk_ids' (b, T, k) int64, the most
+        likely tokens of the trained model. `columns` receives 'log_probs' and 'entropy' of the weights before the step,
+        as returned by `log_probs`.
+
         Returns the loss's metrics merged over the micro-batches (last stage), and as floats on every rank 'grad_norm'
-        (before clipping), 'lr', 'skipped_updates': 1 where the norm is not finite and the weights stay as they are,
-        and those of `RouterLosses.metrics` for a model with experts.
+        (before clipping), 'lr', 'skipped_updates' (1 if the norm is not finite and the weights were not changed), and
+        `RouterLosses.metrics` for a model with experts.
         """
         if self.optim is None or self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer; pass optim=... to train it")
@@ -232,7 +240,7 @@ class TrainEngine:
         with self.offload.on_device("parameters", "gradients", "optimizer"):
             for model in self.models:
                 model.zero_grad_buffer()  # type: ignore[operator]
-            # Without this, gradients of FP32Optimizer's last step, aliases of the buffer, would be counted twice.
+            # Else the gradients of FP32Optimizer's last step, aliases of the buffer, would be counted twice.
             self.optimizer.zero_grad()
             results = self._run(micros, compute, consume, forward_only=False)
             found = self._step()
@@ -247,19 +255,21 @@ class TrainEngine:
         return merged | found
 
     def named_shards(self) -> dict[str, Tensor]:
-        """Global parameter name -> this rank's part, the live data in the order of the model: of parameters that are
-        offloaded, to be read and written inside `offload.on_device("parameters")`."""
+        """Return global parameter name -> this rank's part, aliasing the parameters, in the model's order.
+
+        Read and write offloaded parameters inside `offload.on_device("parameters")`.
+        """
         parameters, local = named_parameters(self.chunks), local_shards(self.shape, self.groups, self.head, self.lora)
         return {shard.name: parameters[shard.chunk, shard.local_name].data for shard in local}
 
     def merged_shards(self) -> Mapping[str, Tensor]:
-        """As `named_shards`, of the model that computes the same without adapters."""
+        """As `named_shards`, of the equivalent model with merged adapters."""
         weights = self.named_shards()
         return weights if self.lora is None else MergedWeights(weights, self.shape, self.lora)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside it the model is the frozen one, which the adapters started from."""
+        """Context in which the model runs without its adapters."""
         for chunk in self.chunks:
             chunk.uses_adapters = False
         try:
@@ -269,30 +279,31 @@ class TrainEngine:
                 chunk.uses_adapters = True
 
     def sharded_state_dict(self, *, optimizer: bool = True, is_loading: bool = False) -> dict[str, Any]:
-        """Megatron's sharded state of the model and, where asked and present, of its optimizer, under global names.
+        """Return megatron's sharded state of the model and, if requested and present, of its optimizer, under global
+        names.
 
         The optimizer's state is in the `fully_reshardable` form: one tensor per parameter and kind, in the parameter's
-        shape, so that it can be loaded under any layout. The other entries ('steps') are the same on all ranks.
-        For saving, tensors alias what is trained on, and for loading they may: both from here to the end are for the
-        inside of `offload.on_device("parameters", "optimizer")`. `replica_id` says who writes a weight.
+        shape, so that it can be loaded under any layout. The other entries ('steps') are the same on all ranks. Tensors
+        alias the trained ones for saving, and may do so for loading: call this and use the result inside
+        `offload.on_device("parameters", "optimizer")`. `replica_id` selects the writer of a weight.
         """
         metadata = state_metadata(self.groups, has_experts=self.shape.num_experts > 0)
         with platform.cpu_bridge():
             model = model_state(self.chunks, self.groups, self.head, metadata, is_loading=is_loading)
             state: dict[str, Any] = {"model": model, "steps": self.steps}
             if optimizer and self.optimizer is not None:
-                # Megatron collects garbage here, 0.3 s of walking over modules that live on anyway.
+                # Megatron collects garbage here; freezing saves 0.3 s of walking over live modules.
                 gc.freeze()
                 state["optimizer"] = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
                 gc.unfreeze()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was loaded for `sharded_state_dict(is_loading=True)`.
+        """Load the result of `sharded_state_dict(is_loading=True)`.
 
-        Parameters without an entry keep their values; without 'optimizer' the optimizer starts anew from the weights.
+        Parameters without an entry keep their values; without 'optimizer' the optimizer is reset from the weights.
         """
-        take_model_state(self.chunks, state["model"])
+        load_model_state(self.chunks, state["model"])
         if self.optimizer is None:
             return
         with platform.cpu_bridge():
@@ -303,12 +314,14 @@ class TrainEngine:
                 self.optimizer.reload_model_params()
 
     def load_hugging_face(self, source: Safetensors) -> None:
-        """The weights of a Hugging Face directory, of which each rank reads its part; a critic's or reward model's head
-        and adapters stay as they are, and the optimizer starts anew."""
+        """Load the weights of a Hugging Face directory; each rank reads its part.
+
+        A critic's or reward model's head and adapters keep their values, and the optimizer is reset.
+        """
         heads = SCALAR_HEADS.values()
-        mine = [shard for shard in local_shards(self.shape, self.groups, self.head) if shard.name not in heads]
+        needed = [shard for shard in local_shards(self.shape, self.groups, self.head) if shard.name not in heads]
         with self.offload.on_device("parameters", "optimizer"):
-            load_weights(self.shape, source, mine, self.named_shards())
+            load_weights(self.shape, source, needed, self.named_shards())
             if self.optimizer is not None:
                 with platform.cpu_bridge():
                     self.optimizer.reload_model_params()
@@ -320,7 +333,7 @@ class TrainEngine:
             group["lr"] = lr
         with annotated("optimizer"), platform.cpu_bridge():
             self.optimizer.prepare_grads()
-            norm = gradient_norm(self.optimizer)  # over all ranks, so that all of them skip or none
+            norm = gradient_norm(self.optimizer)  # over all ranks, so that either all of them skip or none
             if math.isfinite(norm):
                 if self.optim.clip_grad:
                     clip_gradients(self.optimizer, self.optim.clip_grad, norm)
@@ -351,7 +364,7 @@ class TrainEngine:
         return columns
 
     def _micro_batches(self, batch: DataProto, max_tokens: int, unit: int = 1) -> list[MicroBatch]:
-        """As many as every replica has."""
+        """Make as many micro-batches as every other replica."""
         layout = self.groups.layout
         return make_micro_batches(
             batch,
@@ -361,17 +374,18 @@ class TrainEngine:
             multiple=layout.token_multiple(FP8_ROWS if self.config.fp8 else ROW_MULTIPLE),
             same_size=layout.pp > 1,
             device=platform.device(),
-            wanted="last" if self.head == "reward" else "response",
+            outputs_at="last" if self.head == "reward" else "response",
             unit=unit,
             cp_rank=self.groups.coord.cp,
             cp_size=layout.cp,
         )
 
     def _run(self, micros: list[MicroBatch], compute: Compute, consume: Consume, *, forward_only: bool) -> list[Any]:
-        """Run megatron's schedule; what `consume` returned (its last part when training), on the last stage."""
+        """Run megatron's schedule. Returns, on the last stage, the results of `consume` (their last part when
+        training)."""
 
         def outputs_of(micro: MicroBatch, raw: Tensor) -> Outputs:
-            return gathered(micro, compute(micro, raw), self.groups.pgc.cp)
+            return gather_outputs(micro, compute(micro, raw), self.groups.pgc.cp)
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             self._on_micro_batch()
@@ -394,7 +408,7 @@ class TrainEngine:
         )
 
     def _router_losses(self, batch: DataProto) -> RouterLosses:
-        """Normalised by the sequences and tokens of all replicas."""
+        """Losses normalised by the sequences and tokens of all replicas."""
         device, num_tokens = platform.device(), int(batch.fetch("input_ids").lengths.sum()) if len(batch) else 0
         counts = torch.tensor([len(batch), num_tokens], device=device)
         if self.groups.layout.dp > 1:
@@ -411,7 +425,7 @@ class TrainEngine:
         )
 
     def _common_count(self, count: int) -> int:
-        """The largest number of micro-batches that any replica needs."""
+        """Return the largest number of micro-batches that any replica needs."""
         if self.groups.layout.dp == 1:
             return count
         tensor = torch.tensor([count], device=platform.device())
@@ -420,7 +434,7 @@ class TrainEngine:
 
 
 def _columns(results: list[tuple[MicroBatch, Outputs]]) -> dict[str, Ragged]:
-    """The outputs of all micro-batches on the host, in the batch's order."""
+    """Return the outputs of all micro-batches on the host, in the batch's order."""
     order = np.argsort(np.concatenate([micro.rows for micro, _ in results]))
     return {
         name: Ragged.concat([micro.ragged(outputs[name]) for micro, outputs in results]).take(order)

@@ -1,7 +1,7 @@
-"""Micro-batches: which samples run together, packed, and the way back from head outputs to samples.
+"""Micro-batches: samples packed to run together, and the mapping from head outputs back to samples.
 
-int16, in sequence space, for each token layers x topk numbers end to end: of each layer with experts, in order, the
-experts in any order; `OWN` where nothing was recorded.
+The column `routed_experts` is int16 in sequence space: for each token layers x topk numbers, the experts of each MoE
+layer in turn, in any order; `NOT_RECORDED` where there is no record.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged
 from hpcrl.model.packed import PackedTokens, pack, places, tokens_of
-from hpcrl.model.router import OWN, Routing
+from hpcrl.model.router import NOT_RECORDED, Routing
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -28,44 +28,48 @@ if TYPE_CHECKING:
 
 
 def make_routing(
-    lengths: Tensor, size: int, mine: Tensor | slice, shape: ModelShape, experts: Ragged | None
+    lengths: Tensor, size: int, local_tokens: Tensor | slice, shape: ModelShape, experts: Ragged | None
 ) -> Routing:
-    """Of packed sequences, padded to `size` tokens, of which this rank has `mine`. lengths: int64 (N,), N = 0 for a
-    dummy; experts: rows of routed_experts, None: routers choose."""
+    """Return the routing of packed sequences padded to `size` tokens, of which this rank has `local_tokens`.
+
+    lengths: int64 (N,), N = 0 for a dummy; experts: rows of routed_experts, None: routers choose.
+    """
     total, replayed = int(lengths.sum()), None
     sequences = torch.full((size,), len(lengths))
     sequences[:total] = torch.repeat_interleave(lengths)
     if experts is not None:
         width = len(shape.moe_layers) * shape.moe_topk
         _check(experts, lengths * width, shape.num_experts)
-        replayed = torch.full((size, width), OWN, dtype=torch.int16)
+        replayed = torch.full((size, width), NOT_RECORDED, dtype=torch.int16)
         replayed[:total] = torch.from_numpy(experts.values).view(total, width)
-        replayed = replayed[mine].unflatten(1, (-1, shape.moe_topk))
-    return Routing(sequences[mine], lengths, shape.moe_layers, replayed)
+        replayed = replayed[local_tokens].unflatten(1, (-1, shape.moe_topk))
+    return Routing(sequences[local_tokens], lengths, shape.moe_layers, replayed)
 
 
 def _check(experts: Ragged, lengths: Tensor, num_experts: int) -> None:
-    """A recording may come from a file."""
+    """Validate recordings, which may come from a file."""
     if not np.array_equal(experts.lengths, lengths.numpy()):
         raise InputError(
             f"routed_experts has {experts.lengths.tolist()} numbers for samples that need {lengths.tolist()}; "
             "replay recordings of this model"
         )
     low, high = int(experts.values.min()), int(experts.values.max())
-    if low < OWN or high >= num_experts:
+    if low < NOT_RECORDED or high >= num_experts:
         raise InputError(
-            f"routed_experts has experts {low} to {high}, and the model 0 to {num_experts - 1}; "
+            f"routed_experts has experts {low} to {high}, the model has 0 to {num_experts - 1}; "
             "replay recordings of this model"
         )
 
 
 def recorded_experts(micro: MicroBatch, shape: ModelShape, groups: RoleGroups) -> Ragged:
-    """What the routers of a micro-batch have recorded, as a column of its samples. Collective over the replica."""
+    """Return the experts recorded by a micro-batch's routers, as a column of its samples. Collective over a replica."""
     routing = micro.packed.routing
     assert routing is not None and routing.recorded
-    layout, some = groups.layout, next(iter(routing.recorded.values()))
-    # int32, as NCCL knows no int16
-    found = torch.full((len(some), len(routing.layers), shape.moe_topk), OWN, dtype=torch.int32, device=some.device)
+    layout, first = groups.layout, next(iter(routing.recorded.values()))
+    # int32, because NCCL has no int16
+    found = torch.full(
+        (len(first), len(routing.layers), shape.moe_topk), NOT_RECORDED, dtype=torch.int32, device=first.device
+    )
     for layer, ids in routing.recorded.items():
         found[:, layer] = ids
     if layout.pp > 1:
@@ -78,16 +82,16 @@ def recorded_experts(micro: MicroBatch, shape: ModelShape, groups: RoleGroups) -
     return Ragged.from_lengths(tokens.numpy(), routing.lengths.cpu().numpy() * found[0].numel())
 
 
-# What the head runs on: the positions that predict response tokens, or each sequence's last token.
-Wanted = Literal["response", "last"]
-ROW_MULTIPLE = 8  # a CPU matrix product gives a row the same bits whatever the number of rows only at such numbers
+# Positions that the head runs on: those that predict response tokens, or each sequence's last token.
+OutputRows = Literal["response", "last"]
+ROW_MULTIPLE = 8  # with such numbers of rows, CPU matrix products compute a row bitwise alike for any number of rows
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Each rank of a context-parallel group has the head outputs of its own tokens, padded to `most`.
+class OutputGather:
+    """Head outputs under context parallelism: each rank has those of its own tokens, padded to `most`.
 
-    order: int64 (R,), where each output is once they are gathered in rank order. own: int64, which ones are here.
+    order: int64 (R,), the place of each output after gathering in rank order. own: int64, the outputs of this rank.
     """
 
     most: int
@@ -95,7 +99,7 @@ class Gathering:
     own: Tensor
 
     def own_of(self, values: Tensor) -> Tensor:
-        """Of one row per output, those of the outputs here; any one where none is."""
+        """Return the rows of this rank's outputs, of one row per output; the first row if there are none."""
         return values[self.own] if len(self.own) else values[:1]
 
 
@@ -103,32 +107,33 @@ class Gathering:
 class MicroBatch:
     """Samples that run together.
 
-    Without samples it is one dummy token, without wanted outputs there is one dummy output: every rank computes and
-    communicates the same number of times.
+    Without samples it is one dummy token, and without head outputs there is one dummy output, so that every rank
+    computes and communicates the same number of times.
     """
 
     rows: np.ndarray  # (n,) int64: which samples of the batch
     packed: PackedTokens
-    targets: Tensor  # (R,) int64: the response token that each output row predicts; of no meaning for last tokens
+    targets: Tensor  # (R,) int64: the response token that each output row predicts; unused for last tokens
     output_lengths: Tensor  # (n,) int64, sum R: head outputs of each sample, its response tokens or 1
-    gathering: Gathering | None = None  # with context parallelism: where the outputs of all ranks are
+    output_gather: OutputGather | None = None  # only with context parallelism
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def num_outputs(self) -> int:
-        """R; 0 where the one output row is a dummy."""
+        """R; 0 if the one output row is a dummy."""
         return int(self.output_lengths.sum())
 
     def ragged(self, outputs: Tensor) -> Ragged:
-        """Head outputs (R,) as a column, in response space or with one entry per row; of (R, K), K per output."""
+        """Convert head outputs (R,) to a column, in response space or with one entry per row; (R, K) gives K numbers
+        per output."""
         values = outputs[: self.num_outputs].reshape(-1)
         lengths = self.output_lengths * outputs.shape[1:].numel()
         return Ragged.from_lengths(values.cpu().numpy(), lengths.numpy())
 
     def padded(self, outputs: Tensor) -> Tensor:
-        """Head outputs (R, ...), R at least 1, as (n, most outputs of a sample, ...), padded with 0, differentiable."""
+        """Pad head outputs (R, ...), R at least 1, to (n, most outputs of a sample, ...) with 0. Differentiable."""
         longest = int(self.output_lengths.max())
         sequence = torch.repeat_interleave(self.output_lengths)
         starts = self.output_lengths.cumsum(0) - self.output_lengths
@@ -138,8 +143,8 @@ class MicroBatch:
 
 
 def needed_count(batch: DataProto, max_tokens: int, unit: int = 1) -> int:
-    """How many micro-batches this replica needs; at least one. `unit` as in `make_micro_batches`."""
-    return max(1, len(_share_out(_lengths(batch), max_tokens, unit)))
+    """Return the number of micro-batches that this replica needs, at least one. `unit` as in `make_micro_batches`."""
+    return max(1, len(_split_rows(_lengths(batch), max_tokens, unit)))
 
 
 def make_micro_batches(
@@ -151,32 +156,32 @@ def make_micro_batches(
     multiple: int,
     same_size: bool,
     device: torch.device,
-    wanted: Wanted = "response",
+    outputs_at: OutputRows = "response",
     unit: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> list[MicroBatch]:
     """Pack the samples into `count` micro-batches of at most `max_tokens` tokens, before padding to `multiple`.
 
-    `same_size` pads all of them to the longest, as the stages of a pipeline need. `unit` successive samples run
-    together, in order: 2 where a loss compares the two of a pair. Each holds this rank's share of the tokens among
+    `same_size` pads all of them to the longest, which pipeline stages need. `unit` successive samples stay together, in
+    order: 2 for a loss that compares the two samples of a pair. Each holds this rank's part of the tokens among
     `cp_size` ranks.
     """
     lengths = _lengths(batch)
-    rows_of = _share_out(lengths, max_tokens, unit, count)
+    rows_of = _split_rows(lengths, max_tokens, unit, count)
     sizes = [_round_up(max(1, int(lengths[rows].sum())), multiple) for rows in rows_of]
     if same_size:
         sizes = [max(sizes)] * count
     return [
-        _pack(batch, rows, size, shape, device, wanted, cp_rank, cp_size)
+        _pack(batch, rows, size, shape, device, outputs_at, cp_rank, cp_size)
         for rows, size in zip(rows_of, sizes, strict=True)
     ]
 
 
-def _share_out(lengths: np.ndarray, max_tokens: int, unit: int, count: int | None = None) -> list[np.ndarray]:
-    """Row numbers of each micro-batch."""
+def _split_rows(lengths: np.ndarray, max_tokens: int, unit: int, count: int | None = None) -> list[np.ndarray]:
+    """Return the row numbers of each micro-batch."""
     if len(lengths) % unit:
-        raise ValueError(f"{len(lengths)} samples are no whole number of groups of {unit}; keep groups on one replica")
+        raise ValueError(f"{len(lengths)} samples are not a multiple of unit={unit}; keep groups on one replica")
     groups = micro_batches(lengths.reshape(-1, unit).sum(axis=1), max_tokens, count=count)
     return [(group[:, None] * unit + np.arange(unit)).reshape(-1) for group in groups]
 
@@ -187,46 +192,46 @@ def _pack(
     size: int,
     shape: ModelShape,
     device: torch.device,
-    wanted: Wanted,
+    outputs_at: OutputRows,
     cp_rank: int,
     cp_size: int,
 ) -> MicroBatch:
-    ids, lengths, tokens, output_lengths = _wanted(batch, rows, wanted)
+    ids, lengths, tokens, output_lengths = _output_tokens(batch, rows, outputs_at)
     targets = ids[tokens].to(torch.int64)
-    output_rows = tokens if wanted == "last" else (tokens - 1).clamp(min=0)
-    gathering = None
+    output_rows = tokens if outputs_at == "last" else (tokens - 1).clamp(min=0)
+    output_gather = None
     if cp_size > 1:
-        local_rows, gathering = _shared(output_rows, size, cp_rank, cp_size)
-        targets, output_rows = gathering.own_of(targets), local_rows
+        local_rows, output_gather = _shared(output_rows, size, cp_rank, cp_size)
+        targets, output_rows = output_gather.own_of(targets), local_rows
     packed = pack(
         ids, lengths, shape, size=size, output_rows=output_rows, device=device, cp_rank=cp_rank, cp_size=cp_size
     )
     if shape.num_experts:
-        mine = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
+        local_tokens = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
         is_replayed = "routed_experts" in batch.tokens and len(rows) > 0
         experts = _column(batch, "routed_experts").take(rows) if is_replayed else None
-        packed.routing = make_routing(lengths[: len(rows)], size, mine, shape, experts)
-    return MicroBatch(rows, packed.to(device), targets.to(device), output_lengths, gathering)
+        packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape, experts)
+    return MicroBatch(rows, packed.to(device), targets.to(device), output_lengths, output_gather)
 
 
-def _wanted(batch: DataProto, rows: np.ndarray, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids of the packed tokens, lengths of the sequences, the packed token of each head output (the one that it
-    predicts, or the last; a dummy where none is wanted), outputs of each sequence."""
+def _output_tokens(batch: DataProto, rows: np.ndarray, outputs_at: OutputRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ids of the packed tokens, lengths of the sequences, the packed token of each head output (the predicted
+    one, or the last; a dummy if there is none), and the number of outputs of each sequence."""
     if len(rows) == 0:
         token = torch.zeros(1, dtype=torch.int64)
         return token, torch.ones_like(token), token, token[:0]
     ids = _column(batch, "input_ids").take(rows)
     token_ids, lengths = torch.from_numpy(ids.values), torch.from_numpy(ids.lengths)
-    if wanted == "last":
+    if outputs_at == "last":
         return token_ids, lengths, lengths.cumsum(0) - 1, torch.ones_like(lengths)
     response_lengths = torch.from_numpy(_column(batch, "response_mask").lengths[rows])
     prompt_lengths = lengths - response_lengths
     if int(prompt_lengths.min()) < 1:
         raise ValueError(
-            f"a sample has {int(prompt_lengths.min())} prompt tokens; every sample needs at least one, which predicts "
+            f"a sample has {int(prompt_lengths.min())} prompt tokens; every sample needs at least one, to predict "
             "the first token of the response"
         )
-    # Response token number r of the micro-batch lies at r + the prompt tokens up to and including its own sequence.
+    # Response token r of the micro-batch is at r + the prompt tokens up to and including its own sequence.
     shift = torch.repeat_interleave(prompt_lengths.cumsum(0), response_lengths)
     tokens = torch.arange(len(shift)) + shift
     if len(tokens) == 0:
@@ -234,8 +239,8 @@ def _wanted(batch: DataProto, rows: np.ndarray, wanted: Wanted) -> tuple[Tensor,
     return token_ids, lengths, tokens, response_lengths
 
 
-def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple[Tensor, Gathering]:
-    """The outputs of this rank's tokens, by their rows here, and where all are."""
+def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple[Tensor, OutputGather]:
+    """Return this rank's output rows, and where all outputs are."""
     place, here = places(size, cp_size)[output_rows], size // cp_size
     owners = place // here
     counts = torch.bincount(owners, minlength=cp_size)
@@ -243,9 +248,9 @@ def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple
     order = torch.empty_like(owners)
     for rank in range(cp_size):
         order[owners == rank] = rank * most + torch.arange(int(counts[rank]))
-    gathering = Gathering(most, order, (owners == cp_rank).nonzero().squeeze(1))
-    local_rows = gathering.own_of(place % here) if len(gathering.own) else torch.zeros(1, dtype=torch.int64)
-    return local_rows, gathering
+    output_gather = OutputGather(most, order, (owners == cp_rank).nonzero().squeeze(1))
+    local_rows = output_gather.own_of(place % here) if len(output_gather.own) else torch.zeros(1, dtype=torch.int64)
+    return local_rows, output_gather
 
 
 def _lengths(batch: DataProto) -> np.ndarray:

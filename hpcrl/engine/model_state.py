@@ -1,4 +1,4 @@
-"""A model's part of a checkpoint: sharded tensors under global names, divided over the replicas that write them."""
+"""A model's part of a checkpoint: sharded tensors under global names, each written by one replica."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
-def share_writing(weights: Mapping[str, ShardedTensor | ShardedTensorFactory], replica: int, num_replicas: int) -> None:
-    """Makes one replica the writer of each weight, which all of them hold, in place; by size.
+def assign_writers(
+    weights: Mapping[str, ShardedTensor | ShardedTensorFactory], replica: int, num_replicas: int
+) -> None:
+    """Choose the replica that writes each weight, balanced by size, in place; all replicas hold all weights.
 
-    The last number of a `replica_id` is the data-parallel one; what has only zeros is written.
+    The last number of a `replica_id` is the data-parallel one; an entry with only zeros is written.
     """
     sizes = np.array([entry.data.numel() for entry in weights.values()], np.int64)
     writers = balanced_assignment(sizes, num_replicas).tolist()
@@ -36,10 +38,10 @@ def share_writing(weights: Mapping[str, ShardedTensor | ShardedTensorFactory], r
         entry.replica_id = (*entry.replica_id[:-1], (replica - writer) % num_replicas)
 
 
-def own_parts(
+def sharded_parts(
     parameter: ShardedTensor | ShardedTensorFactory, key: str, flat: Tensor, start: int
 ) -> Iterator[ShardedTensor]:
-    """State of a range of a parameter, for writing under `key`: as boxes, which are all that a checkpoint knows.
+    """Yield the state of a range of a parameter as boxes, for writing under `key`.
 
     flat: (n,) state of the elements from `start` on of the parameter in row-major order, which no other replica has.
     parameter: the parameter's own entry; a factory lays it out in several parts (gate and up of SwiGLU).
@@ -48,7 +50,7 @@ def own_parts(
     laid_out = list(nested_values([entry.build()])) if isinstance(entry, ShardedTensorFactory) else [entry]
     for part in laid_out:
         assert part.data is not None and part.data.is_contiguous()
-        # Where the part lies in the parameter, whose memory it shares.
+        # Offset of the part in the parameter, whose memory it shares.
         first = part.data.storage_offset() - parameter.data.storage_offset()
         low, high = max(first, start), min(first + part.data.numel(), start + flat.numel())
         prepended, offset = part.global_offset[: part.prepend_axis_num], part.global_offset[part.prepend_axis_num :]
@@ -60,16 +62,16 @@ def own_parts(
                 dtype=flat.dtype,
                 local_shape=shape,
                 global_offset=(*prepended, *(a + b for a, b in zip(offset, corner, strict=True))),
-                axis_fragmentations=None,  # boxes of several sizes are no regular grid
+                axis_fragmentations=None,  # boxes of several sizes do not form a regular grid
                 replica_id=(*part.replica_id[:-1], 0),
             )
             low += size
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements [start, stop) of an array in row-major order as boxes, whose elements follow one another.
+    """Yield the elements [start, stop) of an array in row-major order as boxes of contiguous elements.
 
-    At most 2 len(shape) - 1 of them: whole rows in the middle, and what is left of the rows before and after.
+    At most 2 len(shape) - 1 boxes: whole rows in the middle, and the remaining parts of the rows before and after.
     """
     if start >= stop:
         return
@@ -93,7 +95,7 @@ def _in_row(row: int, found: Iterator[Box] | tuple[()]) -> Iterator[Box]:
 
 
 def state_metadata(groups: RoleGroups, *, has_experts: bool) -> dict[str, Any]:
-    """What megatron's modules and optimizers are told of the form of their state."""
+    """Return megatron's metadata of the format of modules' and optimizers' state."""
     return {
         "dp_cp_group": groups.pgc.dp_cp,
         "non_homogeneous_layers": True,  # one key per layer instead of one stack of all layers
@@ -105,8 +107,8 @@ def state_metadata(groups: RoleGroups, *, has_experts: bool) -> dict[str, Any]:
 def model_state(
     chunks: Sequence[PackedGPT], groups: RoleGroups, head: Head, metadata: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
-    """By `_state_name`, megatron's ShardedTensors, which alias the parameters; for saving, those with the same data on
-    several ranks share out who writes which part."""
+    """Return megatron's ShardedTensors, which alias the parameters, by `_state_name`. For saving, weights that several
+    ranks hold are divided among them."""
     model = {
         _state_name(number, name): entry
         for number, chunk in enumerate(chunks)
@@ -115,7 +117,7 @@ def model_state(
         if not isinstance(entry, ShardedObject)
     }
     for entry in model.values():
-        # Megatron pads the vocabulary by layout and so lets its size differ; ours does not depend on it.
+        # Megatron allows different vocabulary sizes because its padding depends on the layout; ours does not.
         entry.allow_shape_mismatch = False
     output_layer = model.get(_state_name(len(chunks) - 1, OUTPUT_LAYER))
     if output_layer is not None and head in SCALAR_HEADS:
@@ -124,12 +126,12 @@ def model_state(
         experts = {name: entry for name, entry in model.items() if ".experts." in name}
         dense = {name: entry for name, entry in model.items() if name not in experts}
         for entries, group in ((dense, groups.pgc.dp_cp), (experts, groups.pgc.expt_dp)):
-            share_writing(entries, group.rank(), group.size())
+            assign_writers(entries, group.rank(), group.size())
     return model
 
 
-def take_model_state(chunks: Sequence[PackedGPT], tensors: Mapping[str, Tensor]) -> None:
-    """Copy what was loaded for `model_state` into the parameters; those without an entry keep their values."""
+def load_model_state(chunks: Sequence[PackedGPT], tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors loaded for `model_state` into the parameters; those without an entry keep their values."""
     parameters = {_state_name(*place): parameter for place, parameter in named_parameters(chunks).items()}
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -137,5 +139,5 @@ def take_model_state(chunks: Sequence[PackedGPT], tensors: Mapping[str, Tensor])
 
 
 def _state_name(chunk: int, name: str) -> str:
-    """Of a chunk's parameter in a state; chunks count their layers from 0."""
+    """Name of a chunk's parameter in a state; chunks count their layers from 0."""
     return f"chunk{chunk}.{name}" if chunk else name

@@ -1,7 +1,7 @@
-"""Weights, gradients and optimizer state that leave the device between the phases in which their role computes.
+"""Offload of weights, gradients and optimizer state to host memory between the phases of their role.
 
-Tensors stay what they are, and so do megatron's views of its buffers: only the storages under them are emptied, and
-filled again. A tensor that is away must not be read; whoever needs it asks `Offload.on_device` for it.
+Tensors and megatron's views of its buffers stay valid objects: only the storages under them are emptied and filled
+again. Read an offloaded tensor only inside `Offload.on_device`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class HostMemory:
-    """Host memory that grows to what was asked for at once, and is kept, since pinning it takes long; copies to and
-    from pinned memory run at the speed of the bus.
+    """Host memory that grows to the largest request and is kept, because pinning takes long; pinned memory is copied at
+    the speed of the bus.
 
-    It comes in blocks of a power of two, for torch rounds pinned memory up to one: 33 GiB in one piece would take 64.
+    It is allocated in blocks of a power of two, because torch rounds pinned memory up to one: 33 GiB in one piece would
+    take 64.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -38,8 +39,8 @@ class HostMemory:
         return HOST_BLOCK * len(self.blocks)
 
     def places(self, sizes: Iterable[int]) -> Iterator[list[Tensor]]:
-        """For each of `sizes`, in bytes, a place of its own: parts of blocks, uint8, which follow one another. The same
-        sizes have the same places every time."""
+        """Yield for each of `sizes`, in bytes, its own memory: consecutive parts of blocks, uint8. Equal sizes get
+        equal places on each call."""
         block = start = 0
         for size in sizes:
             parts = []
@@ -54,45 +55,45 @@ class HostMemory:
 
 
 class Offloadable:
-    """Storages that are all on the device, or all away.
+    """Storages that are all on the device or all offloaded.
 
-    storages: those to be emptied, asked anew each time, since an optimizer makes state at its first step. host: keeps
-    their content; None: it is lost, and they come back with whatever is in the memory.
+    storages: the storages, evaluated on each unload, because an optimizer makes state at its first step. host: keeps
+    their content; None: the content is lost.
     """
 
     def __init__(self, storages: Callable[[], Sequence[UntypedStorage]], host: HostMemory | None) -> None:
         self._storages = storages
         self.host = host
-        self.is_away = False
-        self._away: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
+        self.is_unloaded = False
+        self._unloaded: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
 
-    def leave(self) -> None:
-        self.is_away = True
-        self._away = [(storage, storage.nbytes()) for storage in self._storages()]
+    def unload(self) -> None:
+        self.is_unloaded = True
+        self._unloaded = [(storage, storage.nbytes()) for storage in self._storages()]
         for content, copy in self._with_copies():
             copy.copy_(content, non_blocking=True)
-        for storage, _ in self._away:
+        for storage, _ in self._unloaded:
             storage.resize_(0)
 
-    def come_back(self) -> None:
-        for storage, size in self._away:
+    def load(self) -> None:
+        for storage, size in self._unloaded:
             storage.resize_(size)
         for content, copy in self._with_copies():
             content.copy_(copy, non_blocking=True)
-        self._away, self.is_away = [], False
+        self._unloaded, self.is_unloaded = [], False
 
     def _with_copies(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the storages, uint8, and their places on the host."""
+        """Yield parts of the storages, uint8, with their places on the host."""
         if self.host is None:
             return
-        places = self.host.places(size for _, size in self._away)
-        for (storage, _), place in zip(self._away, places, strict=True):
+        places = self.host.places(size for _, size in self._unloaded)
+        for (storage, _), place in zip(self._unloaded, places, strict=True):
             content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             yield from zip(content.split([len(part) for part in place]), place, strict=True)
 
 
 class Offload:
-    """The parts of one role's model that are away unless they are asked for."""
+    """The parts of one role's model that are offloaded except while they are in use."""
 
     def __init__(self, parts: Mapping[Part, Offloadable], device: torch.device) -> None:
         self._parts = parts
@@ -100,34 +101,37 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is kept for what is away."""
+        """Host memory that is kept for offloaded parts."""
         return sum(part.host.nbytes for part in self._parts.values() if part.host)
 
     @contextmanager
     def on_device(self, *names: Part) -> Iterator[None]:
-        """Inside it these parts are there; those that come for it leave at its end. An exception leaves them there."""
-        coming = [part for name, part in self._parts.items() if name in names and part.is_away]
-        for part in coming:
-            part.come_back()
+        """Context in which these parts are on the device; parts that it loaded are offloaded at its end.
+
+        After an exception they stay on the device.
+        """
+        loaded = [part for name, part in self._parts.items() if name in names and part.is_unloaded]
+        for part in loaded:
+            part.load()
         yield
-        self._send_away(coming)
+        self._unload(loaded)
 
-    def leave(self) -> None:
-        """For the first time, once the model is built."""
-        self._send_away(self._parts.values())
+    def unload(self) -> None:
+        """Offload all parts for the first time, after the model is built."""
+        self._unload(self._parts.values())
 
-    def _send_away(self, parts: Collection[Offloadable]) -> None:
+    def _unload(self, parts: Collection[Offloadable]) -> None:
         for part in parts:
-            part.leave()
+            part.unload()
         if parts:
             # Other roles, and TensorRT-LLM, allocate blocks of other sizes.
             accelerator.release_cached_memory(self._device)
 
 
-def storages_of(tensors: Iterable[Tensor], apart: Iterable[UntypedStorage] = ()) -> list[UntypedStorage]:
-    """The distinct storages under `tensors`, in their order, without those `apart`."""
+def storages_of(tensors: Iterable[Tensor], exclude: Iterable[UntypedStorage] = ()) -> list[UntypedStorage]:
+    """Return the distinct storages under `tensors`, in their order, except those in `exclude`."""
     found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    known = {storage._cdata for storage in apart}
+    known = {storage._cdata for storage in exclude}
     return [storage for address, storage in found.items() if address not in known]
 
 
@@ -137,7 +141,8 @@ def offload_of(
     optimizer: MegatronOptimizer | None,
     names: Collection[Part],
 ) -> Offload:
-    """Of a model's `chunks`, megatron's wrappers `models` around them, which have the gradients, and its optimizer."""
+    """Return the offload of a model's `chunks`, of megatron's wrappers `models` around them, which have the gradients,
+    and of its optimizer."""
     device = platform.device()
 
     def parameters() -> list[UntypedStorage]:
@@ -154,15 +159,15 @@ def offload_of(
     def state() -> list[UntypedStorage]:
         if optimizer is None:
             return []
-        # Weights in fp32 are the optimizer's own, and a part of the parameters here.
-        return storages_of(optimizer_tensors(optimizer), apart=[*parameters(), *gradients()])
+        # fp32 weights belong to both the optimizer and the parameters; count them as parameters.
+        return storages_of(optimizer_tensors(optimizer), exclude=[*parameters(), *gradients()])
 
-    def kept(storages: Callable[[], list[UntypedStorage]]) -> Offloadable:
+    def with_copy(storages: Callable[[], list[UntypedStorage]]) -> Offloadable:
         return Offloadable(storages, HostMemory(pinned=accelerator.pins_memory(device)))
 
     parts: dict[Part, Offloadable] = {
-        "parameters": kept(parameters),
+        "parameters": with_copy(parameters),
         "gradients": Offloadable(gradients, None),  # each step zeroes them first
-        "optimizer": kept(state),
+        "optimizer": with_copy(state),
     }
     return Offload({name: part for name, part in parts.items() if name in names}, device)

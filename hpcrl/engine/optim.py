@@ -1,4 +1,4 @@
-"""Megatron's optimizers over one role's groups, moments of fewer bytes, and the learning-rate schedule."""
+"""Optimizers over one role's groups, low-precision Adam moments, gradient norm and clipping, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import Adam, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -17,9 +19,12 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim.adamw import adamw
 
-from hpcrl.engine.model_state import own_parts
+from hpcrl.engine.model_state import sharded_parts
+from hpcrl.runtime import platform
+from hpcrl.runtime.megatron_versions import grads_for_norm
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -34,10 +39,10 @@ ELEMENTS_IN_CACHE = 2**18  # of parameters on a CPU, which is slower outside its
 
 
 class CompactAdam(torch.optim.AdamW):
-    """Torch's AdamW, which computes in fp32, over moments that are kept in dtypes of their own and rounded to them, to
-    the nearest, after each step. Gradients and weights are fp32.
+    """Torch's AdamW, computed in fp32, with moments stored in other dtypes, rounded to nearest after each step.
+    Gradients and weights are fp32.
 
-    Transformer Engine's FusedAdam can do that, too, on CUDA alone; here every device gives the same numbers.
+    Transformer Engine's FusedAdam can do the same, but on CUDA only; here every device computes the same numbers.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class CompactAdam(torch.optim.AdamW):
                         torch._foreach_copy_(tensors, in_fp32[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch brings all state to the parameters' dtype."""
+        """Restore the moments' dtypes; torch converts all state to the parameters' dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name, dtype in self.dtypes.items():
@@ -89,7 +94,7 @@ class CompactAdam(torch.optim.AdamW):
 
 
 def batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Successive tensors of ELEMENTS_AT_ONCE or ELEMENTS_IN_CACHE elements in all, or one that is larger."""
+    """Yield successive tensors of ELEMENTS_AT_ONCE or ELEMENTS_IN_CACHE elements in all, or one larger tensor."""
     batch: list[Tensor] = []
     elements = 0
     for tensor in tensors:
@@ -104,7 +109,7 @@ def batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def as_fp32(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in fp32, or the tensors themselves where they are fp32."""
+    """Return copies in fp32, or the tensors themselves if they are fp32."""
     if all(tensor.dtype is torch.float32 for tensor in tensors):
         return tensors
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
@@ -134,17 +139,17 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
 
 
 def uses_distributed_optimizer(optim: OptimConfig) -> bool:
-    """Adam's state is sharded over the data-parallel ranks; megatron shards no other optimizer."""
+    """Whether state is sharded over data-parallel ranks: Adam's only, as in megatron."""
     return optim.optimizer == "adam"
 
 
 def build_optimizer(
     models: Sequence[DistributedDataParallel], optim: OptimConfig, groups: RoleGroups, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW under megatron's distributed optimizer, or SGD held whole by every replica.
+    """Build AdamW under megatron's distributed optimizer, or SGD with whole state on every replica.
 
-    Megatron's own factory gathers the parameter groups over the whole world, where ranks outside this role would have
-    to take part; here every stage has the same two groups by construction.
+    Megatron's own factory gathers the parameter groups over the whole world, including ranks outside this role; here
+    every stage has the same two groups by construction.
     """
     config = OptimizerConfig(
         optimizer=optim.optimizer,
@@ -155,7 +160,7 @@ def build_optimizer(
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         sgd_momentum=optim.momentum,
-        clip_grad=0.0,  # the engine measures and clips
+        clip_grad=0.0,  # the engine computes the norm and clips
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=uses_distributed_optimizer(optim),
@@ -165,15 +170,15 @@ def build_optimizer(
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
-def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of the experts and of all other parameters where a model has both, else the only one."""
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers of the experts and of all other parameters if a model has both, else the only one."""
     parts: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
     return parts
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """What it updates and its state: main weights, moments, step counters."""
-    for part in parts_of(optimizer):
+    """Yield main weights, moments and step counters."""
+    for part in optimizer_parts(optimizer):
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
         for state in part.optimizer.state.values():
@@ -188,7 +193,7 @@ def _build_part(
     *,
     is_expert: bool,
 ) -> MegatronOptimizer:
-    """Of the experts, or of all else: the two are shared out over different ranks."""
+    """Build the optimizer of the experts or of all other parameters: the two are sharded over different ranks."""
     pgc = groups.pgc
     param_groups = _param_groups(models, optim, is_expert)
     optimizer: MegatronOptimizer
@@ -210,7 +215,7 @@ def _build_part(
             distributed_optimizer_instance_id=0,
         )
         optimizer.grad_stats_parallel_group = pgc.intra_dist_opt
-        # Torch's Adam makes its state at the first step; megatron cannot save or load before.
+        # Torch's Adam makes its state at the first step; megatron cannot save or load before that.
         _init_adam_state(inner)
     else:
         sgd = torch.optim.SGD(param_groups, lr=optim.lr, momentum=optim.momentum)
@@ -234,7 +239,7 @@ def _make_adam(param_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.
 
 
 def _is_expert(parameter: torch.Tensor) -> bool:
-    """Megatron's mark of what expert parallelism divides."""
+    """Whether megatron marks the parameter as divided by expert parallelism."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -244,8 +249,8 @@ class ShardedAdam(DistributedOptimizer):
     Megatron 0.16 expects a tensor named "step" in a reshardable checkpoint, which it does not write there, and loads
     one tensor into all parameters, with which torch would count each step once per parameter.
 
-    Megatron's reshardable form, when it is saved, is gathered whole on every replica, for one of them to write. Here
-    each replica gives its own part, under the same names.
+    Megatron gathers the reshardable form whole on every replica, and one of them writes it. Here each replica writes
+    its own part, under the same names.
     """
 
     def sharded_param_state_fully_reshardable(
@@ -266,7 +271,7 @@ class ShardedAdam(DistributedOptimizer):
                     for kind in ("param", *MOMENTS):
                         key, flat = f"optimizer.state.{kind}.{entry.key}", tensors[kind].detach().view(-1)
                         assert flat.numel() == own.end - own.start
-                        for part in own_parts(entry, key, flat, own.start):
+                        for part in sharded_parts(entry, key, flat, own.start):
                             state[len(state)] = part
         return state
 
@@ -277,7 +282,7 @@ class ShardedAdam(DistributedOptimizer):
         super()._set_main_param_and_optimizer_states(model_param, tensors | steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Megatron asks torch's Adams for their counter only where neither Apex nor Transformer Engine is there."""
+        """Add the step counter, which megatron reads from torch's Adam only without Apex and Transformer Engine."""
         found = super().state_dict()
         steps = {float(state["step"]) for state in self.optimizer.state.values() if "step" in state}
         if steps:
@@ -296,12 +301,12 @@ class ShardedAdam(DistributedOptimizer):
 def _param_groups(
     models: Sequence[DistributedDataParallel], optim: OptimConfig, is_expert: bool
 ) -> list[dict[str, Any]]:
-    """Matrices, and vectors without weight decay (norms, biases).
+    """Return two groups, matrices and vectors (norms, biases); vectors have no weight decay.
 
-    With the marks by which megatron matches groups when it loads a checkpoint.
+    The groups have the marks that megatron matches when it loads a checkpoint.
     """
-    everything = [parameter for model in models for parameter in model.parameters()]
-    parameters = [each for each in everything if each.requires_grad and _is_expert(each) == is_expert]
+    all_parameters = [parameter for model in models for parameter in model.parameters()]
+    parameters = [each for each in all_parameters if each.requires_grad and _is_expert(each) == is_expert]
     groups = []
     for decayed in (True, False):
         groups.append(
@@ -336,3 +341,58 @@ def _init_sgd_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | 
         for parameter in group["params"]:
             if group["momentum"] and not optimizer.state[parameter]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.data)
+
+
+def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reduction of gradients over replicas and tied embeddings, without its division by the token count."""
+    finalize_model_grads(model, None, **kwargs)
+    _sum_over_expert_tp(model, kwargs["pg_collection"].expt_tp)
+
+
+def _sum_over_expert_tp(models: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
+    """Sum gradients of parameters that all tensor-parallel ranks of an expert hold.
+
+    Each rank has the part of its columns; megatron has no such parameters.
+    """
+    if group.size() == 1:
+        return
+    parameters: Iterator[Any] = (parameter for model in models for parameter in model.parameters())
+    grads = [each.main_grad for each in parameters if getattr(each, "expert_tensor_parallel", False)]
+    if grads:
+        flat = _flatten_dense_tensors(grads)
+        dist.all_reduce(flat, group=group)
+        for grad, summed in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
+            grad.copy_(summed)
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the L2 norm over all ranks, computed in fp32. Collective, after the optimizer's `prepare_grads`.
+
+    Equals megatron's `get_grad_norm`, which without Transformer Engine and Apex synchronises once per tensor; this
+    function synchronises once.
+    """
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for part in optimizer_parts(optimizer):
+        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(grads_for_norm(part))
+    squares = torch.stack([_norm(grads).square() for grads in by_group.values()])
+    for square, group in zip(squares, by_group, strict=True):
+        dist.all_reduce(square, group=group)
+    return math.sqrt(sum(squares.tolist()))
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Return the L2 norm of all elements, () fp32."""
+    if not tensors:
+        return torch.zeros((), device=platform.device())
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: MegatronOptimizer, max_norm: float, norm: float) -> None:
+    """Scale gradients of norm `norm` down to `max_norm` if it is larger."""
+    factor = max_norm / (norm + 1e-6)  # as in `torch.nn.utils.clip_grad_norm_`
+    parameters = [parameter for part in optimizer_parts(optimizer) for parameter in part.get_parameters()]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if factor < 1.0 and grads:
+        torch._foreach_mul_(grads, factor)

@@ -1,4 +1,4 @@
-"""A model's outputs: log-probs, likeliest tokens, values, scores; (R, ...), one row per output token.
+"""Head outputs of a model: log-probs, most likely tokens, values, scores; (R, ...), one row per output token.
 
 Logits are (R, V / tp): this rank's columns, rank i of `group` holding the i-th block. Columns of ids >= vocab_size are
 padding and have probability 0. Every function is collective over `group`, whose ranks pass the same rows.
@@ -17,7 +17,7 @@ from hpcrl.model.exact import exact_log_softmax
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # isort: skip
 import torch.distributed as dist
 
-from hpcrl.engine.microbatch import Gathering, MicroBatch
+from hpcrl.engine.microbatch import MicroBatch, OutputGather
 from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
 
@@ -39,13 +39,13 @@ def vocab_parallel_log_probs(
     sum_pi_squared: bool = False,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log softmax(logits / temperature) at the targets; on request that distribution's entropy and sum of squares.
+    """Return log softmax(logits / temperature) at the targets; on request also entropy and sum of squared
+    probabilities.
 
-    targets: (R,) or (R, K) int64 global ids, of which those behind the first are distinct in a row. Gives log-probs in
-    the shape of the targets, entropy -sum p log p (R,) and sum p^2 (R,), the last without a gradient; fp32, or fp64
-    where the logits are. Temperature 0 means 1: the log-probability has one definition in this project, and that of
-    greedy decoding is under temperature 1. `exact` gives the bits of the native engine's exact mode, from the logits of
-    the whole vocabulary on every rank.
+    targets: (R,) or (R, K) int64 global ids; in a row, those after the first are distinct. Returns log-probs in the
+    shape of the targets, entropy -sum p log p (R,) and sum p^2 (R,), the last without a gradient; fp32, or fp64 if the
+    logits are. Temperature 0 means 1: the log-prob of greedy decoding is defined under temperature 1. `exact` computes
+    the bits of the native engine's exact mode, from the logits of the whole vocabulary on every rank.
     """
     columns = targets.view(len(targets), -1)
     if exact:
@@ -62,7 +62,7 @@ def vocab_parallel_log_probs(
 
 
 class _LogProbs(torch.autograd.Function):
-    """One tensor of the size of the logits is kept for the backward pass."""
+    """Keeps one tensor of the size of the logits for the backward pass."""
 
     @staticmethod
     def forward(
@@ -96,25 +96,27 @@ def scores(micro: MicroBatch, raw: Tensor) -> Outputs:
     return {"scores": raw.squeeze(1)}
 
 
-def gathered(micro: MicroBatch, outputs: Outputs, group: ProcessGroup) -> Outputs:
-    """The outputs of all tokens on every rank of a context-parallel group, in the micro-batch's order; a gradient goes
-    to the rank whose token it is of."""
-    if micro.gathering is None or micro.num_outputs == 0:
+def gather_outputs(micro: MicroBatch, outputs: Outputs, group: ProcessGroup) -> Outputs:
+    """Gather the outputs of all tokens on every rank of a context-parallel group, in the micro-batch's order.
+
+    A gradient goes to the rank that has the token.
+    """
+    if micro.output_gather is None or micro.num_outputs == 0:
         return outputs
-    return {name: _Gathered.apply(output, micro.gathering, group) for name, output in outputs.items()}
+    return {name: _GatherOutputs.apply(output, micro.output_gather, group) for name, output in outputs.items()}
 
 
-class _Gathered(torch.autograd.Function):
-    """(own or 1 dummy, ...) on each rank -> (R, ...) on all, which go on with the same."""
+class _GatherOutputs(torch.autograd.Function):
+    """(own or 1 dummy, ...) on each rank -> (R, ...) on all; all ranks must use the result alike."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, gathering: Gathering, group: ProcessGroup) -> Tensor:
-        ctx.own, ctx.size = gathering.own.to(output.device), len(output)
-        padded = output.new_zeros(gathering.most, *output.shape[1:])
-        padded[: len(gathering.own)] = output[: len(gathering.own)]
-        parts = output.new_empty(group.size() * gathering.most, *output.shape[1:])
+    def forward(ctx: Any, output: Tensor, output_gather: OutputGather, group: ProcessGroup) -> Tensor:
+        ctx.own, ctx.size = output_gather.own.to(output.device), len(output)
+        padded = output.new_zeros(output_gather.most, *output.shape[1:])
+        padded[: len(output_gather.own)] = output[: len(output_gather.own)]
+        parts = output.new_empty(group.size() * output_gather.most, *output.shape[1:])
         dist.all_gather_into_tensor(parts, padded, group=group)
-        return parts.index_select(0, gathering.order.to(output.device))
+        return parts.index_select(0, output_gather.order.to(output.device))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -124,12 +126,13 @@ class _Gathered(torch.autograd.Function):
 
 
 class VocabularyOutputs:
-    """Of hidden states (R, hidden) as `model` gives them, whose vocabulary is split over the ranks of `group`."""
+    """Outputs of a language model from its hidden states (R, hidden); the vocabulary is split over the ranks of
+    `group`."""
 
     def __init__(
         self, model: PackedGPT, group: ProcessGroup, vocab_size: int, *, chunk_rows: int | None, exact: bool
     ) -> None:
-        """The logits of `chunk_rows` rows are in memory at a time; with None and in exact mode, those of all."""
+        """The logits of `chunk_rows` rows are in memory at a time; with None and in exact mode, those of all rows."""
         self._model = model
         self._group = group
         self._vocab_size = vocab_size
@@ -145,14 +148,14 @@ class VocabularyOutputs:
         entropy: bool = False,
         sum_pi_squared: bool = False,
     ) -> Outputs:
-        """Of the response tokens."""
+        """Log-probs of the response tokens."""
         targets = micro.targets.unsqueeze(1)
         found = self._at(hidden, targets, temperature=temperature, entropy=entropy, sum_pi_squared=sum_pi_squared)
         outputs = {"log_probs": found.log_probs[:, 0], "entropy": found.entropies, "sum_pi_squared": found.squares}
         return {name: output for name, output in outputs.items() if output is not None}
 
     def topk(self, micro: MicroBatch, hidden: Tensor, *, temperature: float, k: int) -> Outputs:
-        """Of the response tokens, and of the k likeliest in their places."""
+        """Log-probs of the response tokens and of the k most likely tokens at their positions."""
         found = self._at(hidden, micro.targets.unsqueeze(1), temperature=temperature, k=k)
         assert found.topk_ids is not None and found.topk_log_probs is not None
         return {
@@ -164,11 +167,11 @@ class VocabularyOutputs:
     def log_probs_at(
         self, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool, topk_ids: Ragged
     ) -> Outputs:
-        """Of the response tokens, and of the tokens `topk_ids`, k in the place of each."""
-        ids = torch.zeros_like(micro.targets).unsqueeze(1)  # of a dummy output
+        """Log-probs of the response tokens and of the k tokens `topk_ids` at each of their positions."""
+        ids = torch.zeros_like(micro.targets).unsqueeze(1)  # for a dummy output
         if micro.num_outputs:
             ids = torch.from_numpy(topk_ids.take(micro.rows).values).view(micro.num_outputs, -1).to(ids)
-            ids = ids if micro.gathering is None else micro.gathering.own_of(ids)
+            ids = ids if micro.output_gather is None else micro.output_gather.own_of(ids)
         targets = torch.cat([micro.targets.unsqueeze(1), ids], dim=1)
         found = self._at(hidden, targets, temperature=temperature, entropy=entropy, k=ids.size(1))
         outputs = {
@@ -179,17 +182,17 @@ class VocabularyOutputs:
         }
         return {name: output for name, output in outputs.items() if output is not None}
 
-    def _at(self, hidden: Tensor, targets: Tensor, *, k: int = 0, **wanted: Any) -> HeadOutputs:
-        """As `linear_log_probs`."""
-        wanted |= {"group": self._group, "vocab_size": self._vocab_size}
+    def _at(self, hidden: Tensor, targets: Tensor, *, k: int = 0, **options: Any) -> HeadOutputs:
+        """Same as `linear_log_probs`."""
+        options |= {"group": self._group, "vocab_size": self._vocab_size}
         if self._chunk_rows is not None:
             weight = self._model.output_weight()
-            return linear_log_probs(hidden, weight, targets, chunk_rows=self._chunk_rows, k=k, **wanted)
+            return linear_log_probs(hidden, weight, targets, chunk_rows=self._chunk_rows, k=k, **options)
         logits = self._model.logits(hidden)
         if not k:
-            return HeadOutputs(*vocab_parallel_log_probs(logits, targets, exact=self._exact, **wanted))
+            return HeadOutputs(*vocab_parallel_log_probs(logits, targets, exact=self._exact, **options))
         ids = vocab_parallel_topk_ids(logits, k, group=self._group, vocab_size=self._vocab_size)
-        everywhere = torch.cat([targets, ids], dim=1)
-        log_probs, entropies, squares = vocab_parallel_log_probs(logits, everywhere, exact=self._exact, **wanted)
+        all_ids = torch.cat([targets, ids], dim=1)
+        log_probs, entropies, squares = vocab_parallel_log_probs(logits, all_ids, exact=self._exact, **options)
         log_probs, at_topk = log_probs.tensor_split([targets.size(1)], dim=1)
         return HeadOutputs(log_probs, entropies, squares, ids, at_topk.detach())

@@ -1,8 +1,8 @@
-"""Low-rank adapters beside megatron's linear layers, and weights with their adapters merged.
+"""Low-rank adapters of megatron's linear layers, and weights with merged adapters.
 
-Each projection's adapter stands where Hugging Face's modules have the projection: q_proj beside linear_qkv, gate_proj
-beside linear_fc1. Tensor parallelism cuts A or B as it cuts the projection's input or output, and each rank has the
-other one whole; what ranks tell each other is of the adapters' rank in width.
+Each adapter is named like Hugging Face's projection: q_proj next to linear_qkv, gate_proj next to linear_fc1. Tensor
+parallelism splits A or B as it splits the projection's input or output, and each rank has all of the other factor;
+communicated tensors have the adapters' rank as width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hpcrl.model.lora import FACTORS, PROJECTIONS, ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
+from hpcrl.model.shape import FACTORS, PROJECTIONS, ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
 
 if TYPE_CHECKING:
     from hpcrl.model.gpt import PackedGPT
@@ -38,15 +38,15 @@ class Adapter(torch.nn.Module):
         self.lora_A = torch.nn.Parameter(torch.empty(lora.rank, layer.weight.size(1), **options))
         self.lora_B = torch.nn.Parameter(torch.empty(rows, lora.rank, **options))
         self._cut = {"lora_A": 1} if is_row_parallel else {"lora_B": 0}
-        whole = self.lora_B if is_row_parallel else self.lora_A
-        # Of the whole factor each rank has a part of the gradient: that of its tokens, or in an expert of its columns.
-        whole.sequence_parallel = layer.sequence_parallel and not layer.is_expert  # type: ignore[attr-defined]
-        whole.expert_tensor_parallel = layer.is_expert  # type: ignore[attr-defined]
+        replicated = self.lora_B if is_row_parallel else self.lora_A
+        # Each rank has a part of this factor's gradient: that of its tokens, or in an expert of its columns.
+        replicated.sequence_parallel = layer.sequence_parallel and not layer.is_expert  # type: ignore[attr-defined]
+        replicated.expert_tensor_parallel = layer.is_expert  # type: ignore[attr-defined]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As of megatron's linear layers."""
+        """Same as in megatron's linear layers."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -59,7 +59,7 @@ class Adapter(torch.nn.Module):
 
 
 class LowRankUpdate:
-    """A forward hook of a linear layer, which adds the updates of the layer's projections to what it gives."""
+    """A forward hook of a linear layer that adds the updates of the layer's projections to its output."""
 
     def __init__(self, model: PackedGPT, layer: Any, shape: ModelShape, matrix: str, lora: Lora) -> None:
         self.model, self.scale = model, lora.scale
@@ -81,8 +81,8 @@ class LowRankUpdate:
         """(..., in) -> (..., out), in the shapes of the layer's input and output."""
         adapters = self.adapters.values()
         low = linear(x, torch.cat([adapter.lora_A for adapter in adapters])) * self.scale
-        spread = self._sum if self.is_row_parallel else self._share
-        low = low if layer.is_expert else spread(layer, low)  # megatron's dispatcher adds up what experts' ranks give
+        spread = self._sum_over_ranks if self.is_row_parallel else self._copy_to_ranks
+        low = low if layer.is_expert else spread(layer, low)  # megatron's dispatcher sums the outputs of experts' ranks
         inner = dict(zip(self.adapters, low.chunk(len(adapters), dim=-1), strict=True))
         updates = [
             linear(inner[name], self.adapters[name].lora_B)
@@ -94,21 +94,21 @@ class LowRankUpdate:
             return updates[0]
         return torch.cat([update.unflatten(-1, (self.blocks, -1)) for update in updates], dim=-1).flatten(-2)
 
-    def _share(self, layer: Any, low: Tensor) -> Tensor:
-        """What all ranks multiply with their rows of B, of which each gives back a part of the gradient."""
+    def _copy_to_ranks(self, layer: Any, low: Tensor) -> Tensor:
+        """Input of each rank's rows of B; the backward pass sums the ranks' parts of its gradient."""
         if layer.sequence_parallel:
             return gather_from_sequence_parallel_region(low, group=layer.tp_group)
         return copy_to_tensor_model_parallel_region(low, group=layer.tp_group)
 
-    def _sum(self, layer: Any, low: Tensor) -> Tensor:
-        """Of the products of each rank's columns of A, over the ranks."""
+    def _sum_over_ranks(self, layer: Any, low: Tensor) -> Tensor:
+        """Sum the products of each rank's columns of A over the ranks."""
         if layer.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low, group=layer.tp_group)
         return reduce_from_tensor_model_parallel_region(low, group=layer.tp_group)
 
 
 def add_adapters(model: PackedGPT, shape: ModelShape, lora: Lora) -> None:
-    """Freezes the model and puts adapters, whose numbers are still to be set, beside its linear layers."""
+    """Freeze the model and add adapters to its linear layers; their values are not initialised."""
     model.requires_grad_(False)
     for parent in list(model.modules()):
         for matrix in PROJECTIONS:
@@ -121,14 +121,14 @@ def add_adapters(model: PackedGPT, shape: ModelShape, lora: Lora) -> None:
             if update.adapters:
                 layer.register_forward_hook(update)
     if model.pre_process and model.config.recompute_granularity is not None:
-        # What is computed again gets gradients only where its input has one.
+        # Recomputation produces gradients only if its input requires one.
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
 class MergedWeights(Mapping[str, Tensor]):
     """A rank's weights W + alpha / r B A, by global names, from those of the base and the adapters.
 
-    Each is made when it is asked for, and kept until another one is: nobody holds a second model.
+    Each is computed on access and kept until the next one, so that no second model is in memory.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shape: ModelShape, lora: Lora) -> None:
@@ -140,7 +140,7 @@ class MergedWeights(Mapping[str, Tensor]):
         if not any(f"{parent}{projection}.lora_A" in self._weights for projection in PROJECTIONS.get(matrix, ())):
             return self._weights[name]
         if self._last is None or self._last[0] != name:
-            self._last = None  # gives its memory back first
+            self._last = None  # frees its memory first
             self._last = name, self._merged(self._weights[name], parent, matrix)
         return self._last[1]
 
@@ -152,7 +152,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def _merged(self, weight: Tensor, parent: str, matrix: str) -> Tensor:
-        """In fp32, rounded once."""
+        """Merge in fp32, and round once."""
         merged = weight.to(torch.float32, copy=True)
         blocks, rows = rows_of_projections(self._shape, matrix, len(weight))
         by_projection = merged.unflatten(0, (blocks, -1)).split(list(rows.values()), dim=1)

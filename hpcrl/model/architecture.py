@@ -1,4 +1,4 @@
-"""The architecture that `model:` of a job template gives."""
+"""The architecture in a job's `model:` section."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def shape_from_yaml(model: ModelConfig, vocab_size: int) -> ModelShape:
-    """The shape that `model:` describes; `vocab_size` is the tokenizer's, used where the YAML gives none.
+    """Return the shape described by `model:`; `vocab_size` is the tokenizer's, used if the YAML has none.
 
-    Raises InputError for what is no model, and for what config.json of its family cannot say.
+    Raises InputError for an invalid model, and for one that config.json of its family cannot describe.
     """
     vocab = model.vocab_size or vocab_size
     if vocab < vocab_size:
@@ -69,7 +69,7 @@ def _rope_scaling(model: ModelConfig) -> Any:
 def _experts(model: ModelConfig) -> dict[str, Any]:
     dense = tuple(sorted(set(model.dense_layers)))
     if dense and dense[-1] >= model.num_layers:
-        raise InputError(f"model.dense_layers={list(dense)} of model.num_layers={model.num_layers}; they count from 0")
+        raise InputError(f"model.dense_layers={list(dense)}: model.num_layers={model.num_layers}; layers count from 0")
     return {
         "num_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
@@ -80,14 +80,16 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_family(shape: ModelShape) -> None:
-    """Weights must be able to leave: what the family's config.json cannot say would be lost there."""
+    """Check that the family's config.json can describe the shape, because an export would lose the rest."""
     if bool(shape.num_experts) != (shape.family in ("qwen3_moe", "mixtral")):
         raise InputError(
             f"model.family={shape.family} with model.num_experts={shape.num_experts}; "
             "qwen3_moe and mixtral have experts, the others none"
         )
-    said = shape_from_hf(hf_config(shape), "model")
+    exported = shape_from_hf(hf_config(shape), "model")
     for field in fields(ModelShape):
-        wanted, found = getattr(shape, field.name), getattr(said, field.name)
+        wanted, found = getattr(shape, field.name), getattr(exported, field.name)
         if wanted != found:
-            raise InputError(f"model.family={shape.family} has {field.name}={found}, not {wanted}; use that or another")
+            raise InputError(
+                f"model.family={shape.family} has {field.name}={found}, not {wanted}; use that value or another family"
+            )

@@ -1,35 +1,49 @@
-"""Causal attention over packed sequences of different lengths."""
+"""Causal attention over packed sequences of different lengths, and multi-head latent attention.
+
+Megatron 0.16's own cannot be built without Transformer Engine, asks its process-global state for groups, and splits
+the projections to the latents, which it then gathers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import Attention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpcrl.kernels.layers import apply_rope
 from hpcrl.kernels.packed_attention import by_library, is_fused
 from hpcrl.model.exact import exact_attention
+from hpcrl.model.layers import LATENT_NORM_EPS, RMSNorm
 from hpcrl.model.packed import PackedTokens, Tail
+from hpcrl.model.rope import deinterleave
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from hpcrl.model.shape import LatentAttention, ModelShape
 
 
 class PackedAttention(torch.nn.Module):
     """Megatron's core attention: rotary embedding, then attention inside each packed sequence.
 
-    On a GPU a library takes the tokens as they are, where it can. Else they are gathered into (N, heads, L, head_dim)
-    arrays, padded at the end; as attention is causal no token sees the padding behind it, so no mask is built. With
-    context parallelism keys and values are gathered from the ranks of the group; their gradients go back to where they
-    came from.
+    On a GPU a library processes the packed tokens directly if it supports them. Else they are gathered into (N, heads,
+    L, head_dim) arrays, padded at the end; no mask is needed, because no token attends to later tokens. With context
+    parallelism keys and values are gathered from the ranks of the group, and their gradients are sent back.
     """
 
     def __init__(
         self, pg_collection: ProcessGroupCollection | None = None, softmax_scale: float | None = None, **_: object
     ) -> None:
-        """`pg_collection` is asked for its context-parallel group alone, and only with context parallelism.
+        """Only the context-parallel group of `pg_collection` is used, and only with context parallelism.
         `softmax_scale`: None is 1 / sqrt(d)."""
         super().__init__()
         self.cp_group = pg_collection.cp if pg_collection is not None else None
@@ -45,10 +59,10 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedTokens,
         **_: object,
     ) -> Tensor:
-        """`query` (S, heads, d), `key` (S, groups, d) and `value` (S, groups, v) of this rank -> (S, heads * v).
+        """Map this rank's `query` (S, heads, d), `key` (S, groups, d) and `value` (S, groups, v) to (S, heads * v).
 
-        Narrower values are padded: fused attention has one width, and any other would hold the weights of all pairs of
-        tokens.
+        Narrower values are padded, because fused attention has one width; other kernels would hold the weights of all
+        pairs of tokens.
         """
         packed, width = packed_seq_params, value.size(-1)
         query, key = self.rotate(query, packed), self.rotate(key, packed)
@@ -56,11 +70,11 @@ class PackedAttention(torch.nn.Module):
             return self._attend_packed(query, key, value, packed)
         if width < key.size(-1):
             value = pad(value, (0, key.size(-1) - width))
-        inside, of_tails = zip(*(_unpack(x, packed) for x in (query, key, value)), strict=True)
-        parts = [self.attend(*each).transpose(1, 2).flatten(0, 1) for each in zip(*inside, strict=True)]
+        in_buckets, tail_queries = zip(*(_unpack(x, packed) for x in (query, key, value)), strict=True)
+        parts = [self.attend(*each).transpose(1, 2).flatten(0, 1) for each in zip(*in_buckets, strict=True)]
         if packed.tails is not None:
             gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
-            parts += self._attend_from_tails(of_tails[0], gathered, packed.tails)
+            parts += self._attend_from_tails(tail_queries[0], gathered, packed.tails)
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return _Repack.apply(output[..., :width], packed.slots, query.size(0)).flatten(1)
 
@@ -71,29 +85,29 @@ class PackedAttention(torch.nn.Module):
         return pad(output.flatten(1), (0, 0, 0, query.size(0) - tokens))
 
     def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
-        """(S, heads, d) -> the same shape."""
+        """Apply the rotary embedding: (S, heads, d) -> the same shape."""
         return apply_rope(heads, packed.cos, packed.sin)
 
     def _attend_from_tails(self, query: Tensor, gathered: Tensor, tails: tuple[Tail, ...]) -> Iterator[Tensor]:
-        """`query` (queries of all tails, heads, d), `gathered` (S of all ranks, groups, 2 d) -> (queries, heads, d) of
-        each, and one without rows: all ranks have to go through the backward pass of what they gathered."""
+        """Yield (queries, heads, d) of each tail, from `query` (queries of all tails, heads, d) and `gathered` (S of
+        all ranks, groups, 2 d), and an output without rows: all ranks must run the backward pass of the gathering."""
         gqa = query.size(1) != gathered.size(1)
-        for tail, own in zip(tails, query.split([tail.queries for tail in tails]), strict=True):
+        for tail, tail_query in zip(tails, query.split([tail.queries for tail in tails]), strict=True):
             key, value = gathered.index_select(0, tail.keys).transpose(0, 1).chunk(2, -1)
             mask = _lower_right(tail.queries, len(tail.keys), query.device)
-            args = own.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            args = tail_query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             output = scaled_dot_product_attention(*args, mask, scale=self.softmax_scale, enable_gqa=gqa)
             yield output.squeeze(0).transpose(0, 1)
         yield gathered[:0].reshape(0, *query.shape[1:]) + query[:0]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` (N, heads, L, d), `key` and `value` (N, groups, L, d) -> (N, heads, L, d)."""
+        """Causal attention: `query` (N, heads, L, d), `key` and `value` (N, groups, L, d) -> (N, heads, L, d)."""
         gqa = query.size(1) != key.size(1)
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa)
 
 
 class ExactPackedAttention(PackedAttention):
-    """The same, with the bits that the native engine's exact mode gets."""
+    """Attention that is bitwise equal to the native engine's exact mode."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         grouped = query.unflatten(1, (key.size(1), -1)).transpose(2, 3)
@@ -102,9 +116,10 @@ class ExactPackedAttention(PackedAttention):
 
 
 def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The mask of queries that are the last ones of a causal sequence: on a GPU only its name, which kernels know."""
+    """Return the mask of queries that are the last ones of a causal sequence; on a GPU a symbolic mask that kernels
+    recognise."""
     if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # half a second: it brings the compiler
+        from torch.nn.attention.bias import causal_lower_right  # slow import (0.5 s), which loads the compiler
 
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
@@ -114,15 +129,16 @@ def _unpack(x: Tensor, packed: PackedTokens) -> tuple[list[Tensor], Tensor]:
     """(S, heads, d) -> (rows, heads, width, d) of each bucket, and (queries of the tails, heads, d)."""
     places = _Unpack.apply(x, packed.sources, packed.slots)
     sizes = [bucket.size for bucket in packed.buckets]
-    *inside, of_tails = places.split([*sizes, len(places) - sum(sizes)])
-    return [part.unflatten(0, of).transpose(1, 2) for part, of in zip(inside, packed.buckets, strict=True)], of_tails
+    *in_buckets, tail_queries = places.split([*sizes, len(places) - sum(sizes)])
+    return [
+        part.unflatten(0, of).transpose(1, 2) for part, of in zip(in_buckets, packed.buckets, strict=True)
+    ], tail_queries
 
 
 class _Unpack(torch.autograd.Function):
     """Packed (S, ...) -> padded (places, ...).
 
-    What lies in the padding is arbitrary and its gradient is 0, so that the backward pass gathers too: it neither adds
-    up nor clears anything.
+    Padding is arbitrary and its gradient is 0, so that the backward pass is a gather too, without sums or zero fills.
     """
 
     @staticmethod
@@ -154,9 +170,126 @@ class _Repack(torch.autograd.Function):
 
 
 def _gather_and_fill(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """Rows `index` of `x`, then rows of 0 up to `size`."""
+    """Return rows `index` of `x`, then rows of 0 up to `size`."""
     if index.numel() == size:
         return x.index_select(0, index)
     filled = x.new_zeros(size, *x.shape[1:])
     torch.index_select(x, 0, index, out=filled[: index.numel()])
     return filled
+
+
+class LatentSelfAttention(Attention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) as a layer of megatron.
+
+    Every tensor-parallel rank computes the latents of its own tokens; the heads are split. Megatron 0.16's own layer
+    needs Transformer Engine and process-global groups, and splits the projections to the latents, which it then
+    gathers.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        *,
+        shape: ModelShape,
+        mla: LatentAttention,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
+    ) -> None:
+        super().__init__(config, submodules, layer_number, AttnMaskType.causal, "self", pg_collection=pg_collection)
+        self._mla, self._key_width = mla, shape.head_dim
+        hidden, heads = shape.hidden_size, shape.num_attention_heads
+        if mla.q_lora_rank is None:
+            self.linear_q_proj = self._by_head(hidden, heads * shape.head_dim)
+        else:
+            self.linear_q_down_proj = ToLatent(config, hidden, mla.q_lora_rank)
+            self.q_layernorm = RMSNorm(config, mla.q_lora_rank, LATENT_NORM_EPS)
+            self.linear_q_up_proj = self._by_head(mla.q_lora_rank, heads * shape.head_dim)
+        self.linear_kv_down_proj = ToLatent(config, hidden, mla.kv_lora_rank + mla.qk_rope_head_dim)
+        self.kv_layernorm = RMSNorm(config, mla.kv_lora_rank, LATENT_NORM_EPS)
+        self.linear_kv_up_proj = self._by_head(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim))
+
+    def _by_head(self, columns: int, rows: int) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            columns,
+            rows,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.tp_group,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedTokens, **_: Any
+    ) -> tuple[Tensor, None]:
+        """`hidden_states` (S / tp, 1, hidden) with sequence parallelism, else (S, 1, hidden) -> the same shape."""
+        heads = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
+        if self.checkpoint_core_attention and self.training:
+            attend = self._checkpointed_attention_forward
+        else:
+            attend = self.core_attention
+        attended = attend(
+            *heads, attention_mask, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params
+        )
+        return self.linear_proj(attended.unsqueeze(1))
+
+    def get_query_key_value_tensors(  # type: ignore[override]
+        self, hidden_states: Tensor, packed: PackedTokens
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys (S, heads / tp, head_dim), values (S, heads / tp, v_head_dim), after rotary
+        embedding."""
+        mla, hidden = self._mla, hidden_states.squeeze(1)
+        if mla.q_lora_rank is None:
+            queries = self.linear_q_proj(hidden)[0]
+        else:
+            queries = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
+        queries, rotary_queries = queries.unflatten(-1, (-1, self._key_width)).split(
+            [mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1
+        )
+        latent, rotary_key = self.linear_kv_down_proj(hidden).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
+        # All heads share this key: each rank has a part of its gradient.
+        if self.config.sequence_parallel:
+            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp_group)
+        else:
+            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp_group)
+        heads = self.linear_kv_up_proj(self.kv_layernorm(latent))[0]
+        keys, values = heads.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim)).split(
+            [mla.qk_nope_head_dim, mla.v_head_dim], -1
+        )
+        rotary_queries = apply_rope(deinterleave(rotary_queries), packed.cos, packed.sin)
+        rotary_key = apply_rope(deinterleave(rotary_key.unsqueeze(1)), packed.cos, packed.sin)
+        rotary_keys = rotary_key.expand(-1, keys.size(1), -1)
+        return torch.cat([queries, rotary_queries], -1), torch.cat([keys, rotary_keys], -1), values
+
+
+class ToLatent(torch.nn.Module):
+    """A linear layer that every tensor-parallel rank holds whole."""
+
+    def __init__(self, config: TransformerConfig, columns: int, rows: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
+        # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+class RotatedAttention(PackedAttention):
+    """Core attention whose queries and keys have their rotary embedding already."""
+
+    def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
+        return heads
+
+
+def latent_attention(shape: ModelShape, mla: LatentAttention) -> ModuleSpec:
+    """Return the spec of `self_attention` in megatron's local layer."""
+    return ModuleSpec(
+        module=LatentSelfAttention,
+        params={"shape": shape, "mla": mla},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=None, core_attention=RotatedAttention, linear_proj=RowParallelLinear
+        ),
+    )

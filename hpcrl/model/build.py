@@ -1,4 +1,4 @@
-"""Megatron modules from a `ModelShape`: the layer spec, the pipeline stage, the initial weights."""
+"""Build megatron modules from a `ModelShape`: layer spec, pipeline stage, initial weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 
 with warnings.catch_warnings():
-    # Megatron says on import that Transformer Engine and Apex are missing; `hpcrl check` says it where it matters.
+    # Megatron warns on import if Transformer Engine or Apex is missing; `hpcrl check` reports it instead.
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -27,10 +27,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from hpcrl.model.adapters import add_adapters
-    from hpcrl.model.attention import ExactPackedAttention, PackedAttention
+    from hpcrl.model.attention import ExactPackedAttention, PackedAttention, latent_attention
     from hpcrl.model.exact import check_exact
     from hpcrl.model.gpt import PackedGPT
-    from hpcrl.model.latent_attention import latent_attention
     from hpcrl.model.layers import RMSNorm, ScalarHead, SwiGLU, use_exact_linear
     from hpcrl.model.router import Mixture, MixtureLayer, Router
     from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
@@ -38,9 +37,8 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from hpcrl.config.schema import RecomputeConfig, TransformerEngineConfig
     from hpcrl.grid.groups import RoleGroups
-    from hpcrl.model.lora import Lora
     from hpcrl.model.params import Head, Shard
-    from hpcrl.model.shape import ModelShape
+    from hpcrl.model.shape import Lora, ModelShape
 
 
 def build_model(
@@ -57,14 +55,14 @@ def build_model(
     lora: Lora | None = None,
     device: torch.device | None = None,
 ) -> list[PackedGPT]:
-    """This rank's part of a model with random weights, on `device` or this process's own: its tensor-parallel shard of
-    each chunk of its pipeline stage. On the meta device weights have a shape and no numbers, and cost no memory.
+    """Build this rank's part of a model with random weights, on `device` or this process's own: its tensor-parallel
+    shard of each chunk of its pipeline stage. On the meta device weights have shapes only and take no memory.
 
-    The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced. An `exact`
-    model computes with the bits of the native engine's exact mode (see hpcrl.model.exact). `sequence_parallel`:
-    tensor-parallel ranks share the tokens between their layers (Korthikanti et al. 2022, arXiv:2205.05198, section
-    4.2); exact models never do, for it adds in another order. `te`: see hpcrl.model.transformer_engine. `lora`: the
-    model is frozen and has adapters.
+    The weights are equal under any layout: each global parameter is drawn whole, by name, and then sliced. `exact`:
+    bitwise equal to the native engine's exact mode (see hpcrl.model.exact). `sequence_parallel`: tensor-parallel ranks
+    split the tokens between layers (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2); exact models never do,
+    because the order of summation differs. `te`: see hpcrl.model.transformer_engine. `lora`: the model is frozen and
+    has adapters.
     """
     platform.install()
     if exact:
@@ -82,7 +80,7 @@ def build_model(
             chunks = [
                 _chunk(shape, groups, config, number, head, exact, uses_te, lora) for number in range(groups.layout.vpp)
             ]
-        _mark(chunks, local)
+        _mark_parameters(chunks, local)
         if device.type != "meta":
             _initialise(chunks, local, shape, seed)
     return chunks
@@ -124,7 +122,7 @@ def _chunk(
     if head in params.SCALAR_HEADS and is_last:
         model.output_layer = ScalarHead(shape.hidden_size)
     elif is_last:
-        leave_sums_to_model(model.output_layer)
+        disable_head_communication(model.output_layer)
     if exact:
         use_exact_linear(model)
     if lora is not None:
@@ -132,15 +130,15 @@ def _chunk(
     return model
 
 
-def leave_sums_to_model(output_layer: ColumnParallelLinear) -> None:
-    """No communication in the head: `PackedGPT` brings it all tokens, and there its input's gradient is summed."""
+def disable_head_communication(output_layer: ColumnParallelLinear) -> None:
+    """Disable communication in the head: `PackedGPT` gathers its input and sums the gradient of it."""
     output_layer.sequence_parallel = False
     output_layer.allreduce_dgrad = False
     output_layer.disable_grad_reduce = True
 
 
 def local_shards(shape: ModelShape, groups: RoleGroups, head: Head, lora: Lora | None = None) -> list[Shard]:
-    """What this rank holds of each parameter."""
+    """Return this rank's part of each parameter."""
     return params.rank_shards(shape, groups.layout, groups.rank, head=head, lora=lora)
 
 
@@ -152,7 +150,7 @@ def transformer_config(
     recompute: RecomputeConfig | None = None,
     te: TransformerEngineConfig | None = None,
 ) -> TransformerConfig:
-    """Megatron's description of the model: no dropout, biases of queries, keys, values at most, gradients as sums."""
+    """Megatron's description of the model: no dropout, no biases except of queries, keys and values."""
     layout = groups.layout
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -184,10 +182,10 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
-        # Our kernel, which the layer spec has, where it runs; elsewhere megatron's operations, whose memory is planned.
+        # The layer spec's kernel if it is available; else megatron's operations, whose memory `plan` counts.
         use_te_activation_func=_has_kernel("swiglu", dtype),
         calculate_per_token_loss=True,
-        # A batch does not tell what goes to the next stage from what goes to the one before, where these are one.
+        # A batch cannot distinguish sends to the next stage from sends to the previous one if they are the same rank.
         batch_p2p_comm=torch.distributed.get_backend(groups.pp) != "gloo" and (layout.pp, layout.vpp > 1) != (2, True),
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
@@ -207,9 +205,9 @@ def _recomputed(recompute: RecomputeConfig) -> dict[str, Any]:
 
 
 def _experts(shape: ModelShape, groups: RoleGroups) -> dict[str, Any]:
-    """What megatron's configuration says of a mixture of experts: no token is dropped, and `Router` has the losses."""
+    """Megatron's settings of a mixture of experts: no token is dropped, and `Router` has the losses."""
     if shape.moe_topk == 1 and shape.moe_norm_topk_prob:
-        raise InputError("experts of one per token whose weight is always 1 (norm_topk_prob) are not supported")
+        raise InputError("moe_topk=1 with norm_topk_prob=true is not supported: the expert's weight would always be 1")
     return {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
@@ -228,7 +226,7 @@ def _experts(shape: ModelShape, groups: RoleGroups) -> dict[str, Any]:
 
 
 class _Stages(PipelineParallelLayerLayout):
-    """Layers per chunk; megatron's own asks its process-global state for the stage, and whether there are chunks."""
+    """Layers per chunk; megatron's own class gets the stage and the chunks from process-global state."""
 
     def __init__(self, layout: list[list[str]], pp_size: int, pp_rank: int) -> None:
         super().__init__(layout, pp_size)
@@ -251,7 +249,7 @@ def _stages(shape: ModelShape, groups: RoleGroups) -> _Stages | None:
 
 
 def _has_kernel(name: str, dtype: torch.dtype) -> bool:
-    """Whether it runs in this job. InputError where the environment asks for what cannot be."""
+    """Whether a kernel is available in this job. Raises InputError if the environment requires an unavailable one."""
     like = torch.empty(0, dtype=dtype, device=platform.device())
     try:
         return use_triton(name, like)
@@ -260,8 +258,8 @@ def _has_kernel(name: str, dtype: torch.dtype) -> bool:
 
 
 def _layer_spec(shape: ModelShape, groups: RoleGroups, is_moe: bool, exact: bool, uses_te: bool):  # type: ignore[no-untyped-def]
-    """Megatron's local layer with our norms or Transformer Engine's layers, our SwiGLU, our attention over packed
-    sequences, and our router."""
+    """Megatron's local layer with hpcrl's norms or Transformer Engine's layers, and hpcrl's SwiGLU, packed attention
+    and router."""
     spec = get_gpt_layer_local_spec(
         num_experts=shape.num_experts if is_moe else None, moe_grouped_gemm=False, normalization="RMSNorm"
     )
@@ -285,14 +283,15 @@ def _layer_spec(shape: ModelShape, groups: RoleGroups, is_moe: bool, exact: bool
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.nn.Parameter]:
-    """By chunk and local name, as in `Shard`."""
+    """Return parameters by chunk and local name, as in `Shard`."""
     return {
         (number, name): parameter for number, chunk in enumerate(chunks) for name, parameter in chunk.named_parameters()
     }
 
 
-def _mark(chunks: Sequence[PackedGPT], local: list[Shard]) -> None:
-    """What megatron reads from parameters and sets only where it draws them itself, or has more ranks."""
+def _mark_parameters(chunks: Sequence[PackedGPT], local: list[Shard]) -> None:
+    """Set the attributes that megatron reads from parameters, and sets itself only when it initialises them or has more
+    ranks."""
     parameters = named_parameters(chunks)
     found = {place: tuple(parameter.shape) for place, parameter in parameters.items()}
     expected = {(shard.chunk, shard.local_name): shard.local_shape for shard in local}
@@ -301,10 +300,10 @@ def _mark(chunks: Sequence[PackedGPT], local: list[Shard]) -> None:
         raise RuntimeError(f"model and hpcrl.model.params disagree about {sorted(different)}")
     for shard in local:
         parameter = parameters[shard.chunk, shard.local_name]
-        # It keeps replicated parameters from being counted once per tensor-parallel rank in the gradient norm.
+        # Replicated parameters must not be counted once per tensor-parallel rank in the gradient norm.
         parameter.tensor_model_parallel = not shard.tp_replicated  # type: ignore[attr-defined]
         if shard.is_expert:
-            # By this mark gradients are summed over the expert grid's replicas; megatron sets it only where ep > 1.
+            # Sums gradients over the expert grid's replicas; megatron sets it only if ep > 1.
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
@@ -325,7 +324,7 @@ def copy_boxes(whole: Tensor, local: Tensor, shard: Shard) -> None:
 
 
 def initial_weight(shape: ModelShape, name: str, global_shape: tuple[int, ...], seed: int) -> Tensor:
-    """The whole initial tensor of a global parameter, fp32 on the CPU, a function of (seed, name) alone.
+    """Return the initial tensor of a global parameter, fp32 on the CPU, a function of (seed, name) only.
 
     Normal with deviation `init_std`; the projections back into the residual stream are scaled by 1 / sqrt(2 layers) as
     in GPT-2 (Radford et al. 2019, section 2.3). Norms are 1; biases and the heads of critic and reward model are 0.

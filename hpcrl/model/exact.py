@@ -1,9 +1,9 @@
-"""Exact mode: the training model and the native engine compute a token's log-prob with the same bits.
+"""Exact mode: the training model and the native engine compute a token's log-prob bitwise alike.
 
-Fp32 on the CPU with one thread, and as much tensor parallelism on both sides. What a token gets must then depend on its
-own sequence up to itself alone: not on how many tokens run beside it, nor on how long other sequences are, nor on
-whether it comes in a prompt, one at a time, or in a packed micro-batch. Norms, rotations and the other operations on
-single tokens have this property; matrix products, attention and sums over ranks have it in the form given here.
+It needs fp32 on the CPU, one thread, and equal tensor parallelism on both sides. A token's result then depends on its
+own sequence up to itself only: not on the number of other tokens, on the lengths of other sequences, or on whether it
+comes in a prompt, one at a time, or in a packed micro-batch. Norms, rotary embeddings and other operations on single
+tokens have this property; the matrix products, attention and sums over ranks in this file have it too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hpcrl.runtime.exits import InputError
 if TYPE_CHECKING:
     from hpcrl.model.shape import ModelShape
 
-# A matrix product gives a row the same bits whatever its place and the number of rows, when it has 16 rows and 16
-# columns and more (seen with MKL on Intel's and AMD's AVX-512, sums of 3 to 8192 terms; below 16 rows it splits sums in
-# other ways, and on AMD a row's place counts below 12 columns). `check_exact` tries it.
+# A matrix product with at least 16 rows and 16 columns computes a row bitwise alike for any place and number of rows
+# (observed with MKL on Intel's and AMD's AVX-512, sums of 3 to 8192 terms; below 16 rows it splits sums differently,
+# and on AMD the result depends on a row's place below 12 columns). `check_exact` tests it.
 ROWS, COLUMNS = 16, 16
-# Keys go in blocks of this many: a sum over keys is taken inside each block and then from block to block, so that
-# blocks without visible keys add zeros at the end.
+# Keys per block: a sum over keys is taken inside each block and then over the blocks in order, so that blocks without
+# visible keys add zeros at the end.
 KEYS = 64
 
 
 def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` (..., k) times `weight` (n, k) transposed: (..., n)."""
+    """Return `x` (..., k) times `weight` (n, k) transposed: (..., n)."""
     return _product(x.reshape(-1, x.size(-1)), weight.t()).reshape(*x.shape[:-1], len(weight))
 
 
@@ -38,14 +38,15 @@ def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Te
     """Attention of queries to the keys at their own position and before.
 
     queries: (N, KV heads, L, queries per KV head, d) fp32. keys and values: (N, KV heads, any length, d) fp32, number i
-    at position i, finite even where no query looks. positions: (N, L) or (1, L) int64. Gives the shape of the queries.
+    at position i, finite also where they are masked. positions: (N, L) or (1, L) int64. Returns the shape of the
+    queries.
     """
     length, heads, width = queries.shape[2:]
     # (N, KV heads, blocks, rows, KEYS)
     scores = _product(queries.flatten(2, 3).unsqueeze(2), _blocks(keys).transpose(-1, -2)) * width**-0.5
     places = torch.arange(scores.size(2) * KEYS, device=keys.device).view(-1, 1, KEYS)
-    hidden = places > positions.repeat_interleave(heads, 1)[:, None, :, None]
-    scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    masked = places > positions.repeat_interleave(heads, 1)[:, None, :, None]
+    scores = scores.masked_fill(masked.unsqueeze(1), -torch.inf)
     weights = (scores - scores.detach().amax((2, 4), keepdim=True)).exp()
     output = _in_order(_product(weights, _blocks(values)).unbind(2)) / _in_order(
         weights.sum(-1, keepdim=True).unbind(2)
@@ -54,12 +55,12 @@ def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Te
 
 
 def exact_log_softmax(logits: Tensor, vocab_size: int, temperature: float) -> Tensor:
-    """Log-probs (n, vocab_size) fp32 of whole logits (n, padded vocabulary); temperature 0 means 1."""
+    """Return log-probs (n, vocab_size) fp32 of whole logits (n, padded vocabulary); temperature 0 means 1."""
     return (logits[:, :vocab_size].float() / (temperature or 1.0)).log_softmax(-1)
 
 
 def exact_sum(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the ranks of `group`, on each of them, added in rank order; a new tensor unless there is one rank.
+    """Return the sum over the ranks of `group`, added in rank order; a new tensor unless there is one rank.
 
     An all-reduce adds in an order that depends on the length of the message.
     """
@@ -71,8 +72,8 @@ def exact_sum(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises InputError where exact mode cannot keep its word: another dtype, device or number of threads, or a matrix
-    product whose rows depend on their number even so."""
+    """Raise InputError if exact mode is not possible: another dtype, device or number of threads, or matrix products
+    whose rows depend on their number."""
     if dtype is not torch.float32 or device.type != "cpu":
         raise InputError(
             f"rollout.exact=true with {dtype} on {device.type}; it needs float32 on the CPU: set model.dtype and "
@@ -93,7 +94,9 @@ def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: tor
         whole = linear(x, weight)
         for rows in (1, ROWS, ROWS * 4):
             if not torch.equal(exact_linear(x[3 : 3 + rows], weight), whole[3 : 3 + rows]):
-                raise InputError(_no_exact(f"a matrix product over {width} columns gives {rows} rows other bits"))
+                raise InputError(
+                    _no_exact(f"a matrix product over {width} columns is not bitwise the same with {rows} rows")
+                )
     heads, tokens = shape.num_attention_heads // shape.num_query_groups, 2 * KEYS
     queries = _probe(1, 1, tokens, heads, shape.head_dim)
     keys, values = _probe(2, 1, 1, tokens, shape.head_dim)
@@ -102,11 +105,13 @@ def check_exact(shape: ModelShape, tp_size: int, dtype: torch.dtype, device: tor
     for at in range(3, tokens, 11):
         one = exact_attention(queries[:, :, [at]], keys[:, :, : at + 6], values[:, :, : at + 6], place[:, [at]])
         if not torch.equal(one, whole[:, :, [at]]):
-            raise InputError(_no_exact(f"attention with head_dim={shape.head_dim} gives a single query other bits"))
+            raise InputError(
+                _no_exact(f"attention with head_dim={shape.head_dim} is not bitwise the same for a single query")
+            )
 
 
 def _no_exact(found: str) -> str:
-    return f"rollout.exact=true, but on this machine's torch {found} than among others; set rollout.exact to false"
+    return f"rollout.exact=true, but with this machine's torch {found}; set rollout.exact to false"
 
 
 def _probe(*size: int) -> Tensor:
@@ -119,7 +124,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """(..., rows, k) times (..., k, n), with `ROWS` and `COLUMNS` at least."""
+    """(..., rows, k) times (..., k, n), padded to at least `ROWS` and `COLUMNS`."""
     rows, columns = x.size(-2), y.size(-1)
     if columns < COLUMNS:
         y = pad(y, (0, COLUMNS - columns))

@@ -17,23 +17,23 @@ from hpcrl.model.packed import PackedTokens
 
 
 class PackedGPT(GPTModel):
-    """GPTModel whose head runs only on the tokens whose output is wanted.
+    """GPTModel whose head runs only on the requested tokens.
 
-    In RL these are the positions that predict a response token, often half of all. A language model gives their hidden
-    states and leaves it to the caller to make logits of them, the largest tensor of the step, a few rows at a time.
+    In RL these are the positions that predict a response token, often half of all. A language model returns their
+    hidden states, and the caller computes logits, the largest tensor of the step, a few rows at a time.
     """
 
-    uses_adapters = True  # where it has any
+    uses_adapters = True  # if it has any
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedTokens, **_: Any) -> Tensor:
-        """Hidden states (S, 1, hidden), of this rank with sequence parallelism, -> those of the R rows
-        `packed_seq_params.output_rows`: (R, hidden), which every tensor-parallel rank takes its logits from; with a
-        scalar head its output (R, 1)."""
+        """Return the hidden states of the R rows `packed_seq_params.output_rows`, (R, hidden), on every tensor-parallel
+        rank; with a scalar head its output (R, 1). Input: hidden states (S, 1, hidden), of this rank under sequence
+        parallelism."""
         if not self.post_process:
             return hidden_states
         tp, is_scalar = self.pg_collection.tp, isinstance(self.output_layer, ScalarHead)
         if self.config.sequence_parallel:
-            # A head that is split over the ranks gives each a part of the gradient, one that all have the whole.
+            # With a split head each rank has a part of the gradient, with a replicated head all of it.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, not is_scalar, tp)
         rows = packed_seq_params.output_rows
         if rows is not None:
@@ -46,13 +46,13 @@ class PackedGPT(GPTModel):
         return hidden_states
 
     def output_weight(self) -> Tensor:
-        """(V / tp, hidden): this rank's rows of the language-model head, on the last stage."""
+        """Return (V / tp, hidden): this rank's rows of the language-model head, on the last stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """(R, hidden) as the model gave them -> (R, V / tp)."""
+        """Map the model's output (R, hidden) to logits (R, V / tp)."""
         return self.output_layer(hidden_states, weight=self.output_weight())[0]
 
     def tie_embeddings_and_output_weights_state_dict(
@@ -62,11 +62,11 @@ class PackedGPT(GPTModel):
         first_stage_word_emb_key: str,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """As in megatron, which asks its process-global state for the data-parallel rank."""
+        """Same as in megatron, which gets the data-parallel rank from process-global state."""
         if not self.post_process or self.pre_process:
             return
         assert metadata is not None
-        # The last stage's copy is a replica of the embedding: (1, ...) sorts it behind the first stage's (0, ...).
+        # The last stage's copy is a replica of the embedding: (1, ...) sorts it after the first stage's (0, ...).
         sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
             tensor=self.output_layer.weight,
             key=first_stage_word_emb_key,

@@ -1,4 +1,4 @@
-"""Modules of megatron's layer spec: RMSNorm, SwiGLU, parallel linear layers in exact mode, heads of value models."""
+"""Modules of megatron's layer spec: RMSNorm, SwiGLU, parallel linear layers in exact mode, scalar heads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-LATENT_NORM_EPS = 1e-6  # of the latents of attention, in all models that have them, whatever their other norms'
+LATENT_NORM_EPS = 1e-6  # of latents, in all models, independent of the other norms' eps
 
 
 class RMSNorm(torch.nn.Module):
-    """Megatron's norm interface; its own torch wrapper refuses sequence parallelism.
+    """RMSNorm with megatron's interface; megatron's own torch wrapper does not support sequence parallelism.
 
-    The native rollout engine calls the same function, so that their log-probs agree.
+    The native rollout engine calls the same function, so that log-probs agree.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -45,12 +45,12 @@ class SwiGLU(torch.nn.Module):
         return swiglu(x)
 
     def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
-        """Nothing: megatron's MLP asks each of its modules."""
+        """Empty; megatron's MLP calls it on each of its modules."""
         return {}
 
 
 def use_exact_linear(model: torch.nn.Module) -> None:
-    """Let every parallel linear layer of `model` (without sequence parallelism) compute by `exact_linear`."""
+    """Make every parallel linear layer of `model` (without sequence parallelism) compute by `exact_linear`."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module._forward_impl = partial(_column_product, module)
@@ -72,7 +72,7 @@ def _row_parallel(layer: RowParallelLinear, input: Tensor) -> tuple[Tensor, None
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Every rank goes on with the same sum, so the gradient of each part is the sum's."""
+    """Sum over ranks; all ranks must use the result alike, so the gradient of each part is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -84,10 +84,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class ScalarHead(torch.nn.Module):
-    """One number per token: a linear layer without bias, in fp32, held whole by every tensor-parallel rank.
+    """One number per token: a linear layer without bias, in fp32, whole on every tensor-parallel rank.
 
-    A critic's value or a reward model's score. Its weight starts at 0: a new critic says 0 everywhere and the first
-    advantages are those of no critic; a new reward model prefers nothing.
+    A critic's value or a reward model's score. Its weight starts at 0, so that a new critic's values and a new reward
+    model's scores are 0.
     """
 
     def __init__(self, hidden_size: int) -> None:

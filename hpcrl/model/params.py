@@ -1,4 +1,4 @@
-"""Which parameters a model has and which rectangle of each one a rank holds: no torch, no ranks, only numbers.
+"""The parameters of a model, and the rectangle of each one that a rank holds. No torch, no ranks, only numbers.
 
 Names and shapes are those of megatron-core's GPTModel with the local layer spec, written with *global* layer numbers.
 Building, checkpoints and refit all read this table.
@@ -11,18 +11,25 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import ROW_PARALLEL, Lora, is_adapter, matrix_of, rows_of_projections
-from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.model.shape import (
+    ROW_PARALLEL,
+    LatentAttention,
+    Lora,
+    ModelShape,
+    is_adapter,
+    matrix_of,
+    rows_of_projections,
+)
 from hpcrl.runtime.exits import InputError
 
 Head = Literal["lm", "value", "reward"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
-EXPERT_BIAS = "mlp.router.expert_bias"  # of the scores by which experts are chosen; without the layer
+EXPERT_BIAS = "mlp.router.expert_bias"  # of the scores for choosing experts; without the layer's prefix
 VALUE_HEAD = "value_head.weight"
 REWARD_HEAD = "reward_head.weight"
-# The name says what the number means: a critic's weights are no reward model's.
+# Different names, because a critic's head must not be loaded as a reward model's.
 SCALAR_HEADS: dict[Head, str] = {"value": VALUE_HEAD, "reward": REWARD_HEAD}
 
 
@@ -36,10 +43,10 @@ class Box(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What one rank holds of one parameter; the boxes tile the local tensor.
+    """One rank's part of one parameter; the boxes tile the local tensor.
 
-    `name` is global (layers and experts counted over the whole model), `local_name` is that of the module of pipeline
-    chunk `chunk`. An expert's `tp_replicated` speaks of expert tensor parallelism.
+    `name` is global (layers and experts counted over the whole model), `local_name` is that of the module in pipeline
+    chunk `chunk`. An expert's `tp_replicated` refers to expert tensor parallelism.
     """
 
     name: str
@@ -53,13 +60,13 @@ class Shard(NamedTuple):
 
     @property
     def is_frozen(self) -> bool:
-        """No optimizer's, and without a gradient."""
+        """Whether the parameter has no gradient and no optimizer."""
         return self.name.endswith(EXPERT_BIAS)
 
 
 def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
-    """The layout of a role's ranks; InputError where it does not fit the role's model. The rollout's splits experts as
-    it splits all else."""
+    """Return the layout of a role's ranks. Raises InputError if it does not fit the role's model. In rollout, expert
+    tensor parallelism equals tensor parallelism."""
     if role == "rollout" and shape.num_experts:
         grid["etp"] = grid["tp"]
     layout = Layout(**grid)
@@ -76,8 +83,8 @@ def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
         chunks = [chunk_layers(shape.num_layers, stage, layout.pp, chunk, layout.vpp) for chunk in range(layout.vpp)]
         if not any(shape.is_moe_layer(layer) for layers in chunks for layer in layers):
             raise InputError(
-                f"placement.{role}.pp={layout.pp} makes a pipeline stage of dense layers alone, whose optimizer would "
-                "have other parts than those of the stages with experts; use a smaller pp"
+                f"placement.{role}.pp={layout.pp} makes a pipeline stage with dense layers only, whose optimizer would "
+                "differ from those of stages with experts; use a smaller pp"
             )
     return layout
 
@@ -92,7 +99,7 @@ def check_layout(
     etp_size: int = 1,
     role: str = "model",
 ) -> None:
-    """Raises InputError when a size does not fit the model; `role` is named in the message."""
+    """Raise InputError if a size does not fit the model; the message names `role`."""
     divided = {
         "num_query_groups": shape.num_query_groups,
         "ffn_hidden_size": shape.ffn_hidden_size,
@@ -109,7 +116,9 @@ def check_layout(
             f"{role}.pp={pp_size} is more than num_layers={shape.num_layers}; use at most {shape.num_layers}"
         )
     if vpp_size > 1 and pp_size == 1:
-        raise InputError(f"{role}.vpp={vpp_size} cuts pipeline stages into chunks, and {role}.pp=1 has none; use vpp=1")
+        raise InputError(
+            f"{role}.vpp={vpp_size} splits pipeline stages into chunks, but {role}.pp=1 has none; use vpp=1"
+        )
     if vpp_size * pp_size > shape.num_layers:
         raise InputError(
             f"{role}.vpp*pp={vpp_size}*{pp_size} is more than num_layers={shape.num_layers}; "
@@ -119,8 +128,8 @@ def check_layout(
 
 
 def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
-    """Raises InputError where only some pipeline stages have adapters outside of experts, as the optimizers of the
-    stages would have other parts, and for latent attention, whose projections have no adapters."""
+    """Raise InputError for latent attention, whose projections have no adapters, and if only some pipeline stages have
+    adapters outside of experts, because the stages' optimizers would differ."""
     if shape.mla is not None:
         raise InputError(f"model.lora_rank={lora.rank} with DeepSeek's latent attention is not supported; use 0")
     kinds = set()
@@ -129,8 +138,8 @@ def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
         kinds.add(frozenset(shard.is_expert for shard in found if is_adapter(shard.name)))
     if len(kinds) > 1:
         raise InputError(
-            f"model.target_modules={','.join(lora.targets)} with placement.actor.pp={layout.pp} makes pipeline stages "
-            "with adapters of experts alone beside others; name a projection of attention too, or use pp=1"
+            f"model.target_modules={','.join(lora.targets)} with placement.actor.pp={layout.pp} makes some pipeline "
+            "stages with adapters of experts only; add a projection of attention, or use pp=1"
         )
 
 
@@ -138,7 +147,7 @@ def _check_experts(shape: ModelShape, ep_size: int, etp_size: int, role: str) ->
     if not shape.num_experts:
         if max(ep_size, etp_size) > 1:
             raise InputError(
-                f"{role}.ep={ep_size} and {role}.etp={etp_size} divide experts, and the model has none; use 1"
+                f"{role}.ep={ep_size} and {role}.etp={etp_size} split experts, but the model has none; use 1"
             )
         return
     for key, size, what, whole in (
@@ -151,15 +160,18 @@ def _check_experts(shape: ModelShape, ep_size: int, etp_size: int, role: str) ->
 
 
 def stage_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
-    """Global numbers of the layers of a pipeline stage; the first stages hold what does not divide evenly."""
+    """Return the global numbers of a pipeline stage's layers; the first stages hold the remainder."""
     each, more = divmod(num_layers, pp_size)
     start = pp_rank * each + min(pp_rank, more)
     return range(start, start + each + (pp_rank < more))
 
 
 def chunk_layers(num_layers: int, pp_rank: int, pp_size: int, chunk: int, vpp_size: int) -> range:
-    """Global numbers of the layers of one chunk of a stage: Megatron's interleaved schedule deals the chunks to the
-    stages in turn, so chunk c of stage p is the (c * pp_size + p)-th piece of the model."""
+    """Return the global numbers of the layers of one chunk of a stage.
+
+    Megatron's interleaved schedule assigns chunks to stages in turn: chunk c of stage p is the (c * pp_size + p)-th
+    piece of the model.
+    """
     return stage_layers(num_layers, chunk * pp_size + pp_rank, vpp_size * pp_size)
 
 
@@ -179,10 +191,10 @@ def shards(
     part: Literal["all", "dense", "experts"] = "all",
     lora: Lora | None = None,
 ) -> list[Shard]:
-    """The parameters of a rank, chunk by chunk, in the order of the model; those of an adapter follow their matrix.
+    """Return the parameters of a rank, chunk by chunk, in the order of the model; adapters follow their matrix.
 
-    Tied embeddings have a second holder, the last chunk of the last stage. `part`: only what the dense grid (tp, pp)
-    divides, or only the experts, which the expert grid (etp, ep, pp) divides.
+    Tied embeddings are also held by the last chunk of the last stage. `part`: only what the dense grid (tp, pp) splits,
+    or only the experts, which the expert grid (etp, ep, pp) splits.
     """
     check_layout(shape, tp_size=tp_size, pp_size=pp_size, vpp_size=vpp_size, ep_size=ep_size, etp_size=etp_size)
     return [
@@ -212,7 +224,7 @@ def rank_shards(
     part: Literal["all", "dense", "experts"] = "all",
     lora: Lora | None = None,
 ) -> list[Shard]:
-    """`shards` of world rank `rank` in a layout."""
+    """Return `shards` of world rank `rank` in a layout."""
     coord, expert = layout.coord(rank), layout.expert_coord(rank)
     return shards(
         shape,
@@ -233,7 +245,7 @@ def rank_shards(
 
 @dataclass(frozen=True)
 class _Split:
-    """How tensor parallelism, dense or of experts, cuts a parameter: the share of one of its ranks."""
+    """How tensor parallelism, dense or of experts, splits a parameter: the part of one of its ranks."""
 
     rank: int
     size: int
@@ -280,7 +292,7 @@ _Cut = Callable[..., Shard]  # a method of _Split
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive layers on one rank, with the embedding before the model's first and the head after its last."""
+    """Consecutive layers on one rank, with the embedding before the model's first layer and the head after its last."""
 
     shape: ModelShape
     layers: range
@@ -312,7 +324,7 @@ class _Chunk:
         return self.shape.padded_vocab_size, self.shape.hidden_size
 
     def _layer(self, prefix: str, local: str, is_moe: bool) -> Iterator[Shard]:
-        """All of a layer but its experts."""
+        """All parameters of a layer except its experts."""
         shape, split = self.shape, self.dense
         hidden, ffn, shared = shape.hidden_size, shape.ffn_hidden_size, shape.moe_shared_ffn_hidden_size
         attended = shape.num_attention_heads * shape.v_head_dim
@@ -339,7 +351,7 @@ class _Chunk:
     def _grouped(self) -> Iterator[tuple[_Cut, str, tuple[int, ...]]]:
         """Projections of grouped-query attention."""
         shape, split = self.shape, self.dense
-        # Rows of linear_qkv go by query group: the group's queries, its key, its value.
+        # Rows of linear_qkv are ordered by query group: its queries, its key, its value.
         qkv = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
         yield split.rows, "self_attention.linear_qkv.weight", (qkv, shape.hidden_size)
         if shape.qkv_bias:
@@ -349,7 +361,7 @@ class _Chunk:
                 yield split.whole, f"self_attention.{head}_layernorm.weight", (shape.head_dim,)
 
     def _latent(self, mla: LatentAttention) -> Iterator[tuple[_Cut, str, tuple[int, ...]]]:
-        """Projections of latent attention: every rank has the latents whole, and its heads of what is made of them."""
+        """Projections of latent attention: every rank holds those to the latents whole, and its heads of the others."""
         shape, split = self.shape, self.dense
         hidden, heads, rank = shape.hidden_size, shape.num_attention_heads, mla.kv_lora_rank
         if mla.q_lora_rank is None:
@@ -360,7 +372,7 @@ class _Chunk:
             yield split.rows, "self_attention.linear_q_up_proj.weight", (heads * shape.head_dim, mla.q_lora_rank)
         yield split.whole, "self_attention.linear_kv_down_proj.weight", (rank + mla.qk_rope_head_dim, hidden)
         yield split.whole, "self_attention.kv_layernorm.weight", (rank,)
-        # Rows go by head: its key without rotary embedding, its value.
+        # Rows are ordered by head: its key without rotary embedding, its value.
         rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         yield split.rows, "self_attention.linear_kv_up_proj.weight", (rows, rank)
 
@@ -379,7 +391,7 @@ class _Chunk:
     def _adapters(
         self, split: _Split, prefix: str, local: str, name: str, global_shape: tuple[int, ...]
     ) -> Iterator[Shard]:
-        """Of the projections in a matrix: A (r, in) and B (out, r), cut as the matrix is."""
+        """Yield A (r, in) and B (out, r) of the projections in a matrix, split as the matrix is."""
         parent, matrix = matrix_of(name)
         if self.lora is None or not matrix:
             return
@@ -392,8 +404,8 @@ class _Chunk:
                     (split.cols if is_row_parallel else split.whole, "lora_A", (rank, global_shape[1])),
                     (split.whole if is_row_parallel else split.rows, "lora_B", (blocks * each, rank)),
                 ):
-                    its = f"{parent}{projection}.{factor}"
-                    yield cut(f"{prefix}{its}", size, f"{local}{its}")
+                    factor_name = f"{parent}{projection}.{factor}"
+                    yield cut(f"{prefix}{factor_name}", size, f"{local}{factor_name}")
 
     def _head(self) -> Iterator[Shard]:
         shape = self.shape

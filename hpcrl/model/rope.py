@@ -1,6 +1,6 @@
-"""Angles of the rotary position embedding (Su et al. 2021, arXiv:2104.09864) for `hpcrl.kernels.layers`.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): angles for `hpcrl.kernels.layers`.
 
-The training model and the native rollout engine both call these functions, so that their log-probs agree.
+The training model and the native rollout engine call the same functions, so that log-probs agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpcrl.model.shape import RopeScaling
 def rope_cos_sin(
     position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x frequency, each (..., head_dim / 2) fp32, for integer `position_ids` (...).
+    """Return cosine and sine of position x frequency, each (..., head_dim / 2) fp32, for integer `position_ids` (...).
 
     Frequency i is theta^(-2 i / head_dim), eq. 15 of the paper, unless it is scaled.
     """
@@ -32,11 +32,11 @@ def rope_cos_sin(
 
 
 def scaled_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """`frequencies` (head_dim / 2,), slower where a sequence of the original length has too few turns of them.
+    """Return `frequencies` (head_dim / 2,), lowered where a sequence of the original length has too few turns of them.
 
     linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: those of more turns than `high_freq_factor`
-    stay, those of fewer than `low_freq_factor` are divided, between them linear in the turns (the Llama 3.1 release).
-    yarn: the same idea, linear in the number of the dimension (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+    are kept, those of fewer than `low_freq_factor` are divided, between them linear in the turns (the Llama 3.1
+    release). yarn: the same, linear in the number of the dimension (Peng et al. 2023, arXiv:2309.00071, section 3.2).
     """
     slow = frequencies / scaling.factor
     if scaling.kind == "linear":
@@ -50,7 +50,7 @@ def scaled_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) 
     width = 2 * len(frequencies)
 
     def dimension(turns: float) -> float:
-        """The one that turns so often in a sequence of the original length."""
+        """Return the dimension with so many turns in a sequence of the original length."""
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(dimension(scaling.beta_fast)), 0)
@@ -61,8 +61,9 @@ def scaled_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) 
 
 
 def deinterleave(x: Tensor) -> Tensor:
-    """Elements 2 i and 2 i + 1 of the last dimension, which DeepSeek's weights pair, to where `apply_rope` pairs them.
+    """Move elements 2 i and 2 i + 1 of the last dimension, which are pairs in DeepSeek's weights, to the pairs of
+    `apply_rope`.
 
-    Queries and keys stay in the new order: their product does not know it.
+    Queries and keys keep the new order: their product does not depend on it.
     """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

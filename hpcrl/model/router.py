@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: the routers, losses that balance them, replayed choices, the layer around them."""
+"""Routing of tokens to experts: routers, load-balancing losses, replayed choices, and the MoE layer."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from hpcrl.model.shape import ModelShape
 
 
-OWN = -1  # in place of an expert's number, where no choice was recorded and the router makes its own
+NOT_RECORDED = -1  # in place of an expert's number: no choice was recorded, the router chooses
 
 
 def route(logits: Tensor, shape: ModelShape, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weights fp32 (n, topk) and ids int64 (n, topk) of the experts chosen by router `logits` (n, experts).
+    """Return weights fp32 (n, topk) and ids int64 (n, topk) of the experts chosen by router `logits` (n, experts).
 
     Scores are the softmax over the experts or each one's sigmoid; the choice is by score plus `bias` (experts,), the
-    weights by score alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The weights are the scores, divided by their
-    sum where the model normalises them (Jiang et al. 2024, arXiv:2401.04088, section 2.1, takes the softmax of the
-    chosen logits, which is the same), times the model's factor.
+    weights by score only (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The weights are the scores, divided by their
+    sum if the model normalises them (Jiang et al. 2024, arXiv:2401.04088, section 2.1, takes the softmax of the chosen
+    logits, which is the same), times the model's factor.
     """
     scores = logits.float()
     scores = scores.softmax(-1) if shape.moe_score_function == "softmax" else scores.sigmoid()
@@ -46,8 +46,8 @@ def route(logits: Tensor, shape: ModelShape, bias: Tensor | None = None) -> tupl
 
 
 def choose(scores: Tensor, shape: ModelShape) -> Tensor:
-    """The best `moe_topk` experts by `scores` (n, experts), int64 (n, topk): of those in the best groups alone, where
-    experts are in groups (DeepSeek-V2, arXiv:2405.04434, section 2.2.2, there by device)."""
+    """Return the best `moe_topk` experts by `scores` (n, experts), int64 (n, topk). If experts are in groups, only
+    those in the best groups (DeepSeek-V2, arXiv:2405.04434, section 2.2.2, there by device)."""
     if shape.moe_num_groups > 1:
         groups = scores.unflatten(-1, (shape.moe_num_groups, -1))
         of_group = groups.topk(shape.moe_group_best, dim=-1).values.sum(-1)
@@ -58,19 +58,19 @@ def choose(scores: Tensor, shape: ModelShape) -> Tensor:
 
 
 def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """The places of flat `ids` (n, topk) in the order of their experts, int64 (n * topk,), and how many each has."""
+    """Return the places of flat `ids` (n, topk) sorted by expert, int64 (n * topk,), and the count of each expert."""
     flat = ids.flatten()
     return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts).tolist()
 
 
 @dataclass
 class Routing:
-    """What the routers of one micro-batch are told, and what they tell. S tokens of this context-parallel rank.
+    """Input and output of the routers of one micro-batch. S tokens of this context-parallel rank.
 
-    sequences: int64 (S,), which sequence a token is of, N where it is padding. lengths: int64 (N,), tokens of each
-    sequence on all ranks. layers: the model's layers with experts, in order. replayed: (S, layers, topk) int16, the
-    experts to use, or `OWN`; None: the router's choice everywhere. losses: of the optimizer step, None outside of one.
-    recorded: by layer, int16 (S / tp, topk), filled by the routers where it is a dict.
+    sequences: int64 (S,), the sequence of a token, N for padding. lengths: int64 (N,), tokens of each sequence on all
+    ranks. layers: the model's MoE layers, in order. replayed: (S, layers, topk) int16, the experts to use, or
+    `NOT_RECORDED`; None: the router chooses. losses: of the optimizer step, None outside of one. recorded: by layer,
+    int16 (S / tp, topk), filled by the routers if it is a dict.
     """
 
     sequences: Tensor
@@ -86,10 +86,10 @@ class Routing:
 
 
 class RouterLosses:
-    """What the routers of this rank add to the loss of one optimizer step, normalised by the global mini-batch.
+    """Losses that the routers of this rank add to one optimizer step, normalised by the global mini-batch.
 
     Both are sums over layers, as in megatron. `num_sequences` and `num_tokens` are those of the mini-batch on all
-    replicas. `load` (layers, experts) counts the tokens that each expert was given.
+    replicas. `load` (layers, experts) counts the tokens of each expert.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class RouterLosses:
         self.load = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
 
     def metrics(self, group: ProcessGroup) -> dict[str, float]:
-        """Means over layers of the losses without their weights, where these are not 0, and how uneven the load is:
-        that of the busiest expert over the mean, by layer. Collective over the role's ranks, `group`."""
-        everything = torch.cat([self.aux.view(1), self.z.view(1), self.load.flatten()])
-        dist.all_reduce(everything, group=group)
-        aux, z = everything[:2].tolist()
-        load = everything[2:].view_as(self.load)
+        """Return means over layers of the losses without their coefficients, where these are not 0, and the load
+        imbalance: the largest expert's load over the mean, by layer. Collective over the role's ranks, `group`."""
+        totals = torch.cat([self.aux.view(1), self.z.view(1), self.load.flatten()])
+        dist.all_reduce(totals, group=group)
+        aux, z = totals[:2].tolist()
+        load = totals[2:].view_as(self.load)
         imbalance = (load.amax(1) / load.mean(1).clamp(min=1e-9)).cpu()
         found = {
             "moe_load_imbalance/mean": float(imbalance.mean()),
@@ -128,11 +128,11 @@ class RouterLosses:
 
 
 class Router(TopKRouter):
-    """Megatron's, whose losses and replay keep their books in process-global state, with its own of both.
+    """Megatron's router with losses and replay that do not use process-global state.
 
-    Scores of experts may have a bias for the choice. Megatron trains it by a rule of its own, over its process-global
-    groups; here it is a frozen parameter, so that it is loaded, saved and sent to the rollout engine as all others are,
-    and has their dtype.
+    Scores of experts may have a bias for the choice. Megatron trains it by its own rule, over its process-global
+    groups; here it is a frozen parameter, so that it is loaded, saved and sent to the rollout engine like all others,
+    in their dtype.
     """
 
     def __init__(
@@ -145,15 +145,15 @@ class Router(TopKRouter):
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def _maintain_float32_expert_bias(self) -> None:
-        """Left in the parameters' dtype: training and rollout choose alike."""
+        """Keep the parameters' dtype, so that training and rollout choose alike."""
 
     def forward(self, input: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """input: (n, 1, hidden), the tokens of this rank. Weights (n, experts), 0 where an expert is not chosen, and
-        which ones are, bool (n, experts)."""
+        """Map this rank's tokens (n, 1, hidden) to weights (n, experts), 0 for experts that are not chosen, and a bool
+        mask of the chosen ones (n, experts)."""
         logits = self.gating(input).flatten(0, 1)
         layer = routing.layers.index(self.layer_number - 1)
-        replayed = None if routing.replayed is None else self._mine(routing.replayed[:, layer], len(logits))
-        choice = _Choice(self._shape, replayed)
+        replayed = None if routing.replayed is None else self._local_rows(routing.replayed[:, layer], len(logits))
+        choice = _ExpertChoice(self._shape, replayed)
         weights, chosen = topk_routing_with_score_function(
             logits,
             self.topk,
@@ -165,23 +165,23 @@ class Router(TopKRouter):
         )
         if routing.recorded is not None:
             routing.recorded[layer] = choice.ids.to(torch.int16)
-        # Where the layer is to be computed again, its first pass has no gradient: each token is counted once.
+        # With recomputation the first pass has no gradient, so each token is counted once.
         if routing.losses is not None and torch.is_grad_enabled():
-            weights = _Added.apply(weights, self._losses(logits, chosen, layer, routing, routing.losses))
+            weights = _AddLoss.apply(weights, self._losses(logits, chosen, layer, routing, routing.losses))
         return weights, chosen
 
     def _losses(self, logits: Tensor, chosen: Tensor, layer: int, routing: Routing, losses: RouterLosses) -> Tensor:
-        """This rank's part of the layer's weighted losses: fp32, without dimensions.
+        """Return this rank's part of the layer's weighted losses, a scalar in fp32.
 
         Aux loss of a sequence of T tokens, K of E experts each: sum over experts of f_i P_i with f_i = E / (K T) times
         the tokens that went to i, and P_i the mean probability of i (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6,
         taken per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20), 1 under an even load; then the mean over
-        sequences. A product of two means over a micro-batch would depend on who shares it. z-loss: the mean over tokens
-        of the squared log-sum-exp of the logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
+        sequences. A product of two means over a micro-batch would depend on the other sequences in it. z-loss: the mean
+        over tokens of the squared log-sum-exp of the logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
         """
-        sequences, lengths = self._mine(routing.sequences, len(logits)), routing.lengths
+        sequences, lengths = self._local_rows(routing.sequences, len(logits)), routing.lengths
         load = logits.new_zeros(len(lengths) + 1, self.num_experts).index_add_(0, sequences, chosen.to(logits.dtype))
-        load = load[:-1]  # of padding
+        load = load[:-1]  # drop padding
         losses.load[layer] += load.sum(0)
         total = logits.new_zeros(())
         if losses.aux_coeff:
@@ -205,16 +205,16 @@ class Router(TopKRouter):
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True)
 
-    def _mine(self, of_tokens: Tensor, count: int) -> Tensor:
-        """Of (S, ...) the `count` rows of this rank: all, or its share with sequence parallelism."""
+    def _local_rows(self, of_tokens: Tensor, count: int) -> Tensor:
+        """Return the `count` rows of this rank, of (S, ...): all, or its part under sequence parallelism."""
         if count == len(of_tokens):
             return of_tokens
         return of_tokens[self.tp_group.rank() * count :][:count]
 
 
-class _Choice:
-    """What megatron asks for the experts of n tokens, in place of its `RouterReplay`; its own choice always scores a
-    group of experts by its best topk / groups. replayed: int16 (n, topk)."""
+class _ExpertChoice:
+    """Replacement of megatron's `RouterReplay`: chooses the experts of n tokens. Megatron's own choice always scores a
+    group by its best topk / groups experts. replayed: int16 (n, topk)."""
 
     def __init__(self, shape: ModelShape, replayed: Tensor | None) -> None:
         self._shape = shape
@@ -222,7 +222,7 @@ class _Choice:
         self.ids: Tensor  # int64 (n, topk)
 
     def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of the experts, (n, topk) each, of `scores` (n, experts)."""
+        """Return scores and ids of the experts, (n, topk) each, from `scores` (n, experts)."""
         if self._replayed is None and self._shape.moe_num_groups == 1:
             best, self.ids = scores.topk(self._shape.moe_topk)  # unlike gather it does not keep all scores
             return best, self.ids
@@ -232,8 +232,8 @@ class _Choice:
         return scores.gather(1, self.ids), self.ids
 
 
-class _Added(torch.autograd.Function):
-    """`output` as it is; in the backward pass `loss` is a part of what is minimised."""
+class _AddLoss(torch.autograd.Function):
+    """Identity of `output`; in the backward pass `loss` is added to what is minimised."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
@@ -245,25 +245,25 @@ class _Added(torch.autograd.Function):
         return grad, grad.new_ones((), dtype=ctx.loss_dtype)
 
 
-# It warns of each layer whose mixture is not megatron's own class.
+# Megatron warns about each layer whose MoE class is not its own.
 logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
 
 
 class MixtureLayer(TransformerLayer):
     def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        # Of its arguments only the padding mask goes on to the mixture, and is for its router.
+        # The padding mask is the only argument that reaches the MoE layer, and carries the routing here.
         kwargs["padding_mask"] = packed_seq_params.routing
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 class Mixture(MoELayer):
-    """The router's `Routing` comes as an argument, so that it is the micro-batch's own when a layer is computed again,
+    """MoE layer whose `Routing` is an argument, so that it is that of the right micro-batch when a layer is recomputed
     after the forward pass of others."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Routing | None = None
     ) -> tuple[Tensor, None]:
-        """(n, 1, hidden) of this rank's tokens -> the same, and no bias."""
+        """(n, 1, hidden) of this rank's tokens -> the same shape, and no bias."""
 
         def compute(hidden_states: Tensor) -> Tensor:
             shared = self.shared_experts_compute(hidden_states)

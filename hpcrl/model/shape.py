@@ -1,20 +1,24 @@
-"""The architecture of a model in numbers: no torch, no ranks."""
+"""The architecture of a model in numbers, and its low-rank adapters. No torch, no ranks."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hpcrl.runtime.exits import InputError
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import ModelConfig
+
 
 VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How a rotary embedding is stretched beyond the sequences that a model was first trained on; the names are those
-    of config.json, the formulas in `hpcrl.model.rope`."""
+    """How a rotary embedding is extended beyond the sequence length of the first training; names are those of
+    config.json, formulas are in `hpcrl.model.rope`."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
@@ -23,27 +27,27 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # of "yarn"
     beta_slow: float = 1.0
-    attention_factor: float = 1.0  # on the embedding
-    mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": with it the softmax is sharper, see ModelShape.softmax_scale
+    attention_factor: float = 1.0  # of the embedding
+    mscale_all_dim: float = 0.0  # of DeepSeek's "yarn": sharpens the softmax, see ModelShape.softmax_scale
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): each token has one latent vector, of
-    which a projection makes the keys and values of all heads, and one rotated key that all heads share. Names of
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): each token has one latent vector, from
+    which a projection computes keys and values of all heads, and one rotated key shared by all heads. Names of
     config.json."""
 
-    q_lora_rank: int | None  # width of the queries' own latent; None: they come straight from the hidden state
+    q_lora_rank: int | None  # width of the queries' own latent; None: queries are computed from the hidden state
     kv_lora_rank: int
     qk_nope_head_dim: int  # width of a query and a key without rotary embedding
-    qk_rope_head_dim: int  # and with it
+    qk_rope_head_dim: int  # and with rotary embedding
     v_head_dim: int
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama-like decoder: RMSNorm, SwiGLU, RoPE, grouped-query or latent attention; layers may be mixtures of
-    experts. With latent attention every head is a query group of its own, and `head_dim` the width of query and key."""
+    """A Llama-like decoder: RMSNorm, SwiGLU, RoPE, grouped-query or latent attention, dense or MoE layers. With latent
+    attention every head is its own query group, and `head_dim` is the width of query and key."""
 
     num_layers: int
     hidden_size: int
@@ -63,16 +67,16 @@ class ModelShape:
     qk_norm: bool = False  # RMSNorm of each query and key head
     num_experts: int = 0  # 0: no layer is a mixture of experts
     moe_ffn_hidden_size: int = 0  # width of one expert
-    dense_layers: tuple[int, ...] = ()  # of a model with experts, the layers without
+    dense_layers: tuple[int, ...] = ()  # the layers without experts in a model with experts
     moe_topk: int = 2  # experts of each token
     moe_norm_topk_prob: bool = True  # their weights sum to 1, before moe_routed_scale
-    moe_shared_ffn_hidden_size: int = 0  # width of the experts of every token, as one; 0: there are none
+    moe_shared_ffn_hidden_size: int = 0  # total width of the shared experts; 0: none
     moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    moe_score_bias: bool = False  # the choice, not the weights, adds a constant to each expert's score
-    moe_num_groups: int = 1  # of experts, of which a token chooses moe_topk_groups, then experts inside them
+    moe_score_bias: bool = False  # the choice, not the weights, uses a bias per expert
+    moe_num_groups: int = 1  # groups of experts; a token chooses moe_topk_groups, then experts inside them
     moe_topk_groups: int = 1
-    moe_group_best: int = 1  # how many of a group's experts, the best, make the group's score
-    moe_routed_scale: float = 1.0  # on the experts' weights
+    moe_group_best: int = 1  # a group's score is the sum of so many of its best scores
+    moe_routed_scale: float = 1.0  # factor of the experts' weights
     mla: LatentAttention | None = None
 
     def __post_init__(self) -> None:
@@ -86,11 +90,13 @@ class ModelShape:
         if self.num_experts and not self.moe_ffn_hidden_size:
             raise InputError(f"model.num_experts={self.num_experts} needs model.moe_ffn_hidden_size; set it")
         if self.num_experts and self.moe_topk > self.num_experts:
-            raise InputError(f"model.moe_topk={self.moe_topk} of model.num_experts={self.num_experts}; use fewer")
+            raise InputError(
+                f"model.moe_topk={self.moe_topk} is more than model.num_experts={self.num_experts}; use fewer"
+            )
 
     @property
     def rope_dim(self) -> int:
-        """Width of what the rotary embedding turns of a query and a key, the last of them."""
+        """Width of the rotated part of queries and keys, the last part."""
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     @property
@@ -99,7 +105,7 @@ class ModelShape:
 
     @property
     def softmax_scale(self) -> float:
-        """Of the products of queries and keys: 1 / sqrt(head_dim), and DeepSeek's correction of yarn."""
+        """Factor of the products of queries and keys: 1 / sqrt(head_dim), and DeepSeek's correction of yarn."""
         scale = self.head_dim**-0.5
         scaling = self.rope_scaling
         if self.mla is None or scaling is None or scaling.factor <= 1:
@@ -111,10 +117,73 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The layers that are mixtures of experts."""
+        """The MoE layers."""
         return tuple(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: a multiple of 64 whatever the layout, so that checkpoints do not depend on it."""
+        """Rows of the embedding: a multiple of 64 under any layout, so that checkpoints do not depend on it."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+# Megatron's matrix -> the projections whose rows it holds, by Llama's names.
+PROJECTIONS: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+ALL_LINEAR = tuple(name for names in PROJECTIONS.values() for name in names)
+ROW_PARALLEL = PROJECTIONS["linear_proj"] + PROJECTIONS["linear_fc2"]  # tensor parallelism splits their inputs
+FACTORS = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685). targets: the projections with adapters, in all layers
+    and experts.
+
+    A projection with the frozen weight W (out, in) computes (W + alpha / r B A) x; A (r, in) and B (out, r) are
+    trained. Adapters belong to Hugging Face's projections; a Megatron matrix holds several of them.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ALL_LINEAR
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @classmethod
+    def from_config(cls, model: ModelConfig) -> Lora | None:
+        """Read a section `model:`; None if it has no adapters."""
+        if model.lora_rank == 0:
+            return None
+        named = tuple(name for name in ALL_LINEAR if name in model.target_modules)
+        return cls(model.lora_rank, model.lora_alpha, named)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is a factor of an adapter."""
+    return name.endswith(FACTORS)
+
+
+def matrix_of(name: str) -> tuple[str, str]:
+    """Split decoder.layers.0.mlp.linear_fc1.weight into "decoder.layers.0.mlp." and "linear_fc1"; the second is "" if
+    the parameter is not a matrix of projections."""
+    stem = name.removesuffix(".weight")
+    matrix = stem.rpartition(".")[2]
+    return stem.removesuffix(matrix), matrix if matrix in PROJECTIONS and name.endswith(".weight") else ""
+
+
+def rows_of_projections(shape: ModelShape, matrix: str, rows: int) -> tuple[int, dict[str, int]]:
+    """Return how `rows` rows of a matrix, a rank's or all, hold its projections: the number of blocks, and the rows of
+    each projection per block. Blocks of linear_qkv are query groups; other matrices have one block."""
+    names = PROJECTIONS[matrix]
+    if matrix == "linear_qkv":
+        queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
+        each = dict(zip(names, (queries, shape.head_dim, shape.head_dim), strict=True))
+    else:
+        each = dict.fromkeys(names, rows // len(names))
+    return rows // sum(each.values()), each

@@ -11,7 +11,7 @@ from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 
-# Dense bf16 operations per second of one device, from the makers' data sheets; the first name that fits counts.
+# Dense bf16 operations per second of one device, from data sheets; the first matching name is used.
 PEAKS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -27,17 +27,18 @@ PEAKS = {
 
 
 def peak_of(device_name: str) -> float | None:
-    """bf16 operations per second of a device that torch names so; None where it is not known."""
+    """Return the bf16 operations per second of a device by torch's name; None if unknown."""
     words = device_name.replace("-", " ").split()
     return next((peak for name, peak in PEAKS.items() if name in words), None)
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -> float:
-    """Of one pass over sequences of these lengths, with the head at `num_outputs` of their tokens.
+    """Return the operations of one pass over sequences of these lengths, with the head at `num_outputs` of their
+    tokens.
 
-    2 per weight of a matrix and token (of experts those that a token goes to), and for causal attention
-    2 * head_dim * (L + 1) L / 2 per head for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms,
-    rotary embedding and softmax do not count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    2 per weight of a matrix and token (active experts only), and for causal attention 2 * head_dim * (L + 1) L / 2 per
+    head for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding and softmax do not
+    count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
     """
     per_token, per_output = _weights(shape)
     width = shape.num_layers * shape.num_attention_heads * (shape.head_dim + shape.v_head_dim)
@@ -47,9 +48,8 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int, *, has_adapters: bool = False) -> float:
-    """The same with the backward pass, which takes two products for each one; what is computed again does not count.
-    Where adapters alone are trained, it takes one for each one with a weight; those of adapters are too few to count.
-    """
+    """The same with the backward pass, which takes two products per product; recomputation does not count. If only
+    adapters are trained, it takes one per product with a weight; the adapters' own products are negligible."""
     each = list(lengths)
     total = 3.0 * forward_flops(shape, each, num_outputs)
     if not has_adapters:
@@ -60,7 +60,7 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int, 
 
 @cache
 def _weights(shape: ModelShape) -> tuple[float, int]:
-    """Weights in matrices that a token meets in the layers, and in the head."""
+    """Return the matrix weights that a token uses in the layers, and in the head."""
     whole = shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
     share = shape.moe_topk / shape.num_experts if shape.num_experts else 0.0
     layers = sum(
@@ -75,9 +75,9 @@ BLOCK_SIZE = 32  # tokens, of the native engine
 
 
 class CachedHeads(NamedTuple):
-    """What a rank of the native engine caches of a token in one layer: keys and values of `groups` heads, each with
-    `queries` query heads, and their widths. Of latent attention that is one head, the latent with the shared rotary
-    key, whose first `value_dim` elements are its value too."""
+    """What a rank of the native engine caches per token and layer: keys and values of `groups` heads, each with
+    `queries` query heads, and their widths. Latent attention has one such head, the latent with the shared rotary key,
+    whose first `value_dim` elements are also its value."""
 
     groups: int
     queries: int
@@ -95,7 +95,8 @@ def cached_heads(shape: ModelShape, tp_size: int) -> CachedHeads:
 
 
 def block_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Keys and values of `BLOCK_SIZE` tokens in all layers on one rank, and what decoding with them needs."""
+    """Return the bytes of keys and values of `BLOCK_SIZE` tokens in all layers on one rank, and of decoding's scratch
+    memory."""
     heads = cached_heads(shape, tp_size)
     width = heads.key_dim if heads.value_in_key else heads.key_dim + heads.value_dim
     kept = shape.num_layers * heads.groups * BLOCK_SIZE * width * itemsize
@@ -104,8 +105,8 @@ def block_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
     return kept + scratch
 
 
-def most_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int) -> int:
-    """What a rank's KV cache takes when `max_num_seqs` sequences have all grown to `max_model_len` tokens."""
+def max_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Return the bytes of a rank's KV cache if `max_num_seqs` sequences have all grown to `max_model_len` tokens."""
     return max_num_seqs * blocks_for(max_model_len) * block_bytes(shape, tp_size, itemsize)
 
 
@@ -119,12 +120,12 @@ def kv_cache_bytes(
     free_bytes: int,
     utilization: float,
 ) -> int:
-    """The size of a rank's KV cache: `utilization` of what is free for the rank, at most what the job can use."""
-    return min(int(free_bytes * utilization), most_kv_bytes(shape, tp_size, itemsize, max_num_seqs, max_model_len))
+    """Return the size of a rank's KV cache: `utilization` of the free memory, at most what the job can use."""
+    return min(int(free_bytes * utilization), max_kv_bytes(shape, tp_size, itemsize, max_num_seqs, max_model_len))
 
 
 def kv_bytes_per_token(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Keys and values of a token on one rank, as TensorRT-LLM has them: a head cannot be halved."""
+    """Return the bytes of keys and values of a token on one rank in TensorRT-LLM, where a head cannot be split."""
     heads = -(-shape.num_query_groups // tp_size)
     return 2 * shape.num_layers * heads * shape.head_dim * itemsize
 
@@ -134,12 +135,12 @@ def blocks_for(num_tokens: int) -> int:
 
 
 def num_blocks(shape: ModelShape, tp_size: int, itemsize: int, kv_cache_bytes: int, max_model_len: int) -> int:
-    """How many blocks fit; raises InputError when a single sequence of `max_model_len` tokens does not."""
+    """Return how many blocks fit. Raises InputError if a single sequence of `max_model_len` tokens does not fit."""
     each, needed = block_bytes(shape, tp_size, itemsize), blocks_for(max_model_len)
     found = kv_cache_bytes // each
     if found < needed:
         raise InputError(
-            f"the KV cache of {kv_cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens, and one sequence of "
+            f"the KV cache of {kv_cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens, but one sequence of "
             f"max_model_len={max_model_len} needs {needed * each:,} bytes; raise rollout.kv_cache_gib or "
             "rollout.gpu_memory_utilization, or shorten prompts and responses"
         )

@@ -1,7 +1,7 @@
-"""Transformer Engine's layers in the place of megatron's own, on GPUs.
+"""Transformer Engine's layers in place of megatron's, on GPUs.
 
-Nobody has run this yet: no machine with a GPU and Transformer Engine was at hand. What is known of it here is that it
-is left out where it cannot be used, and that what cannot work is refused.
+Never run: no machine with a GPU and Transformer Engine was available. Tests show that it is disabled if it cannot be
+used, and that unsupported settings raise errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import TransformerEngineConfig
     from hpcrl.model.shape import ModelShape
 
-FP8_ROWS = 32  # tokens of a product in 8 bits come in multiples of 16, under the mxfp8 recipe of 32
+FP8_ROWS = 32  # 8-bit products need a multiple of 16 tokens, of 32 under the mxfp8 recipe
 
 
 def is_used(
@@ -30,46 +30,47 @@ def is_used(
     exact: bool,
     has_adapters: bool = False,
 ) -> bool:
-    """Whether the layers of a model on `device` are Transformer Engine's; InputError for settings that cannot work."""
-    wanted = None if cfg is None else cfg.enable
+    """Whether the layers of a model on `device` are Transformer Engine's. Raises InputError for settings that cannot
+    work."""
+    enable = None if cfg is None else cfg.enable
     missing = None
     if device.type != "cuda":
-        missing = "there is no GPU here"
+        missing = "there is no GPU"
     elif importlib.util.find_spec("transformer_engine") is None:
         missing = "transformer_engine is not installed"
     elif exact:
-        missing = "rollout.exact=true has layers of its own"
+        missing = "rollout.exact=true uses other layers"
     elif shape.mla:
-        missing = "latent attention has layers of its own"
+        missing = "latent attention uses other layers"
     elif has_adapters:
-        missing = "model.lora_rank has adapters beside megatron's own layers"
-    if wanted and missing:
-        raise InputError(f"model.transformer_engine.enable=true, and {missing}; leave it out or set it to null")
-    used = missing is None and wanted is not False
+        missing = "model.lora_rank needs megatron's own layers"
+    if enable and missing:
+        raise InputError(f"model.transformer_engine.enable=true, but {missing}; remove it or set it to null")
+    used = missing is None and enable is not False
     if cfg is not None and cfg.fp8 is not None:
         if not used:
             raise InputError(
-                f"model.transformer_engine.fp8={cfg.fp8} needs Transformer Engine, and "
+                f"model.transformer_engine.fp8={cfg.fp8} needs Transformer Engine, but "
                 f"{missing or 'model.transformer_engine.enable is false'}; set fp8 to null"
             )
         if shape.num_experts:
             raise InputError(
-                f"model.transformer_engine.fp8={cfg.fp8} with experts is not supported, as their tokens come in any "
-                "number; set fp8 to null"
+                f"model.transformer_engine.fp8={cfg.fp8} with experts is not supported, because their number of "
+                "tokens varies; set fp8 to null"
             )
     return used
 
 
 def config_entries(cfg: TransformerEngineConfig | None) -> dict[str, Any]:
-    """For megatron's TransformerConfig."""
+    """Return the entries of megatron's TransformerConfig."""
     return {"fp8": cfg.fp8, "fp8_recipe": cfg.fp8_recipe} if cfg is not None and cfg.fp8 is not None else {}
 
 
 def use_transformer_engine(spec: ModuleSpec) -> None:
-    """Put its linear layers and norms into a layer of megatron's local spec, in place.
+    """Replace linear layers and norms in a layer of megatron's local spec, in place.
 
-    Not its whole layer: norms stay apart from the products that they come before, so that parameters have the same
-    names and shapes as without it, for which checkpoints, loading and refit have one table. Attention stays ours.
+    Norms are not fused into the products after them, so that parameters have the same names and shapes as without
+    Transformer Engine, and checkpoints, loading and refit use one table. Attention is not replaced.
     """
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from hpcrl.config.schema import MoeConfig, RecomputeConfig
 from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
-from hpcrl.model.lora import PROJECTIONS
 from hpcrl.model.params import EMBEDDING, stage_layers
-from hpcrl.model.shape import LatentAttention
+from hpcrl.model.shape import PROJECTIONS, LatentAttention
 from hpcrl.plan.state import FP32, RoleModel
 
 INT16, INT64 = 2, 8

@@ -18,14 +18,13 @@ from hpcrl.config.roles import ACTOR, KEYS, PLACED, REF, Part, RoleSpec, offload
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import shape_from_yaml
-from hpcrl.model.lora import Lora
 from hpcrl.model.params import check_adapters, role_layout
-from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_kv_bytes
+from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, max_kv_bytes
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.refit import Question, job_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
-from hpcrl.reshard.planner import Resharding, Traffic
+from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime.exits import InputError
 
 MIB = 2**20
@@ -320,8 +319,8 @@ class TrainingPlan:
         tp, longest = self.layouts["rollout"].tp, self.derived.max_sequence_length
         native = rollout.engine == "native"
         if native:
-            most = most_kv_bytes(shape, tp, itemsize, rollout.max_num_seqs, longest)
-            least = most_kv_bytes(shape, tp, itemsize, 1, longest)
+            most = max_kv_bytes(shape, tp, itemsize, rollout.max_num_seqs, longest)
+            least = max_kv_bytes(shape, tp, itemsize, 1, longest)
         else:
             least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
             most = rollout.max_num_seqs * least
@@ -345,7 +344,7 @@ class TrainingPlan:
 
 
 @lru_cache(maxsize=8)
-def _traffic(resharding: Resharding) -> dict[int, Traffic]:
+def _traffic(resharding: Resharding) -> dict[int, RankTraffic]:
     """Kept because most changes that `cheapest_fix` tries leave the two layouts as they are."""
     return resharding.traffic()
 

@@ -24,7 +24,7 @@ from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import role_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.state import ITEMSIZE
-from hpcrl.reshard.planner import Resharding, Traffic
+from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime import exits
 from hpcrl.runtime.launcher import is_first_launched
 
@@ -122,7 +122,7 @@ def _heading(path: str, asked: Question) -> list[str]:
     return lines
 
 
-def _table(asked: Question, traffic: dict[int, Traffic]) -> list[str]:
+def _table(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
     resharding = asked.resharding
     shared = {rank: sum(its.nbytes for its in resharding.shared(rank)) if asked.aliases else 0 for rank in traffic}
     rows: list[tuple[str, dict[int, int]]] = [
@@ -143,7 +143,7 @@ def _table(asked: Question, traffic: dict[int, Traffic]) -> list[str]:
     return lines
 
 
-def _summary(asked: Question, traffic: dict[int, Traffic]) -> list[str]:
+def _summary(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
     resharding, bucket = asked.resharding, asked.config.rollout.checkpoint_engine.update_weights_bucket_megabytes
     moved = sum(its.received for its in traffic.values())
     unevenness = 1.0

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from hpcrl.config.roles import HOST_BLOCK, Part
 from hpcrl.config.schema import OptimConfig
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import PROJECTIONS, Lora, is_adapter, matrix_of
 from hpcrl.model.params import SCALAR_HEADS, Head, Shard, rank_shards
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter, matrix_of
 
 # Megatron's alignment of a buffer that its distributed optimizer divides, in elements.
 PARAMETER_MULTIPLE = 64

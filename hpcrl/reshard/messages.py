@@ -1,15 +1,15 @@
-"""Transfers between ranks that share no memory: packed MPI messages, many under way at once."""
+"""Transfers between ranks that share no memory: moves cut to a bounded size, and packed MPI messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.reshard.buckets import Part, messages, size
 from hpcrl.reshard.planner import Move
 from hpcrl.runtime.accelerator import host_bytes
 from hpcrl.runtime.mpi import wait_for_ranks
@@ -18,36 +18,163 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+class Part(NamedTuple):
+    """A move, or a piece of one, and the byte of the buffer where its values start."""
+
+    move: Move
+    offset: int
+
+
+@dataclass
+class Page:
+    """What a sender packs into its window at once, and the ranks that read from it."""
+
+    parts: list[Part] = field(default_factory=list)
+    readers: set[int] = field(default_factory=set)
+    nbytes: int = 0
+
+
+class PartLocation(NamedTuple):
+    """Where a reader finds a part of its n-th move from a sender. All fields are integers."""
+
+    move: int
+    row: int  # first row and column of the piece, counted in the move
+    col: int
+    rows: int
+    cols: int
+    page: int
+    offset: int
+
+
+def messages(moves: Iterable[Move], limit: int) -> list[list[Part]]:
+    """Split `moves`, in order, into buffers of at most `limit` bytes. Sender and receiver split them alike."""
+    cut: list[list[Part]] = [[]]
+    used = 0
+    for move in moves:
+        for piece in pieces(move, limit):
+            if used + piece.nbytes > limit and cut[-1]:
+                cut.append([])
+                used = 0
+            cut[-1].append(Part(piece, used))
+            used += piece.nbytes
+    return cut if cut[-1] else []
+
+
+def size(parts: Sequence[Part]) -> int:
+    """Return the bytes of a buffer that holds `parts`."""
+    return parts[-1].offset + parts[-1].move.nbytes if parts else 0
+
+
+def pages(sends: dict[int, list[Move]], limit: int) -> tuple[list[Page], dict[int, list[PartLocation]]]:
+    """Return pages of at most `limit` bytes, and each reader's locations in the order of its moves.
+
+    A rectangle is in one page only, also if several ranks read it.
+    """
+    published: list[Page] = []
+    places: dict[tuple[str, int, int, int, int], list[tuple[int, Part]]] = {}
+    locations: dict[int, list[PartLocation]] = {}
+    for reader, moves in sends.items():
+        locations[reader] = []
+        for number, move in enumerate(moves):
+            rectangle = (move.name, move.src_row, move.src_col, move.rows, move.cols)
+            if rectangle not in places:
+                places[rectangle] = [_publish(piece, published, limit) for piece in pieces(move, limit)]
+            for page, part in places[rectangle]:
+                published[page].readers.add(reader)
+                piece = part.move
+                locations[reader].append(
+                    PartLocation(
+                        number,
+                        piece.src_row - move.src_row,
+                        piece.src_col - move.src_col,
+                        piece.rows,
+                        piece.cols,
+                        page,
+                        part.offset,
+                    )
+                )
+    return published, locations
+
+
+def parts_by_page(moves: Sequence[Move], locations: Iterable[PartLocation]) -> dict[int, list[Part]]:
+    """Return page -> the parts that a reader copies from it, given its moves from that sender."""
+    found: dict[int, list[Part]] = {}
+    for location in locations:
+        whole = moves[location.move]
+        piece = _piece(whole, location.row, location.col, location.rows, location.cols)
+        found.setdefault(location.page, []).append(Part(piece, location.offset))
+    return found
+
+
+def pieces(move: Move, limit: int) -> Iterator[Move]:
+    """Split `move` by rows into pieces of at most `limit` bytes, and by columns if one row is larger than that."""
+    if move.nbytes <= limit:
+        yield move
+        return
+    itemsize = move.nbytes // (move.rows * move.cols)
+    rows = max(1, limit // (move.cols * itemsize))
+    cols = min(move.cols, max(1, limit // itemsize))
+    for row in range(0, move.rows, rows):
+        for col in range(0, move.cols, cols):
+            yield _piece(move, row, col, min(rows, move.rows - row), min(cols, move.cols - col))
+
+
+def _piece(move: Move, row: int, col: int, rows: int, cols: int) -> Move:
+    return move._replace(
+        src_row=move.src_row + row,
+        src_col=move.src_col + col,
+        dst_row=move.dst_row + row,
+        dst_col=move.dst_col + col,
+        rows=rows,
+        cols=cols,
+        nbytes=move.nbytes // (move.rows * move.cols) * rows * cols,
+    )
+
+
+def _publish(piece: Move, published: list[Page], limit: int) -> tuple[int, Part]:
+    """Append `piece` to the last page, or to a new one if it does not fit. Return the page's number and the part."""
+    if not published or published[-1].nbytes + piece.nbytes > limit:
+        published.append(Page())
+    page = published[-1]
+    part = Part(piece, page.nbytes)
+    page.parts.append(part)
+    page.nbytes += piece.nbytes
+    return len(published) - 1, part
+
+
 Weights = Mapping[str, Tensor]
 
 CPU = torch.device("cpu")
 
 
 def source_part(weights: Weights, move: Move) -> Tensor:
-    """The (rows, cols) view of the sender's local tensor, a 1-D one taken as (n, 1)."""
+    """Return the (rows, cols) view of the sender's local tensor; a 1-D tensor is viewed as (n, 1)."""
     return _rectangle(weights[move.name], move.src_row, move.src_col, move)
 
 
 def destination_part(weights: Weights, move: Move) -> Tensor:
-    """The (rows, cols) view of the receiver's local tensor."""
+    """Return the (rows, cols) view of the receiver's local tensor."""
     return _rectangle(weights[move.dst_name], move.dst_row, move.dst_col, move)
 
 
 def pack(parts: Sequence[Part], source: Weights, buffer: Tensor, dtype: torch.dtype) -> None:
-    """Values of `parts`, rounded to `dtype`, into `buffer` (bytes,) uint8."""
+    """Copy the values of `parts`, rounded to `dtype`, into `buffer` (bytes,) uint8."""
     for part in parts:
         copy(source_part(source, part.move), _in_buffer(part, buffer, dtype))
 
 
 def unpack(parts: Sequence[Part], buffer: Tensor, destination: Weights, dtype: torch.dtype) -> None:
-    """Values of `parts` from `buffer` (bytes,) uint8 to where they belong."""
+    """Copy the values of `parts` from `buffer` (bytes,) uint8 to the destination."""
     for part in parts:
         copy(_in_buffer(part, buffer, dtype), destination_part(destination, part.move))
 
 
 def copy(source: Tensor, destination: Tensor) -> None:
-    """As `destination.copy_(source)`. What is contiguous goes through memcpy, which does not read what it overwrites
-    where the machine's caches are small against the size; torch's own loop always does."""
+    """Same as `destination.copy_(source)`.
+
+    Contiguous host tensors are copied by memcpy: for sizes beyond the caches it does not read the destination first,
+    which torch's own loop does.
+    """
     plain = source.is_contiguous() and destination.is_contiguous() and source.dtype == destination.dtype
     if plain and source.device == destination.device == CPU:
         np.copyto(host_bytes(destination), host_bytes(source))
@@ -64,11 +191,14 @@ def _rectangle(tensor: Tensor, row: int, col: int, move: Move) -> Tensor:
     return tensor.view(tensor.size(0), -1)[row : row + move.rows, col : col + move.cols]
 
 
-EAGER_TESTS = 20  # what is waited for takes milliseconds, of a core that this rank would otherwise keep
+EAGER_TESTS = 20  # few: a transfer takes milliseconds, and polling for it would take a core from another rank
 
 
-class Events:
-    """What is to be done may start further requests, so that each pair of ranks goes at its own pace."""
+class RequestLoop:
+    """Outstanding MPI requests, each with an action that runs on completion and may add further requests.
+
+    Each pair of ranks so proceeds at its own speed.
+    """
 
     def __init__(self) -> None:
         self._requests: list[MPI.Request] = []
@@ -79,9 +209,10 @@ class Events:
         self._actions.append(then)
 
     def run(self, meanwhile: Iterator[None]) -> None:
-        """Until no request is left and `meanwhile` is exhausted, which is advanced while there is nothing to react to.
+        """Run until no request is left and `meanwhile` is exhausted; `meanwhile` advances while no request has
+        completed.
 
-        Waits with back-off. Raises MPI.Exception when an operation failed.
+        Waits with back-off. Raises MPI.Exception if an operation failed.
         """
         busy = True
         while self._requests:
@@ -110,11 +241,11 @@ class Events:
 DATA = 4  # tag
 
 
-class Messages:
-    """One buffer per peer and direction, allocated once and kept.
+class MessageTransport:
+    """Packed MPI messages, through one buffer per peer and direction, allocated once and kept.
 
-    `comm` is nobody else's while a refit runs; `place` maps world ranks to its ranks. `max_bytes` bounds a message, and
-    is the same on every rank.
+    `comm` is used by nothing else while a refit runs; `place` maps world ranks to its ranks. `max_bytes` bounds a
+    message and is the same on every rank.
     """
 
     def __init__(
@@ -129,45 +260,45 @@ class Messages:
         self._comm, self._dtype = comm, dtype
         self._sends = {place[peer]: messages(moves, max_bytes) for peer, moves in sends.items()}
         self._receives = {place[peer]: messages(moves, max_bytes) for peer, moves in receives.items()}
-        self._outboxes = {peer: _box(its) for peer, its in self._sends.items()}
-        self._inboxes = {peer: _box(its) for peer, its in self._receives.items()}
+        self._outboxes = {peer: _box(buffers) for peer, buffers in self._sends.items()}
+        self._inboxes = {peer: _box(buffers) for peer, buffers in self._receives.items()}
         self.nbytes = sum(box.nbytes for box in (*self._outboxes.values(), *self._inboxes.values()))
 
-    def start(self, events: Events, source: Weights, destination: Weights) -> None:
-        """Begin one refit; `events` carries it on."""
-        for peer, theirs in self._receives.items():
-            self._receive(events, peer, iter(theirs), destination)
-        for peer, its in self._sends.items():
-            self._send(events, peer, iter(its), source)
+    def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
+        """Start one refit; `loop` completes it."""
+        for peer, buffers in self._receives.items():
+            self._receive(loop, peer, iter(buffers), destination)
+        for peer, buffers in self._sends.items():
+            self._send(loop, peer, iter(buffers), source)
 
     def close(self) -> None:
         self._outboxes, self._inboxes = {}, {}
 
-    def _send(self, events: Events, peer: int, its: Iterator[list[Part]], source: Weights) -> None:
-        parts = next(its, None)
+    def _send(self, loop: RequestLoop, peer: int, outgoing: Iterator[list[Part]], source: Weights) -> None:
+        parts = next(outgoing, None)
         if parts is None:
             return
         box = self._outboxes[peer][: size(parts)]
         pack(parts, source, box, self._dtype)
-        events.add(self._comm.Isend(_bytes(box), peer, DATA), lambda: self._send(events, peer, its, source))
+        loop.add(self._comm.Isend(_bytes(box), peer, DATA), lambda: self._send(loop, peer, outgoing, source))
 
-    def _receive(self, events: Events, peer: int, theirs: Iterator[list[Part]], destination: Weights) -> None:
-        parts = next(theirs, None)
+    def _receive(self, loop: RequestLoop, peer: int, incoming: Iterator[list[Part]], destination: Weights) -> None:
+        parts = next(incoming, None)
         if parts is None:
             return
         box = self._inboxes[peer][: size(parts)]
 
         def take() -> None:
             unpack(parts, box, destination, self._dtype)
-            self._receive(events, peer, theirs, destination)
+            self._receive(loop, peer, incoming, destination)
 
-        events.add(self._comm.Irecv(_bytes(box), peer, DATA), take)
+        loop.add(self._comm.Irecv(_bytes(box), peer, DATA), take)
 
 
-def _box(its: list[list[Part]]) -> Tensor:
-    return torch.empty(max(size(parts) for parts in its), dtype=torch.uint8)
+def _box(buffers: list[list[Part]]) -> Tensor:
+    return torch.empty(max(size(parts) for parts in buffers), dtype=torch.uint8)
 
 
 def _bytes(box: Tensor) -> memoryview:
-    """Bytes, because MPI and numpy have no bf16."""
+    """Return the bytes of `box`; MPI and numpy have no bf16."""
     return box.numpy().data

@@ -1,24 +1,135 @@
-"""What each place of the destination needs, cut where the source is cut: rectangles, and who holds them."""
+"""What each rank of a layout holds, and what the destination needs of it: rectangles and their holders."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.hf.files import plan_files
-from hpcrl.model.hf.peft import peft_shards
-from hpcrl.model.lora import Lora
-from hpcrl.model.params import Box, Head, Shard, rank_shards
-from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
+from hpcrl.model.hf.files import peft_shards, plan_files
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, rank_shards
+from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.runtime.exits import InputError
 
 
-class Cell(NamedTuple):
-    """Ranks that hold the same shards: all replicas of one place in a layout's dense or expert grid.
+def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
+    """Raise InputError if the engine does not support the model, or if its layout of it is unknown."""
+    if shape.mla:
+        raise InputError("rollout.engine=tensorrt_llm: its layout of latent attention is not known; use engine=native")
+    if shape.num_experts:
+        raise InputError("rollout.engine=tensorrt_llm: its layout of experts is not known; use engine=native")
+    for what, size in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("ffn_hidden_size", shape.ffn_hidden_size),
+    ):
+        if size % tp_size:
+            raise InputError(
+                f"placement.rollout.tp={tp_size} does not divide {what}={size}; use one of {_divisors(size)}"
+            )
+    groups = shape.num_query_groups
+    if groups % tp_size and tp_size % groups:
+        raise InputError(
+            f"placement.rollout.tp={tp_size} and num_query_groups={groups}: one must divide the other; "
+            f"use one of {_divisors(groups)}, or a multiple of {groups}"
+        )
 
-    `dst_names` are the names by which the ranks' modules know the shards.
+
+def tensorrt_llm_shards(shape: ModelShape, *, tp_rank: int, tp_size: int) -> list[Shard]:
+    """Return the parameters of one rank of TensorRT-LLM's PyTorch engine, as rectangles of Megatron's tensors.
+
+    `local_name` is the engine's name, `name` and boxes are Megatron's. Names and shapes are those of the unquantized
+    parameters of a Llama-like model in version 1.2; they have not been compared on a GPU yet. Rows are split as in
+    Megatron, except that the vocabulary is padded to a multiple of `tp_size` only (rows of padding are in no box and
+    stay 0), and that with more ranks than key-value heads each head is on several ranks. Tied embeddings are one
+    parameter, `model.embed_tokens.weight`. Raises InputError as `check_tensorrt_llm`.
+    """
+    check_tensorrt_llm(shape, tp_size)
+    return list(_shards(shape, tp_rank, tp_size))
+
+
+def _shards(shape: ModelShape, rank: int, size: int) -> Iterator[Shard]:
+    hidden = shape.hidden_size
+    yield _vocabulary(EMBEDDING, "model.embed_tokens.weight", shape, rank, size)
+    for layer in range(shape.num_layers):
+        source, target = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        yield _norm(f"{source}input_layernorm.weight", f"{target}input_layernorm.weight", hidden)
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            yield _qkv(
+                f"{source}self_attention.linear_qkv.{kind}", f"{target}self_attn.qkv_proj.{kind}", shape, rank, size
+            )
+        for head in "qk" if shape.qk_norm else "":
+            yield _norm(
+                f"{source}self_attention.{head}_layernorm.weight",
+                f"{target}self_attn.{head}_norm.weight",
+                shape.head_dim,
+            )
+        query = shape.num_attention_heads * shape.head_dim
+        yield _columns(
+            f"{source}self_attention.linear_proj.weight", f"{target}self_attn.o_proj.weight", hidden, query, rank, size
+        )
+        yield _norm(f"{source}pre_mlp_layernorm.weight", f"{target}post_attention_layernorm.weight", hidden)
+        ffn = shape.ffn_hidden_size
+        halves = [(start + rank * (ffn // size), ffn // size) for start in (0, ffn)]  # gate, up
+        yield _stacked(f"{source}mlp.linear_fc1.weight", f"{target}mlp.gate_up_proj.weight", (2 * ffn, hidden), halves)
+        yield _columns(f"{source}mlp.linear_fc2.weight", f"{target}mlp.down_proj.weight", hidden, ffn, rank, size)
+    yield _norm("decoder.final_layernorm.weight", "model.norm.weight", hidden)
+    if not shape.tie_word_embeddings:
+        yield _vocabulary(OUTPUT_LAYER, "lm_head.weight", shape, rank, size)
+
+
+def _norm(name: str, local_name: str, hidden: int) -> Shard:
+    return Shard(name, local_name, (hidden,), (hidden,), (Box((0, hidden), (0, 1), 0, 0),), True)
+
+
+def _vocabulary(name: str, local_name: str, shape: ModelShape, rank: int, size: int) -> Shard:
+    rows, hidden = -(-shape.vocab_size // size), shape.hidden_size
+    first, end = min(rank * rows, shape.vocab_size), min((rank + 1) * rows, shape.vocab_size)
+    boxes = (Box((first, end), (0, hidden), 0, 0),) if first < end else ()
+    return Shard(name, local_name, (shape.padded_vocab_size, hidden), (rows, hidden), boxes, False)
+
+
+def _columns(name: str, local_name: str, rows: int, cols: int, rank: int, size: int) -> Shard:
+    width = cols // size
+    box = Box((0, rows), (rank * width, (rank + 1) * width), 0, 0)
+    return Shard(name, local_name, (rows, cols), (rows, width), (box,), False)
+
+
+def _qkv(name: str, local_name: str, shape: ModelShape, rank: int, size: int) -> Shard:
+    """[q; k; v] of the rank's heads. Megatron orders rows by query group: its queries, its key, its value."""
+    heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
+    queries = heads // groups
+    stride = (queries + 2) * width  # rows of one group
+    here = range(rank * heads // size, (rank + 1) * heads // size)
+    kv_heads = range(here.start // queries, -(-here.stop // queries))
+    spans = []
+    for group in kv_heads:
+        first, end = max(here.start, group * queries), min(here.stop, (group + 1) * queries)
+        spans.append((group * stride + (first - group * queries) * width, (end - first) * width))
+    for place in (queries, queries + 1):
+        spans += [(group * stride + place * width, width) for group in kv_heads]
+    cols = () if name.endswith(".bias") else (shape.hidden_size,)
+    return _stacked(name, local_name, (groups * stride, *cols), spans)
+
+
+def _stacked(name: str, local_name: str, shape: tuple[int, ...], spans: list[tuple[int, int]]) -> Shard:
+    """`spans` of rows (first, number), one below the other."""
+    boxes, local_row = [], 0
+    for first, rows in spans:
+        boxes.append(Box((first, first + rows), (0, math.prod(shape[1:])), local_row, 0))
+        local_row += rows
+    return Shard(name, local_name, shape, (local_row, *shape[1:]), tuple(boxes), False)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+class ShardGroup(NamedTuple):
+    """Ranks with the same shards: all replicas of one place in a layout's dense or expert grid.
+
+    `dst_names` are the names of the shards in the ranks' modules.
     """
 
     ranks: tuple[int, ...]
@@ -27,10 +138,10 @@ class Cell(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rectangle that a destination cell needs, the `number`-th of it, and the source cells that hold it.
+    """A rectangle that a destination group needs, the `number`-th of it, and the source groups that hold it.
 
-    All holders have the same values, but where they lie in the local tensor depends on the cell: `origins` has one
-    (row, col) per holder.
+    All holders have the same values, at different places of their local tensors: `origins` has one (row, col) per
+    holder.
     """
 
     number: int
@@ -44,7 +155,7 @@ class Piece(NamedTuple):
     cols: int
 
 
-class _Held(NamedTuple):
+class _SourceRectangle(NamedTuple):
     """A rectangle of a global tensor, (first, end) of rows and columns, and where it starts at each holder."""
 
     rows: tuple[int, int]
@@ -53,8 +164,8 @@ class _Held(NamedTuple):
     origins: tuple[tuple[int, int], ...]
 
 
-def megatron_cells(shape: ModelShape, layout: Layout, head: Head, lora: Lora | None = None) -> list[Cell]:
-    """The cells of the dense grid (tp fastest, then pp), then those of the expert grid (etp, ep, pp)."""
+def megatron_shard_groups(shape: ModelShape, layout: Layout, head: Head, lora: Lora | None = None) -> list[ShardGroup]:
+    """Return the groups of the dense grid (tp fastest, then pp), then those of the expert grid (etp, ep, pp)."""
     dense, experts = layout.groups("cp", "dp"), layout.groups("edp") if shape.num_experts else []
     return [
         *(_named_globally(r, rank_shards(shape, layout, r[0], head=head, part="dense", lora=lora)) for r in dense),
@@ -62,74 +173,74 @@ def megatron_cells(shape: ModelShape, layout: Layout, head: Head, lora: Lora | N
     ]
 
 
-def tensorrt_llm_cells(shape: ModelShape, layout: Layout) -> list[Cell]:
-    cells = []
+def tensorrt_llm_shard_groups(shape: ModelShape, layout: Layout) -> list[ShardGroup]:
+    groups = []
     for tp, ranks in enumerate(layout.groups("cp", "dp")):
-        its = tensorrt_llm_shards(shape, tp_rank=tp, tp_size=layout.tp)
-        cells.append(Cell(ranks, its, [shard.local_name for shard in its]))
-    return cells
+        shards = tensorrt_llm_shards(shape, tp_rank=tp, tp_size=layout.tp)
+        groups.append(ShardGroup(ranks, shards, [shard.local_name for shard in shards]))
+    return groups
 
 
-def hugging_face_cells(shape: ModelShape, layout: Layout, itemsize: int) -> list[Cell]:
-    """Whole tensors, in the files that each rank of `layout` writes."""
-    cells = []
+def hugging_face_shard_groups(shape: ModelShape, layout: Layout, itemsize: int) -> list[ShardGroup]:
+    """Return whole tensors, in the files that each rank of `layout` writes."""
+    groups = []
     files = plan_files(shape, itemsize, layout.size)
     for place, rank in enumerate(layout.ranks):
-        its = [shard for file in files if file.writer == place for shard in file.shards]
-        cells.append(Cell((rank,), its, [shard.local_name for shard in its]))
-    return cells
+        shards = [shard for file in files if file.writer == place for shard in file.shards]
+        groups.append(ShardGroup((rank,), shards, [shard.local_name for shard in shards]))
+    return groups
 
 
-def peft_cells(shape: ModelShape, layout: Layout, lora: Lora) -> list[Cell]:
-    """All adapters, whole, on each rank."""
-    its = peft_shards(shape, lora)
-    return [Cell(layout.ranks, its, [shard.local_name for shard in its])]
+def peft_shard_groups(shape: ModelShape, layout: Layout, lora: Lora) -> list[ShardGroup]:
+    """Return all adapters, whole, on each rank."""
+    shards = peft_shards(shape, lora)
+    return [ShardGroup(layout.ranks, shards, [shard.local_name for shard in shards])]
 
 
-def _named_globally(ranks: tuple[int, ...], its: list[Shard]) -> Cell:
-    return Cell(ranks, its, [shard.name for shard in its])
+def _named_globally(ranks: tuple[int, ...], shards: list[Shard]) -> ShardGroup:
+    return ShardGroup(ranks, shards, [shard.name for shard in shards])
 
 
-def cut(source: list[Cell], destination: list[Cell]) -> list[list[Piece]]:
-    """Per destination cell its pieces, in the order of its shards. What no source cell holds is in no piece."""
-    held = _held(source)
-    return [list(_pieces(cell, held)) for cell in destination]
+def cut(source: list[ShardGroup], destination: list[ShardGroup]) -> list[list[Piece]]:
+    """Return each destination group's pieces, in the order of its shards. What no source group holds is in no piece."""
+    held = _source_rectangles(source)
+    return [list(_pieces(group, held)) for group in destination]
 
 
-def _pieces(cell: Cell, held: dict[str, list[_Held]]) -> Iterator[Piece]:
+def _pieces(group: ShardGroup, held: dict[str, list[_SourceRectangle]]) -> Iterator[Piece]:
     number = 0
-    for shard, dst_name in zip(cell.shards, cell.dst_names, strict=True):
-        for wanted in shard.boxes:
-            for have in held.get(shard.name, ()):
-                top, bottom = _overlap(wanted.global_rows, have.rows)
-                left, right = _overlap(wanted.global_cols, have.cols)
+    for shard, dst_name in zip(group.shards, group.dst_names, strict=True):
+        for box in shard.boxes:
+            for source in held.get(shard.name, ()):
+                top, bottom = _overlap(box.global_rows, source.rows)
+                left, right = _overlap(box.global_cols, source.cols)
                 if top >= bottom or left >= right:
                     continue
-                down, along = top - have.rows[0], left - have.cols[0]
+                down, along = top - source.rows[0], left - source.cols[0]
                 yield Piece(
                     number,
                     shard.name,
                     dst_name,
-                    have.holders,
-                    tuple((row + down, col + along) for row, col in have.origins),
-                    wanted.local_row + top - wanted.global_rows[0],
-                    wanted.local_col + left - wanted.global_cols[0],
+                    source.holders,
+                    tuple((row + down, col + along) for row, col in source.origins),
+                    box.local_row + top - box.global_rows[0],
+                    box.local_col + left - box.global_cols[0],
                     bottom - top,
                     right - left,
                 )
                 number += 1
 
 
-def _held(source: list[Cell]) -> dict[str, list[_Held]]:
-    """Every rectangle that a source cell has, by parameter; cells with the same one are its holders."""
+def _source_rectangles(source: list[ShardGroup]) -> dict[str, list[_SourceRectangle]]:
+    """Return every rectangle of the source by parameter; all groups that have it are its holders."""
     found: dict[str, dict[tuple[tuple[int, int], tuple[int, int]], list[tuple[int, Box]]]] = defaultdict(dict)
-    for number, cell in enumerate(source):
-        for shard in cell.shards:
+    for number, group in enumerate(source):
+        for shard in group.shards:
             for box in shard.boxes:
                 found[shard.name].setdefault((box.global_rows, box.global_cols), []).append((number, box))
     return {
         name: [
-            _Held(
+            _SourceRectangle(
                 rows,
                 cols,
                 tuple(number for number, _ in boxes),

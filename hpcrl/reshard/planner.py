@@ -1,8 +1,9 @@
-"""Which rectangles of which weights go from which rank to which, from two layouts alone: no torch, no communication.
+"""Plan of a refit: which rectangles of which weights each rank sends to which, from two layouts. No torch, no
+communication.
 
-Every rank computes the same plan for itself. A piece that the destination rank already holds is a local copy; every
-other byte of the destination is received exactly once: from a rank of the same node where one holds it, so that the
-network carries as little as it can, and then from whom has the least to send.
+Every rank computes the same plan. A piece that the destination rank already holds is a local copy. Every other byte of
+the destination is received exactly once: from a rank of the same node if one holds it, else from the holder with the
+least to send.
 """
 
 from __future__ import annotations
@@ -15,21 +16,26 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import Lora
 from hpcrl.model.params import Head, check_layout
-from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.pieces import Cell, hugging_face_cells, megatron_cells, peft_cells, tensorrt_llm_cells
-from hpcrl.reshard.routes import Delivery, Routes
-from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
+from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.reshard.pieces import (
+    ShardGroup,
+    check_tensorrt_llm,
+    hugging_face_shard_groups,
+    megatron_shard_groups,
+    peft_shard_groups,
+    tensorrt_llm_shard_groups,
+)
+from hpcrl.reshard.routes import Routes, Transfer
 from hpcrl.runtime.exits import InputError
 
 Format = Literal["megatron", "tensorrt_llm", "hugging_face", "peft"]
 
 
 class Move(NamedTuple):
-    """A rows x cols rectangle by its first row and column in both local tensors.
+    """A rows x cols rectangle, by its first row and column in both local tensors.
 
-    `name` is the parameter's global name, by which the source has it; `dst_name` is the destination's: the same in
+    `name` is the parameter's global name, which the source uses; `dst_name` is the destination's: the same in
     Megatron's format, the engine's own in another.
     """
 
@@ -52,17 +58,17 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The moves of some ranks (all, or one) in an order that senders and receivers share."""
+    """The moves of all ranks or of one, in an order that senders and receivers share."""
 
     moves: tuple[Move, ...]
     itemsize: int
 
     def sends(self, rank: int) -> dict[int, list[Move]]:
-        """Destination rank -> moves."""
+        """Return destination rank -> moves."""
         return _grouped((m.dst_rank, m) for m in self.moves if m.src_rank == rank and not m.is_local)
 
     def receives(self, rank: int) -> dict[int, list[Move]]:
-        """Source rank -> moves."""
+        """Return source rank -> moves."""
         return _grouped((m.src_rank, m) for m in self.moves if m.dst_rank == rank and not m.is_local)
 
     def copies(self, rank: int) -> list[Move]:
@@ -70,7 +76,7 @@ class Plan:
 
     @cached_property
     def bytes_sent(self) -> dict[int, int]:
-        """By rank; ranks without any are absent."""
+        """By rank; ranks that send nothing are absent."""
         return _totals((m.src_rank, m.nbytes) for m in self.moves if not m.is_local)
 
     @cached_property
@@ -82,8 +88,8 @@ class Plan:
         return _totals((m.dst_rank, m.nbytes) for m in self.moves if m.is_local)
 
 
-class Traffic(NamedTuple):
-    """Bytes of one rank in one refit."""
+class RankTraffic(NamedTuple):
+    """Bytes that one rank sends, receives and copies in one refit."""
 
     sent: int
     received: int
@@ -91,7 +97,7 @@ class Traffic(NamedTuple):
 
 
 class SharedSlice(NamedTuple):
-    """A parameter whose local tensor is one and the same on both sides of a rank; bytes in the destination's dtype."""
+    """A parameter whose local tensor is the same on both sides of a rank; bytes in the destination's dtype."""
 
     name: str
     dst_name: str
@@ -100,11 +106,11 @@ class SharedSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Resharding:
-    """The question that a plan answers: a model, where its weights are, where they are to go.
+    """The input of a plan: a model, the layout of its weights, and the layout they go to.
 
-    `itemsize` is in bytes, of the destination's dtype. `nodes` names the node of each world rank; None: all
-    ranks share one. `lora`: the adapters that the source has beside its weights; only the format "peft" takes them, and
-    takes nothing else. Raises InputError where a layout does not fit the model.
+    `itemsize` is the bytes of the destination's dtype. `nodes` is the node of each world rank (None: all ranks share
+    one). `lora`: the adapters of the source; only the format "peft" takes them, and it takes nothing else. Raises
+    InputError if a layout does not fit the model.
     """
 
     shape: ModelShape
@@ -132,55 +138,55 @@ class Resharding:
         check_tensorrt_llm(self.shape, self.destination.tp)
 
     def plan(self) -> Plan:
-        """All moves of all ranks."""
+        """Return the moves of all ranks."""
         ranks = self.destination.ranks
-        return self._plan([*self._routes.deliveries(), *(copy for rank in ranks for copy in self._routes.copies(rank))])
+        return self._plan([*self._routes.transfers(), *(copy for rank in ranks for copy in self._routes.copies(rank))])
 
     def plan_for_rank(self, rank: int) -> Plan:
-        """The moves that `rank` sends, receives or copies: that part of `plan()`, in the same order."""
-        return self._plan([*self._routes.deliveries_of(rank), *self._routes.copies(rank)])
+        """Return the moves that `rank` sends, receives or copies: its part of `plan()`, in the same order."""
+        return self._plan([*self._routes.transfers_of(rank), *self._routes.copies(rank)])
 
     def lower_bound(self, rank: int) -> int:
-        """Bytes that `rank` must receive whatever the plan: what it needs less what it holds."""
+        """Return the bytes that `rank` must receive under any plan: what it needs less what it holds."""
         return self._routes.missing(rank)
 
-    def traffic(self) -> dict[int, Traffic]:
-        """What each rank of the two layouts sends, receives and copies, without making the moves."""
+    def traffic(self) -> dict[int, RankTraffic]:
+        """Return what each rank of the two layouts sends, receives and copies, without making the moves."""
         sent, routes = self._routes.sent(), self._routes
         ranks = sorted({*self.source.ranks, *self.destination.ranks})
-        return {rank: Traffic(sent.get(rank, 0), routes.missing(rank), routes.held(rank)) for rank in ranks}
+        return {rank: RankTraffic(sent.get(rank, 0), routes.missing(rank), routes.held(rank)) for rank in ranks}
 
     def cross_node_bytes(self) -> int:
-        """Bytes that leave a node, over all ranks: those of which no rank of the destination's node has a copy."""
+        """Return the bytes that leave a node, over all ranks: those without a copy on the destination's node."""
         return self._routes.cross_node_bytes()
 
     def shared(self, rank: int) -> tuple[SharedSlice, ...]:
-        """Parameters of which `rank` has the same slice in the same order on both sides."""
+        """Return the parameters of which `rank` has the same slice in the same order on both sides."""
         return self._shared_by(self._source_places.get(rank, ()), self._destination_places.get(rank, ()))
 
     @cached_property
-    def source_cells(self) -> list[Cell]:
-        """What the source's ranks hold."""
-        return megatron_cells(self.shape, self.source, self.head, self.lora)
+    def source_groups(self) -> list[ShardGroup]:
+        """The shards of the source's ranks."""
+        return megatron_shard_groups(self.shape, self.source, self.head, self.lora)
 
     @cached_property
-    def destination_cells(self) -> list[Cell]:
-        """What the destination's ranks are to hold, in its format."""
+    def destination_groups(self) -> list[ShardGroup]:
+        """The shards of the destination's ranks, in its format."""
         if self.destination_format == "tensorrt_llm":
-            return tensorrt_llm_cells(self.shape, self.destination)
+            return tensorrt_llm_shard_groups(self.shape, self.destination)
         if self.destination_format == "hugging_face":
-            return hugging_face_cells(self.shape, self.destination, self.itemsize)
+            return hugging_face_shard_groups(self.shape, self.destination, self.itemsize)
         if self.destination_format == "peft":
             assert self.lora is not None
-            return peft_cells(self.shape, self.destination, self.lora)
-        return megatron_cells(self.shape, self.destination, self.head)
+            return peft_shard_groups(self.shape, self.destination, self.lora)
+        return megatron_shard_groups(self.shape, self.destination, self.head)
 
     def _shared_by(self, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[SharedSlice, ...]:
         if (source, destination) not in self._shared_slices:
-            mine = {shard.name: shard for number in source for shard in self.source_cells[number].shards}
+            mine = {shard.name: shard for number in source for shard in self.source_groups[number].shards}
             found = []
-            for cell in (self.destination_cells[number] for number in destination):
-                for shard, dst_name in zip(cell.shards, cell.dst_names, strict=True):
+            for group in (self.destination_groups[number] for number in destination):
+                for shard, dst_name in zip(group.shards, group.dst_names, strict=True):
                     other = mine.get(shard.name)
                     if other and (other.local_shape, other.boxes) == (shard.local_shape, shard.boxes):
                         nbytes = math.prod(shard.local_shape) * self.itemsize
@@ -194,15 +200,15 @@ class Resharding:
 
     @cached_property
     def _source_places(self) -> dict[int, tuple[int, ...]]:
-        return _places(self.source_cells)
+        return _places(self.source_groups)
 
     @cached_property
     def _destination_places(self) -> dict[int, tuple[int, ...]]:
-        return _places(self.destination_cells)
+        return _places(self.destination_groups)
 
     @cached_property
     def _routes(self) -> Routes:
-        return Routes(self.source_cells, self.destination_cells, self.nodes, self.itemsize)
+        return Routes(self.source_groups, self.destination_groups, self.nodes, self.itemsize)
 
     def _check(self, layout: Layout, side: str) -> None:
         check_layout(
@@ -215,12 +221,12 @@ class Resharding:
             role=side,
         )
 
-    def _plan(self, deliveries: list[Delivery]) -> Plan:
-        deliveries.sort(key=lambda it: (it.target.rank, it.target.cell, it.piece.number, it.first))
-        return Plan(tuple(map(self._move, deliveries)), self.itemsize)
+    def _plan(self, transfers: list[Transfer]) -> Plan:
+        transfers.sort(key=lambda t: (t.target.rank, t.target.group, t.piece.number, t.first))
+        return Plan(tuple(map(self._move, transfers)), self.itemsize)
 
-    def _move(self, delivery: Delivery) -> Move:
-        source, (row, col), target, piece, first, end = delivery
+    def _move(self, transfer: Transfer) -> Move:
+        source, (row, col), target, piece, first, end = transfer
         return Move(
             piece.name,
             source,
@@ -236,11 +242,11 @@ class Resharding:
         )
 
 
-def _places(cells: list[Cell]) -> dict[int, tuple[int, ...]]:
-    """The numbers of each rank's cells."""
+def _places(groups: list[ShardGroup]) -> dict[int, tuple[int, ...]]:
+    """Return the numbers of each rank's groups."""
     places: dict[int, tuple[int, ...]] = defaultdict(tuple)
-    for number, cell in enumerate(cells):
-        for rank in cell.ranks:
+    for number, group in enumerate(groups):
+        for rank in group.ranks:
             places[rank] += (number,)
     return dict(places)
 

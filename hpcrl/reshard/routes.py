@@ -1,4 +1,4 @@
-"""Senders of a resharding, with shares as equal as they can be. No torch, no communication."""
+"""Senders of a refit's transfers, with loads as equal as possible. No torch, no communication."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from hpcrl.reshard.pieces import Cell, Piece, cut
+from hpcrl.reshard.pieces import Piece, ShardGroup, cut
 
 SWEEPS = 200
-TOLERANCE = 1000  # loads are settled once no share changes by more than a thousandth of the largest load
+TOLERANCE = 1000  # converged once no share changes by more than a thousandth of the largest load
 
 
 class Demand(NamedTuple):
@@ -23,11 +23,11 @@ class Demand(NamedTuple):
 
 
 def balanced(demands: Sequence[Demand]) -> list[list[int]]:
-    """For each demand the bytes of each of its senders, such that over all demands the loads are as equal as the
-    choice of senders allows: the largest is the least possible, then the second largest, and so on.
+    """Return for each demand the bytes of each of its senders, such that over all demands the loads are as equal as
+    possible: the largest is minimal, then the second largest, and so on.
 
-    That is where the sum of squared loads is least (Hajek, 1990). Pouring one demand at a time onto the emptiest of
-    its senders lowers that sum until it is there, within TOLERANCE. Integers only, so every rank gets the same.
+    That minimises the sum of squared loads (Hajek, 1990). Water-filling one demand at a time over its least loaded
+    senders lowers that sum until it converges, within TOLERANCE. Integers only, so every rank computes the same.
     """
     load: dict[int, int] = defaultdict(int)
     shares = [[0] * len(demand.senders) for demand in demands]
@@ -38,7 +38,7 @@ def balanced(demands: Sequence[Demand]) -> list[list[int]]:
             senders, nbytes = demands[number]
             before = shares[number]
             others = [load[sender] - share for sender, share in zip(senders, before, strict=True)]
-            after = shares[number] = _pour(nbytes, others)
+            after = shares[number] = _fill_lowest(nbytes, others)
             for sender, other, share in zip(senders, others, after, strict=True):
                 load[sender] = other + share
             change = max(change, *(abs(new - old) for new, old in zip(after, before, strict=True)))
@@ -47,8 +47,8 @@ def balanced(demands: Sequence[Demand]) -> list[list[int]]:
     return shares
 
 
-def _pour(nbytes: int, levels: list[int]) -> list[int]:
-    """What each vessel takes of `nbytes` when they fill the lowest of `levels` up to one common level."""
+def _fill_lowest(nbytes: int, levels: list[int]) -> list[int]:
+    """Return what each sender takes of `nbytes` if the lowest of `levels` are filled up to one common level."""
     order = sorted(range(len(levels)), key=levels.__getitem__)
     below = 0
     for count, place in enumerate(order, start=1):
@@ -63,13 +63,13 @@ def _pour(nbytes: int, levels: list[int]) -> list[int]:
 
 
 class Target(NamedTuple):
-    """A rank that needs something, as a member of one of its cells."""
+    """A rank that needs something, as a member of one of its groups."""
 
-    cell: int
+    group: int
     rank: int
 
 
-class Delivery(NamedTuple):
+class Transfer(NamedTuple):
     """Rows [first, end) of a piece; `origin` is where the whole piece starts, (row, col), in the source's tensor."""
 
     source: int
@@ -80,24 +80,24 @@ class Delivery(NamedTuple):
     end: int
 
 
-class Unit(NamedTuple):
-    """A rectangle in a line, `row_bytes` a row for all its takers together: (place in the block, piece)."""
+class Rectangle(NamedTuple):
+    """A rectangle in a line, of `row_bytes` per row for all its receivers together: (place in the block, piece)."""
 
     start: int
     row_bytes: int
     rows: int
-    takers: tuple[tuple[int, Piece], ...]
+    receivers: tuple[tuple[int, Piece], ...]
 
 
 Nodes = Mapping[int, list[int]]  # node -> ranks
-NodeOf: TypeAlias = Sequence[int] | None  # by world rank; None: all share one
+NodeOf: TypeAlias = Sequence[int] | None  # by world rank; None: all ranks share one node
 
 
-class Supply:
-    """All that the same source cells hold and somebody needs; every rank of those cells can send any of it.
+class PieceSet:
+    """All pieces with the same source groups; every rank of these groups can send any part of them.
 
-    Who needs it takes it from itself, else from its node (`near`), else from anybody (`far`). `holders` are the source
-    cells and their ranks, `needs` the destination cells and their pieces.
+    A receiver prefers a local copy, then a sender on the same node (`near`), then any sender (`far`). `holders` are the
+    source groups and their ranks, `needs` the destination groups and their pieces.
     """
 
     def __init__(
@@ -110,86 +110,88 @@ class Supply:
     ) -> None:
         self.needs = needs
         self.place = {rank: place for place, ranks in enumerate(holders.values()) for rank in ranks}
-        self.nbytes = {cell: sum(piece.rows * piece.cols for piece in its) * itemsize for cell, its in needs.items()}
+        self.nbytes = {
+            group: sum(piece.rows * piece.cols for piece in pieces) * itemsize for group, pieces in needs.items()
+        }
         self.itemsize = itemsize
         self._node_of = node_of
         self._nodes = by_node(self.place, node_of)
         self._destination_nodes = destination_nodes
-        self._units: dict[tuple[int, ...], tuple[list[int], list[Unit]]] = {}
-        self.near: dict[int, Stream] = {}
-        remote = {cell: sum(map(len, destination_nodes[cell].values())) for cell in needs}
+        self._rectangles: dict[tuple[int, ...], tuple[list[int], list[Rectangle]]] = {}
+        self.near: dict[int, Channel] = {}
+        remote = {group: sum(map(len, destination_nodes[group].values())) for group in needs}
         for node, senders in self._nodes.items():
             targets = []
-            for cell in needs:
-                here = destination_nodes[cell].get(node, [])
-                remote[cell] -= len(here)
-                targets += [Target(cell, rank) for rank in here if rank not in self.place]
+            for group in needs:
+                here = destination_nodes[group].get(node, [])
+                remote[group] -= len(here)
+                targets += [Target(group, rank) for rank in here if rank not in self.place]
             if targets:
-                self.near[node] = Stream(self, senders, sum(self.nbytes[cell] for cell, _ in targets), targets)
-        nbytes = sum(self.nbytes[cell] * number for cell, number in remote.items())
-        self.far = Stream(self, list(self.place), nbytes) if nbytes else None
+                self.near[node] = Channel(self, senders, sum(self.nbytes[group] for group, _ in targets), targets)
+        nbytes = sum(self.nbytes[group] * number for group, number in remote.items())
+        self.far = Channel(self, list(self.place), nbytes) if nbytes else None
 
     @property
-    def streams(self) -> list[Stream]:
+    def channels(self) -> list[Channel]:
         return [*self.near.values(), *([self.far] if self.far else [])]
 
-    def stream_to(self, rank: int) -> Stream:
-        """What brings it to a rank that needs it and has it not."""
-        stream = self.near.get(_node(rank, self._node_of), self.far)
-        assert stream is not None
-        return stream
+    def channel_to(self, rank: int) -> Channel:
+        """Return the channel that reaches a rank which does not hold the pieces."""
+        channel = self.near.get(_node(rank, self._node_of), self.far)
+        assert channel is not None
+        return channel
 
-    def streams_from(self, rank: int) -> list[Stream]:
-        """Those that a holder may send."""
+    def channels_from(self, rank: int) -> list[Channel]:
+        """Return the channels that a holder may send on."""
         near = self.near.get(_node(rank, self._node_of))
-        return [stream for stream in (near, self.far) if stream]
+        return [channel for channel in (near, self.far) if channel]
 
-    def far_targets(self) -> list[Target]:
+    def remote_targets(self) -> list[Target]:
         return [
-            Target(cell, rank)
-            for cell in self.needs
-            for node, ranks in self._destination_nodes[cell].items()
+            Target(group, rank)
+            for group in self.needs
+            for node, ranks in self._destination_nodes[group].items()
             if node not in self._nodes
             for rank in ranks
         ]
 
-    def delivery(self, source: int, target: Target, piece: Piece, first: int, end: int) -> Delivery:
-        return Delivery(source, piece.origins[self.place[source]], target, piece, first, end)
+    def transfer(self, source: int, target: Target, piece: Piece, first: int, end: int) -> Transfer:
+        return Transfer(source, piece.origins[self.place[source]], target, piece, first, end)
 
-    def copies(self, target: Target) -> list[Delivery]:
-        """What a holder has for itself."""
-        return [self.delivery(target.rank, target, piece, 0, piece.rows) for piece in self.needs[target.cell]]
+    def copies(self, target: Target) -> list[Transfer]:
+        """Return the local copies of a holder."""
+        return [self.transfer(target.rank, target, piece, 0, piece.rows) for piece in self.needs[target.group]]
 
-    def units(self, cells: tuple[int, ...]) -> tuple[list[int], list[Unit]]:
-        """The line of a block whose targets are of these cells, rectangle after rectangle, and the units' starts."""
-        if cells not in self._units:
+    def rectangles(self, groups: tuple[int, ...]) -> tuple[list[int], list[Rectangle]]:
+        """Return the starts and the rectangles of a block whose targets are of these groups."""
+        if groups not in self._rectangles:
             wanted: dict[tuple[object, ...], list[tuple[int, Piece]]] = defaultdict(list)
-            for place, cell in enumerate(cells):
-                for piece in self.needs[cell]:
+            for place, group in enumerate(groups):
+                for piece in self.needs[group]:
                     wanted[piece.name, piece.origins, piece.rows, piece.cols].append((place, piece))
-            units, start = [], 0
-            for takers in wanted.values():
-                _, piece = takers[0]
-                unit = Unit(start, piece.cols * self.itemsize * len(takers), piece.rows, tuple(takers))
-                units.append(unit)
-                start += unit.row_bytes * unit.rows
-            self._units[cells] = [unit.start for unit in units], units
-        return self._units[cells]
+            rectangles, start = [], 0
+            for receivers in wanted.values():
+                _, piece = receivers[0]
+                rectangle = Rectangle(start, piece.cols * self.itemsize * len(receivers), piece.rows, tuple(receivers))
+                rectangles.append(rectangle)
+                start += rectangle.row_bytes * rectangle.rows
+            self._rectangles[groups] = [rectangle.start for rectangle in rectangles], rectangles
+        return self._rectangles[groups]
 
 
-class Stream:
+class Channel:
     """Bytes that any of `senders` may send, laid out in a line of blocks; sender i sends [cuts[i], cuts[i + 1]).
 
-    Near targets are one block, so that several of them get the same rectangle from the same sender, who packs it once.
-    Far targets are a block each, so that each gets most of its bytes from one sender.
+    Near targets are one block, so that all of them receive a rectangle from the same sender, which packs it once. Far
+    targets are one block each, so that each receives most of its bytes from one sender.
     """
 
-    def __init__(self, supply: Supply, senders: list[int], nbytes: int, near: list[Target] | None = None) -> None:
+    def __init__(self, piece_set: PieceSet, senders: list[int], nbytes: int, near: list[Target] | None = None) -> None:
         self.senders = senders
         self.nbytes = nbytes
         self.shares = [nbytes, *([0] * (len(senders) - 1))]
         self.is_far = near is None
-        self._supply = supply
+        self._piece_set = piece_set
         self._near = near
 
     @cached_property
@@ -198,73 +200,80 @@ class Stream:
         return [self._snapped(end) for end in accumulate(self.shares, initial=0)]
 
     def sent(self) -> Iterator[tuple[int, int]]:
-        """(sender, bytes)."""
+        """Yield (sender, bytes)."""
         for sender, start, end in zip(self.senders, self.cuts, self.cuts[1:], strict=False):
             yield sender, end - start
 
-    def deliveries_from(self, rank: int) -> Iterator[Delivery]:
+    def transfers_from(self, rank: int) -> Iterator[Transfer]:
         sender = self.senders.index(rank)
-        return self._deliveries(self.cuts[sender], self.cuts[sender + 1])
+        return self._transfers(self.cuts[sender], self.cuts[sender + 1])
 
-    def deliveries_to(self, target: Target) -> Iterator[Delivery]:
+    def transfers_to(self, target: Target) -> Iterator[Transfer]:
         number = self._block_of[target]
         bounds = self._starts[number : number + 2]
-        return (delivery for delivery in self._deliveries(*bounds) if delivery.target == target)
+        return (transfer for transfer in self._transfers(*bounds) if transfer.target == target)
 
-    def deliveries(self) -> Iterator[Delivery]:
-        return self._deliveries(0, self.nbytes)
+    def transfers(self) -> Iterator[Transfer]:
+        return self._transfers(0, self.nbytes)
 
     @cached_property
     def _blocks(self) -> list[tuple[Target, ...]]:
-        return [(target,) for target in self._supply.far_targets()] if self._near is None else [tuple(self._near)]
+        return [(target,) for target in self._piece_set.remote_targets()] if self._near is None else [tuple(self._near)]
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Of the blocks, and the end of the last one."""
-        return list(accumulate((sum(self._supply.nbytes[t.cell] for t in block) for block in self._blocks), initial=0))
+        """Starts of the blocks, and the end of the last one."""
+        return list(
+            accumulate((sum(self._piece_set.nbytes[t.group] for t in block) for block in self._blocks), initial=0)
+        )
 
     @cached_property
     def _block_of(self) -> dict[Target, int]:
         return {target: number for number, block in enumerate(self._blocks) for target in block}
 
-    def _units(self, number: int) -> tuple[list[int], list[Unit]]:
-        return self._supply.units(tuple(target.cell for target in self._blocks[number]))
+    def _rectangles(self, number: int) -> tuple[list[int], list[Rectangle]]:
+        return self._piece_set.rectangles(tuple(target.group for target in self._blocks[number]))
 
     def _snapped(self, position: int) -> int:
         number = bisect_right(self._starts, position) - 1
         inside = position - self._starts[number]
-        if not inside:  # the end of the line among them
+        if not inside:  # true for the end of the line, too
             return position
-        starts, units = self._units(number)
-        unit = units[bisect_right(starts, inside) - 1]
-        rows = (2 * (inside - unit.start) + unit.row_bytes) // (2 * unit.row_bytes)
-        return self._starts[number] + unit.start + rows * unit.row_bytes
+        starts, rectangles = self._rectangles(number)
+        rectangle = rectangles[bisect_right(starts, inside) - 1]
+        rows = (2 * (inside - rectangle.start) + rectangle.row_bytes) // (2 * rectangle.row_bytes)
+        return self._starts[number] + rectangle.start + rows * rectangle.row_bytes
 
-    def _deliveries(self, low: int, high: int) -> Iterator[Delivery]:
-        """The line between two bytes, cut by sender and by rectangle."""
+    def _transfers(self, low: int, high: int) -> Iterator[Transfer]:
+        """Yield the transfers of the line between two bytes, cut by sender and by rectangle."""
         sender = bisect_right(self.cuts, low) - 1
         while low < high:
             while self.cuts[sender + 1] <= low:
                 sender += 1
             end = min(high, self.cuts[sender + 1])
-            for unit, targets, first, last in self._rows(low, end):
-                for place, piece in unit.takers:
-                    yield self._supply.delivery(self.senders[sender], targets[place], piece, first, last)
+            for rectangle, targets, first, last in self._rows(low, end):
+                for place, piece in rectangle.receivers:
+                    yield self._piece_set.transfer(self.senders[sender], targets[place], piece, first, last)
             low = end
 
-    def _rows(self, low: int, high: int) -> Iterator[tuple[Unit, tuple[Target, ...], int, int]]:
-        """(unit, its block, first row, end) of an interval that starts and ends at rows."""
+    def _rows(self, low: int, high: int) -> Iterator[tuple[Rectangle, tuple[Target, ...], int, int]]:
+        """Yield (rectangle, its block, first row, end) of an interval that starts and ends at rows."""
         number = bisect_right(self._starts, low) - 1
         while number < len(self._blocks) and self._starts[number] < high:
             start = self._starts[number]
-            starts, units = self._units(number)
+            starts, rectangles = self._rectangles(number)
             first = max(low - start, 0)
-            for place in range(bisect_right(starts, first) - 1, len(units)):
-                unit = units[place]
-                if start + unit.start >= high:
+            for place in range(bisect_right(starts, first) - 1, len(rectangles)):
+                rectangle = rectangles[place]
+                if start + rectangle.start >= high:
                     break
-                begin = max(first - unit.start, 0) // unit.row_bytes
-                yield unit, self._blocks[number], begin, min((high - start - unit.start) // unit.row_bytes, unit.rows)
+                begin = max(first - rectangle.start, 0) // rectangle.row_bytes
+                yield (
+                    rectangle,
+                    self._blocks[number],
+                    begin,
+                    min((high - start - rectangle.start) // rectangle.row_bytes, rectangle.rows),
+                )
             number += 1
 
 
@@ -280,78 +289,80 @@ def _node(rank: int, node_of: NodeOf) -> int:
 
 
 class Routes:
-    """Who sends what to whom. Work grows with the ranks and with the pieces, not with their product: only the
-    deliveries that somebody asks for are made one by one."""
+    """The sender of every transfer. Work grows with the number of ranks plus the number of pieces, not with their
+    product: transfers are made one by one only for the ranks asked for."""
 
-    def __init__(self, source: list[Cell], destination: list[Cell], node_of: NodeOf, itemsize: int) -> None:
+    def __init__(self, source: list[ShardGroup], destination: list[ShardGroup], node_of: NodeOf, itemsize: int) -> None:
         needs: dict[tuple[int, ...], dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
         for number, pieces in enumerate(cut(source, destination)):
             for piece in pieces:
                 needs[piece.holders][number].append(piece)
-        places = [by_node(cell.ranks, node_of) for cell in destination]
-        supplies = [
-            Supply({number: source[number].ranks for number in holders}, dict(its), places, node_of, itemsize)
-            for holders, its in needs.items()
+        places = [by_node(group.ranks, node_of) for group in destination]
+        piece_sets = [
+            PieceSet({number: source[number].ranks for number in holders}, dict(pieces_of), places, node_of, itemsize)
+            for holders, pieces_of in needs.items()
         ]
-        self._streams = [stream for supply in supplies for stream in supply.streams]
-        shares = balanced([Demand(stream.senders, stream.nbytes) for stream in self._streams])
-        for stream, its in zip(self._streams, shares, strict=True):
-            stream.shares = its
+        self._channels = [channel for piece_set in piece_sets for channel in piece_set.channels]
+        shares = balanced([Demand(channel.senders, channel.nbytes) for channel in self._channels])
+        for channel, channel_shares in zip(self._channels, shares, strict=True):
+            channel.shares = channel_shares
 
         self._targets: dict[int, list[Target]] = defaultdict(list)  # by rank
-        for number, cell in enumerate(destination):
-            for rank in cell.ranks:
+        for number, group in enumerate(destination):
+            for rank in group.ranks:
                 self._targets[rank].append(Target(number, rank))
-        self._supplies_to: list[list[Supply]] = [[] for _ in destination]
-        self._supplies_of: dict[int, list[Supply]] = defaultdict(list)  # by holder's rank
-        for supply in supplies:
-            for number in supply.needs:
-                self._supplies_to[number].append(supply)
-            for rank in supply.place:
-                self._supplies_of[rank].append(supply)
-        self._needed = [sum(supply.nbytes[number] for supply in its) for number, its in enumerate(self._supplies_to)]
+        self._sets_for_group: list[list[PieceSet]] = [[] for _ in destination]
+        self._sets_of_rank: dict[int, list[PieceSet]] = defaultdict(list)  # by holder's rank
+        for piece_set in piece_sets:
+            for number in piece_set.needs:
+                self._sets_for_group[number].append(piece_set)
+            for rank in piece_set.place:
+                self._sets_of_rank[rank].append(piece_set)
+        self._needed = [
+            sum(piece_set.nbytes[number] for piece_set in sets) for number, sets in enumerate(self._sets_for_group)
+        ]
 
-    def deliveries(self) -> Iterator[Delivery]:
-        """Everything that goes from one rank to another."""
-        for stream in self._streams:
-            yield from stream.deliveries()
+    def transfers(self) -> Iterator[Transfer]:
+        """Yield all transfers between ranks."""
+        for channel in self._channels:
+            yield from channel.transfers()
 
-    def deliveries_of(self, rank: int) -> Iterator[Delivery]:
-        """What `rank` sends to others or receives from them."""
-        for supply in self._supplies_of.get(rank, ()):
-            for stream in supply.streams_from(rank):
-                yield from stream.deliveries_from(rank)
+    def transfers_of(self, rank: int) -> Iterator[Transfer]:
+        """Yield the transfers that `rank` sends or receives."""
+        for piece_set in self._sets_of_rank.get(rank, ()):
+            for channel in piece_set.channels_from(rank):
+                yield from channel.transfers_from(rank)
         for target in self._targets.get(rank, ()):
-            for supply in self._supplies_to[target.cell]:
-                if rank not in supply.place:
-                    yield from supply.stream_to(rank).deliveries_to(target)
+            for piece_set in self._sets_for_group[target.group]:
+                if rank not in piece_set.place:
+                    yield from piece_set.channel_to(rank).transfers_to(target)
 
-    def copies(self, rank: int) -> Iterator[Delivery]:
-        """What `rank` needs and has."""
-        for supply, target in self._own(rank):
-            yield from supply.copies(target)
+    def copies(self, rank: int) -> Iterator[Transfer]:
+        """Yield what `rank` needs and has."""
+        for piece_set, target in self._local_sets(rank):
+            yield from piece_set.copies(target)
 
     def held(self, rank: int) -> int:
-        """Bytes of what `rank` needs and has."""
-        return sum(supply.nbytes[target.cell] for supply, target in self._own(rank))
+        """Return the bytes of what `rank` needs and has."""
+        return sum(piece_set.nbytes[target.group] for piece_set, target in self._local_sets(rank))
 
     def missing(self, rank: int) -> int:
-        """Bytes of what `rank` needs and has not."""
-        return sum(self._needed[target.cell] for target in self._targets.get(rank, ())) - self.held(rank)
+        """Return the bytes of what `rank` needs and does not have."""
+        return sum(self._needed[target.group] for target in self._targets.get(rank, ())) - self.held(rank)
 
     def sent(self) -> dict[int, int]:
-        """Bytes by sender."""
+        """Return bytes by sender."""
         total: dict[int, int] = defaultdict(int)
-        for stream in self._streams:
-            for sender, nbytes in stream.sent():
+        for channel in self._channels:
+            for sender, nbytes in channel.sent():
                 total[sender] += nbytes
         return dict(total)
 
     def cross_node_bytes(self) -> int:
-        return sum(stream.nbytes for stream in self._streams if stream.is_far)
+        return sum(channel.nbytes for channel in self._channels if channel.is_far)
 
-    def _own(self, rank: int) -> Iterator[tuple[Supply, Target]]:
+    def _local_sets(self, rank: int) -> Iterator[tuple[PieceSet, Target]]:
         for target in self._targets.get(rank, ()):
-            for supply in self._supplies_of.get(rank, ()):
-                if target.cell in supply.needs:
-                    yield supply, target
+            for piece_set in self._sets_of_rank.get(rank, ()):
+                if target.group in piece_set.needs:
+                    yield piece_set, target

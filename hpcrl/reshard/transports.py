@@ -1,9 +1,12 @@
-"""Transports of a refit: which one each transfer takes, how they share memory, and NCCL's."""
+"""Transports of a refit: which one each transfer takes, windows of shared memory, and NCCL's messages."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -11,26 +14,196 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.kernels.pack import RepeatedCopies
-from hpcrl.reshard.buckets import Part, messages
-from hpcrl.reshard.messages import Events, Messages, Weights, destination_part, source_part
+from hpcrl.reshard.messages import (
+    MessageTransport,
+    Part,
+    PartLocation,
+    RequestLoop,
+    Weights,
+    destination_part,
+    messages,
+    pack,
+    pages,
+    parts_by_page,
+    source_part,
+    unpack,
+)
 from hpcrl.reshard.planner import Move
-from hpcrl.reshard.windows import SharedWindows, shared_memory_left
 from hpcrl.runtime import platform
-from hpcrl.runtime.mpi import create_group, wait
+from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, create_group, wait, wait_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class DeviceMessages:
-    """NCCL point-to-point between GPUs. With gloo groups it runs on the CPU.
+READY, DONE, LOCATIONS = 1, 2, 3  # tags
+HALVES = 2
 
-    Pieces go from slice to slice where both ends are contiguous and of the engine's dtype, and through a buffer on
-    the side where not, which on a GPU one launch fills and one empties. The n-th messages of all pairs make one batch,
-    so that batches cannot wait in a circle.
+
+class WindowTransport:
+    """Moves between ranks of one node, through MPI shared memory.
+
+    Each rank packs a rectangle once into its own window, and every rank that needs the rectangle copies it from there
+    to its destination. A rank has one window, allocated once and kept. A page fills one half of it, so that the next
+    page is packed while others still read this one. Empty messages announce that a page is ready, and that its reader
+    is done.
+
+    `comm` has ranks of one node and is freed with the windows; `place` maps world ranks to its ranks; `sends` and
+    `receives` are keyed by world rank. `max_bytes` bounds this rank's window. Construction and `close` are collective
+    over `comm`.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        place: dict[int, int],
+        sends: dict[int, list[Move]],
+        receives: dict[int, list[Move]],
+        dtype: torch.dtype,
+        max_bytes: int,
+    ) -> None:
+        from mpi4py import MPI
+
+        self._comm, self._dtype = comm, dtype
+        published, locations = pages(sends, max_bytes // HALVES // dtype.itemsize * dtype.itemsize)
+        self._parts = [page.parts for page in published]
+        self._readers = [sorted(place[reader] for reader in page.readers) for page in published]
+        sizes = [max((page.nbytes for page in published[half::HALVES]), default=0) for half in range(HALVES)]
+        starts = [0, sizes[0]]
+        self.nbytes = sum(sizes)
+        barrier(comm)  # Allocate_shared spins until all ranks are here
+        self._window: MPI.Win | None = MPI.Win.Allocate_shared(self.nbytes, 1, comm=comm)
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        mine = _memory(self._window, comm.rank)
+        self._halves = [mine[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
+        self._senders = self._exchange(
+            {place[reader]: _absolute(table, starts) for reader, table in locations.items()},
+            {place[sender]: moves for sender, moves in receives.items()},
+        )
+        self._windows = {sender: _memory(self._window, sender) for sender in self._senders}
+
+    def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
+        """Start one refit; `loop` completes it, after the last read from this rank's window."""
+        self._packed = 0  # pages
+        self._reading = [0] * HALVES  # number of ranks that still read each half
+        for sender, theirs in self._senders.items():
+            self._await(loop, sender, iter(theirs), destination)
+        self._pack(loop, source)
+
+    def _pack(self, loop: RequestLoop, source: Weights) -> None:
+        while self._packed < len(self._parts) and self._reading[self._packed % HALVES] == 0:
+            half, readers = self._packed % HALVES, self._readers[self._packed]
+            pack(self._parts[self._packed], source, self._halves[half], self._dtype)
+            self._sync()
+            self._reading[half] = len(readers)
+            self._packed += 1
+            for reader in readers:
+                loop.add(self._comm.Isend(_nothing(), reader, READY))
+                release = partial(self._release, half, loop, source)
+                loop.add(self._comm.Irecv(_nothing(), reader, DONE), release)
+
+    def _release(self, half: int, loop: RequestLoop, source: Weights) -> None:
+        self._reading[half] -= 1
+        self._pack(loop, source)
+
+    def _await(self, loop: RequestLoop, sender: int, theirs: Iterator[list[Part]], destination: Weights) -> None:
+        """Wait for the next page of `sender`, if there is one."""
+        parts = next(theirs, None)
+        if parts is None:
+            return
+
+        def read() -> None:
+            self._sync()
+            unpack(parts, self._windows[sender], destination, self._dtype)
+            loop.add(self._comm.Isend(_nothing(), sender, DONE))
+            self._await(loop, sender, theirs, destination)
+
+        loop.add(self._comm.Irecv(_nothing(), sender, READY), read)
+
+    def _sync(self) -> None:
+        assert self._window is not None
+        self._window.Sync()
+
+    def close(self) -> None:
+        """Free the windows."""
+        if self._window is not None:
+            barrier(self._comm)
+            self._windows, self._halves = {}, []
+            self._window.Unlock_all()
+            self._window.Free()
+            self._window = None
+            self._comm.Free()
+
+    def _exchange(
+        self, locations: dict[int, np.ndarray], receives: dict[int, list[Move]]
+    ) -> dict[int, list[list[Part]]]:
+        """Send readers the locations of their moves. Return, per sender, the parts that this rank reads from each page,
+        in order."""
+        counts = {reader: np.array([len(table)], np.int64) for reader, table in locations.items()}
+        requests = [self._comm.Isend(count, reader, LOCATIONS) for reader, count in counts.items()]
+        requests += [self._comm.Isend(table, reader, LOCATIONS) for reader, table in locations.items()]
+        senders = {}
+        for sender, moves in receives.items():
+            count = np.empty(1, np.int64)
+            wait(self._comm.Irecv(count, sender, LOCATIONS))
+            table = np.empty((int(count[0]), len(PartLocation._fields)), np.int64)
+            wait(self._comm.Irecv(table, sender, LOCATIONS))
+            found = parts_by_page(moves, (PartLocation(*row) for row in table.tolist()))
+            senders[sender] = [found[page] for page in sorted(found)]
+        wait_all(requests)
+        return senders
+
+
+def shared_memory_left() -> int:
+    """Return the bytes that are free where MPI libraries keep shared memory.
+
+    A container may have 64 MiB only, and writing beyond the limit kills the process.
+    """
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def _memory(window: MPI.Win, rank: int) -> Tensor:
+    """Return a rank's part of the window, (bytes,) uint8."""
+    buffer, _ = window.Shared_query(rank)
+    return torch.from_numpy(np.frombuffer(buffer, np.uint8))  # type: ignore[call-overload]
+
+
+def _absolute(locations: list[PartLocation], starts: list[int]) -> np.ndarray:
+    """Return `locations` with offsets counted from the start of the window: int64 (n, fields)."""
+    moved = [where._replace(offset=where.offset + starts[where.page % HALVES]) for where in locations]
+    return np.array(moved, np.int64).reshape(len(moved), len(PartLocation._fields))
+
+
+def _nothing() -> list[Any]:
+    from mpi4py import MPI
+
+    return [bytearray(), 0, MPI.BYTE]
+
+
+def nodes_of(comm: MPI.Intracomm) -> list[int]:
+    """Return, for each rank of `comm`, the first rank with which it shares memory. Collective."""
+    from mpi4py import MPI
+
+    barrier(comm)  # Split_type spins until all ranks are here
+    node: MPI.Intracomm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)  # type: ignore[assignment]
+    first = broadcast_object(node, comm.rank)
+    node.Free()
+    return all_gather_object(comm, first)
+
+
+class DeviceTransport:
+    """NCCL point-to-point between GPUs; with gloo groups it runs on the CPU.
+
+    A slice is sent and received directly if it is contiguous and of the engine's dtype, and through a buffer otherwise,
+    which on a GPU takes one launch to fill and one to empty. The n-th messages of all pairs form one batch, so that
+    batches cannot deadlock.
 
     `group` has the refit's ranks; `sends` and `receives` are by world rank. `max_bytes` bounds a message between two
-    ranks, and is the same on every rank.
+    ranks and is the same on every rank.
     """
 
     def __init__(
@@ -50,8 +223,8 @@ class DeviceMessages:
         # The first operation of a group connects it, and not every rank takes part in the first batch.
         dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
 
-    def start(self, events: Events, source: Weights, destination: Weights) -> None:
-        """Queue one refit on the current stream."""
+    def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
+        """Queue one refit on the current CUDA stream."""
         for number in range(self._num_batches):
             self._batch(number, source, destination)
 
@@ -76,22 +249,22 @@ class DeviceMessages:
         _copy(self._unpacks[number], received, destinations)
 
     def _as_sent(self, *pieces: list[Tensor]) -> list[list[Tensor]]:
-        """Each piece itself, or a place for it in the batch's buffer, in the engine's dtype and without gaps."""
-        sizes = [piece.numel() for its in pieces for piece in its if not self._goes_itself(piece)]
+        """Return each piece, or a place for it in the batch's buffer, in the engine's dtype and without gaps."""
+        sizes = [piece.numel() for its in pieces for piece in its if not self._is_direct(piece)]
         device = next(piece.device for its in pieces for piece in its)
         buffer = torch.empty(sum(sizes), dtype=self._dtype, device=device)
         self.nbytes = max(self.nbytes, buffer.nbytes)
         places = iter(buffer.split(sizes))
         return [
-            [piece if self._goes_itself(piece) else next(places).view(piece.shape) for piece in its] for its in pieces
+            [piece if self._is_direct(piece) else next(places).view(piece.shape) for piece in its] for its in pieces
         ]
 
-    def _goes_itself(self, piece: Tensor) -> bool:
+    def _is_direct(self, piece: Tensor) -> bool:
         return piece.dtype == self._dtype and piece.is_contiguous()
 
 
 def _copy(copies: RepeatedCopies, sources: list[Tensor], destinations: list[Tensor]) -> None:
-    """Where they are not one and the same."""
+    """Copy the pairs that are not one tensor."""
     pairs = [pair for pair in zip(sources, destinations, strict=True) if pair[0] is not pair[1]]
     copies.run([tensor for pair in pairs for tensor in pair], lambda: pairs)
 
@@ -102,10 +275,10 @@ def _parts(peers: dict[int, list[list[Part]]], number: int) -> list[tuple[int, P
 
 Moves = dict[int, list[Move]]  # by the world rank of the other end
 
-# Measured on two cores with 480 MB of L3, 105 MB packed per rank: windows of 16 MiB take 0.13 s, of 256 MiB 0.19 s, for
-# what is packed leaves the caches before it is read; of 4 MiB 0.16 s, for each page costs its readers a wake-up.
+# Measured on two cores with 480 MB of L3, 105 MB packed per rank: windows of 16 MiB take 0.13 s, of 256 MiB 0.19 s,
+# because packed values leave the caches before they are read; of 4 MiB 0.16 s, because each page wakes up its readers.
 LARGEST_WINDOW = 16 * 2**20  # bytes
-SMALLEST_WINDOW = 2**16  # bytes; below that messages are no worse
+SMALLEST_WINDOW = 2**16  # bytes; below that messages are as fast
 TAG = 7302
 
 log = logging.getLogger(__name__)
@@ -114,8 +287,8 @@ log = logging.getLogger(__name__)
 class Transport(Protocol):
     nbytes: int  # of its buffers
 
-    def start(self, events: Events, source: Weights, destination: Weights) -> None:
-        """Begin one refit; `events` carries it on."""
+    def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
+        """Start one refit; `loop` completes it."""
         ...
 
     def close(self) -> None: ...
@@ -131,21 +304,21 @@ def make_transports(
     max_bytes: int,
     device_group: dist.ProcessGroup | None,
 ) -> list[Transport]:
-    """The ways that this rank's transfers go, with at most `max_bytes` of buffers. Collective over `comm`.
+    """Make the transports of this rank's transfers, with at most `max_bytes` of buffers. Collective over `comm`.
 
-    `comm` is that of `ranks`, in that order; `near` are those of them with which this one shares memory. Raises
-    ValueError where `max_bytes` is too small for the number of peers.
+    `comm` has `ranks`, in that order; `near` are those that share memory with this rank. Raises ValueError if
+    `max_bytes` is too small for the number of peers.
     """
     if device_group is not None:
         limit = _message_bytes(comm, max_bytes, len(sends) + len(receives), dtype)
-        return [DeviceMessages(device_group, sends, receives, dtype, limit)]
+        return [DeviceTransport(device_group, sends, receives, dtype, limit)]
     place = {rank: number for number, rank in enumerate(ranks)}
     node = create_group(comm, [place[rank] for rank in near], TAG)
     room = _smallest(node, shared_memory_left() // (2 * len(near)))
     if room < min(SMALLEST_WINDOW, max_bytes):
         if node.rank == 0:
             log.warning(
-                "refit: /dev/shm is almost full, so ranks of this node send messages; give it room to be faster"
+                "refit: /dev/shm is almost full; ranks of this node exchange weights by MPI messages, which is slower"
             )
         node.Free()
         near = ()
@@ -158,22 +331,22 @@ def make_transports(
     if near:
         nearby = {rank: number for number, rank in enumerate(near)}
         largest = min(share, room, LARGEST_WINDOW)
-        made.append(SharedWindows(node, nearby, near_sends, near_receives, dtype, largest))
+        made.append(WindowTransport(node, nearby, near_sends, near_receives, dtype, largest))
     if far:
-        made.append(Messages(comm, place, far_sends, far_receives, dtype, limit))
+        made.append(MessageTransport(comm, place, far_sends, far_receives, dtype, limit))
     return made
 
 
 def _message_bytes(comm: MPI.Intracomm, max_bytes: int, num_buffers: int, dtype: torch.dtype) -> int:
-    """A size of messages that leaves every rank within its memory, whatever its number of peers."""
+    """Return a message size that keeps every rank within its memory, for any number of peers."""
     limit = _smallest(comm, max_bytes // max(1, num_buffers)) // dtype.itemsize * dtype.itemsize
     if limit < dtype.itemsize:
-        raise ValueError(f"{max_bytes} bytes for a refit do not hold an element for each of {num_buffers} buffers")
+        raise ValueError(f"bucket_bytes={max_bytes} do not hold one element in each of {num_buffers} buffers")
     return limit
 
 
 def _smallest(comm: MPI.Intracomm, number: int) -> int:
-    """Over the ranks of `comm`."""
+    """Return the minimum over the ranks of `comm`."""
     from mpi4py import MPI
 
     found = np.array([number], np.int64)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Box, Shard
 from hpcrl.reshard.messages import Weights
-from hpcrl.reshard.pieces import Cell
+from hpcrl.reshard.pieces import ShardGroup
 from hpcrl.runtime.exits import CHECKSUM
 from hpcrl.runtime.mpi import all_gather_object, wait
 
@@ -29,7 +29,7 @@ SCRATCH_PER_ELEMENT = 48  # bytes of temporary memory per element that is worked
 
 
 def odd_hashes(start: int, stop: int, salt: int, device: torch.device) -> Tensor:
-    """int64 (stop - start,): an odd number for each index, from the finaliser of splitmix64 (Steele et al. 2014)."""
+    """Return int64 (stop - start,): an odd hash of each index, by the finaliser of splitmix64 (Steele et al. 2014)."""
     x = torch.arange(start, stop, device=device) * _signed(0x9E3779B97F4A7C15) + _signed(salt)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _shifted(x, shift)) * _signed(factor)
@@ -37,11 +37,11 @@ def odd_hashes(start: int, stop: int, salt: int, device: torch.device) -> Tensor
 
 
 def checksum(values: Tensor, row: int, col: int, dtype: torch.dtype, scratch_bytes: int = 2**20) -> int:
-    """Sum over elements of bits(x) times an odd hash of the global index, modulo 2^64.
+    """Return the sum over elements of bits(x) times an odd hash of the global index, modulo 2^64.
 
-    `values` (rows, cols) are the part of a global tensor that starts at (row, col); what is summed is their bits after
-    rounding to `dtype`. The hash of an index is the product of its row's and its column's. A change of one element, of
-    any of its bits, always changes the sum.
+    `values` (rows, cols) are the part of a global tensor that starts at (row, col); the bits are taken after rounding
+    to `dtype`. The hash of an index is the product of its row's and its column's. A change of any bit of one element
+    always changes the sum.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     at_once = max(1, scratch_bytes // SCRATCH_PER_ELEMENT)
@@ -64,22 +64,22 @@ def _signed(word: int) -> int:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Logical shift to the right; that of torch keeps the sign."""
+    """Logical right shift; torch's own keeps the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 Extents = tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # global rows and columns of each box
-NAMED = 3  # tensors that a message names
+MAX_NAMED = 3  # tensors that a message names
 
 
 class ChecksumMismatch(Exception):
-    """The engine's weights are not the actor's; generating with them would train on nonsense."""
+    """The engine's weights differ from the actor's."""
 
     exit_code = CHECKSUM
 
 
 class _Region(NamedTuple):
-    """A rectangle of a local tensor, where it starts in the global one, and which total it counts towards."""
+    """A rectangle of a local tensor, where it starts in the global tensor, and the total that it counts towards."""
 
     tensor: str
     row: int
@@ -92,11 +92,11 @@ class _Region(NamedTuple):
 
 
 class Verifier:
-    """Compares each weight of each rank's engine with what the actor's ranks say it must be.
+    """Compares each weight of each rank's engine with the actor's.
 
-    One total per weight and part of it that some destination rank holds. On the source each element is counted by the
-    first rank that holds it, after rounding to `dtype`; one reduction over `comm`, the ranks of the refit, gives the
-    expected totals to all. `scratch_bytes` bounds temporary memory.
+    There is one total per weight and part of it that some destination rank holds. On the source each element is counted
+    by the first rank that holds it, after rounding to `dtype`; one reduction over `comm`, the ranks of the refit, gives
+    all ranks the expected totals. `scratch_bytes` bounds temporary memory.
     """
 
     def __init__(
@@ -112,38 +112,39 @@ class Verifier:
         self._comm, self._ranks, self._dtype, self._scratch_bytes = comm, ranks, dtype, scratch_bytes
         totals: dict[tuple[str, Extents], int] = {}
         wanted: dict[str, dict[int, tuple[Box, ...]]] = {}
-        for cell in resharding.destination_cells:
-            for shard in cell.shards:
+        for group in resharding.destination_groups:
+            for shard in group.shards:
                 total = totals.setdefault((shard.name, _extents(shard)), len(totals))
                 wanted.setdefault(shard.name, {})[total] = shard.boxes
         self._num_totals = len(totals)
-        self._counted = [
+        self._source_regions = [
             region
-            for name, box in _first_held(resharding.source_cells, rank)
+            for name, box in _counted_boxes(resharding.source_groups, rank)
             for total, boxes in wanted.get(name, {}).items()
             for part in boxes
             if (region := _overlap(name, box, part, total))
         ]
-        self._held = [
+        self._destination_regions = [
             region
-            for cell in resharding.destination_cells
-            if rank in cell.ranks
-            for shard, name in zip(cell.shards, cell.dst_names, strict=True)
+            for group in resharding.destination_groups
+            if rank in group.ranks
+            for shard, name in zip(group.shards, group.dst_names, strict=True)
             for box in shard.boxes
             if (region := _overlap(name, box, box, totals[shard.name, _extents(shard)]))
         ]
 
     def check(self, source: Weights, destination: Weights) -> None:
-        """ChecksumMismatch on every rank where any rank's weights differ. Every rank of the refit calls this."""
+        """Raise ChecksumMismatch on every rank if any rank's weights differ. Collective over the refit's ranks."""
         from mpi4py import MPI
 
-        expected = self._sum(self._counted, source)
+        expected = self._sum(self._source_regions, source)
         wait(self._comm.Iallreduce(MPI.IN_PLACE, expected, MPI.SUM))  # wraps around at 2^64
-        found = self._sum(self._held, destination)
-        wrong = list(dict.fromkeys(part.tensor for part in self._held if found[part.total] != expected[part.total]))
-        everyone = all_gather_object(self._comm, wrong)
-        if any(everyone):
-            raise ChecksumMismatch(self._message(dict(zip(self._ranks, everyone, strict=True))))
+        found = self._sum(self._destination_regions, destination)
+        differs = found != expected
+        wrong = list(dict.fromkeys(part.tensor for part in self._destination_regions if differs[part.total]))
+        wrong_by_rank = all_gather_object(self._comm, wrong)
+        if any(wrong_by_rank):
+            raise ChecksumMismatch(self._message(dict(zip(self._ranks, wrong_by_rank, strict=True))))
 
     def _sum(self, regions: list[_Region], weights: Weights) -> np.ndarray:
         """uint64 (totals,)."""
@@ -156,28 +157,28 @@ class Verifier:
 
     def _message(self, wrong: dict[int, list[str]]) -> str:
         tensors = Counter(name for names in wrong.values() for name in names)
-        said = "; ".join(
+        listed = "; ".join(
             f"{name} on rank{'s' * (count > 1)} {', '.join(str(rank) for rank in wrong if name in wrong[rank])}"
-            for name, count in tensors.most_common(NAMED)
+            for name, count in tensors.most_common(MAX_NAMED)
         )
-        more = f"; and {len(tensors) - NAMED} more" if len(tensors) > NAMED else ""
+        more = f"; and {len(tensors) - MAX_NAMED} more" if len(tensors) > MAX_NAMED else ""
         source, destination = map(_described, self._layouts)
         return (
-            f"the rollout engine's weights are not the actor's after a refit: checksums differ for {said}{more}; "
-            f"actor {source} -> rollout {destination}; suspect memory or network of these ranks, and if it happens "
-            "again, report it as a bug"
+            f"refit: the rollout engine's weights differ from the actor's: checksums differ for {listed}{more};  "
+            f"actor {source} -> rollout {destination}; check memory and network of these ranks; report a bug if it "
+            "happens again"
         )
 
 
-def _first_held(cells: list[Cell], rank: int) -> list[tuple[str, Box]]:
-    """The rectangles of which `rank` is the first holder; over all ranks, each element of the model once."""
+def _counted_boxes(groups: list[ShardGroup], rank: int) -> list[tuple[str, Box]]:
+    """Return the rectangles of which `rank` is the first holder; over all ranks, each element of the model once."""
     firsts: dict[tuple[str, Box], int] = {}
     found = []
-    for cell in cells:
-        for shard in cell.shards:
+    for group in groups:
+        for shard in group.shards:
             for box in shard.boxes:
                 place = (shard.name, box._replace(local_row=0, local_col=0))
-                if firsts.setdefault(place, cell.ranks[0]) == rank and cell.ranks[0] == rank:
+                if firsts.setdefault(place, group.ranks[0]) == rank and group.ranks[0] == rank:
                     found.append((shard.name, box))
     return found
 
@@ -187,7 +188,7 @@ def _extents(shard: Shard) -> Extents:
 
 
 def _overlap(tensor: str, held: Box, other: Box, total: int) -> _Region | None:
-    """The part of `held` that lies in `other`."""
+    """Return the part of `held` that lies in `other`."""
     top, bottom = max(held.global_rows[0], other.global_rows[0]), min(held.global_rows[1], other.global_rows[1])
     left, right = max(held.global_cols[0], other.global_cols[0]), min(held.global_cols[1], other.global_cols[1])
     if top >= bottom or left >= right:

@@ -1,4 +1,4 @@
-"""What a generation engine takes and gives, whichever engine it is."""
+"""Interface of generation engines: requests, completions, trajectories, and the `RolloutEngine` protocol."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def _no_tokens() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One sample to draw: `uid` names the prompt, `sample_index` tells its samples apart.
+    """One sample to draw: `uid` names the prompt, `sample_index` the sample.
 
-    `prefix_ids` int32 (n,) are tokens of the response that are there already: an aborted part, or earlier turns with
-    the tool tokens between them. The first token to draw has position n in the response, for the random numbers too.
-    `max_new_tokens` bounds the tokens still to draw; None: the sampling's number less n.
+    `prefix_ids` int32 (n,) are the response's tokens so far: an aborted part, or earlier turns with tool tokens. The
+    first token to draw has position n in the response, for the random numbers too. `max_new_tokens` bounds the tokens
+    still to draw; None: that of the sampling parameters less n.
     """
 
     prompt_ids: list[int] | np.ndarray
@@ -53,24 +53,24 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}; it must be 1 or more")
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}; it must be 1 or second")
         if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or more")
+            raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or second")
         if self.top_k == 0 or self.top_k < -1:
-            raise ValueError(f"top_k={self.top_k}; use -1 for all tokens, or 1 and more")
+            raise ValueError(f"top_k={self.top_k}; use -1 for all tokens, or 1 and second")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it must lie in (0, 1]")
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What was drawn for a request: `token_ids` int32 (n,) with the end-of-sequence token when there is one;
-    `log_probs` fp32 (n,). Tokens of the request's prefix are not repeated.
+    """The result of a request: `token_ids` int32 (n,) with the end-of-sequence token if there is one; `log_probs` fp32
+    (n,). Tokens of the request's prefix are not repeated.
 
-    The log-prob of a token is after temperature and before top-k and top-p (greedy: under temperature 1). A sequence
-    that was aborted goes on as a new request whose prefix is longer by these tokens.
-    `routed_experts` int16 (m, layers x topk), where it was asked for, are the experts that tokens went to in each layer
-    that has some, from the prompt's first token to the last one that the model has run: all but the last drawn.
+    The log-prob of a token is after temperature and before top-k and top-p (greedy: under temperature 1). To continue
+    an aborted sequence, make a new request with these tokens appended to its prefix. `routed_experts` int16 (m, layers
+    x topk), if requested, are the experts of each token in each MoE layer, from the prompt's first token to the last
+    one that the model has run: all but the last drawn.
     """
 
     token_ids: np.ndarray
@@ -97,27 +97,27 @@ class Trajectory:
     routed_experts: np.ndarray | None = None
 
     @classmethod
-    def of_one_turn(cls, done: Completion) -> Trajectory:
+    def from_completion(cls, done: Completion) -> Trajectory:
         mask = np.ones(len(done.token_ids), np.int32)
         return cls(done.token_ids, done.log_probs, mask, done.finish_reason, routed_experts=done.routed_experts)
 
 
-def known_first(known: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:
-    """`routed_experts` of a response that went on: a token keeps what was recorded when it was first run, on which the
-    log-prob of the next one depends, although the engine ran it again."""
-    if known is None or more is None:
-        return more if known is None else known
-    return np.concatenate([known, more[len(known) :]])
+def merge_routed_experts(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
+    """Join the `routed_experts` of a continued response. A token keeps the record of its first run, which the log-prob
+    of the next token depends on, although the engine ran it again."""
+    if first is None or second is None:
+        return second if first is None else first
+    return np.concatenate([first, second[len(first) :]])
 
 
 class RequestSource(Protocol):
-    """Requests that come while others are being answered, such as the next turn of a conversation."""
+    """Requests that arrive while others are being answered, such as the next turn of a conversation."""
 
     def take(self, idle: bool) -> Sequence[Request] | None:
-        """Requests to add now, none if there are none yet; None: no more will come.
+        """Return the requests to add now, possibly none; None: no more will come.
 
-        Asked about once a token. `idle`: the engine has nothing else to do, so this may wait. Every rank of the replica
-        gets the same answer to the same call.
+        Called about once a token. `idle`: the engine has no other work, so the call may wait. Every rank of the replica
+        gets the same result of the same call.
         """
         ...
 
@@ -125,19 +125,22 @@ class RequestSource(Protocol):
 class RolloutEngine(Protocol):
     """One replica. Its tensor-parallel ranks make the same calls with the same arguments and get the same results."""
 
-    weight_format: WeightFormat  # which table of shards describes `weights()`
+    weight_format: WeightFormat  # layout of `weights()`
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's shards by name, in buffers that live as long as the engine: refit writes there."""
+        """Return this rank's shards by name, in buffers that live as long as the engine. Refit writes to them."""
         ...
 
     def adopt(self, name: str, tensor: Tensor) -> None:
-        """From now on weight `name` is `tensor`, of the same shape, dtype and device, which others own and change
-        between generations; the engine gives up its own buffer."""
+        """Replace weight `name` by `tensor`, of the same shape, dtype and device; the engine's own buffer is freed.
+
+        The owner of `tensor` may change it between generations.
+        """
         ...
 
     def updating_weights(self) -> AbstractContextManager[None]:
-        """Inside it `weights()` may be written; no generation is under way, and nothing cached outlives it."""
+        """Context in which `weights()` may be written. No generation may be in progress, and nothing cached outlives
+        it."""
         ...
 
     def generate(
@@ -152,19 +155,19 @@ class RolloutEngine(Protocol):
         on_step: Callable[[], None] | None = None,
         should_abort: Callable[[], bool] | None = None,
     ) -> list[Completion]:
-        """One completion per request, in their order, those from `source` behind them, whatever the engine's batching.
+        """Return one completion per request, in their order, followed by those from `source`.
 
-        `on_finished(index of the request, completion)` is called as soon as a completion is there, `on_step()` about
-        once a token, to advance scoring. Neither may wait, because the other ranks of the replica would wait too.
-        `should_abort()` is asked about once a token and says the same on every rank of the replica; when it is true,
-        sequences that run or wait end at once with finish_reason "abort" (without a call of `on_finished`).
+        `on_finished(index of the request, completion)` is called when a completion is done, `on_step()` about once a
+        token, to advance scoring. Neither may wait, because the other ranks of the replica would wait too.
+        `should_abort()` is called about once a token and returns the same on every rank of the replica; if it is true,
+        running and waiting sequences end at once with finish_reason "abort" (without a call of `on_finished`).
         """
         ...
 
     def sleep(self) -> None:
-        """Gives back the memory that only generation needs; weights stay."""
+        """Free the memory that only generation needs; weights stay."""
         ...
 
     def wake(self) -> None:
-        """Takes it again."""
+        """Allocate that memory again."""
         ...

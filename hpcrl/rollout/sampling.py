@@ -1,4 +1,5 @@
-"""Drawing tokens with random numbers that depend on what is drawn, never on batching, order or layout.
+"""Keyed sampling of tokens: random numbers depend on (seed, uid, position, sample, step), not on batching, order or
+layout.
 
 Philox4x32-10 is Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
 """
@@ -6,30 +7,36 @@ Philox4x32-10 is Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", S
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpcrl.kernels import sampling as kernels
+from hpcrl.kernels.dispatch import use_triton
 from hpcrl.rollout.protocol import SamplingParams
 
-_MULTIPLIERS = np.array(kernels.MULTIPLIERS, np.uint64)
-_WEYL = np.array(kernels.WEYL, np.uint64)
+if TYPE_CHECKING:
+    from hpcrl.rollout.native.decoder import TensorParallel
+
+_MULTIPLIERS = np.array((0xD2511F53, 0xCD9E8D57), np.uint64)
+_WEYL = np.array((0x9E3779B9, 0xBB67AE85), np.uint64)
+_ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Four random words (..., 4) uint32 for `counter` (..., 4) and `key` (..., 2), both uint32."""
-    # Words 0 and 2 are multiplied, words 1 and 3 mixed in: two lanes, side by side.
+    """Return four random words (..., 4) uint32 for `counter` (..., 4) and `key` (..., 2), both uint32."""
+    # Words 0 and 2 are multiplied, words 1 and 3 mixed in: two lanes at once.
     lanes = np.moveaxis(counter.astype(np.uint64), -1, 0)
     multiplied, mixed = lanes[0::2], lanes[1::2]
     shape = (2, *(1,) * (lanes.ndim - 1))
     multipliers, weyl = _MULTIPLIERS.reshape(shape), _WEYL.reshape(shape)
     round_key = np.moveaxis(key.astype(np.uint64), -1, 0)
-    for _ in range(kernels.ROUNDS):
+    for _ in range(_ROUNDS):
         product = multiplied * multipliers
         multiplied, mixed = (product[::-1] >> _HALF) ^ mixed ^ round_key, product[::-1] & _LOW
         round_key = (round_key + weyl) & _LOW
@@ -37,7 +44,8 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def request_key(seed: int, uid: str) -> np.ndarray:
-    """The Philox key (2,) uint32 of a prompt: blake2b-8 of seed (8 bytes, little-endian, signed) and uid (UTF-8).
+    """Return the Philox key (2,) uint32 of a prompt: blake2b-8 of seed (8 bytes, little-endian, signed) and uid
+    (UTF-8).
 
     The digest's first four bytes are word 0, the others word 1, both little-endian.
     """
@@ -46,7 +54,7 @@ def request_key(seed: int, uid: str) -> np.ndarray:
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray, sample_indices: np.ndarray, step: int) -> np.ndarray:
-    """One number in (0, 1), fp64 (n,), per token to draw.
+    """Return one number in (0, 1), fp64 (n,), per token to draw.
 
     `keys` (n, 2) uint32 from `request_key`; `positions` (n,) = index of the token in its response; `sample_indices`
     (n,); `step` of the trainer. The counter is (position, sample index, step, 0), u = (first word + 0.5) / 2^32.
@@ -66,9 +74,9 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, uniform: np.ndarray, vocab_size: int, sampling: SamplingParams) -> Sampled:
-    """Draws one token per row of `logits` (n, padded vocabulary), any float dtype, with `uniform` fp64 (n,), as
-    `hpcrl.kernels.sampling` does. FloatingPointError where logits are not finite; -inf is no more than a token that is
-    never drawn."""
+    """Draw one token per row of `logits` (n, padded vocabulary), any float dtype, with `uniform` fp64 (n,), by
+    `hpcrl.kernels.sampling`. Raises FloatingPointError if logits are not finite; -inf is allowed and marks a token that
+    is never drawn."""
     numbers = torch.from_numpy(uniform).to(logits.device)
     return checked(
         Sampled(*kernels.sample(logits, numbers, vocab_size, sampling.temperature, sampling.top_k, sampling.top_p))
@@ -77,5 +85,40 @@ def sample(logits: Tensor, uniform: np.ndarray, vocab_size: int, sampling: Sampl
 
 def checked(drawn: Sampled) -> Sampled:
     if not bool(drawn.log_probs.isfinite().all()):
-        raise FloatingPointError("the policy's logits are not finite: its weights diverged; resume from before")
+        raise FloatingPointError("the policy's logits are not finite: resume from an earlier checkpoint")
     return drawn
+
+
+def sample_sharded(
+    logits: Tensor, uniform: np.ndarray, vocab_size: int, sampling: SamplingParams, tp: TensorParallel
+) -> Sampled:
+    """Return `sample` of `logits` (n, padded vocabulary / tp), which start at id rank * width, without gathering them.
+    Collective; all ranks get the same result.
+
+    Each rank sends two numbers a row, its largest score and its sum of weights, and the owner of the token two more.
+    Their fp64 sums are combined in rank order, so the token equals that of gathered logits unless u lies within 1e-6 of
+    a boundary, because the fp32 exponentials are relative to different maxima. Logits are gathered if a filter needs
+    all of them, and where there are no kernels, so that results do not depend on the layout there.
+    """
+    filtered = sampling.temperature != 0 and (sampling.top_k != -1 or sampling.top_p < 1)
+    if tp.size == 1 or filtered or not use_triton("sampling", logits):
+        return sample(tp.gather_columns(logits), uniform, vocab_size, sampling)
+    first = tp.rank * logits.size(1)
+    own_size = min(max(vocab_size - first, 0), logits.size(1))
+    partials = kernels.partials(logits, own_size, sampling.temperature)
+    gathered = tp.gather_columns(torch.stack([part.double() for part in partials.whole()], 1))
+    maxima, sums = gathered.view(len(gathered), -1, 2).unbind(-1)
+    highest = maxima.amax(1, keepdim=True)
+    masses = sums * (maxima - highest.masked_fill(highest == -torch.inf, 0)).exp()
+    ends = torch.stack(list(accumulate(masses.unbind(1))), 1)  # CUDA's cumsum is not deterministic
+    bounds = torch.from_numpy(uniform).to(ends.device).unsqueeze(1) * ends[:, -1:]
+    owns = maxima == highest if sampling.temperature == 0 else (ends > bounds) & (masses > 0)
+    mine = owns.int().argmax(1) == tp.rank  # the first owner
+    before = ends[:, [tp.rank - 1]] if tp.rank else torch.zeros_like(bounds)
+    share = (bounds - before).squeeze(1) / masses[:, tp.rank]
+    share = torch.where(mine, share, 0.5).clamp_(0, 1 - 2**-53)
+    token_ids, log_probs = kernels.sample(logits, share, own_size, sampling.temperature, partials=partials)
+    log_probs = log_probs.double() + (masses[:, tp.rank] / ends[:, -1]).log()
+    answer = torch.stack([(token_ids + first).double(), log_probs], 1).masked_fill_(~mine.unsqueeze(1), 0)
+    answer = tp.sum(answer)
+    return checked(Sampled(answer[:, 0].long(), answer[:, 1].float()))

@@ -8,9 +8,8 @@ from pathlib import Path
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
-from hpcrl.model.hf.files import plan_files, write_beside
-from hpcrl.model.hf.peft import CONFIG, adapter_config
-from hpcrl.model.lora import Lora
+from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config, plan_files, write_beside
+from hpcrl.model.shape import Lora
 from hpcrl.plan.state import ITEMSIZE
 
 
@@ -35,7 +34,7 @@ def export_adapter(controller: Controller, config: Config, folder: Path) -> None
     named = config.model.init_from or config.model.path
     base = named if named is not None and is_hugging_face(Path(named)) else None
     settings = adapter_config(shape, lora, base)
-    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _raise(problems: list[tuple[int | None, str, str] | None]) -> None:

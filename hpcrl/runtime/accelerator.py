@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+
 _NO_RANGE = nullcontext()
 _OUT_OF_MEMORY = re.compile(r"cuda.*out of memory", re.IGNORECASE | re.DOTALL)  # torch, CUDA and NCCL
 HISTORY_ENTRIES = 100_000  # the newest allocations and frees
@@ -196,3 +197,35 @@ def _snapshot(path: Path | None) -> str:
     except (OSError, RuntimeError) as error:
         return f"the memory snapshot could not be written: {error}"
     return f"memory snapshot: {path}, to be opened at https://pytorch.org/memory_viz" if is_written else ""
+
+
+class MegatronRanges:
+    """Replacement of megatron's timers (`config.timers`) that opens a profiler range where a timer would run, with its
+    name.
+
+    The schedules start and stop 'forward-compute' and 'backward-compute' once per micro-batch, and 'forward-recv' and
+    similar timers for each transfer between pipeline stages.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: dict[str, _Range] = {}
+
+    def __call__(self, name: str, log_level: int = 0) -> _Range:
+        if name not in self._ranges:
+            self._ranges[name] = _Range(name)
+        return self._ranges[name]
+
+
+class _Range:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open: AbstractContextManager[object] | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        self._open = annotated(self._name)
+        self._open.__enter__()
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None

@@ -116,7 +116,10 @@ def run_spmd(
         )
         remove_torch_log_handlers()
         set_torch_precision(config.run.full_determinism)
-        from hpcrl.runtime import accelerator, platform  # import torch
+        from hpcrl.runtime import (
+            accelerator,  # import torch
+            platform,
+        )
 
         if config.run.memory_snapshot:
             accelerator.record_memory_history(world.device)

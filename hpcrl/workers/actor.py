@@ -27,8 +27,7 @@ from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.model.lora import Lora
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.actor_objective import ActorObjective
 from hpcrl.workers.columns import padded_if_there, training_mask
 from hpcrl.workers.model_worker import ModelWorker, Updates

@@ -15,12 +15,11 @@ from hpcrl.checkpoint.store import fsync
 from hpcrl.config.roles import EXPORT
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
-from hpcrl.model.hf.files import plan_files
-from hpcrl.model.hf.peft import WEIGHTS, peft_shards
+from hpcrl.model.hf.files import ADAPTER_WEIGHTS, peft_shards, plan_files
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit
 from hpcrl.runtime import accelerator, platform
 from hpcrl.workers.model_worker import ModelWorker
 
@@ -70,7 +69,7 @@ class ExportWorker(Worker):
         assert engine.lora is not None
         tensors = self._empty(peft_shards(engine.shape, engine.lora) if self.rank == writer else ())
         self._bring(engine.named_shards(), tensors, Layout((writer,)), destination_format="peft", lora=engine.lora)
-        return self._save({Path(folder) / WEIGHTS: list(tensors)} if tensors else {}, tensors)
+        return self._save({Path(folder) / ADAPTER_WEIGHTS: list(tensors)} if tensors else {}, tensors)
 
     def _empty(self, shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
         dtype, device = self.policy.engine.dtype, platform.device()

@@ -23,8 +23,7 @@ from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.hf.directory import open_weights
-from hpcrl.model.lora import Lora
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.columns import training_mask
 
 if TYPE_CHECKING:

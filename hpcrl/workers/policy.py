@@ -8,8 +8,7 @@ from hpcrl.config.roles import POLICY
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.model.lora import Lora
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.model_worker import ModelWorker
 
 

@@ -14,9 +14,9 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.executor import Refit, RefitReport
 from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.windows import nodes_of
+from hpcrl.reshard.refit import Refit, RefitReport
+from hpcrl.reshard.transports import nodes_of
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.world import World, before_mpi_finalize
 from hpcrl.workers.model_worker import DTYPES, ModelWorker

@@ -18,7 +18,7 @@ from hpcrl.rollout.protocol import (
     RolloutEngine,
     SamplingParams,
     Trajectory,
-    known_first,
+    merge_routed_experts,
 )
 from hpcrl.runtime.mpi import wait_for_ranks
 from hpcrl.workers.response_journal import ResponseJournal
@@ -45,7 +45,7 @@ class Response:
             return
         self.token_ids = np.concatenate([self.token_ids, more.token_ids])
         self.log_probs = np.concatenate([self.log_probs, more.log_probs])
-        self.routed_experts = known_first(self.routed_experts, more.routed_experts)
+        self.routed_experts = merge_routed_experts(self.routed_experts, more.routed_experts)
         self.versions = (self.versions[0] if self.versions else version, version)
 
     def continuation(self) -> Request:
@@ -53,7 +53,7 @@ class Response:
         return replace(self.request, prefix_ids=self.token_ids)
 
     def trajectory(self) -> Trajectory:
-        return Trajectory.of_one_turn(
+        return Trajectory.from_completion(
             Completion(self.token_ids, self.log_probs, self.finish_reason, self.routed_experts)
         )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.model.router import OWN
+from hpcrl.model.router import NOT_RECORDED
 from hpcrl.rollout.protocol import Request, Trajectory
 
 
@@ -44,7 +44,7 @@ def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
     if len(known) < len(parts):
         raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses have no routed_experts")
     width = known[0].shape[1]
-    values = np.full((int(lengths.sum()), width), OWN, np.int16)
+    values = np.full((int(lengths.sum()), width), NOT_RECORDED, np.int16)
     ends = lengths.cumsum().tolist()
     for part, end, length in zip(known, ends, lengths.tolist(), strict=True):
         values[end - length :][: len(part)] = part

@@ -21,7 +21,7 @@ from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
 from hpcrl.rewards.manager import REWARD_MANAGERS
 from hpcrl.rollout.agent.loop import AgentLoop
-from hpcrl.rollout.agent.moderator import turn_columns, turn_metrics, turns_for_scorer
+from hpcrl.rollout.agent.turn_handler import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
@@ -124,7 +124,7 @@ class RolloutWorker(Worker):
         def finished(place: int, done: Completion | Trajectory) -> None:
             if self.on_response is not None:
                 self.on_response()
-            trajectory = done if isinstance(done, Trajectory) else Trajectory.of_one_turn(done)
+            trajectory = done if isinstance(done, Trajectory) else Trajectory.from_completion(done)
             if journal is not None:
                 journal.write(requests[left[place]], trajectory)
             begin_score(left[place], trajectory)
@@ -177,7 +177,7 @@ class RolloutWorker(Worker):
             trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, **options)
         else:
             completions = self.engine.generate(requests, sampling, **options)
-            trajectories = [Trajectory.of_one_turn(completion) for completion in completions]
+            trajectories = [Trajectory.from_completion(completion) for completion in completions]
         if self.free_cache:
             self.engine.sleep()
         return trajectories, metrics

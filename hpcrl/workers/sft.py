@@ -19,8 +19,7 @@ from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.answers import SftDataset
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import Lora
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.model_worker import ModelWorker
 
 if TYPE_CHECKING:

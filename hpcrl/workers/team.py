@@ -17,9 +17,8 @@ from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.directory import shape_of
-from hpcrl.model.lora import Lora
 from hpcrl.model.params import check_adapters, role_layout
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.rewards.manager import check_rewards
 from hpcrl.rollout.agent.tools import tool_schemas
 from hpcrl.runtime import platform

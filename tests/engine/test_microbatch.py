@@ -69,7 +69,7 @@ def test_several_outputs_of_each_token():
 
 
 def test_last_tokens_need_no_response():
-    (micro,) = make([[1, 2], [5]], [[3, 4], []], count=1, wanted="last")
+    (micro,) = make([[1, 2], [5]], [[3, 4], []], count=1, outputs_at="last")
     assert micro.packed.output_rows.tolist() == [3, 4]
     outputs = torch.tensor([0.5, -1.0])
     assert micro.padded(outputs).tolist() == [[0.5], [-1.0]]
@@ -82,7 +82,7 @@ def test_pairs_are_never_parted():
     micros = make(prompts, [[2]] * 8, count=4, max_tokens=19, unit=2)
     found = sorted(row for micro in micros for row in micro.rows.reshape(-1, 2).tolist())
     assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match="3 samples are no whole number of groups of 2"):
+    with pytest.raises(ValueError, match="3 samples are not a multiple of unit=2"):
         make(prompts[:3], [[2]] * 3, count=4, unit=2)
 
 

@@ -23,19 +23,19 @@ def test_views_keep_their_values_over_blocks_of_the_host(host: HostMemory) -> No
     away = Offloadable(lambda: storages_of([*views, *wholes]), host)
     addresses: list[list[int]] = []
     for _ in range(2):
-        away.leave()
+        away.unload()
         assert [whole.untyped_storage().nbytes() for whole in wholes] == [0] * 5
         addresses.append([block.data_ptr() for block in host.blocks])
-        away.come_back()
+        away.load()
         assert all(torch.equal(view, values) for view, values in zip(views, expected, strict=True))
     assert addresses[0] == addresses[1]
     assert host.nbytes == 256  # of 4 * sum(sizes) = 228
 
     wholes.append(torch.ones(20))
     views.append(wholes[-1])
-    away.leave()
+    away.unload()
     assert [block.data_ptr() for block in host.blocks][:4] == addresses[0]
-    away.come_back()
+    away.load()
     assert torch.equal(wholes[-1], torch.ones(20))
 
 
@@ -46,7 +46,7 @@ def test_what_came_for_an_inner_use_stays_for_the_outer_one(host: HostMemory) ->
         "optimizer": Offloadable(lambda: storages_of([moments]), HostMemory(pinned=False)),
     }
     role = Offload(parts, torch.device("cpu"))
-    role.leave()
+    role.unload()
     there = lambda: (weights.untyped_storage().nbytes(), moments.untyped_storage().nbytes())  # noqa: E731
     assert there() == (0, 0)
     with role.on_device("parameters"):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcrl.kernels.group_statistics import group_moments, group_sum
+from hpcrl.kernels.reductions import group_moments, group_sum
 from tests.kernels.close import DTYPES, poisoned
 
 ALL = (*DTYPES, torch.float64)

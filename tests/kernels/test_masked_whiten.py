@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.aggregation import masked_whiten
-from hpcrl.kernels.masked_whiten import masked_values
+from hpcrl.kernels.reductions import masked_values
 from tests.kernels.close import DTYPES, assert_near
 
 SHAPES = ((0, 5), (1, 1), (3, 7), (2, 3000), (4, 2048))  # a tile has 4096 numbers

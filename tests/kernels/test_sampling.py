@@ -5,16 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.sampling import partials, sample, uniforms
-from hpcrl.kernels.sampling_triton import CHUNK, philox
+from hpcrl.kernels.sampling import partials, sample
+from hpcrl.kernels.sampling_triton import CHUNK
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout.sampling import philox4x32
 from hpcrl.rollout.sampling import sample as checked_sample
-from hpcrl.rollout.sampling import uniforms as host_uniforms
 from tests.kernels.close import DTYPES
 
 ROWS = 4000 if torch.cuda.is_available() else 30  # the interpreter takes its time for each
@@ -185,40 +181,3 @@ def test_logits_that_are_not_finite_are_told(device: torch.device, wrong: float,
         broken[1, slice(0, 40) if wrong < 0 else 7] = wrong
         with pytest.raises(FloatingPointError, match="not finite"):
             checked_sample(broken, uniform, 30, sampling)
-
-
-@triton.jit
-def all_words(counters, keys, words, BLOCK: tl.constexpr):
-    row = tl.arange(0, BLOCK)
-    found = philox(
-        tl.load(counters + row * 4), tl.load(counters + row * 4 + 1), tl.load(counters + row * 4 + 2),
-        tl.load(counters + row * 4 + 3), tl.load(keys + row * 2), tl.load(keys + row * 2 + 1),
-    )  # fmt: skip
-    tl.store(words + row * 4, found[0])
-    tl.store(words + row * 4 + 1, found[1])
-    tl.store(words + row * 4 + 2, found[2])
-    tl.store(words + row * 4 + 3, found[3])
-
-
-def test_philox_gives_the_words_of_the_host(device: torch.device) -> None:
-    generator = np.random.default_rng()
-    counters, keys = (generator.integers(0, 2**32, (1024, width), dtype=np.uint32) for width in (4, 2))
-    counters[:3], keys[:3] = [[0], [2**32 - 1], [2**31]], [[0], [2**32 - 1], [2**31]]
-    words = torch.zeros(1024, 4, dtype=torch.uint32, device=device)
-    all_words[(1,)](torch.from_numpy(counters).to(device), torch.from_numpy(keys).to(device), words, BLOCK=1024)
-    assert np.array_equal(words.cpu().numpy(), philox4x32(counters, keys))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 700])
-@pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_uniforms_are_those_of_the_host(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, rows: int, choice: str
-) -> None:
-    monkeypatch.setenv("HPCRL_KERNELS", choice)
-    generator = np.random.default_rng()
-    keys = generator.integers(0, 2**32, (rows, 2), dtype=np.uint32)
-    positions, indices = generator.integers(0, 2**31, (2, rows))
-    step = int(generator.integers(0, 2**32))
-    made = uniforms(*(torch.from_numpy(part).to(device) for part in (keys, positions, indices, np.array(step))))
-    assert made.dtype == torch.float64
-    assert np.array_equal(made.cpu().numpy(), host_uniforms(keys, positions, indices, step))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.segmented_scan import Rows, discounted_returns, gae
+from hpcrl.kernels.reductions import Rows, discounted_returns, gae
 from tests.kernels.close import DTYPES, assert_near
 
 GAMMA, LAM = 0.97, 0.9
@@ -16,10 +16,10 @@ LENGTHS = ((), (0,), (1,), (8, 0, 9, 7), (0, 71, 3, 0), (64, 16))
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes half a millisecond for each token."""
     if not torch.cuda.is_available():
-        from hpcrl.kernels import segmented_scan_triton
+        from hpcrl.kernels import reductions_triton
 
-        monkeypatch.setattr(segmented_scan_triton, "TILE", 8)
-        monkeypatch.setattr(segmented_scan_triton, "WINDOW", 4)
+        monkeypatch.setattr(reductions_triton, "SCAN_TILE", 8)
+        monkeypatch.setattr(reductions_triton, "SCAN_WINDOW", 4)
 
 
 def by_hand(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:

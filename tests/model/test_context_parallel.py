@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.model.packed import places, runs_of, tokens_of
+from hpcrl.model.packed import local_runs, places, tokens_of
 
 
 @given(
@@ -23,7 +23,7 @@ def test_queries_see_their_sequence_up_to_themselves(lengths: list[int], cp: int
     seen: list[int] = []
     for rank in range(cp):
         mine = tokens_of(size, rank, cp)
-        inside, tails = runs_of(torch.tensor(lengths), size, rank, cp)
+        inside, tails = local_runs(torch.tensor(lengths), size, rank, cp)
         padded = sum(bucket.size for bucket in inside.buckets)
         row_of = [row for bucket in inside.buckets for row in [bucket.width] * bucket.rows]
         firsts = torch.repeat_interleave(

@@ -137,5 +137,5 @@ def test_where_exact_mode_cannot_hold_it_is_refused(monkeypatch: pytest.MonkeyPa
         check_exact(SHAPE, 1, torch.float32, CPU)
     torch.set_num_threads(1)
     monkeypatch.setattr(exact, "ROWS", 1)  # the rule that does not hold
-    with pytest.raises(InputError, match="other bits"):
+    with pytest.raises(InputError, match="not bitwise the same"):
         check_exact(dataclasses.replace(SHAPE, hidden_size=256), 1, torch.float32, CPU)

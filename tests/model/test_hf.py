@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from hpcrl.model.exact import check_exact
 from hpcrl.model.hf.directory import Safetensors, load_weights, open_weights
 from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
-from hpcrl.model.hf.files import differing, hf_shards, plan_files, whole, write_beside
+from hpcrl.model.hf.files import differing, hf_shards, plan_files, unsharded, write_beside
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.tensorrt_llm_layout import check_tensorrt_llm
+from hpcrl.reshard.pieces import check_tensorrt_llm
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
@@ -36,7 +36,7 @@ def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path
     engine = NativeEngine(shape, None, 0, 1, torch.float32, **options)
     source = Safetensors(tmp_path)
     source.check(shape)
-    load_weights(shape, source, whole(shape), engine.weights())
+    load_weights(shape, source, unsharded(shape), engine.weights())
     prompts = [np.arange(length) % 47 for length in (1, 5, 90)]
     requests = [Request(prompt, str(number)) for number, prompt in enumerate(prompts)]
     completions = engine.generate(requests, SamplingParams(12), seed=0, step=0)
@@ -144,7 +144,7 @@ def test_who_does_not_compute_latent_attention_says_so() -> None:
     shape = shape_from_hf(make_model("deepseek-v2-lite").config.to_dict())
     with pytest.raises(InputError, match="rollout.exact=true with latent attention is not supported"):
         check_exact(shape, 1, torch.float32, torch.device("cpu"))
-    with pytest.raises(InputError, match="rollout.engine=tensorrt_llm: how it lays out latent attention"):
+    with pytest.raises(InputError, match="rollout.engine=tensorrt_llm: its layout of latent attention"):
         check_tensorrt_llm(shape, 1)
 
 
@@ -190,9 +190,12 @@ def test_tensors_that_are_missing_too_many_or_of_another_shape_are_named(tmp_pat
     name = "model.layers.1.mlp.up_proj.weight"
     for number, (change, said) in enumerate(
         [
-            (lambda tensors: tensors.pop(name), f"there is no tensor {name}"),
-            (lambda tensors: tensors.update({name: torch.zeros(48, 31)}), rf"{name} is \(48, 31\), and \(48, 32\)"),
-            (lambda tensors: tensors.update({"extra.weight": torch.zeros(2)}), "extra.weight is in the files and not"),
+            (lambda tensors: tensors.pop(name), f"no tensor {name}"),
+            (
+                lambda tensors: tensors.update({name: torch.zeros(48, 31)}),
+                rf"{name} has shape \(48, 31\); config.json says \(48, 32\)",
+            ),
+            (lambda tensors: tensors.update({"extra.weight": torch.zeros(2)}), "extra.weight is in the files but not"),
         ]
     ):
         folder = tmp_path / str(number)

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import Lora
 from hpcrl.model.params import Shard, check_adapters, check_layout, chunk_layers, role_layout, shards, stage_layers
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
 
 
@@ -93,7 +92,7 @@ def test_experts_are_tiled_by_the_expert_grid(
 def test_a_stage_without_experts_is_refused() -> None:
     shape = make_shape(num_layers=4, num_experts=4, moe_ffn_hidden_size=6, dense_layers=(0, 1))
     assert role_layout(shape, "actor", ranks=(0, 1), pp=1).dp == 2
-    with pytest.raises(InputError, match=r"placement.actor.pp=2 makes a pipeline stage of dense layers alone"):
+    with pytest.raises(InputError, match=r"placement.actor.pp=2 makes a pipeline stage with dense layers only"):
         role_layout(shape, "actor", ranks=(0, 1), pp=2)
 
 
@@ -101,7 +100,7 @@ def test_adapters_of_experts_alone_on_some_stages_are_refused() -> None:
     shape = make_shape(num_layers=4, num_experts=4, moe_ffn_hidden_size=8, dense_layers=(0,))
     layout = Layout((0, 1), pp=2)
     check_adapters(shape, layout, Lora(2, 4.0))
-    with pytest.raises(InputError, match="name a projection of attention too, or use pp=1"):
+    with pytest.raises(InputError, match="add a projection of attention, or use pp=1"):
         check_adapters(shape, layout, Lora(2, 4.0, ("gate_proj", "up_proj")))
 
 

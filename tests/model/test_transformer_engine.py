@@ -25,8 +25,8 @@ def test_it_is_left_out_without_a_gpu():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"enable": True}, "enable=true, and there is no GPU here; leave it out"),
-        ({"fp8": "hybrid"}, "fp8=hybrid needs Transformer Engine, and there is no GPU here; set fp8 to null"),
+        ({"enable": True}, "enable=true, but there is no GPU; remove it"),
+        ({"fp8": "hybrid"}, "fp8=hybrid needs Transformer Engine, but there is no GPU; set fp8 to null"),
     ],
 )
 def test_what_it_is_asked_for_in_vain(settings, message):

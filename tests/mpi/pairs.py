@@ -15,9 +15,9 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import most_kv_bytes
-from hpcrl.reshard.executor import Refit
+from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.mpi.layouts import make_batch, part_of, policy_loss
@@ -86,7 +86,7 @@ class Pair:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             kv_cache_bytes=kv_sequences
-            and most_kv_bytes(shape, rollout.tp, dtype.itemsize, kv_sequences, max_model_len),
+            and max_kv_bytes(shape, rollout.tp, dtype.itemsize, kv_sequences, max_model_len),
             exact=exact,
         )
         for weight in self.engine.weights().values() if self.engine else ():

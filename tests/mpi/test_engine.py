@@ -15,8 +15,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.engine.gradients import clip_gradients, gradient_norm
-from hpcrl.engine.optim import parts_of
+from hpcrl.engine.optim import clip_gradients, gradient_norm, optimizer_parts
 from hpcrl.engine.outputs import vocab_parallel_log_probs
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
@@ -266,7 +265,7 @@ def test_norm_and_clipping_are_those_of_megatron(groups, layout, optimizer):
     engine = TrainEngine(shape, groups[layout], optim=optim, seed=3)
     mine = part_of(make_batch(), groups[layout])
     reported = engine.train(mine, max_tokens=64, loss=policy_loss, entropy=True)["grad_norm"]
-    optimizers = parts_of(engine.optimizer)
+    optimizers = optimizer_parts(engine.optimizer)
     grads = [parameter.grad for each in optimizers for parameter in each.get_parameters()]
     before = [grad.clone() for grad in grads]
     with Reads() as reads:
@@ -381,7 +380,7 @@ def test_likeliest_tokens_of_a_split_vocabulary(world, k):
 
 @pytest.mark.world(1)
 def test_more_of_the_likeliest_tokens_than_there_are(groups):
-    with pytest.raises(ValueError, match="the 6 likeliest of 5 tokens asked for; ask for 5 or fewer"):
+    with pytest.raises(ValueError, match="k=6 is larger than vocab_size=5; use 5 or fewer"):
         vocab_parallel_topk_ids(torch.zeros(2, 8), 6, group=groups["alone"].tp, vocab_size=5)
 
 

@@ -10,7 +10,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.schema import OptimConfig
 from hpcrl.engine.engine import TrainEngine
-from hpcrl.model.lora import Lora
+from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import forward_flops, training_flops
 from tests.mpi.layouts import MIXTURE, SHAPE, role_groups
 

@@ -16,9 +16,8 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.build import copy_boxes, initial_weight, local_shards
 from hpcrl.model.hf.families import read_shape
-from hpcrl.model.hf.peft import CONFIG, adapter_config
-from hpcrl.model.lora import Lora, is_adapter
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config
+from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.exits import InputError
 from hpcrl.workers.hf_export import ExportWorker
 from tests.model.families import make_model
@@ -208,7 +207,7 @@ def test_peft_computes_what_was_trained(world, world_tmp_path: Path, name: str, 
     assert ExportWorker(worker, world.comm).write_adapter(str(target)) is None
     world.barrier()
     if world.rank == 0:
-        (target / CONFIG).write_text(json.dumps(adapter_config(shape, LORA, str(source))))
+        (target / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(shape, LORA, str(source))))
     world.barrier()
     assert (
         max(float(weight.abs().max()) for name, weight in worker.engine.named_shards().items() if "lora_B" in name)

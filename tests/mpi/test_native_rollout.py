@@ -16,8 +16,8 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.covering import slow_but

@@ -16,10 +16,10 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard import messages, windows
-from hpcrl.reshard.executor import Refit, RefitReport
-from hpcrl.reshard.pieces import Cell, megatron_cells
+from hpcrl.reshard import messages, transports
+from hpcrl.reshard.pieces import ShardGroup, megatron_shard_groups
 from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit, RefitReport
 from hpcrl.reshard.verification import ChecksumMismatch
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
@@ -81,11 +81,11 @@ ALL_TO_TWO = {
 }
 
 
-def tensors(cells: list[Cell], rank: int, dtype: torch.dtype, shift: float = 0.0) -> dict[str, Tensor]:
+def tensors(groups: list[ShardGroup], rank: int, dtype: torch.dtype, shift: float = 0.0) -> dict[str, Tensor]:
     """The rank's shards of a model whose every element has a value of its own (times a common factor)."""
     found = {}
-    for cell in cells:
-        for shard, name in zip(cell.shards, cell.dst_names, strict=True) if rank in cell.ranks else ():
+    for group in groups:
+        for shard, name in zip(group.shards, group.dst_names, strict=True) if rank in group.ranks else ():
             whole = torch.arange(torch.Size(shard.global_shape).numel(), dtype=torch.float32) + shift + len(shard.name)
             whole = whole.view(shard.global_shape[0], -1) / 3
             local = torch.zeros(shard.local_shape).view(shard.local_shape[0], -1)
@@ -122,7 +122,7 @@ class Sides:
             nodes=nodes,
             destination_format=weight_format,  # type: ignore[arg-type]
         )
-        self.source_cells, self.cells = self.resharding.source_cells, self.resharding.destination_cells
+        self.source_groups, self.groups = self.resharding.source_groups, self.resharding.destination_groups
         self.source = self.trained()
         expected = self.expected()
         self.destination = {name: torch.full_like(tensor, -1.0) for name, tensor in expected.items()}
@@ -133,10 +133,10 @@ class Sides:
         self.refit = Refit(self.resharding, world.comm, world.rank, dtype, **options) if self.takes_part else None
 
     def trained(self, shift: float = 0.0) -> dict[str, Tensor]:
-        return tensors(self.source_cells, self.rank, torch.float32, shift)
+        return tensors(self.source_groups, self.rank, torch.float32, shift)
 
     def expected(self, shift: float = 0.0) -> dict[str, Tensor]:
-        return tensors(self.cells, self.rank, self.dtype, shift)
+        return tensors(self.groups, self.rank, self.dtype, shift)
 
     def run(self) -> RefitReport | None:
         return self.refit.run(self.source, self.destination) if self.refit else None
@@ -314,7 +314,7 @@ def test_one_corrupted_byte_is_caught_and_named(world, place, weight_format, mon
     sides.run()
     wrap = flip_first_byte(world.size - 1)
     if place == "window":
-        monkeypatch.setattr(windows, "pack", wrap(windows.pack, world.rank, 2, True))
+        monkeypatch.setattr(transports, "pack", wrap(transports.pack, world.rank, 2, True))
     elif place == "message":
         monkeypatch.setattr(messages, "unpack", wrap(messages.unpack, world.rank, 1, False))
     else:
@@ -388,7 +388,7 @@ def test_a_dtype_that_was_not_planned_is_refused(world) -> None:
     layout = Layout(tuple(range(world.size)))
     refit = Refit(Resharding(SHAPE, layout, layout, 4), world.comm, world.rank, torch.float32)
     with pytest.raises(ValueError, match="bfloat16"):
-        refit.run({}, tensors(megatron_cells(SHAPE, layout, "lm"), world.rank, torch.bfloat16))
+        refit.run({}, tensors(megatron_shard_groups(SHAPE, layout, "lm"), world.rank, torch.bfloat16))
     refit.close()
 
 

@@ -15,7 +15,7 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.microbatch import make_micro_batches
 from hpcrl.model.build import named_parameters
-from hpcrl.model.router import OWN, Router
+from hpcrl.model.router import NOT_RECORDED, Router
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, kv_bytes_per_token
 from hpcrl.rollout.native.engine import NativeEngine
@@ -113,7 +113,7 @@ def test_a_replayed_choice_is_kept_by_other_routers(world, layout: str) -> None:
     recording = recorder.log_probs(batch, record_routing=True, **options)["routed_experts"]
     assert np.array_equal(recording.lengths, batch.fetch("input_ids").lengths * WIDTH)
     for row in range(len(batch)):
-        recording.row(row)[-WIDTH:] = OWN
+        recording.row(row)[-WIDTH:] = NOT_RECORDED
     replayed = DataProto({**batch.tokens, "routed_experts": recording})
     mine, mine_replayed = (part_of(samples, groups[layout]) for samples in (batch, replayed))
 
@@ -185,12 +185,12 @@ def test_the_rollout_engine_tells_where_tokens_went(
     for response, part in zip(open_, more, strict=True):
         response.extend(part, 0)
 
-    for trajectories in ([Trajectory.of_one_turn(one) for one in done], [one.trajectory() for one in responses]):
+    for trajectories in ([Trajectory.from_completion(one) for one in done], [one.trajectory() for one in responses]):
         batch = response_columns(requests, trajectories)
         expected = trainer.log_probs(batch, max_tokens=200, temperature=1.0, record_routing=True)["routed_experts"]
         found = batch.fetch("routed_experts")
         for row in range(len(batch)):
-            assert (found.row(row)[-width:] == OWN).all()
+            assert (found.row(row)[-width:] == NOT_RECORDED).all()
             found.row(row)[-width:] = expected.row(row)[-width:]
         assert_same_choice(found, expected, shape)
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.rollout.native.decoder import TensorParallel
-from hpcrl.rollout.native.sharded_sampling import sample_sharded
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout.sampling import Sampled, sample
+from hpcrl.rollout.sampling import Sampled, sample, sample_sharded
 from tests.covering import slow_but
 
 LAYOUTS = [pytest.param("tp2", marks=pytest.mark.world(2)), pytest.param("tp4", marks=pytest.mark.world(4))]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrl.rollout.protocol import Request, SamplingParams
-from hpcrl.rollout.tensorrt_llm.engine import Generation
+from hpcrl.rollout.tensorrt_llm.engine import GenerateCall
 from hpcrl.runtime import trtllm
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
@@ -55,7 +55,7 @@ class Turns:
 @pytest.mark.world(2, 4)
 def test_every_rank_hears_the_same(world: World) -> None:
     engine = Engine() if world.rank == 0 else None
-    made = Generation(
+    made = GenerateCall(
         engine,
         world.broadcast_object,
         SamplingParams(1),

@@ -18,11 +18,10 @@ from hpcrl.config.roles import Part
 from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.layout import Layout
-from hpcrl.model.lora import Lora
 from hpcrl.model.packed import pack
 from hpcrl.model.params import Head, stage_layers
-from hpcrl.model.router import OWN
-from hpcrl.model.shape import LatentAttention, ModelShape
+from hpcrl.model.router import NOT_RECORDED
+from hpcrl.model.shape import LatentAttention, Lora, ModelShape
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.meta import DTYPES, fake_rank, parameter_bytes
 from hpcrl.plan.state import RoleModel
@@ -234,7 +233,7 @@ def test_what_balance_and_replay_add(layout: str) -> None:
     model, moe = RoleModel(MOE, LAYOUTS[layout], "lm", 4, ADAM), MoeConfig(aux_loss_coeff=0.1, z_loss_coeff=0.1)
     batch = make_batch()
     lengths = batch.fetch("input_ids").lengths * len(MOE.moe_layers) * MOE.moe_topk
-    experts = Ragged.from_lengths(np.full(int(lengths.sum()), OWN, np.int16), lengths)
+    experts = Ragged.from_lengths(np.full(int(lengths.sum()), NOT_RECORDED, np.int16), lengths)
     plain = make_pass(model, entropy=True)
     for stage in range(model.layout.pp):
         peaks, planned = [], []

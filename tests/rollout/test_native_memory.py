@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import block_bytes, kv_cache_bytes, most_kv_bytes
+from hpcrl.model.sizes import block_bytes, kv_cache_bytes, max_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
@@ -127,11 +127,11 @@ def test_memory_does_not_grow_with_a_limit_that_no_response_reaches() -> None:
 
 def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_use() -> None:
     sizes = {"max_num_seqs": 8, "max_model_len": 100}
-    most = most_kv_bytes(SHAPE, 1, torch.float32.itemsize, **sizes)
+    most = max_kv_bytes(SHAPE, 1, torch.float32.itemsize, **sizes)
     assert most == 8 * 4 * block_bytes(SHAPE, 1, torch.float32.itemsize)
     assert kv_cache_bytes(SHAPE, 1, torch.float32.itemsize, **sizes, free_bytes=most, utilization=0.25) == most // 4
     assert kv_cache_bytes(SHAPE, 1, torch.float32.itemsize, **sizes, free_bytes=100 * most, utilization=0.25) == most
-    assert most_kv_bytes(SHAPE, 2, torch.bfloat16.itemsize, **sizes) == pytest.approx(most / 4, rel=0.2)
+    assert max_kv_bytes(SHAPE, 2, torch.bfloat16.itemsize, **sizes) == pytest.approx(most / 4, rel=0.2)
 
 
 @pytest.mark.parametrize("max_model_len", [80, 1280])

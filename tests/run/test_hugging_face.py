@@ -102,7 +102,7 @@ def test_training_from_a_directory_and_back(models: Path, tmp_path: Path) -> Non
     plain = write_config(tmp_path, run={"name": "plain", "dir": str(tmp_path / "runs")}, trainer={"save_freq": 1})
     steps = ("trainer.total_training_steps=1", own, f"model.init_from={models / 'qwen3-moe'}")
     other = hpcrl(tmp_path, 2, "train", str(plain), *steps)
-    assert other.returncode == 2 and "is of another model" in other.stderr, other.stderr
+    assert other.returncode == 2 and "describes another model" in other.stderr, other.stderr
     assert hpcrl(tmp_path, 2, "train", str(plain), *steps[:2]).returncode == 0
     assert hpcrl(tmp_path, 1, "convert", "runs/plain", "plain").returncode == 0
     assert (tmp_path / "plain" / "model.safetensors").is_file()
@@ -117,8 +117,8 @@ def test_a_wrong_directory_ends_the_job_before_anything_is_built(models: Path, t
     (folder / "config.json").write_text(json.dumps({**settings, "intermediate_size": 64}))
     config = write_config(tmp_path, model={"path": str(folder)})
     for arguments, said in (
-        (("train", str(config)), "gate_proj.weight is (48, 32), and (64, 32) by config.json"),
-        (("score", "model", "--tokens", "none.jsonl", "--out", "out.jsonl"), "(64, 32) by config.json"),
+        (("train", str(config)), "gate_proj.weight has shape (48, 32); config.json says (64, 32)"),
+        (("score", "model", "--tokens", "none.jsonl", "--out", "out.jsonl"), "config.json says (64, 32)"),
         (("score", str(models / "llama-3.1"), "--tokens", "none.jsonl", "--out", "out.jsonl"), "none.jsonl"),
         (
             ("score", str(models / "llama-3.1"), "--out", "out.jsonl"),

@@ -21,7 +21,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hpcrl.model.hf.families import hf_config
-from hpcrl.model.sizes import most_kv_bytes
+from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime import accelerator
@@ -132,7 +132,7 @@ def made(world: World, eager: bool) -> NativeEngine:
         max_num_seqs=max(ROWS),
         max_num_batched_tokens=8192,
         max_model_len=longest,
-        kv_cache_bytes=most_kv_bytes(shape(), 1, 2, max(ROWS), longest),
+        kv_cache_bytes=max_kv_bytes(shape(), 1, 2, max(ROWS), longest),
         enforce_eager=eager,
         device=world.device,
     )

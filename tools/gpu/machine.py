@@ -20,7 +20,7 @@ PACKAGES = (
 TEST_PACKAGES = ("pytest", "pytest-xdist", "hypothesis")
 OPTIONAL = ("matplotlib", "peft", "transformer-engine", "flash-attn", "tensorrt-llm")
 MODULES = (
-    *("hpcrl.jobs.train", "hpcrl.engine.engine", "hpcrl.rollout.native.engine", "hpcrl.reshard.executor"),
+    *("hpcrl.jobs.train", "hpcrl.engine.engine", "hpcrl.rollout.native.engine", "hpcrl.reshard.refit"),
     *("hpcrl.kernels.decode_attention", "hpcrl.checkpoint.manifest", "hpcrl.telemetry.writer"),
 )
 

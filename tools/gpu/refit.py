@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import shards
-from hpcrl.reshard.executor import Refit
 from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.windows import nodes_of
+from hpcrl.reshard.refit import Refit
+from hpcrl.reshard.transports import nodes_of
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.world import World
 from tools.gpu.outcome import Skip, require

@@ -6,7 +6,7 @@ import torch
 from kernel_cases.case import Case
 from torch import Tensor
 
-from hpcrl.kernels.group_statistics import group_moments, group_sum
+from hpcrl.kernels.reductions import group_moments, group_sum
 
 
 def cases() -> Iterator[Case]:

@@ -8,7 +8,7 @@ import torch
 from kernel_cases.case import Case
 from torch import Tensor
 
-from hpcrl.kernels.sampling import sample, uniforms
+from hpcrl.kernels.sampling import sample
 
 VOCABULARY, TEMPERATURE, TOP_P = 151936, 0.8, 0.95
 BATCHES = (16, 256, 2048)  # the first fit into the L2 cache, which is emptied between runs
@@ -22,9 +22,6 @@ def cases() -> Iterator[Case]:
             runs = {"hpcrl": partial(sample, logits, uniform, VOCABULARY, TEMPERATURE, -1, top_p)}
             runs |= {who: partial(run, logits) for who, run in peers(top_p).items()}
             yield Case(f"{name} {rows}", runs, logits.nbytes)
-    keys, integers = torch.randint(2**31, (2048, 2), device="cuda"), torch.arange(2048, device="cuda")
-    runs = {"hpcrl": partial(uniforms, keys, integers, integers, integers[1])}
-    yield Case("uniforms 2048", runs, 2048 * (16 + 8 + 8 + 8))
 
 
 def peers(top_p: float) -> dict[str, Callable[[Tensor], object]]:

@@ -6,7 +6,7 @@ import torch
 from kernel_cases.case import Case
 from torch import Tensor
 
-from hpcrl.kernels.segmented_scan import gae
+from hpcrl.kernels.reductions import gae
 
 GAMMA, LAM = 0.99, 0.95
 

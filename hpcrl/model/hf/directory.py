@@ -1,4 +1,4 @@
-"""A Hugging Face directory's safetensors files, of which each rank reads the slices that it needs."""
+"""Reading of a Hugging Face directory's safetensors files; each rank reads the slices that it needs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 
 
 def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
-    """The shape that a section `model:` describes, by its Hugging Face directory where it names one. `num_tokens`: the
-    tokenizer's. Raises InputError also where the directory's files are not those of such a model."""
+    """Return the shape described by a section `model:`, from its Hugging Face directory if it names one.
+
+    `num_tokens`: the tokenizer's. Raises InputError also if the directory's files do not fit the shape.
+    """
     if model.path is None:
         return shape_from_yaml(model, num_tokens)
     folder = Path(model.path)
     shape = read_shape(folder)
     if shape.vocab_size < num_tokens:
         raise InputError(
-            f"{folder / CONFIG}: vocab_size={shape.vocab_size} is below the tokenizer's {num_tokens}; name the "
+            f"{folder / CONFIG}: vocab_size={shape.vocab_size} is below the tokenizer's {num_tokens}; use the "
             "tokenizer of this model"
         )
     Safetensors(folder).check(shape)
@@ -41,19 +43,21 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
 
 
 def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
-    """The files of a directory whose model computes what one of this `shape` does; else InputError."""
+    """Open a directory with a model of this `shape`. Raises InputError for a model that computes something else."""
     found = read_shape(folder)
     for field in fields(ModelShape):
-        theirs, ours = getattr(found, field.name), getattr(shape, field.name)
-        if field.name not in ("max_position_embeddings", "init_std", "family") and theirs != ours:
-            raise InputError(f"{folder / CONFIG} is of another model: {field.name} is {theirs}, expected {ours}")
+        found_value, expected = getattr(found, field.name), getattr(shape, field.name)
+        if field.name not in ("max_position_embeddings", "init_std", "family") and found_value != expected:
+            raise InputError(
+                f"{folder / CONFIG} describes another model: {field.name} is {found_value}, expected {expected}"
+            )
     source = Safetensors(folder)
     source.check(shape)
     return source
 
 
 class Safetensors:
-    """The tensors of a directory's files, which are mapped into memory."""
+    """The tensors of a directory's memory-mapped files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,14 +72,14 @@ class Safetensors:
             raise InputError(f"{folder}: {error}; expected {SINGLE} or {INDEX} beside {CONFIG}") from error
 
     def check(self, shape: ModelShape) -> None:
-        """InputError where the files are not those of this model, by their headers: no tensor is read."""
+        """Raise InputError if the files do not fit this model, from their headers: no tensor is read."""
         problems = list(differing(shape, {name: tuple(self._slice(name).get_shape()) for name in self._file_of}))
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise InputError(f"{self._folder}: {problems[0]}{more}; copy the directory again, or mend {CONFIG}")
+            raise InputError(f"{self._folder}: {problems[0]}{more}; copy the directory again, or fix {CONFIG}")
 
     def read(self, shape: ModelShape, shard: Shard, out: Tensor) -> None:
-        """A rank's part of one of our parameters into `out`, in its dtype; 0 in the rows that pad the vocabulary."""
+        """Read a rank's part of a Megatron parameter into `out`, in its dtype; padding rows become 0."""
         out = out.view(out.size(0), -1)
         out.zero_()
         for part in slices(shape, shard):
@@ -88,30 +92,30 @@ class Safetensors:
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
-            raise InputError(f"{self._folder}: there is no tensor {name}; copy the directory again")
+            raise InputError(f"{self._folder}: no tensor {name};  copy the directory again")
         with self._named(name):
             return self._file(self._file_of[name]).get_slice(name)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
             path = self._folder / name
-            if Path(name).name != name or not path.is_file():  # an index may come from anywhere
-                raise FileNotFoundError(f"there is no file {name} in {self._folder}")
+            if Path(name).name != name or not path.is_file():  # the index is untrusted
+                raise FileNotFoundError(f"no file {name} in {self._folder}")
             self._open[name] = safe_open(self._folder / name, "pt")
         return self._open[name]
 
     @contextmanager
     def _named(self, tensor: str) -> Iterator[None]:
-        """An error inside it says which file could not be read."""
+        """Context that converts errors into an InputError with the name of the file."""
         try:
             yield
         except (OSError, SafetensorError) as error:
-            path, said = self._folder / self._file_of[tensor], " ".join(str(error).split())
-            raise InputError(f"{path}: {said}; expected {tensor} in it: copy the directory again") from error
+            path, reason = self._folder / self._file_of[tensor], " ".join(str(error).split())
+            raise InputError(f"{path}: {reason}; expected {tensor} in it: copy the directory again") from error
 
 
 @torch.no_grad()
 def load_weights(shape: ModelShape, source: Safetensors, shards: list[Shard], weights: Mapping[str, Tensor]) -> None:
-    """This rank's parts of all parameters; `weights` has them by their global names."""
+    """Load this rank's parts of all parameters into `weights`, by global names."""
     for shard in shards:
         source.read(shape, shard, weights[shard.name])

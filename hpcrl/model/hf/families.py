@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: what config.json says of them, and their names for our parameters. No torch."""
+"""Families of Hugging Face models: config.json, and their names of Megatron's parameters. No torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ CONFIG = "config.json"
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape that config.json of `folder` describes."""
+    """Return the shape described by config.json of `folder`."""
     return shape_from_hf(read_config(folder), str(folder / CONFIG))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`."""
+    """Read config.json of `folder`."""
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}); name a directory that save_pretrained() made") from error
+        raise InputError(f"{path} cannot be read ({error}); use a directory written by save_pretrained()") from error
     if not isinstance(config, dict):
-        raise InputError(f"{path} has no keys; name a directory that save_pretrained() made")
+        raise InputError(f"{path} is not an object;  use a directory written by save_pretrained()")
     return config
 
 
@@ -37,7 +37,7 @@ Rope = tuple[float, RopeScaling | None]
 
 
 def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
-    """Base and scaling; raises InputError for a kind that our model does not compute."""
+    """Return base and scaling. Raises InputError for an unsupported kind."""
     rope = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta"),
         **(scaling if isinstance(scaling := config.get("rope_scaling"), dict) else {}),
@@ -53,7 +53,7 @@ def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
-        raise InputError(f"{where}: rope_type={kind}; expected default, linear, llama3 or yarn, so take another model")
+        raise InputError(f"{where}: rope_type={kind}; expected default, linear, llama3 or yarn; use another model")
     longest: Any = config.get("max_position_embeddings")
     original: Any = rope.get("original_max_position_embeddings") or longest
     try:
@@ -66,7 +66,7 @@ def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
             options = {name: float(rope[name]) for name in names if rope.get(name)}
             options["attention_factor"] = _attention_factor(rope, factor)
             if not rope.get("truncate", True):
-                raise InputError(f"{where}: rope_type=yarn with truncate=false is not supported, so take another model")
+                raise InputError(f"{where}: rope_type=yarn with truncate=false is not supported; use another model")
         if kind != "linear":
             options["original_max_position_embeddings"] = int(original)
         numbers = {"rope_theta": theta, "factor": factor, **options}
@@ -79,7 +79,7 @@ def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
 
 
 def rope_to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The keys of config.json for both versions."""
+    """Return the keys of config.json for both versions."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
         rope = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -97,7 +97,8 @@ def rope_to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Peng et al. 2023, eq. 22: 0.1 ln(factor) + 1, unless the file says another; DeepSeek's has two weights for it."""
+    """Peng et al. 2023, eq. 22: 0.1 ln(factor) + 1, unless the file has another; DeepSeek's files have two weights for
+    it."""
 
     def grown(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -109,7 +110,7 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     return grown(1.0)
 
 
-# Keys that must have these values, in so far as they are there.
+# Keys that must have these values if they are present.
 _FIXED = {"moe_layer_freq": 1}
 V2_FIXED = _FIXED | {"scoring_func": "softmax", "norm_topk_prob": False}
 V3_FIXED = _FIXED | {
@@ -123,7 +124,7 @@ V3_FIXED = _FIXED | {
 def v2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise InputError(f"topk_method={method}; expected greedy or group_limited_greedy, so take another model")
+        raise InputError(f"topk_method={method}; expected greedy or group_limited_greedy; use another model")
     groups = _groups(config) if method == "group_limited_greedy" else {}
     return {**_fields(config), **groups, "moe_norm_topk_prob": False}
 
@@ -195,25 +196,25 @@ def _keys(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-# Ours -> theirs; "*" is the number of the layer, "#" that of the expert. Several are rows one below the other, those of
-# linear_qkv by query group.
+# Megatron's name -> Hugging Face's; "*" is the number of the layer, "#" that of the expert. Several names are stacked
+# rows; those of linear_qkv are stacked by query group.
 Names = Mapping[str, tuple[str, ...]]
 
-_OURS, _THEIRS = "decoder.layers.*.", "model.layers.*."
+_MEGATRON, _HF = "decoder.layers.*.", "model.layers.*."
 _LAYER: Names = {
-    f"{_OURS}input_layernorm.weight": (f"{_THEIRS}input_layernorm.weight",),
-    f"{_OURS}self_attention.linear_proj.weight": (f"{_THEIRS}self_attn.o_proj.weight",),
-    f"{_OURS}pre_mlp_layernorm.weight": (f"{_THEIRS}post_attention_layernorm.weight",),
+    f"{_MEGATRON}input_layernorm.weight": (f"{_HF}input_layernorm.weight",),
+    f"{_MEGATRON}self_attention.linear_proj.weight": (f"{_HF}self_attn.o_proj.weight",),
+    f"{_MEGATRON}pre_mlp_layernorm.weight": (f"{_HF}post_attention_layernorm.weight",),
 }
 _ATTENTION: Names = {
     **_LAYER,
-    f"{_OURS}self_attention.linear_qkv.weight": tuple(f"{_THEIRS}self_attn.{part}_proj.weight" for part in "qkv"),
+    f"{_MEGATRON}self_attention.linear_qkv.weight": tuple(f"{_HF}self_attn.{part}_proj.weight" for part in "qkv"),
 }
 _LATENT_ATTENTION: Names = {
     **_LAYER,
     **{
-        f"{_OURS}self_attention.{ours}.weight": (f"{_THEIRS}self_attn.{theirs}.weight",)
-        for ours, theirs in {
+        f"{_MEGATRON}self_attention.{megatron}.weight": (f"{_HF}self_attn.{hf}.weight",)
+        for megatron, hf in {
             "linear_q_proj": "q_proj",
             "linear_q_down_proj": "q_a_proj",
             "q_layernorm": "q_a_layernorm",
@@ -225,14 +226,14 @@ _LATENT_ATTENTION: Names = {
     },
 }
 _QKV_BIAS: Names = {
-    f"{_OURS}self_attention.linear_qkv.bias": tuple(f"{_THEIRS}self_attn.{part}_proj.bias" for part in "qkv"),
+    f"{_MEGATRON}self_attention.linear_qkv.bias": tuple(f"{_HF}self_attn.{part}_proj.bias" for part in "qkv"),
 }
 _QK_NORM: Names = {
-    f"{_OURS}self_attention.{head}_layernorm.weight": (f"{_THEIRS}self_attn.{head}_norm.weight",) for head in "qk"
+    f"{_MEGATRON}self_attention.{head}_layernorm.weight": (f"{_HF}self_attn.{head}_norm.weight",) for head in "qk"
 }
 _MLP: Names = {
-    f"{_OURS}mlp.linear_fc1.weight": (f"{_THEIRS}mlp.gate_proj.weight", f"{_THEIRS}mlp.up_proj.weight"),
-    f"{_OURS}mlp.linear_fc2.weight": (f"{_THEIRS}mlp.down_proj.weight",),
+    f"{_MEGATRON}mlp.linear_fc1.weight": (f"{_HF}mlp.gate_proj.weight", f"{_HF}mlp.up_proj.weight"),
+    f"{_MEGATRON}mlp.linear_fc2.weight": (f"{_HF}mlp.down_proj.weight",),
 }
 _ENDS: Names = {
     EMBEDDING: ("model.embed_tokens.weight",),
@@ -243,23 +244,23 @@ _LLAMA: Names = {**_ENDS, **_ATTENTION, **_MLP}
 
 
 def _experts(router: str, expert: str, gate: str, up: str, down: str) -> Names:
-    """Of layers that are mixtures, by the names of the family."""
-    ours = f"{_OURS}mlp.experts.local_experts.#."
+    """Names in MoE layers, by the names of the family."""
+    megatron = f"{_MEGATRON}mlp.experts.local_experts.#."
     return {
-        f"{_OURS}mlp.router.weight": (f"{_THEIRS}{router}.weight",),
-        f"{ours}linear_fc1.weight": tuple(f"{_THEIRS}{expert}.#.{part}.weight" for part in (gate, up)),
-        f"{ours}linear_fc2.weight": (f"{_THEIRS}{expert}.#.{down}.weight",),
+        f"{_MEGATRON}mlp.router.weight": (f"{_HF}{router}.weight",),
+        f"{megatron}linear_fc1.weight": tuple(f"{_HF}{expert}.#.{part}.weight" for part in (gate, up)),
+        f"{megatron}linear_fc2.weight": (f"{_HF}{expert}.#.{down}.weight",),
     }
 
 
 _MIXTRAL_MLP = _experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
 _QWEN_MLP = _experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 _SHARED_EXPERTS: Names = {
-    f"{_OURS}mlp.router.expert_bias": (f"{_THEIRS}mlp.gate.e_score_correction_bias",),
-    f"{_OURS}mlp.shared_experts.linear_fc1.weight": tuple(
-        f"{_THEIRS}mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")
+    f"{_MEGATRON}mlp.router.expert_bias": (f"{_HF}mlp.gate.e_score_correction_bias",),
+    f"{_MEGATRON}mlp.shared_experts.linear_fc1.weight": tuple(
+        f"{_HF}mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")
     ),
-    f"{_OURS}mlp.shared_experts.linear_fc2.weight": (f"{_THEIRS}mlp.shared_experts.down_proj.weight",),
+    f"{_MEGATRON}mlp.shared_experts.linear_fc2.weight": (f"{_HF}mlp.shared_experts.down_proj.weight",),
 }
 _DEEPSEEK: Names = {**_ENDS, **_LATENT_ATTENTION, **_MLP, **_QWEN_MLP, **_SHARED_EXPERTS}
 
@@ -268,8 +269,8 @@ _DEEPSEEK: Names = {**_ENDS, **_LATENT_ATTENTION, **_MLP, **_QWEN_MLP, **_SHARED
 class Family:
     """One `model_type` of config.json.
 
-    fixed: keys that must have these values, in so far as they are there. fields: of ModelShape, beyond Llama's, by
-    config.json. keys: of config.json, beyond Llama's, by the shape.
+    fixed: keys that must have these values if they are present. fields: fields of ModelShape beyond Llama's, from
+    config.json. keys: keys of config.json beyond Llama's, from the shape.
     """
 
     architecture: str
@@ -337,13 +338,13 @@ def family_of(shape: ModelShape) -> Family:
 
 
 def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape that config.json describes; raises InputError for what our model does not compute."""
+    """Return the shape described by config.json. Raises InputError for an unsupported model."""
     family = FAMILIES.get(name := str(config.get("model_type", "")))
     if family is None:
-        raise InputError(f"{where}: model_type={name}; expected one of {', '.join(FAMILIES)}, so take another model")
+        raise InputError(f"{where}: model_type={name}; expected one of {', '.join(FAMILIES)}; use another model")
     for key, expected in family.fixed.items():
         if (found := config.get(key, expected)) != expected:
-            raise InputError(f"{where}: {key}={found}; only {expected} is supported, so take another model")
+            raise InputError(f"{where}: {key}={found}; only {expected} is supported; use another model")
 
     if (quantised := config.get("quantization_config")) is not None:
         raise InputError(
@@ -364,7 +365,7 @@ def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Mode
             "num_query_groups": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
             "vocab_size": config["vocab_size"],
-            # within the window, attention in a window is attention to all
+            # within the window, windowed attention equals full attention
             "max_position_embeddings": min(longest, _window(config) or longest),
             "rope_theta": theta,
             "rope_scaling": scaling,
@@ -378,7 +379,7 @@ def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Mode
         raise InputError(f"{where}: {error}") from error
     except KeyError as error:
         raise InputError(
-            f"{where} has no {error}; expected a {family.architecture}'s, as save_pretrained() writes it"
+            f"{where} has no {error}; expected that of a {family.architecture}, as written by save_pretrained()"
         ) from error
 
 
@@ -392,7 +393,7 @@ _SIZES = (
 
 
 def _check_numbers(config: Mapping[str, Any], where: str) -> None:
-    """The file may come from anywhere."""
+    """Validate the numbers, because the file is untrusted."""
     for key in (*_SIZES, "rms_norm_eps", "initializer_range", "routed_scaling_factor"):
         kinds = (int,) if key in _SIZES else (int, float)
         found = config.get(key)
@@ -407,7 +408,7 @@ def _check_numbers(config: Mapping[str, Any], where: str) -> None:
 
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:
-    """config.json of `shape`, for transformers 4 (rope_theta) and 5 (rope_parameters) alike."""
+    """Return config.json of `shape`, for both transformers 4 (rope_theta) and 5 (rope_parameters)."""
     family = family_of(shape)
     return {
         "model_type": shape.family,
@@ -431,7 +432,7 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """Tokens that attention looks back, None for all of them."""
+    """Return the window of attention in tokens, None for full attention."""
     types = config.get("layer_types") or ["sliding_attention"]
     uses = config.get("use_sliding_window", True) and set(types) != {"full_attention"}
     return config.get("sliding_window") if uses else None

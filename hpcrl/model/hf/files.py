@@ -1,6 +1,6 @@
-"""A Hugging Face directory as it is written: rows of tensors, tensors of files. No torch.
+"""Files of a Hugging Face directory: rows of tensors, tensors of files, and adapters in PEFT's format. No torch.
 
-The same spans serve reading, writing and the refit's planner: both worlds hold the same rows in another order.
+The same spans serve reading, writing and the refit's planner: both formats have the same rows in another order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from hpcrl.model.hf.families import CONFIG, family_of, hf_config
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Shard, shards
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
 
 
 class Span(NamedTuple):
-    """`rows` rows, from `row` on in our parameter and from `hf_row` on in the tensor `hf_name`; all columns."""
+    """`rows` rows, from `row` on in Megatron's parameter and from `hf_row` on in the tensor `hf_name`; all columns."""
 
     row: int
     hf_name: str
@@ -28,56 +28,57 @@ class Span(NamedTuple):
 
 
 def spans(shape: ModelShape, name: str, global_shape: tuple[int, ...]) -> list[Span]:
-    """Of one of our parameters, by its global name. The rows that pad the vocabulary are in none."""
+    """Return the spans of a Megatron parameter, by its global name. Rows that pad the vocabulary are in none."""
     layer, expert = re.search(r"layers\.(\d+)\.", name), re.search(r"local_experts\.(\d+)\.", name)
     pattern = re.sub(r"local_experts\.\d+\.", "local_experts.#.", re.sub(r"layers\.\d+\.", "layers.*.", name))
-    theirs = list(family_of(shape).names[pattern])
+    hf_names = list(family_of(shape).names[pattern])
     for sign, number in (("*", layer), ("#", expert)):
-        theirs = [hf_name.replace(sign, number[1]) if number else hf_name for hf_name in theirs]
+        hf_names = [hf_name.replace(sign, number[1]) if number else hf_name for hf_name in hf_names]
     if ".linear_qkv." in name:
-        return list(_by_query_group(shape, theirs))
+        return list(_by_query_group(shape, hf_names))
     rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else global_shape[0]
-    each = rows // len(theirs)
-    return [Span(place * each, hf_name, 0, each) for place, hf_name in enumerate(theirs)]
+    each = rows // len(hf_names)
+    return [Span(place * each, hf_name, 0, each) for place, hf_name in enumerate(hf_names)]
 
 
-def _by_query_group(shape: ModelShape, theirs: list[str]) -> Iterator[Span]:
-    """The group's queries, its key, its value."""
+def _by_query_group(shape: ModelShape, hf_names: list[str]) -> Iterator[Span]:
+    """Yield a group's queries, its key, its value."""
     width = shape.head_dim
     queries = shape.num_attention_heads // shape.num_query_groups * width
     for group in range(shape.num_query_groups):
         row = group * (queries + 2 * width)
-        for hf_name, rows in zip(theirs, (queries, width, width), strict=True):
+        for hf_name, rows in zip(hf_names, (queries, width, width), strict=True):
             yield Span(row, hf_name, group * rows, rows)
             row += rows
 
 
-def whole(shape: ModelShape) -> list[Shard]:
-    """Our parameters as one rank would hold them, each once."""
+def unsharded(shape: ModelShape) -> list[Shard]:
+    """Return Megatron's parameters on one rank, each once."""
     return shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
 
 
 def hf_shards(shape: ModelShape) -> list[Shard]:
-    """Their tensors, in the order of the model: `local_name` and the boxes' places are theirs, the others ours."""
+    """Return Hugging Face's tensors, in the order of the model: `local_name` and the boxes' places are Hugging Face's,
+    `name` is Megatron's."""
     found: dict[str, list[tuple[Shard, Span]]] = {}
-    for ours in whole(shape):
-        for span in spans(shape, ours.name, ours.global_shape):
-            found.setdefault(span.hf_name, []).append((ours, span))
+    for shard in unsharded(shape):
+        for span in spans(shape, shard.name, shard.global_shape):
+            found.setdefault(span.hf_name, []).append((shard, span))
     return [_hf_shard(hf_name, parts) for hf_name, parts in found.items()]
 
 
 def _hf_shard(hf_name: str, parts: list[tuple[Shard, Span]]) -> Shard:
-    ours = parts[0][0]
-    cols = ours.global_shape[1:]
+    shard = parts[0][0]
+    cols = shard.global_shape[1:]
     boxes = tuple(
         Box((span.row, span.row + span.rows), (0, cols[0] if cols else 1), span.hf_row, 0) for _, span in parts
     )
     rows = sum(span.rows for _, span in parts)
-    return Shard(ours.name, hf_name, ours.global_shape, (rows, *cols), boxes, tp_replicated=True)
+    return Shard(shard.name, hf_name, shard.global_shape, (rows, *cols), boxes, tp_replicated=True)
 
 
 class Slice(NamedTuple):
-    """A rectangle of one of their tensors and where it starts in a local tensor of ours; of (rows,) cols is (0, 1)."""
+    """A rectangle of a Hugging Face tensor, and its place in a local Megatron tensor; cols of 1-D tensors: (0, 1)."""
 
     hf_name: str
     rows: tuple[int, int]
@@ -87,7 +88,7 @@ class Slice(NamedTuple):
 
 
 def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
-    """What of their tensors makes a rank's part of a parameter."""
+    """Yield the slices of Hugging Face's tensors that make up a rank's part of a parameter."""
     for span, box in ((span, box) for span in spans(shape, shard.name, shard.global_shape) for box in shard.boxes):
         top, bottom = max(span.row, box.global_rows[0]), min(span.row + span.rows, box.global_rows[1])
         if top < bottom:
@@ -97,30 +98,30 @@ def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
 
 
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Their tensors' names and shapes."""
+    """Return names and shapes of Hugging Face's tensors."""
     return {shard.local_name: shard.local_shape for shard in hf_shards(shape)}
 
 
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
-    """A line for each tensor that is missing, of another shape, or not the model's."""
+    """Yield a line for each tensor that is missing, of another shape, or unknown."""
     expected = expected_shapes(shape)
     for name, size in expected.items():
         if name not in found:
-            yield f"there is no tensor {name}"
+            yield f"no tensor {name}"
         elif found[name] != size:
-            yield f"{name} is {found[name]}, and {size} by config.json"
-    # what libraries of several years have written beside: a tied head, and the frequencies of the rotary embedding
+            yield f"{name} has shape {found[name]}; config.json says {size}"
+    # extra tensors of older libraries: a tied head, and the frequencies of the rotary embedding
     known = {"lm_head.weight"} if shape.tie_word_embeddings else set()
-    # layers that predict further tokens stand behind the model's own, and alone have this projection
+    # layers that predict further tokens follow the model's own, and only they have this projection
     further = tuple(name.removesuffix("eh_proj.weight") for name in found if name.endswith(".eh_proj.weight"))
     for name in found.keys() - expected.keys() - known:
         if not name.endswith("rotary_emb.inv_freq") and not name.startswith(further):
-            yield f"{name} is in the files and not in the model"
+            yield f"{name} is in the files but not in the model"
 
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; what save_pretrained() has done for years
+MAX_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as in save_pretrained()
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
@@ -128,7 +129,7 @@ TOKENIZER = (
 
 
 class HfFile(NamedTuple):
-    """writer: the place of the rank that writes it among the writers. shards: see `spans.hf_shards`."""
+    """writer: the writing rank's place among the writers. shards: see `hf_shards`."""
 
     name: str
     writer: int
@@ -136,18 +137,19 @@ class HfFile(NamedTuple):
 
 
 def plan_files(shape: ModelShape, itemsize: int, num_writers: int) -> list[HfFile]:
-    """Successive tensors in files of about equal size, at least one for each writer as far as there are tensors."""
+    """Divide the tensors, in order, into files of about equal size, with at least one file per writer if there are
+    enough tensors."""
     tensors = hf_shards(shape)
     sizes = [math.prod(shard.local_shape) * itemsize for shard in tensors]
     limit = min(MAX_BYTES, -(-sum(sizes) // num_writers))
     groups: list[list[Shard]] = []
-    used = limit
+    filled = limit
     for shard, size in zip(tensors, sizes, strict=True):
-        if used + size > limit and used > 0:
+        if filled + size > limit and filled > 0:
             groups.append([])
-            used = 0
+            filled = 0
         groups[-1].append(shard)
-        used += size
+        filled += size
     count = len(groups)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return [
@@ -165,8 +167,8 @@ def write_beside(
     like: Path | None,
     tokenizer: Path | None,
 ) -> None:
-    """Index, config.json and the tokenizer's files. like: a directory of the same model, whose config.json is kept but
-    for the dtype. Raises OSError."""
+    """Write index, config.json and the tokenizer's files. like: a directory of the same model, whose config.json is
+    kept except for the dtype. Raises OSError."""
     if len(files) > 1:
         total = sum(math.prod(shard.local_shape) * itemsize for file in files for shard in file.shards)
         weight_map = {shard.local_name: file.name for file in files for shard in file.shards}
@@ -175,7 +177,7 @@ def write_beside(
     if like is not None:
         config = json.loads((like / CONFIG).read_text(encoding="utf-8"))
         if config.get("num_nextn_predict_layers"):
-            config["num_nextn_predict_layers"] = 0  # their weights are not read, and would not be the model's any more
+            config["num_nextn_predict_layers"] = 0  # their weights are neither read nor trained
     for key in ("dtype", "torch_dtype"):  # the newer and the older name
         config[key] = dtype
     _write_json(folder / CONFIG, config)
@@ -187,3 +189,53 @@ def write_beside(
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."  # PEFT's wrappers around the model
+
+
+def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
+    """Return PEFT's tensors, whole: `local_name` is PEFT's, `name` and boxes are Megatron's.
+
+    Names are those of the modules of transformers 4. On transformers 5, where experts are not modules, PEFT (0.21)
+    converts experts' adapters into its own for stacked weights: of both gate and up or of neither, and it then drops
+    those of dense layers.
+    """
+    found = []
+    for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, lora=lora):
+        if is_adapter(shard.name):
+            rows, cols = shard.global_shape
+            box = Box((0, rows), (0, cols), 0, 0)
+            found.append(shard._replace(local_name=_peft_name(shape, shard.name), boxes=(box,), tp_replicated=True))
+    return found
+
+
+def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:
+    """Return adapter_config.json. `base`: the directory that the adapters belong to."""
+    modules = {shard.local_name.split(".")[-3] for shard in peft_shards(shape, lora)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+
+
+def _peft_name(shape: ModelShape, name: str) -> str:
+    """PEFT's name of a parameter, such as decoder.layers.0.self_attention.q_proj.lora_A."""
+    parent, projection, factor = name.rsplit(".", 2)
+    matrix = next(matrix for matrix, projections in PROJECTIONS.items() if projection in projections)
+    pattern = re.sub(r"local_experts\.\d+", "local_experts.#", re.sub(r"layers\.\d+", "layers.*", parent))
+    peft_name = family_of(shape).names[f"{pattern}.{matrix}.weight"][PROJECTIONS[matrix].index(projection)]
+    for sign, number in zip(("*", "#"), re.findall(r"\.(\d+)", parent), strict=False):
+        peft_name = peft_name.replace(sign, number)
+    return f"{PEFT_PREFIX}{peft_name.removesuffix('.weight')}.{factor}.weight"

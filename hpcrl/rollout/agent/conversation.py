@@ -1,30 +1,40 @@
-"""A response that the model and tools or a simulated user write in turns: tokens in, tokens out."""
+"""Conversations of several turns, and the tokens between two turns of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from hpcrl.rollout.protocol import Completion, FinishReason, Request, Trajectory, known_first
+from hpcrl.data.prompts import folded, truncate
+from hpcrl.rollout.protocol import Completion, FinishReason, Request, Trajectory, merge_routed_experts
+from hpcrl.runtime.exits import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hpcrl.config.schema import DataConfig
+
 
 State: TypeAlias = dict[str, Any]  # JSON values
 
 
 class Interaction(Protocol):
-    """What the class `rollout.multi_turn.interaction_name` of the file `interaction_path` has.
+    """Interface of the class `rollout.multi_turn.interaction_name` in the file `interaction_path`.
 
-    Objects are made without arguments, one in each tool process, and answer any conversation: what is to be known of
-    one later goes into its `state`, which travels with it as JSON. So a process that dies takes no conversation along.
+    Objects are made without arguments, one in each tool process, and serve any conversation: everything about a
+    conversation is in its `state`, which is sent along as JSON. So conversations survive the death of a process.
     """
 
     def start(self, record: dict[str, Any]) -> State:
-        """The state of a new conversation; `record` has data_source, ground_truth, extra_info, ability and prompt."""
+        """Return the state of a new conversation; `record` has data_source, ground_truth, extra_info, ability and
+        prompt."""
         ...
 
     def respond(self, state: State, messages: list[dict[str, str]]) -> tuple[bool, str, float | None]:
-        """(whether the conversation ends here, what the user says otherwise, a score of this turn or None).
+        """Return (whether the conversation ends here, the user's text if not, a score of this turn or None).
 
         `messages` are {role, content} of the response so far, the model's latest turn last. `state` may be changed.
         """
@@ -33,7 +43,7 @@ class Interaction(Protocol):
 
 @dataclass(eq=False)
 class Conversation:
-    """`request` asked for its first turn. What the model drew is kept as it is, never decoded and encoded again."""
+    """A response in turns. `request` is that of its first turn. Drawn tokens are never decoded and encoded again."""
 
     request: Request
     num_turns: int = 0  # of the model
@@ -45,18 +55,18 @@ class Conversation:
     _masks: list[np.ndarray] = field(default_factory=list)
 
     def add_turn(self, done: Completion) -> None:
-        """Tokens that the model wrote."""
+        """Append tokens that the model wrote."""
         self._add(done.token_ids, done.log_probs, 1)
-        self._routed_experts = known_first(self._routed_experts, done.routed_experts)
+        self._routed_experts = merge_routed_experts(self._routed_experts, done.routed_experts)
         self.finish_reason = done.finish_reason
         self.num_turns += 1
 
     def add_answer(self, token_ids: np.ndarray) -> None:
-        """Tokens that others wrote, int32 (n,)."""
+        """Append tokens of tools or users, int32 (n,)."""
         self._add(token_ids, np.zeros(len(token_ids), np.float32), 0)
 
     def next_request(self) -> Request:
-        """Asks for the model's next turn, behind all that is there."""
+        """Return the request for the model's next turn."""
         return replace(self.request, prefix_ids=np.concatenate(self._token_ids))
 
     def trajectory(
@@ -78,3 +88,124 @@ class Conversation:
         self._log_probs.append(log_probs)
         self._masks.append(np.full(len(token_ids), mask, np.int32))
         self.num_tokens += len(token_ids)
+
+
+Message = dict[str, str]  # {"role": "tool" | "user" | "assistant", "content": text}
+
+MODEL_TURN_MARK = "hpcrl.turn.of.the.model"  # placeholder of the model's text, which is never rendered nor tokenised
+PROBE = "hpcrl.answer"
+TOOL_WRAPPING = "<tool_response>\n{}\n</tool_response>"
+
+
+CUT_SIDE = {"left": "right", "right": "left", "middle": "middle"}  # side to keep -> `side` of `truncate`
+
+
+class TurnTemplate:
+    """Tokens of answers, independent of the conversation before them, whose tokens are the model's own.
+
+    With a chat template they are what it renders after a turn of the model, without its end-of-sequence token, up to
+    and including the next generation prompt. If the template has no role `tool`, tools' answers become a user's, in
+    <tool_response>. Without a template, answers are separate lines.
+
+    Text from outside cannot contain special tokens, and loses characters outside the tokenizer's alphabet.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self._template = cfg.chat_template or tokenizer.chat_template
+        self._kwargs = cfg.apply_chat_template_kwargs
+        self._specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._encodable: dict[str, bool] = {}
+        self._has_tool_role = self._template is not None and self._has_role("tool")
+        if self._template is not None and not self._has_tool_role and not self._has_role("user"):
+            raise InputError(
+                "rollout.multi_turn: the chat template accepts neither a tool nor a user after an assistant: "
+                f"{self._problem('user')}; expected a template for conversations (data.chat_template)"
+            )
+
+    def tokens(self, messages: Sequence[Message]) -> np.ndarray:
+        """Return int32 (n,): the messages of tools and users, and the prompt of the model's next turn."""
+        messages = [message | {"content": self.clean(message["content"])} for message in messages]
+        if not self._has_tool_role:
+            messages = [self._as_user(message) for message in messages]
+        if self._template is None:
+            text = self._within_alphabet("".join(f"\n{message['content']}" for message in messages) + "\n")
+        else:
+            text = self._after_model_turn(messages)
+        return np.asarray(self._encoded(text), np.int32)
+
+    def shortened(self, text: str, limit: int, side: str) -> str:
+        """Truncate the text to `limit` tokens: its `side` left or right is kept, or both ends for middle, as in verl
+        (for prompts the side is the one that loses tokens)."""
+        text = self.clean(text)
+        ids = self._encoded(text)
+        if len(ids) <= limit:
+            return text
+        return str(self._tokenizer.decode(truncate(ids, limit, CUT_SIDE[side]), clean_up_tokenization_spaces=False))
+
+    def clean(self, text: str) -> str:
+        """Remove special tokens and characters outside the alphabet."""
+        text, before = self._within_alphabet(text), ""
+        while text != before:  # removing one may create another
+            before = text
+            for token in self._specials:
+                text = text.replace(token, "")
+        return text
+
+    def _as_user(self, message: Message) -> Message:
+        """Convert a tool's message into a user's."""
+        if message["role"] != "tool":
+            return message
+        return {"role": "user", "content": self._within_alphabet(TOOL_WRAPPING.format(message["content"]))}
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _within_alphabet(self, text: str) -> str:
+        text = text.encode("utf-8", "ignore").decode()
+        if self._encodes(text):
+            return text
+        return "".join(character for character in text if self._has(character))
+
+    def _has(self, character: str) -> bool:
+        if character not in self._encodable:
+            self._encodable[character] = self._encodes(character)
+        return self._encodable[character]
+
+    def _encodes(self, text: str) -> bool:
+        try:
+            self._encoded(text)
+        except Exception:  # the tokenizers library raises bare Exception
+            return False
+        return True
+
+    def _after_model_turn(self, messages: Sequence[Message]) -> str:
+        """Render a conversation with these messages and return the text after the model's turn."""
+        conversation: list[dict[str, Any]] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": MODEL_TURN_MARK},
+            *messages,
+        ]
+        text = str(
+            self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=self._template,
+                tokenize=False,
+                **({"add_generation_prompt": True} | self._kwargs),
+            )
+        )
+        text_after = text.partition(MODEL_TURN_MARK)[2]
+        between, end, rest = text_after.partition(str(self._tokenizer.eos_token))
+        return rest if end and not between.strip() else text_after  # the model wrote this token itself
+
+    def _has_role(self, role: str) -> bool:
+        return self._problem(role) is None
+
+    def _problem(self, role: str) -> str | None:
+        """Return why a message of this role cannot follow a turn of the model; None if it can."""
+        try:
+            text = self._after_model_turn([{"role": role, "content": PROBE}])
+            self._encoded(text.replace(PROBE, ""))
+        except Exception as error:  # templates may raise for a role
+            return f"{type(error).__name__}: {folded(error)}"
+        return None if PROBE in text else "the template drops its content"

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.algorithms.metrics import Metric
-from hpcrl.rollout.agent.conversation import Conversation
-from hpcrl.rollout.agent.moderator import Moderator, Verdict, tool_metrics
+from hpcrl.rollout.agent.conversation import Conversation, TurnTemplate
 from hpcrl.rollout.agent.tool_worker import AgentSource
 from hpcrl.rollout.agent.tools import tool_parser, tool_schemas
-from hpcrl.rollout.agent.turn_template import TurnTemplate
+from hpcrl.rollout.agent.turn_handler import TurnHandler, TurnResult, tool_metrics
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime.mpi import wait, wait_until
 from hpcrl.sandbox.process_pool import ProcessPool
@@ -27,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class TurnSource:
-    """One rank's; a `RequestSource`. The leader, rank 0 of `comm`, has the moderator, whose verdicts all ranks get.
+    """Next turns of conversations, on one rank; a `RequestSource`. The leader, rank 0 of `comm`, has the turn handler
+    and broadcasts its results.
 
-    Ranks know alike how many turns wait for a verdict: there is a message per call while some do, of 8 bytes when
-    nothing is decided, and none otherwise. `comm` is None where the replica has one rank. `records` are asked for on
-    the leader only.
+    All ranks count the turns that wait for a result: while there are some, each call broadcasts one message, of 8 bytes
+    if there is no result yet. `comm` is None if the replica has one rank. `records` are needed on the leader only.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
         records: Sequence[dict[str, Any]] | None,
-        moderator: Moderator | None,
+        handler: TurnHandler | None,
         comm: MPI.Intracomm | None,
         on_finished: Callable[[int, Trajectory], None] | None = None,
         on_step: Callable[[], None] | None = None,
@@ -46,7 +45,7 @@ class TurnSource:
         self.trajectories: dict[int, Trajectory] = {}
         self._conversations = [Conversation(request) for request in requests]
         self._records = records
-        self._moderator = moderator
+        self._handler = handler
         self._comm = comm
         self._on_finished = on_finished
         self._on_step = on_step
@@ -59,67 +58,67 @@ class TurnSource:
         conversation = self._conversations[number]
         conversation.add_turn(done)
         self._num_waiting += 1
-        if self._moderator is not None:
+        if self._handler is not None:
             record = self._records[number] if self._records is not None else {}
-            self._moderator.hear(number, conversation, done.token_ids, record)
+            self._handler.add_turn(number, conversation, done.token_ids, record)
 
     def take(self, idle: bool) -> Sequence[Request] | None:
         requests: list[Request] = []
         while self._num_waiting and not requests:
-            for verdict in self._agreed(idle):
-                requests += self._follow(verdict)
+            for result in self._next_results(idle):
+                requests += self._apply(result)
             if not idle:
                 break
         if len(self.trajectories) == len(self._conversations):
             return None
         return requests
 
-    def _follow(self, verdict: Verdict) -> list[Request]:
-        """The request for the conversation's next turn, if there is one."""
+    def _apply(self, result: TurnResult) -> list[Request]:
+        """Return the request for the conversation's next turn, if there is one."""
         self._num_waiting -= 1
-        number, conversation = verdict.conversation, self._conversations[verdict.conversation]
-        if verdict.answer is not None:
-            conversation.add_answer(verdict.answer)
+        number, conversation = result.conversation, self._conversations[result.conversation]
+        if result.answer is not None:
+            conversation.add_answer(result.answer)
             self._conversation_of.append(number)
             return [conversation.next_request()]
-        done = conversation.trajectory(verdict.finish_reason, verdict.num_tool_calls, verdict.turn_scores)
+        done = conversation.trajectory(result.finish_reason, result.num_tool_calls, result.turn_scores)
         self.trajectories[number] = done
         if self._on_finished is not None:
             self._on_finished(number, done)
         return []
 
-    def _agreed(self, idle: bool) -> list[Verdict]:
-        """The leader's verdicts on every rank; waits for the first one if the engine is idle."""
-        if self._moderator is None:
-            return self._heard()
-        verdicts = self._moderator.verdicts()
-        if idle and not verdicts:
-            verdicts = self._awaited(self._moderator)
+    def _next_results(self, idle: bool) -> list[TurnResult]:
+        """Return the leader's results, on every rank. If the engine is idle, waits for the first one."""
+        if self._handler is None:
+            return self._receive()
+        results = self._handler.poll()
+        if idle and not results:
+            results = self._wait_for_results(self._handler)
         if self._comm is not None:
-            self._tell(self._comm, verdicts)
-        return verdicts
+            self._broadcast(self._comm, results)
+        return results
 
-    def _awaited(self, moderator: Moderator) -> list[Verdict]:
-        """Waits for verdicts; scoring goes on meanwhile."""
-        verdicts: list[Verdict] = []
+    def _wait_for_results(self, handler: TurnHandler) -> list[TurnResult]:
+        """Wait for results, and advance scoring meanwhile."""
+        results: list[TurnResult] = []
 
-        def decided() -> bool:
+        def has_results() -> bool:
             if self._on_step is not None:
                 self._on_step()
-            verdicts.extend(moderator.verdicts())
-            return bool(verdicts)
+            results.extend(handler.poll())
+            return bool(results)
 
-        wait_until(decided)
-        return verdicts
+        wait_until(has_results)
+        return results
 
     @staticmethod
-    def _tell(comm: MPI.Intracomm, verdicts: list[Verdict]) -> None:
-        blob = bytearray(pickle.dumps(verdicts) if verdicts else b"")
+    def _broadcast(comm: MPI.Intracomm, results: list[TurnResult]) -> None:
+        blob = bytearray(pickle.dumps(results) if results else b"")
         wait(comm.Ibcast(np.array([len(blob)], np.int64)))
         if blob:
             wait(comm.Ibcast(blob))
 
-    def _heard(self) -> list[Verdict]:
+    def _receive(self) -> list[TurnResult]:
         assert self._comm is not None
         size = np.zeros(1, np.int64)
         wait(self._comm.Ibcast(size))
@@ -131,11 +130,12 @@ class TurnSource:
 
 
 class AgentLoop:
-    """One rank's, of a replica whose ranks are `comm` (None: one rank); its rank 0 is the leader and has the tools.
+    """Multi-turn generation on one rank of a replica with ranks `comm` (None: one rank); rank 0 is the leader and has
+    the tools.
 
-    Turns end when the model writes its end-of-sequence token. What the model draws is a matter of its weights, its
-    random numbers and the answers; but when an answer comes, and so which sequences are computed together, is a matter
-    of time: repeated runs agree up to rounding, and bitwise under rollout.exact.
+    Turns end when the model writes its end-of-sequence token. Tokens depend on weights, random numbers and answers
+    only. The arrival times of answers decide which sequences are computed together, so repeated runs agree up to
+    rounding, and bitwise under rollout.exact.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class AgentLoop:
         comm: MPI.Intracomm | None = None,
         log_path: str | None = None,
     ) -> None:
-        """`log_path`: file for what tools print; None drops it. InputError where the user's files are of no use."""
+        """`log_path`: file for the tools' output; None drops it. Raises InputError if the user's files are unusable."""
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._comm = comm if comm is not None and comm.size > 1 else None
@@ -173,15 +173,16 @@ class AgentLoop:
         on_finished: Callable[[int, Trajectory], None] | None = None,
         on_step: Callable[[], None] | None = None,
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
-        """One trajectory per request, in their order, on every rank of the replica; on the leader metrics of tools.
+        """Return one trajectory per request, in their order, on every rank of the replica; on the leader also metrics
+        of tools.
 
-        `records`, for the leader, are what tools and users may know of each request's row
-        (`PromptDataset.record`). A trajectory has at most sampling.max_new_tokens, answers included, and ends with a
-        token of the model. `on_finished(index of the request, trajectory)` and `on_step()` must not wait.
+        `records`, on the leader, are the row data of each request for tools and users (`PromptDataset.record`). A
+        trajectory has at most sampling.max_new_tokens, answers included, and ends with a token of the model.
+        `on_finished(index of the request, trajectory)` and `on_step()` must not wait.
         """
-        moderator = None
+        handler = None
         if self._pool is not None:
-            moderator = Moderator(
+            handler = TurnHandler(
                 self._cfg,
                 self._pool,
                 self._parser,
@@ -190,20 +191,20 @@ class AgentLoop:
                 sampling.max_new_tokens,
                 self._warned,
             )
-        source = TurnSource(requests, records, moderator, self._comm, on_finished, on_step)
+        source = TurnSource(requests, records, handler, self._comm, on_finished, on_step)
         engine.generate(
             requests, sampling, seed=seed, step=step, source=source, on_finished=source.turn_ended, on_step=on_step
         )
         trajectories = [source.trajectories[number] for number in range(len(requests))]
-        return trajectories, tool_metrics(moderator) if moderator is not None else {}
+        return trajectories, tool_metrics(handler) if handler is not None else {}
 
     def close(self) -> None:
-        """Ends the tool processes. Harmless when called twice."""
+        """End the tool processes. May be called twice."""
         if self._pool is not None:
             self._pool.close()
 
     def _text(self, turn: np.ndarray, eos_token_ids: tuple[int, ...]) -> str:
-        """A turn without the token that ended it; other special tokens stay and show."""
+        """Decode a turn without its end-of-sequence token; other special tokens stay visible."""
         ids = turn.tolist()
         if ids and ids[-1] in eos_token_ids:
             ids.pop()

@@ -1,4 +1,4 @@
-"""What a tool process runs: the user's tools and simulated user, on requests from a pipe."""
+"""Program of a tool process: runs the user's tools and simulated user, on requests from a pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcrl.runtime.user_code import import_file
 from hpcrl.sandbox import worker_supervisor
 from hpcrl.sandbox.worker_process import Outcome, Ready, answer_in_turn, describe, use_one_thread
 
-MAX_CHARACTERS = 2**16  # of an answer that is sent to the rank, which truncates it to tokens
+MAX_CHARACTERS = 2**16  # of an answer sent to the rank, which truncates it to tokens
 MAX_METRICS = 64  # of one answer
 
 
@@ -43,7 +43,7 @@ class AgentSource:
 
 
 class ToolAnswer(NamedTuple):
-    """The answer of a tool. rejected: the tool was not called, and `text` says why."""
+    """The answer of a tool. rejected: the tool was not called, and `text` is the reason."""
 
     text: str
     metrics: dict[str, float]
@@ -73,7 +73,7 @@ def work(pipe: Connection, source: AgentSource) -> None:
             if "tool" in request:
                 return Outcome("ok", run_tool(tools, request["tool"], request["arguments"], request["record"]))
             assert user is not None
-            return Outcome("ok", ask_user(user, request["state"], request["record"], request["messages"]))
+            return Outcome("ok", call_user(user, request["state"], request["record"], request["messages"]))
         except BaseException as error:
             return Outcome("errors", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", describe(error))
 
@@ -94,11 +94,11 @@ def load_user(path: str, name: str) -> Interaction:
 def run_tool(
     tools: Mapping[str, Tool], name: str, arguments: dict[str, Any], record: Mapping[str, Any] | None
 ) -> ToolAnswer:
-    """Call a tool. For an unknown name or bad arguments the answer says so; the tool's exceptions are raised."""
+    """Call a tool. An unknown name or bad arguments give a rejected answer; the tool's exceptions are raised."""
     if name not in tools:
         near = get_close_matches(name, tools, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
-        return ToolAnswer(f"no tool {name[:80]!r}; {hint}there are {', '.join(tools)}", {}, rejected=True)
+        return ToolAnswer(f"no tool {name[:80]!r}; {hint}tools: {', '.join(tools)}", {}, rejected=True)
     found = tools[name]
     try:
         values = found.arguments(arguments)
@@ -116,19 +116,19 @@ def run_tool(
     return ToolAnswer(bounded(text), dict(list(kept.items())[:MAX_METRICS]))
 
 
-def ask_user(
+def call_user(
     user: Interaction, state: str | None, record: Mapping[str, Any] | None, messages: list[dict[str, str]]
 ) -> UserAnswer:
-    """Call the simulated user, or start it if there is no state yet."""
-    known = user.start(dict(record or {})) if state is None else json.loads(state)
-    ends, text, score = user.respond(known, messages)
+    """Call the simulated user, and start it if there is no state yet."""
+    values = user.start(dict(record or {})) if state is None else json.loads(state)
+    ends, text, score = user.respond(values, messages)
     score = None if score is None else float(score)
     if score is not None and not math.isfinite(score):
         raise ValueError(f"the score is {score}; expected a finite number, or None")
-    return UserAnswer(bool(ends), bounded(str(text)), score, json.dumps(known))
+    return UserAnswer(bool(ends), bounded(str(text)), score, json.dumps(values))
 
 
 def bounded(text: str) -> str:
-    """The text, or its first and last characters if it has more than MAX_CHARACTERS."""
+    """Return the text, or its first and last characters if it has more than MAX_CHARACTERS."""
     half = MAX_CHARACTERS // 2
     return text if len(text) <= MAX_CHARACTERS else text[:half] + text[-half:]

@@ -1,4 +1,4 @@
-"""Tools: Python functions that the model may call, their JSON schemas, and the parsers of calls in a response."""
+"""Tools: Python functions that the model may call, their JSON schemas, and parsers of calls in a response."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hpcrl.runtime.user_code import import_file
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "__hpcrl_tool__"
-OF_THE_ROW = "extra_info"  # the parameter that the data gives, not the model
+ROW_PARAMETER = "extra_info"  # filled from the data, not by the model
 ARGUMENTS = re.compile(r"(Args|Arguments|Parameters):")
 SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):")
 ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
 
 def tool(function: F) -> F:
-    """Marks a function of the file `rollout.multi_turn.function_tool_path` as a tool.
+    """Mark a function of the file `rollout.multi_turn.function_tool_path` as a tool.
 
-    The model is told its name, its docstring up to `Args:`, and each parameter: its type hint, its default and what
-    `Args:` says of it. A parameter `extra_info` is not told: it gets that column of the prompt's row. The function
-    returns text, or another JSON value, or {"text": ..., "metrics": {name: number}}. It runs in a process of its own,
-    one call at a time, and may raise: the model reads the error. Every rank imports the file, too, for the schemas.
+    The prompt describes its name, its docstring up to `Args:`, and each parameter: type hint, default and description
+    under `Args:`. A parameter `extra_info` is left out: it gets that column of the prompt's row. The function returns
+    text, or another JSON value, or {"text": ..., "metrics": {name: number}}. It runs in a separate process, one call at
+    a time, and may raise: the model reads the error. Every rank imports the file, too, for the schemas.
     """
     setattr(function, MARK, True)
     return function
@@ -43,7 +43,7 @@ class BadArguments(ValueError):
 
 
 class _Untitled(GenerateJsonSchema):
-    """Titles only repeat names, in the prompt of every sample."""
+    """Schemas without titles, which would only repeat names in the prompt of every sample."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -61,31 +61,31 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
-        """TypeError for a signature that cannot be told to a model."""
+        """Raises TypeError for a signature that a schema cannot describe."""
         name = function.__name__
         if inspect.iscoroutinefunction(function):
             raise TypeError(f"tool {name} is a coroutine function; tools are plain functions")
-        description, told = described(inspect.getdoc(function) or "")
+        description, descriptions = described(inspect.getdoc(function) or "")
         hints = get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters
         fields: dict[str, Any] = {}
         for parameter in parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise TypeError(f"tool {name}: parameter {parameter} cannot be given by name")
-            if parameter.name == OF_THE_ROW:
+                raise TypeError(f"tool {name}: parameter {parameter} cannot be passed by name")
+            if parameter.name == ROW_PARAMETER:
                 continue
             if parameter.name not in hints:
                 raise TypeError(f"tool {name}: parameter {parameter.name!r} has no type hint, which its schema needs")
             default = ... if parameter.default is parameter.empty else parameter.default
-            field = Field(default, alias=parameter.name, description=told.get(parameter.name))
-            # Under names of our own: a parameter may be called as a method of pydantic's model.
+            field = Field(default, alias=parameter.name, description=descriptions.get(parameter.name))
+            # Renamed, because a parameter may have the name of a method of pydantic's model.
             fields[f"parameter_{len(fields)}"] = (hints[parameter.name], field)
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        return cls(name, description, function, model, OF_THE_ROW in parameters)
+        return cls(name, description, function, model, ROW_PARAMETER in parameters)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """In the form of OpenAI's function calling, as chat templates take it."""
+        """The schema in OpenAI's function-calling format, which chat templates take."""
         parameters = self.model.model_json_schema(schema_generator=_Untitled)
         parameters = {"type": "object", "properties": {}} | {
             key: value for key, value in parameters.items() if key != "title"
@@ -94,7 +94,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The function's keyword arguments; BadArguments where `given` does not follow the schema."""
+        """Return the function's keyword arguments. Raises BadArguments if `given` does not follow the schema."""
         try:
             found = self.model.model_validate_json(json.dumps(given), strict=True)
         except ValidationError as error:
@@ -104,7 +104,7 @@ class Tool:
 
 
 def load_tools(path: str) -> dict[str, Tool]:
-    """The tools of a file by name; ImportError where it has none, and whatever the file raises."""
+    """Return the tools of a file by name. Raises ImportError if it has none, and any error of the file."""
     marked = [value for value in vars(import_file(path)).values() if getattr(value, MARK, False) and callable(value)]
     if not marked:
         raise ImportError("no function in it is marked @tool (from hpcrl.rollout.agent.tools import tool)")
@@ -112,7 +112,7 @@ def load_tools(path: str) -> dict[str, Tool]:
 
 
 def tool_schemas(path: str) -> list[dict[str, Any]]:
-    """What the chat template is told of the file's tools; InputError where they cannot be loaded."""
+    """Return the schemas of the file's tools for the chat template. Raises InputError if they cannot be loaded."""
     try:
         return [found.schema for found in load_tools(path).values()]
     except Exception as error:  # the file is the user's
@@ -123,20 +123,20 @@ def tool_schemas(path: str) -> list[dict[str, Any]]:
 
 
 def described(doc: str) -> tuple[str, dict[str, str]]:
-    """(what the function does, parameter -> what it is) of a docstring in Google's style."""
+    """Return (description, parameter -> its description) of a docstring in Google's style."""
     lines = doc.splitlines()
     sections = [number for number, line in enumerate(lines) if SECTION.fullmatch(line)]
     description = " ".join("\n".join(lines[: sections[0] if sections else None]).split())
-    told: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for start, end in itertools.pairwise([*sections, len(lines)]):
         if ARGUMENTS.fullmatch(lines[start]):
-            told |= _arguments(lines[start + 1 : end])
-    return description, told
+            descriptions |= _arguments(lines[start + 1 : end])
+    return description, descriptions
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """`name: text` or `name (type): text`; lines that are indented deeper go on with the text."""
-    told: dict[str, str] = {}
+    """Parse `name: text` or `name (type): text`; deeper indented lines continue the text."""
+    descriptions: dict[str, str] = {}
     name, indent = None, None
     for line in filter(str.strip, lines):
         depth = len(line) - len(line.lstrip())
@@ -144,10 +144,10 @@ def _arguments(lines: list[str]) -> dict[str, str]:
         found = ARGUMENT.fullmatch(line.strip()) if depth <= indent else None
         if found:
             name = found[1]
-            told[name] = found[2]
+            descriptions[name] = found[2]
         elif name is not None:
-            told[name] += f" {line.strip()}"
-    return told
+            descriptions[name] += f" {line.strip()}"
+    return descriptions
 
 
 def _problem(error: Any) -> str:
@@ -160,7 +160,7 @@ HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """`arguments` are JSON values by parameter, not yet held against the tool's schema."""
+    """`arguments` are JSON values by parameter, not yet validated."""
 
     name: str
     arguments: dict[str, Any]
@@ -168,7 +168,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BadCall:
-    """Something that was meant as a call; the model is told `why` it is none."""
+    """A malformed call; `why` is the error that the model reads."""
 
     why: str
 
@@ -180,7 +180,7 @@ _parsers: dict[str, Parser] = {}
 
 
 def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
-    """Makes a function the parser of `rollout.multi_turn.format=<name>`; the file with the tools may do so."""
+    """Register a function as the parser of `rollout.multi_turn.format=<name>`; the tools' file may do so."""
 
     def register(parser: Parser) -> Parser:
         if name in _parsers:
@@ -192,17 +192,19 @@ def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
 
 
 def tool_parser(name: str) -> Parser:
-    """InputError for a name that nobody registered."""
+    """Raises InputError for an unregistered name."""
     if name not in _parsers:
         near = get_close_matches(name, _parsers, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise InputError(f"rollout.multi_turn.format={name}: no such parser{hint}; there are {', '.join(_parsers)}")
+        raise InputError(
+            f"rollout.multi_turn.format={name}: no such parser{hint}; expected one of {', '.join(_parsers)}"
+        )
     return _parsers[name]
 
 
 @register_tool_parser("hermes")
 def hermes(text: str) -> list[Call]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, among other text."""
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, among other text."""
     calls: list[Call] = []
     place = text.find(HERMES_OPEN)
     while place >= 0:
@@ -218,9 +220,9 @@ def hermes(text: str) -> list[Call]:
 
 @register_tool_parser("json")
 def plain_json(text: str) -> list[Call]:
-    """A turn that is JSON from its first character on: one call, several behind each other, or a list of calls.
+    """Parse a turn that starts with JSON: one call, several calls after each other, or a list of calls.
 
-    `parameters` is taken for `arguments`, as some models have been taught. JSON that names no function is an answer.
+    `parameters` is accepted for `arguments`, which some models write. JSON that names no function is an answer.
     """
     text = text.strip()
     if not text.startswith(("{", "[")):
@@ -253,9 +255,9 @@ def call_of_json(text: str) -> Call:
 
 
 def call_of(value: Any) -> Call:
-    """A call from its JSON value; arguments may be JSON in a string, as OpenAI writes them."""
+    """Convert a JSON value to a call; arguments may be JSON in a string, as in OpenAI's format."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return BadCall('a call is {"name": ..., "arguments": {...}}')
+        return BadCall('expected {"name": ..., "arguments": {...}}')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:

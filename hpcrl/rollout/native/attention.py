@@ -1,16 +1,21 @@
-"""Attention over the KV cache: prefill and decode, exact mode, and the paged kernels of GPUs.
+"""Attention over the KV cache: prefill and decode, exact mode, paged GPU kernels, and latent attention.
 
-An attention is made for one call of the decoder, which brings `NewTokens`. It is called once a layer with their flat
+An attention object is made for one call of the decoder and its `NewTokens`. It is called once per layer with their flat
 queries (n, KV heads, queries per KV head, key_dim), keys (n, KV heads, key_dim) and values (n, KV heads, value_dim),
-all after RoPE, stores keys and values in the cache and gives outputs (n, KV heads, queries per KV head, value_dim).
-Products of queries and keys are divided by sqrt(key_dim).
+all after RoPE. It stores keys and values in the cache and returns outputs (n, KV heads, queries per KV head,
+value_dim). Products of queries and keys are divided by sqrt(key_dim).
+
+Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) caches latents. A head's key is a linear map of the
+token's latent; the map is applied to the query instead, so that all heads attend to the latents themselves, and the
+attended latents are mapped to the heads' values afterwards.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import copy
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +23,17 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from hpcrl.kernels.decode_attention import Cut, PagedRows, decode_attention, is_fused
+from hpcrl.kernels.layers import rms_norm
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
 from hpcrl.model.exact import exact_attention
+from hpcrl.model.layers import LATENT_NORM_EPS
+from hpcrl.model.rope import deinterleave
+from hpcrl.model.shape import LatentAttention, ModelShape
 from hpcrl.rollout.native.kv_cache import FREE, KVCache, Scratch
 
 
 class ExactAttention:
-    """Everything that a row has cached is gathered, and masked behind each query's own token: slow and plain."""
+    """Gathers everything that a row has cached and masks it after each query's own token. Slow; used in exact mode."""
 
     def __init__(self, new: NewTokens) -> None:
         self.new = new
@@ -47,7 +56,7 @@ class ExactAttention:
 
 
 class PagedAttention:
-    """One token of each of rows 0..n-1, as `DecodeAttention`."""
+    """One token of each of rows 0..n-1, by the paged kernels."""
 
     def __init__(self, new: NewTokens) -> None:
         self.new = new
@@ -63,7 +72,7 @@ class PagedAttention:
 
     @staticmethod
     def fits(cache: KVCache) -> bool:
-        """Whether there are kernels for it."""
+        """Whether kernels exist for this cache."""
         return is_fused(cache.keys[0], cache.values[0])
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -74,7 +83,7 @@ class PagedAttention:
         )
 
     def with_room(self, rows: int) -> PagedAttention:
-        """One that `load` fills: its tensors are for up to `rows` rows of any lengths that the cache can hold."""
+        """Return a copy for `load`, whose tensors have room for `rows` rows of any lengths that the cache can hold."""
         other = copy(self)
         other.new = self.new.empty_like(rows)
         other._rows = self._rows._replace(
@@ -85,7 +94,7 @@ class PagedAttention:
         return other
 
     def load(self, other: PagedAttention) -> None:
-        """Takes the rows of `other`; those that it has more repeat the first, which is computed once."""
+        """Copy the rows of `other`; the remaining rows repeat the first one, which is computed once."""
         self._rows.blocks[: len(other._rows.blocks)] = other._rows.blocks
         self._rows.parts[: len(other._rows.parts)] = other._rows.parts
         self._rows.parts[len(other._rows.parts) :] = 0
@@ -94,21 +103,21 @@ class PagedAttention:
             fill(own, given)
 
 
-def fill(to: Tensor, of: Tensor) -> None:
-    """`of`, then its first row as often as `to` has room."""
-    to[: len(of)] = of
-    to[len(of) :] = of[0]
+def fill(destination: Tensor, source: Tensor) -> None:
+    """Copy `of` into `to` and repeat its first row in the rest."""
+    destination[: len(source)] = source
+    destination[len(source) :] = source[0]
 
 
-MASKED = -1e30  # finite: a block that is masked as a whole has a maximum too
-# Softmax is taken with powers of 2, as torch's exp is slow on the CPU where it underflows.
+MASKED = -1e30  # finite, so that the maximum of a fully masked block is finite
+# Softmax uses powers of 2 because torch's exp is slow on the CPU where it underflows.
 LOG2_E = math.log2(math.e)
 
 
 class NewTokens:
-    """The tokens of one call, flat: `lengths` tokens of each of `rows`, behind `starts` tokens that are cached.
+    """The tokens of one call, flat: `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
 
-    All int64 (sequences,). Rows have their blocks already. `positions` int64 (n,) are those of the tokens.
+    All int64 (sequences,). Rows have their blocks already. `positions` int64 (n,) are the tokens' positions.
     """
 
     def __init__(self, cache: KVCache, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
@@ -128,11 +137,11 @@ class NewTokens:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What depends on the call, int64 (n,) each."""
+        """The tensors that depend on the call, int64 (n,) each."""
         return self.positions, self._blocks, self._offsets
 
     def empty_like(self, rows: int) -> NewTokens:
-        """One token of each of `rows` rows, whose tensors are to be filled."""
+        """Return a copy for one token of each of `rows` rows, with tensors to be filled."""
         other = copy(self)
         other.positions, other._blocks, other._offsets = (part.new_zeros(rows) for part in self.tensors)
         return other
@@ -148,7 +157,7 @@ class Attention(Protocol):
 
 
 class PrefillAttention:
-    """Sequences of which nothing is cached, packed: they see nothing but the tokens of this call."""
+    """Packed sequences without cached tokens: they attend to the tokens of this call only."""
 
     def __init__(self, new: NewTokens) -> None:
         self.new = new
@@ -163,7 +172,7 @@ class DecodeAttention:
     """One token of each of rows 0..n-1.
 
     Every block in use is one item of a batched product with the queries of its row, so nothing is padded to the longest
-    sequence; the softmax over a row's blocks is put together from their maxima and sums.
+    sequence; the softmax of a row combines the maxima and sums of its blocks.
     """
 
     def __init__(self, new: NewTokens) -> None:
@@ -173,7 +182,7 @@ class DecodeAttention:
         owners = pool.row_of[: pool.extent]
         filled = np.where(owners == FREE, 0, cache.block_size)
         filled[pool.tail_of[new.rows]] = new.starts % cache.block_size + 1
-        # The blocks of a row after those of the row before, for sums by row.
+        # Blocks ordered by row, for sums by row.
         by_row = owners.argsort(kind="stable")[pool.num_holes :]
         starts = np.searchsorted(owners[by_row], new.rows)
         self._owners, self._blocks, self._starts, counts = (
@@ -203,14 +212,14 @@ class DecodeAttention:
         return (outputs / sums.view(*queries.shape[:-1], 1)).to(queries.dtype)
 
     def _by_row(self, of_block: Tensor, mode: str) -> Tensor:
-        """(blocks, m) -> (rows, m): the fastest reduction of segments that torch has on the CPU."""
+        """(blocks, m) -> (rows, m) by embedding_bag, torch's fastest segment reduction on the CPU."""
         return embedding_bag(self._blocks, of_block, self._starts, mode=mode)
 
 
 class ContinuedAttention:
     """The next part of one sequence that is too long for one prefill call.
 
-    Goes through the sequence's blocks a few at a time, so that its memory depends on the part and not on the sequence.
+    Processes a few of the sequence's blocks at a time, so that its memory depends on the part and not on the sequence.
     """
 
     def __init__(self, new: NewTokens, blocks_at_once: int = 2) -> None:
@@ -242,3 +251,61 @@ class ContinuedAttention:
             maxima = new_maxima
         outputs = outputs.div_(sums).to(queries.dtype).view(heads, tokens, per_head, -1)
         return outputs.transpose(0, 1)
+
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+
+
+class LatentWeights(NamedTuple):
+    """Weights of one layer; the first two are None in a model whose queries come from the hidden state itself."""
+
+    q_down: Tensor | None
+    q_norm: Tensor | None
+    q_up: Tensor
+    kv_down: Tensor
+    kv_norm: Tensor
+    kv_up: Tensor
+
+    @classmethod
+    def of_layer(cls, mla: LatentAttention, weight: Callable[[str], Tensor]) -> LatentWeights:
+        def of(name: str) -> Tensor:
+            return weight(f"self_attention.{name}.weight")
+
+        latents = of("linear_kv_down_proj"), of("kv_layernorm"), of("linear_kv_up_proj")
+        if mla.q_lora_rank is None:
+            return cls(None, None, of("linear_q_proj"), *latents)
+        return cls(of("linear_q_down_proj"), of("q_layernorm"), of("linear_q_up_proj"), *latents)
+
+
+def queries_and_keys(
+    x: Tensor, weights: LatentWeights, shape: ModelShape, linear: Linear, rotate: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Map `x` (n, hidden) to queries (n, 1, heads, kv_lora_rank + rope_dim) of this rank's heads and keys (n, 1,
+    kv_lora_rank + rope_dim), for an attention that divides by the square root of that width."""
+    mla = shape.mla
+    assert mla is not None
+    if weights.q_down is None or weights.q_norm is None:
+        queries = linear(x, weights.q_up)
+    else:
+        queries = linear(rms_norm(linear(x, weights.q_down), weights.q_norm, LATENT_NORM_EPS), weights.q_up)
+    queries, rotary_queries = queries.unflatten(-1, (1, -1, shape.head_dim)).split(
+        [mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1
+    )
+    latent, rotary_key = linear(x, weights.kv_down).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
+    latent = rms_norm(latent, weights.kv_norm, LATENT_NORM_EPS)
+    rotated = rotate(deinterleave(torch.cat((rotary_queries, rotary_key[:, None, None]), dim=2)))
+    to_key = _by_head(weights.kv_up, mla)[:, : mla.qk_nope_head_dim]
+    queries = torch.cat((torch.einsum("nghd,hdl->nghl", queries, to_key), rotated[:, :, :-1]), -1)
+    keys = torch.cat((latent[:, None], rotated[:, :, -1]), -1)
+    return queries * (shape.softmax_scale * math.sqrt(keys.size(-1))), keys
+
+
+def values_of(attended: Tensor, weights: LatentWeights, mla: LatentAttention) -> Tensor:
+    """Map attended latents (n, 1, heads, kv_lora_rank) to the heads' values (n, heads * v_head_dim)."""
+    to_value = _by_head(weights.kv_up, mla)[:, mla.qk_nope_head_dim :]
+    return torch.einsum("nghl,hvl->nhv", attended, to_value).flatten(1)
+
+
+def _by_head(kv_up: Tensor, mla: LatentAttention) -> Tensor:
+    """(heads, qk_nope_head_dim + v_head_dim, kv_lora_rank)."""
+    return kv_up.unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))

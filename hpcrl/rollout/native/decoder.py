@@ -1,4 +1,4 @@
-"""The model's forward pass in rollout, over megatron-ordered weights."""
+"""The model's forward pass in rollout over weights in Megatron's layout, and CUDA graphs of its decode step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.router import by_expert, route
 from hpcrl.model.shape import ModelShape
-from hpcrl.rollout.native.attention import Attention
-from hpcrl.rollout.native.latent_attention import LatentWeights, queries_and_keys, values_of
+from hpcrl.rollout.native.attention import (
+    Attention,
+    LatentWeights,
+    NewTokens,
+    PagedAttention,
+    fill,
+    queries_and_keys,
+    values_of,
+)
 
 
 class TensorParallel:
@@ -35,7 +42,7 @@ class TensorParallel:
         self.exact = exact
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum over ranks; `partial` may be overwritten."""
+        """Return the sum over ranks; `partial` may be overwritten."""
         if self.exact:
             return exact_sum(partial, self.group)
         if self.size > 1:
@@ -51,7 +58,7 @@ class TensorParallel:
         return torch.cat(parts, dim=1)
 
     def smallest(self, number: int) -> int:
-        """The least of the ranks' numbers; collective."""
+        """Return the minimum over ranks. Collective."""
         if self.size == 1:
             return number
         least = torch.tensor(number)
@@ -59,12 +66,12 @@ class TensorParallel:
         return int(least)
 
 
-# positions int64 (n,) -> what rotates heads (n, KV heads, heads, head_dim)
+# positions int64 (n,) -> a function that rotates heads (n, KV heads, heads, head_dim)
 Rotation = Callable[[Tensor, ModelShape], Callable[[Tensor], Tensor]]
 
 
 class PlainRope:
-    """The bits of the training model."""
+    """Rotary embedding, bitwise equal to the training model's."""
 
     def __init__(self, positions: Tensor, shape: ModelShape) -> None:
         self._cos, self._sin = rope_cos_sin(positions[:, None], shape.rope_dim, shape.rope_theta, shape.rope_scaling)
@@ -74,20 +81,20 @@ class PlainRope:
 
 
 class FastRope(PlainRope):
-    """The same but for rounding: where there is no kernel for it, a product and a sum of products, with the halves of
-    each head changed over."""
+    """The same up to rounding, for machines without its kernel: a product and a sum of products, with the halves of
+    each head swapped."""
 
     def __call__(self, heads: Tensor) -> Tensor:
         if use_triton("rope", heads):
             return super().__call__(heads)
         cos, sin = self._doubled
         heads32 = heads.float()
-        turned = torch.addcmul(heads32 * cos, heads32.roll(heads.size(-1) // 2, -1), sin)
-        return turned.to(heads.dtype)
+        rotated32 = torch.addcmul(heads32 * cos, heads32.roll(heads.size(-1) // 2, -1), sin)
+        return rotated32.to(heads.dtype)
 
     @cached_property
     def _doubled(self) -> tuple[Tensor, Tensor]:
-        """For both halves of a head, (n, 1, 1, head_dim)."""
+        """Cosines and sines for both halves of a head, (n, 1, 1, head_dim)."""
         cos, sin = self._cos.unsqueeze(-2), self._sin.unsqueeze(-2)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -96,8 +103,8 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Layer(NamedTuple):
-    """fc1, fc2: of the layer, or of each expert in turn, of a layer with a router; it may have experts of every token
-    too, as one. next_norm: what comes behind the layer, the next one's first or the final one. qkv, or latent."""
+    """fc1, fc2: of the layer, or one per expert. shared_fc1, shared_fc2: of the shared experts of all tokens.
+    next_norm: the next layer's first norm, or the final one. Either qkv or latent is set."""
 
     proj: Tensor
     mlp_norm: Tensor
@@ -116,9 +123,9 @@ class _Layer(NamedTuple):
 
 
 class Decoder:
-    """`weights` maps global parameter names to this rank's shards; `linear(x, weight)` is the matrix product.
+    """The model's forward pass. `weights` maps global parameter names to this rank's shards.
 
-    `rotation` makes the rotary embedding of one call.
+    `linear(x, weight)` is the matrix product; `rotation` makes the rotary embedding of one call.
     """
 
     def __init__(
@@ -151,7 +158,7 @@ class Decoder:
         self._bind()
 
     def adopt(self, name: str, tensor: Tensor) -> None:
-        """`tensor` takes the place of weight `name`."""
+        """Replace weight `name` by `tensor`."""
         own = self.weights[name]
         if (own.shape, own.dtype, own.device) != (tensor.shape, tensor.dtype, tensor.device):
             raise ValueError(
@@ -203,31 +210,34 @@ class Decoder:
 
     @property
     def routing_width(self) -> int:
-        """How many numbers tell a token's experts."""
+        """Numbers that record a token's experts, in all layers."""
         return len(self._shape.moe_layers) * self._shape.moe_topk
 
     def forward(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None = None) -> Tensor:
-        """Logits (n, padded vocabulary / tp) after each of the flat `token_ids` integer (n,): this rank's columns.
-        `chosen` gets the experts of each layer that has some, int64 (n, topk)."""
+        """Return logits (n, padded vocabulary / tp), this rank's columns, after each of the flat `token_ids` integer
+        (n,).
+
+        Appends the experts of each MoE layer, int64 (n, topk), to `chosen`.
+        """
         hidden = self._run(token_ids, attention, chosen, cache_only=False)
         if hidden.device.type == "cuda":
             return product(hidden, self._head.T)  # in fp32, as in training
         return self._linear(hidden, self._head)
 
     def fill(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None = None) -> None:
-        """Only puts keys and values of `token_ids` into the cache, and their experts into `chosen`."""
+        """Write keys and values of `token_ids` into the cache, and their experts into `chosen`."""
         self._run(token_ids, attention, chosen, cache_only=True)
 
     def _run(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None, *, cache_only: bool) -> Tensor:
-        """What goes into the head (n, hidden), unless `cache_only` ends it before."""
+        """Return the head's input (n, hidden). With `cache_only` it stops as soon as the cache is written."""
         eps = self._shape.rms_norm_eps
         rotate = self._rotation(attention.new.positions, self._shape)
         hidden = self._embed(token_ids)
         normed = rms_norm(hidden, self._first_norm, eps)
         for number, layer in enumerate(self._layers):
             queries, keys, values = self._heads(normed, layer, rotate)
-            is_enough = cache_only and number == len(self._layers) - 1
-            if is_enough and (chosen is None or layer.router is None):
+            is_last = cache_only and number == len(self._layers) - 1
+            if is_last and (chosen is None or layer.router is None):
                 attention.new.store(number, keys, values)
                 break
             attended = attention(number, queries, keys, values)
@@ -242,14 +252,14 @@ class Decoder:
                 weights, ids = route(logits, self._shape, layer.router_bias)
                 if chosen is not None:
                     chosen.append(ids)
-                if is_enough:
+                if is_last:
                     break
                 output = self._mixture(normed, weights, ids, layer)
             normed = add_rms_norm(self.tp.sum(output), hidden, layer.next_norm, eps)
         return normed
 
     def _heads(self, x: Tensor, layer: _Layer, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as `hpcrl.rollout.native.attention` has them."""
+        """Return queries, keys and values in the form of `hpcrl.rollout.native.attention`."""
         if layer.latent is not None:
             queries, keys = queries_and_keys(x, layer.latent, self._shape, self._linear, rotate)
             return queries, keys, keys[..., : -self._shape.rope_dim]
@@ -266,7 +276,7 @@ class Decoder:
         return self._linear(swiglu(self._linear(x, fc1)), fc2)
 
     def _mixture(self, x: Tensor, weights: Tensor, ids: Tensor, layer: _Layer) -> Tensor:
-        """This rank's part of the weighted sum of each token's experts, `weights` and `ids` (n, topk)."""
+        """Return this rank's part of the weighted sum of each token's experts, `weights` and `ids` (n, topk)."""
         shape = self._shape
         places, counts = by_expert(ids, shape.num_experts)
         rows = places // shape.moe_topk
@@ -283,7 +293,7 @@ class Decoder:
         return mixed
 
     def _normed(self, heads: Tensor, layer: _Layer) -> Tensor:
-        """Queries and key (n, KV heads, heads, head_dim), each head normalised where the model does that."""
+        """Normalise each head of queries and key (n, KV heads, heads, head_dim) in models with QK norm."""
         if layer.q_norm is None or layer.k_norm is None:
             return heads
         eps = self._shape.rms_norm_eps
@@ -298,3 +308,66 @@ class Decoder:
         elsewhere = (local < 0) | (local >= rows)
         found = embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self.tp.sum(found.masked_fill_(elsewhere[:, None], 0))
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    token_ids: Tensor
+    attention: PagedAttention
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """CUDA graphs of the decode step, which replace hundreds of launches by one. Not yet run on a GPU.
+
+    There is one graph per power of 2 of rows, captured on first use. A step with fewer rows repeats its first row,
+    which computes and stores the same numbers once more. Graphs do not depend on lengths: their attention has programs
+    for the largest number of parts that rows of any lengths can be cut into, and programs without a part return at
+    once. Graphs keep the addresses of weights and KV cache: call `clear` when one of these moves.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._graphs: dict[int, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = (
+            torch.cuda.Stream()
+        )  # shared by all captures, because cuBLAS keeps a workspace of 32 MiB per stream
+
+    def clear(self) -> None:
+        """Drop all graphs and start a new memory pool.
+
+        cuBLAS's workspace may keep the old pool in use, and torch does not capture into a pool that is in use without a
+        graph.
+        """
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, token_ids: Tensor, new: NewTokens) -> Tensor:
+        """Return logits as `Decoder.forward` does, of one more token of each of rows 0..n-1."""
+        attention = PagedAttention(new)
+        rows = 1 << (len(token_ids) - 1).bit_length()
+        if rows not in self._graphs:
+            self._graphs[rows] = self._capture(rows, token_ids, attention)
+        graph = self._graphs[rows]
+        _load(graph, token_ids, attention)
+        graph.graph.replay()
+        return graph.logits[: len(token_ids)]
+
+    def _capture(self, rows: int, token_ids: Tensor, attention: PagedAttention) -> _Graph:
+        graph = _Graph(torch.cuda.CUDAGraph(), token_ids.new_zeros(rows), attention.with_room(rows), token_ids)
+        _load(graph, token_ids, attention)
+        # A warm-up run outside the capture compiles kernels and creates communicators.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._decoder.forward(graph.token_ids, graph.attention)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        # Graphs run one at a time, so they can share memory. thread_local: other threads may call CUDA.
+        with torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            logits = self._decoder.forward(graph.token_ids, graph.attention)
+        return graph._replace(logits=logits)
+
+
+def _load(graph: _Graph, token_ids: Tensor, attention: PagedAttention) -> None:
+    fill(graph.token_ids, token_ids)
+    graph.attention.load(attention)

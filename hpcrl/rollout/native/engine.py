@@ -1,4 +1,4 @@
-"""The native generation engine: continuous batching over a KV cache in blocks, in torch, with tensor parallelism."""
+"""The native generation engine: continuous batching over a paged KV cache, in torch, with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from hpcrl.model.exact import check_exact, exact_linear
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, most_kv_bytes, num_blocks
+from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.rollout.native.attention import PagedAttention
-from hpcrl.rollout.native.cuda_graphs import DecodeGraphs
-from hpcrl.rollout.native.decoder import Decoder, PlainRope, TensorParallel
-from hpcrl.rollout.native.generation import Generation
+from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, PlainRope, TensorParallel
+from hpcrl.rollout.native.generate_call import GenerateCall
 from hpcrl.rollout.native.kv_cache import KVCache
 from hpcrl.rollout.native.scheduler import Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
@@ -27,11 +26,11 @@ CPU = torch.device("cpu")
 
 
 class NativeEngine:
-    """One rank of a replica; a `RolloutEngine`. Making one is collective over its tensor-parallel ranks.
+    """One rank of a replica; a `RolloutEngine`. Construction is collective over its tensor-parallel ranks.
 
     `max_num_seqs` sequences run at once, `max_num_batched_tokens` prompt tokens are prefilled in one call, and
-    `max_model_len` is the longest prompt plus the longest response. The KV cache has `kv_cache_bytes` on each rank
-    whatever these are (None: as much as they can use); when it is short, sequences wait or start again later.
+    `max_model_len` is the longest prompt plus the longest response. The KV cache takes `kv_cache_bytes` on each rank
+    (None: as much as these limits can use); if it is full, sequences wait or are preempted.
     """
 
     weight_format: WeightFormat = "megatron"
@@ -57,7 +56,7 @@ class NativeEngine:
             check_exact(shape, tp_size, dtype, device)
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         if kv_cache_bytes is None:
-            kv_cache_bytes = most_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
+            kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -76,7 +75,7 @@ class NativeEngine:
             dtype,
             device,
         )
-        # The host asks how many tokens an expert has.
+        # Not with experts: the host reads how many tokens each of them has.
         graphed = device.type == "cuda" and not (enforce_eager or exact or shape.num_experts)
         self._graphs = DecodeGraphs(self._decoder) if graphed and PagedAttention.fits(self._cache) else None
 
@@ -85,23 +84,23 @@ class NativeEngine:
 
     def adopt(self, name: str, tensor: Tensor) -> None:
         self._decoder.adopt(name, tensor)
-        self._forget_addresses()
+        self._clear_graphs()
 
     @contextmanager
     def updating_weights(self) -> Iterator[None]:
         if self._generating:
-            raise RuntimeError("weights cannot be updated while a generation is under way; abort it first")
+            raise RuntimeError("weights cannot be updated while a generation is in progress; abort it first")
         yield
 
     def sleep(self) -> None:
         self._cache.release()
-        self._forget_addresses()
+        self._clear_graphs()
 
     def wake(self) -> None:
         if not self._cache.is_allocated:
             self._cache.allocate()
 
-    def _forget_addresses(self) -> None:
+    def _clear_graphs(self) -> None:
         if self._graphs is not None:
             self._graphs.clear()
 
@@ -119,8 +118,8 @@ class NativeEngine:
         should_abort: Callable[[], bool] | None = None,
     ) -> list[Completion]:
         if not self._cache.is_allocated:
-            raise RuntimeError("the engine sleeps; call wake() before generate()")
-        generation = Generation(
+            raise RuntimeError("the engine is asleep; call wake() before generate()")
+        generation = GenerateCall(
             self._decoder,
             self._cache,
             Scheduler(self._max_num_seqs, self._max_num_batched_tokens, BLOCK_SIZE),
@@ -132,7 +131,7 @@ class NativeEngine:
             max_num_batched_tokens=self._max_num_batched_tokens,
             on_finished=on_finished,
         )
-        queue = _Queue(self, sampling, seed)
+        queue = _RequestQueue(self, sampling, seed)
         self._generating = True
         try:
             generation.add(queue.sequences(requests))
@@ -155,29 +154,29 @@ class NativeEngine:
         return [generation.completions[index] for index in range(queue.num_requests)]
 
     def check(self, request: Request, sequence: Sequence) -> None:
-        """Raises ValueError for a request that cannot be answered."""
+        """Raise ValueError for an invalid request."""
         context, longest = sequence.context_ids, self._max_model_len
         what = f"prompt {request.uid}"
         if not len(request.prompt_ids):
             raise ValueError(f"{what} has no tokens; give it at least one, such as a beginning-of-sequence token")
         if sequence.max_new_tokens < 1:
             raise ValueError(
-                f"{what} may draw {sequence.max_new_tokens} more tokens behind a prefix of {sequence.first_position}; "
-                "it must be 1 or more: leave such requests out"
+                f"{what} may draw {sequence.max_new_tokens} more tokens after a prefix of {sequence.first_position}; "
+                "it must be 1 or more: drop such requests"
             )
         if len(context) + sequence.max_new_tokens > longest:
             raise ValueError(
-                f"{what} has {len(context)} tokens, with max_new_tokens={sequence.max_new_tokens} that is more "
-                f"than max_model_len={longest}; shorten one of them or make the engine with a larger limit"
+                f"{what} has {len(context)} tokens; with max_new_tokens={sequence.max_new_tokens} that is more "
+                f"than max_model_len={longest}; shorten one of them or raise the engine's limit"
             )
-        # A token that is no row of the embedding would read as zeros under tensor parallelism, and go unseen.
+        # Under tensor parallelism an id outside the embedding would read as zeros without an error.
         low, high, last = np.min(context), np.max(context), self._decoder.vocab_size - 1
         if low < 0 or high > last:
             raise ValueError(f"{what} has token ids {low} to {high}; expected 0 to {last}")
 
 
-class _Queue:
-    """Numbers the requests of one generation and tells groups of equal context."""
+class _RequestQueue:
+    """Numbers the requests of one generation and groups those with equal context."""
 
     def __init__(self, engine: NativeEngine, sampling: SamplingParams, seed: int) -> None:
         self._engine = engine

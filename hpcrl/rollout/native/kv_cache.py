@@ -1,4 +1,4 @@
-"""The KV cache: blocks, which sequence has which block, and the keys and values in them."""
+"""The KV cache: its blocks, the block table of each sequence, and the keys and values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Moves(NamedTuple):
 
 
 class BlockPool:
-    """Blocks of `block_size` tokens, given to the rows of the running batch.
+    """Blocks of `block_size` tokens, assigned to the rows of the running batch.
 
-    The blocks in use are nearly dense, 0..`extent`-1 with few holes, so that attention on the CPU reads one slice and
-    gathers nothing. All int64: `row_of` (blocks,) is the row that has a block, or FREE; `order_of` (blocks,) says which
-    part of the row's tokens it holds; `tail_of` (rows,) is a row's last block, `count_of` (rows,) how many it has.
+    The blocks in use are nearly dense, 0..`extent`-1 with few holes, so that attention on the CPU reads one slice
+    without gathering. All int64: `row_of` (blocks,) is the row that has a block, or FREE; `order_of` (blocks,) the part
+    of the row's tokens that it holds; `tail_of` (rows,) a row's last block; `count_of` (rows,) its number of blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_rows: int) -> None:
@@ -43,11 +43,11 @@ class BlockPool:
         return self.extent - (self.num_blocks - self.num_free)
 
     def missing(self, rows: np.ndarray | slice, num_tokens: np.ndarray) -> np.ndarray:
-        """How many blocks each of `rows` lacks to hold `num_tokens`, int64 (n,) both."""
+        """Return how many blocks each of `rows` lacks to hold `num_tokens`, int64 (n,) both."""
         return np.maximum(-(-num_tokens // self.block_size) - self.count_of[rows], 0)
 
     def grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Gives each of `rows` what it lacks to hold `num_tokens`: the new blocks, int64 (n,)."""
+        """Assign to each of `rows` the blocks it lacks to hold `num_tokens`. Return the new blocks, int64 (n,)."""
         missing = self.missing(rows, num_tokens)
         blocks = self._take(int(missing.sum()))
         ends = missing.cumsum()
@@ -62,20 +62,21 @@ class BlockPool:
 
     def _take(self, count: int) -> np.ndarray:
         if count > self.num_free:
-            raise RuntimeError(f"{count} blocks of the KV cache are wanted and {self.num_free} are free")
+            raise RuntimeError(f"the KV cache has {self.num_free} free blocks; {count} are needed")
         holes = np.flatnonzero(self.row_of[: self.extent] == FREE)[:count]
-        behind = np.arange(self.extent, self.extent + count - len(holes))
-        self.extent += len(behind)
+        appended = np.arange(self.extent, self.extent + count - len(holes))
+        self.extent += len(appended)
         self.num_free -= count
-        return np.concatenate([holes, behind])
+        return np.concatenate([holes, appended])
 
     def blocks_of(self, row: int) -> np.ndarray:
-        """The blocks of `row` in the order of its tokens, int64 (n,)."""
+        """Return the blocks of `row` in the order of its tokens, int64 (n,)."""
         blocks = np.flatnonzero(self.row_of[: self.extent] == row)
         return blocks[self.order_of[blocks].argsort()]
 
     def table(self, rows: np.ndarray) -> np.ndarray:
-        """The blocks of `rows` in the order of their tokens, int64 (n, most blocks of a row); 0 behind a row's last."""
+        """Return the blocks of `rows` in the order of their tokens, int64 (n, most blocks of a row), 0 after a row's
+        last block."""
         table = np.zeros((len(rows), int(self.count_of[rows].max(initial=0))), np.int64)
         for place, row in enumerate(rows):
             table[place, : self.count_of[row]] = self.blocks_of(row)
@@ -88,7 +89,7 @@ class BlockPool:
         self.count_of[rows] = 0
 
     def renumber(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Rows `sources` are from now on rows `targets`, which have no blocks."""
+        """Rename rows `sources` to `targets`, which have no blocks."""
         new_row = np.arange(-1, len(self.tail_of))  # by old row + 1, as FREE is -1
         new_row[sources + 1] = targets
         self.row_of[: self.extent] = new_row[self.row_of[: self.extent] + 1]
@@ -97,7 +98,7 @@ class BlockPool:
         self.count_of[sources] = 0
 
     def compact(self) -> Moves:
-        """Brings the last blocks in use into the holes."""
+        """Move the last blocks in use into the holes."""
         used = self.num_blocks - self.num_free
         sources = used + np.flatnonzero(self.row_of[used : self.extent] != FREE)
         targets = np.flatnonzero(self.row_of[:used] == FREE)
@@ -114,9 +115,9 @@ MOVED_AT_ONCE = 8
 
 
 class Scratch(NamedTuple):
-    """What decoding needs for each block in use. It is part of the cache, so that memory stays the same throughout.
+    """Temporary tensors of decoding, per block in use. They are part of the cache, so that memory stays constant.
 
-    `queries` (blocks, heads, key_dim), `scores` (blocks, heads, block size), `weights` like them but fp32, `products`
+    `queries` (blocks, heads, key_dim), `scores` (blocks, heads, block size), `weights` the same but fp32, `products`
     (blocks, heads, value_dim), `bias` (blocks, 1, block size) fp32.
     """
 
@@ -128,10 +129,10 @@ class Scratch(NamedTuple):
 
 
 class KVCache:
-    """`keys` are (layers, blocks, KV heads of this rank, key_dim, block size), as a product with queries likes them,
-    `values` (layers, blocks, KV heads, block size, value_dim), which may be a view of the keys.
+    """`keys` are (layers, blocks, KV heads of this rank, key_dim, block size), the order that products with queries
+    need; `values` (layers, blocks, KV heads, block size, value_dim), which may be a view of the keys.
 
-    `pool` says which row of the running batch has which block; it starts empty with each generation.
+    `pool` maps rows of the running batch to blocks; it starts empty with each generation.
     """
 
     def __init__(
@@ -186,14 +187,14 @@ class KVCache:
         self.pool = BlockPool(self.num_blocks, self.block_size, self._num_rows)
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `offsets` in
+        """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `offsets` in
         `blocks`, int64 (n,)."""
         self.keys[layer].permute(0, 3, 1, 2)[blocks, offsets] = keys
         if not self.heads.value_in_key:
             self.values[layer].transpose(1, 2)[blocks, offsets] = values
 
     def used(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Views of keys (items, key_dim, block size) and values (items, block size, value_dim).
+        """Return views of keys (items, key_dim, block size) and values (items, block size, value_dim).
 
         An item is a KV head of a block, all heads of a block in a row, up to the last block in use.
         """
@@ -201,16 +202,16 @@ class KVCache:
         return self.keys[layer, :extent].flatten(0, 1), self.values[layer, :extent].flatten(0, 1)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies (rows, KV heads, blocks of the table x block size, key_dim or value_dim) for a `BlockPool.table`,
-        int64.
+        """Return copies (rows, KV heads, blocks of the table x block size, key_dim or value_dim) for a
+        `BlockPool.table`, int64.
 
-        What lies behind a row's last token is arbitrary, but finite.
+        Values after a row's last token are arbitrary, but finite.
         """
         keys = self.keys[layer][table].permute(0, 2, 1, 4, 3).flatten(2, 3)
         return keys, self.values[layer][table].transpose(1, 2).flatten(2, 3)
 
     def move(self, moves: Moves) -> None:
-        """Copies blocks, none of which is source and target; a few at a time, as copies go through a buffer."""
+        """Copy blocks; no block is both source and target. A few at a time, because copies go through a buffer."""
         both = [torch.from_numpy(blocks).to(self.device).split(MOVED_AT_ONCE) for blocks in moves]
         for sources, targets in zip(*both, strict=True):
             for plane in (self.keys,) if self.heads.value_in_key else (self.keys, self.values):
@@ -220,5 +221,5 @@ class KVCache:
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # Unlike torch's, numpy's zeros are pages that the system gives when they are first written.
+    # Unlike torch's, numpy's zeros are pages that the system allocates when they are first written.
     return torch.from_numpy(np.zeros(int(np.prod(size)) * dtype.itemsize, np.uint8)).view(dtype).view(size)

@@ -1,4 +1,4 @@
-"""Sequences on their way through the engine, and continuous batching: which of them run, and when."""
+"""Sequences, continuous batching, and the running sequences as arrays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hpcrl.rollout.native.kv_cache import Moves
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from hpcrl.rollout.sampling import request_key
 
@@ -17,9 +18,10 @@ class Sequence:
     """`index` is its place among the requests; `context_ids` int32 (n,) are prompt and prefix.
 
     `key` is its Philox key (2,) uint32, `first_position` the place in the response of the first token to draw. `group`
-    is the index of the first sequence of equal context that is known. `drawn` are its tokens up to when it last left
-    the running batch, or a little earlier, in parts: ids int32 (n,) and log-probs fp32 (n,). `routed` are the experts
-    of the tokens run by then, int16 (n, layers x topk), also in parts; the first is of the context but its last token.
+    is the index of the first known sequence of equal context. `drawn` are its tokens up to when it last left the
+    running batch, or a little earlier, in parts: ids int32 (n,) and log-probs fp32 (n,). `routed` are the experts of
+    the tokens run by then, int16 (n, layers x topk), also in parts; the first part is the context without its last
+    token.
     """
 
     index: int
@@ -49,11 +51,11 @@ class Sequence:
         return len(self.context_ids) + self.num_drawn - 1
 
     def token_ids(self) -> np.ndarray:
-        """Context and what was drawn, int32 (n,)."""
+        """Return context and drawn tokens, int32 (n,)."""
         return np.concatenate([self.context_ids, *(ids for ids, _ in self.drawn)])
 
     def completion(self, reason: FinishReason) -> Completion:
-        """What was drawn, which leaves the sequence: it would be held twice."""
+        """Return the drawn tokens, and clear them here so that they are not held twice."""
         ids, log_probs = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
         for part in self.drawn:
             ids.append(part[0])
@@ -65,8 +67,8 @@ class Sequence:
 
 @dataclass
 class Admission:
-    """`prefilled` go through one call of the decoder; `joined` then take their context from one of equal context that
-    runs, or have a context of one token, which needs nothing in the cache."""
+    """`prefilled` go through one call of the decoder. `joined` then copy the cache of a running sequence of equal
+    context, or have a context of one token, which needs nothing in the cache."""
 
     prefilled: list[Sequence] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
@@ -79,8 +81,8 @@ class Scheduler:
     """First come, first served; preempted sequences come before those that have not started.
 
     At most `max_num_seqs` run. A prefill call is padded to its longest sequence, and padding counts towards
-    `max_num_batched_tokens`: it is the memory that this limit is for. A longer sequence is prefilled alone. Whoever
-    joins leaves a free block to each running sequence, so that it is not preempted at once.
+    `max_num_batched_tokens`, because it takes memory. A longer sequence is prefilled by itself. An admission leaves one
+    free block per running sequence, so that it does not cause a preemption at once.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> None:
@@ -97,7 +99,7 @@ class Scheduler:
         self._waiting.extend(sequences)
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
-        """Preempted, the one that started first in front."""
+        """Requeue preempted sequences at the front, the one that started first before the others."""
         self._waiting.extendleft(reversed(list(sequences)))
 
     def take_all(self) -> list[Sequence]:
@@ -106,7 +108,7 @@ class Scheduler:
         return waiting
 
     def schedule(self, running_groups: set[int], num_running: int, num_free_blocks: int) -> Admission:
-        """Whoever can join now, next to `num_running` sequences, the contexts of which are `running_groups`."""
+        """Return the sequences that can join `num_running` sequences with contexts `running_groups`."""
         admission, groups, longest = Admission(), set(running_groups), 0
         while self._waiting and num_running < self._max_num_seqs:
             sequence = self._waiting[0]
@@ -126,3 +128,132 @@ class Scheduler:
             self._waiting.popleft()
             num_running += 1
         return admission
+
+
+FLUSH_TOKENS = 64  # tokens of a row in its buffer, before they are appended to its sequence
+
+
+class RunningBatch:
+    """The running sequences as arrays with one row each, so that a decode step does no Python work per sequence.
+
+    Rows 0..num_rows-1 are running. Per row: `cached` tokens in the KV cache, `num_drawn` tokens (the last one is not
+    cached yet), and the keys of the random numbers. No array has the size of the longest response: drawn tokens are
+    flushed in parts. `routing_width` numbers record a token's experts, in all layers; 0: they are not recorded.
+    """
+
+    def __init__(self, capacity: int, sampling: SamplingParams, routing_width: int = 0) -> None:
+        self.num_rows = 0
+        self.keys = np.zeros((capacity, 2), np.uint32)
+        self.sample_indices = np.zeros(capacity, np.int64)
+        self.first_positions = np.zeros(capacity, np.int64)
+        self.num_drawn = np.zeros(capacity, np.int64)
+        self.cached = np.zeros(capacity, np.int64)
+        self.last_tokens = np.zeros(capacity, np.int64)
+        self.groups = np.zeros(capacity, np.int64)
+        self.sequences = np.empty(capacity, object)
+        self._limits = np.zeros(capacity, np.int64)
+        self._in_part = np.zeros(capacity, np.int64)
+        self._part_ids = np.zeros((capacity, FLUSH_TOKENS), np.int32)
+        self._part_log_probs = np.zeros((capacity, FLUSH_TOKENS), np.float32)
+        self._part_experts = np.zeros((capacity, FLUSH_TOKENS, routing_width), np.int16)
+        self._started = np.zeros(capacity, np.int64)
+        self._stop_ids = np.array(() if sampling.ignore_eos else sampling.eos_token_ids, np.int64)
+        self._num_started = 0
+
+    @property
+    def rows(self) -> slice:
+        return slice(0, self.num_rows)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Response positions of the next token of each row, int64 (rows,)."""
+        return self.first_positions[self.rows] + self.num_drawn[self.rows]
+
+    def row_of_group(self, group: int) -> int | None:
+        """Return a running row with this context."""
+        found = np.flatnonzero(self.groups[self.rows] == group)
+        return int(found[0]) if len(found) else None
+
+    def add(self, sequence: Sequence) -> int:
+        """Add a row for `sequence`; its tokens but the last are about to be cached."""
+        row = self.num_rows
+        self.num_rows += 1
+        self.sequences[row] = sequence
+        self.keys[row] = sequence.key
+        self.sample_indices[row] = sequence.sample_index
+        self.first_positions[row] = sequence.first_position
+        self.num_drawn[row] = sequence.num_drawn
+        self.cached[row] = sequence.num_to_cache
+        self.last_tokens[row] = (sequence.drawn[-1][0] if sequence.drawn else sequence.context_ids)[-1]
+        self.groups[row] = sequence.group
+        self._limits[row] = sequence.max_new_tokens
+        self._in_part[row] = 0
+        self._started[row] = self._num_started
+        self._num_started += 1
+        return row
+
+    def append(self, token_ids: np.ndarray, log_probs: np.ndarray, experts: np.ndarray) -> None:
+        """Append one token to each row: ids and log-probs (rows,). The former last token is cached now, and `experts`
+        (rows, routing width) are its experts."""
+        rows = self.rows
+        places = np.arange(self.num_rows), self._in_part[rows]
+        self._part_ids[places] = token_ids
+        self._part_log_probs[places] = log_probs
+        self._part_experts[places] = experts
+        self.last_tokens[rows] = token_ids
+        self.cached[rows] += 1
+        self.num_drawn[rows] += 1
+        self._in_part[rows] += 1
+        self._flush(np.flatnonzero(self._in_part[rows] == FLUSH_TOKENS))
+
+    def _flush(self, rows: np.ndarray) -> None:
+        """Append the buffered tokens of `rows` to their sequences."""
+        for row in rows:
+            length = self._in_part[row]
+            if length:
+                part = self._part_ids[row, :length].copy(), self._part_log_probs[row, :length].copy()
+                self.sequences[row].drawn.append(part)
+                if self._part_experts.shape[2]:
+                    self.sequences[row].routed.append(self._part_experts[row, :length].copy())
+        self._in_part[rows] = 0
+
+    def stopped(self) -> np.ndarray:
+        """Return which rows have drawn an end-of-sequence token, bool (rows,)."""
+        return np.isin(self.last_tokens[self.rows], self._stop_ids)
+
+    def at_limit(self) -> np.ndarray:
+        """Return which rows have drawn all their tokens, bool (rows,)."""
+        return self.num_drawn[self.rows] == self._limits[self.rows]
+
+    def latest_first(self) -> np.ndarray:
+        """Return the rows, latest to join first, int64 (rows,)."""
+        return np.argsort(-self._started[self.rows])
+
+    def remove(self, rows: np.ndarray) -> tuple[list[Sequence], Moves]:
+        """Remove `rows` and fill their places with the last ones. Return their sequences, and the moved rows."""
+        self._flush(rows)
+        sequences = list(self.sequences[rows])
+        left = self.num_rows - len(rows)
+        stays = np.ones(self.num_rows, bool)
+        stays[rows] = False
+        moves = Moves(left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left]))
+        for column in (
+            self.keys,
+            self.sample_indices,
+            self.first_positions,
+            self.num_drawn,
+            self.cached,
+            self.last_tokens,
+            self.groups,
+            self.sequences,
+            self._limits,
+            self._in_part,
+            self._part_ids,
+            self._part_log_probs,
+            self._part_experts,
+            self._started,
+        ):
+            column[moves.targets] = column[moves.sources]
+        self.sequences[left : self.num_rows] = None
+        self.num_rows = left
+        return sequences, moves

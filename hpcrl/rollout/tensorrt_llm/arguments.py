@@ -1,9 +1,9 @@
-"""Arguments, sampling parameters, requests and outputs: translation between hpcrl and TensorRT-LLM. Pure functions.
+"""Translation between hpcrl and TensorRT-LLM: arguments, sampling parameters, requests and outputs. Pure functions.
 
-Two choices of 1.2.1 decide the rest. Its C++ sampler (sampler_type="TRTLLMSampler") takes a seed per request and gives
-the log-prob of the sampled token among the whole vocabulary, after temperature: our definition. The torch sampler has
-one generator for all requests, and log-probs before temperature of the likeliest token, not of the sampled one.
-That C++ sampler leaves a token equal to `end_id` out of its result, with its log-prob; a stop word stays.
+The C++ sampler of 1.2.1 (sampler_type="TRTLLMSampler") takes a seed per request and returns the log-prob of the sampled
+token over the whole vocabulary, after temperature, which is hpcrl's definition. The torch sampler has one generator for
+all requests, and returns log-probs before temperature of the most likely token. The C++ sampler drops a token equal to
+`end_id` and its log-prob from the result; a stop word is kept.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingPa
 from hpcrl.runtime.exits import InputError
 
 SAMPLER = "TRTLLMSampler"
-NUM_LOG_PROBS = 1  # 0 asks 1.2.1 for none
+NUM_LOG_PROBS = 1  # 0: 1.2.1 returns none
 
 
 def request_seed(request: Request, *, seed: int, step: int) -> int:
-    """63 bits of blake2b over what keys our own random numbers: seed, uid, position, sample index and step.
+    """Return 63 bits of blake2b over the key of hpcrl's own random numbers: seed, uid, position, sample index and step.
 
-    The position is the first one to draw, so that what resumes a sequence does not repeat the numbers of its start.
+    The position is that of the first token to draw, so that a resumed sequence does not repeat the numbers of its
+    start.
     """
     place = struct.pack("<qqqq", seed, len(request.prefix_ids), request.sample_index, step)
     digest = blake2b(place + request.uid.encode("utf-8"), digest_size=8).digest()
@@ -39,10 +40,10 @@ def request_seed(request: Request, *, seed: int, step: int) -> int:
 
 
 def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int, step: int) -> dict[str, Any]:
-    """Keyword arguments for one request. Raises InputError for what 1.2.1 cannot do."""
+    """Return the keyword arguments for one request. Raises InputError for parameters that 1.2.1 does not support."""
     if sampling.top_k > TENSORRT_LLM_TOP_K:
         raise InputError(
-            f"top_k={sampling.top_k} is more than TensorRT-LLM's sampler keeps; "
+            f"top_k={sampling.top_k} is above the limit of TensorRT-LLM's sampler;  "
             f"use {TENSORRT_LLM_TOP_K} or less, or -1 for all"
         )
     greedy = sampling.temperature == 0
@@ -53,7 +54,7 @@ def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int,
         "top_k": 1 if greedy else max(sampling.top_k, 0),
         "top_p": 1.0 if greedy else sampling.top_p,
         "seed": request_seed(request, seed=seed, step=step),
-        "end_id": stops[0] if stops else 0,  # unused under ignore_eos, but None makes the package ask for a tokenizer
+        "end_id": stops[0] if stops else 0,  # unused under ignore_eos, but with None the package needs a tokenizer
         "pad_id": stops[0] if stops else 0,
         "ignore_eos": True,
         "stop_token_ids": stops or None,
@@ -66,7 +67,7 @@ def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int,
 
 
 def new_tokens(request: Request, sampling: SamplingParams) -> int:
-    """Tokens to draw at most."""
+    """Return the largest number of tokens to draw."""
     if request.max_new_tokens is not None:
         return request.max_new_tokens
     return sampling.max_new_tokens - len(request.prefix_ids)
@@ -80,7 +81,7 @@ class LogProb(Protocol):
 
 
 class Output(Protocol):
-    """What is read of tensorrt_llm's CompletionOutput."""
+    """The fields that are read of tensorrt_llm's CompletionOutput."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -91,7 +92,7 @@ class Output(Protocol):
 
 
 def input_ids(request: Request, vocab_size: int) -> list[int]:
-    """Prompt, then what is there of the response. Raises ValueError for none, or for ids that are no tokens."""
+    """Return prompt and prefix. Raises ValueError if there are no ids, or ids outside the vocabulary."""
     ids = np.concatenate([np.asarray(request.prompt_ids, np.int64), np.asarray(request.prefix_ids, np.int64)])
     if not len(request.prompt_ids):
         raise ValueError(f"prompt {request.uid} has no tokens; give it at least one")
@@ -103,10 +104,10 @@ def input_ids(request: Request, vocab_size: int) -> list[int]:
 
 
 def completion(output: Output, uid: str) -> Completion:
-    """Raises RuntimeError where the output is not what version 1.2.1 is expected to give.
+    """Convert an output. Raises RuntimeError if it is not what version 1.2.1 should return.
 
-    The entry of the sampled token is looked up: taking the first one would, under another sampler or version, give the
-    log-prob of another token, and nothing would say so.
+    The entry of the sampled token is looked up by id: under another sampler or version the first entry could silently
+    be that of another token.
     """
     reason = FINISH_REASONS.get(output.finish_reason)
     if reason is None:
@@ -115,26 +116,26 @@ def completion(output: Output, uid: str) -> Completion:
             f"expected one of {', '.join(map(repr, FINISH_REASONS))}"
         )
     tokens, entries = list(output.token_ids), list(output.logprobs or [])
-    if reason == "abort":  # whichever of the two got further: a shorter prefix is a prefix, too
+    if reason == "abort":  # tokens and log-probs may differ in length: keep the common part
         known = min(len(tokens), len(entries))
         tokens, entries = tokens[:known], entries[:known]
     if len(tokens) != len(entries):
         raise RuntimeError(
-            f"TensorRT-LLM gave {len(tokens)} tokens and {len(entries)} log-probs for prompt {uid}; "
+            f"TensorRT-LLM returned {len(tokens)} tokens and {len(entries)} log-probs for prompt {uid};  "
             "expected one for each: run tools/gpu_check.sh"
         )
     missing = next((place for place, token in enumerate(tokens) if token not in entries[place]), None)
     if missing is not None:
         raise RuntimeError(
-            f"TensorRT-LLM gave log-probs of {sorted(entries[missing])} at token {missing} of prompt {uid} and sampled "
-            f"{tokens[missing]}; expected the sampled token's: run tools/gpu_check.sh"
+            f"TensorRT-LLM returned log-probs of {sorted(entries[missing])} at token {missing} of prompt {uid} and "
+            f"sampled {tokens[missing]}; expected the sampled token's: run tools/gpu_check.sh"
         )
     log_probs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
     return Completion(np.array(tokens, np.int32), np.array(log_probs, np.float32), reason)
 
 
-def nothing_drawn() -> Completion:
-    """Of a request that was aborted before its first token."""
+def empty_completion() -> Completion:
+    """The completion of a request that was aborted before its first token."""
     return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort")
 
 
@@ -142,7 +143,7 @@ TOKENS_PER_BLOCK = 32  # of its paged KV cache
 ITEMSIZE = 2  # bytes: bfloat16 is the only dtype
 GIB = 2**30
 
-# A key of config.json, or what its model_type means -> the field of ModelShape that must be equal
+# Key of config.json, or property of its model_type -> the field of ModelShape that must be equal
 ARCHITECTURE = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -161,9 +162,9 @@ ARCHITECTURE = {
 
 
 def engine_arguments(config: Config, shape: ModelShape, tp_size: int) -> dict[str, Any]:
-    """Keyword arguments of TorchLlmArgs; those of its parts "kv_cache_config" and "cuda_graph_config" as dicts.
+    """Return the keyword arguments of TorchLlmArgs; "kv_cache_config" and "cuda_graph_config" are dicts.
 
-    Raises ConfigError or InputError for what this engine cannot do.
+    Raises ConfigError or InputError for settings that this engine does not support.
     """
     check_tensorrt_llm(config, tp_size)
     rollout = config.rollout
@@ -180,7 +181,7 @@ def engine_arguments(config: Config, shape: ModelShape, tp_size: int) -> dict[st
         "dtype": "bfloat16",
         "tensor_parallel_size": tp_size,
         "pipeline_parallel_size": 1,
-        "allreduce_strategy": "NCCL",  # its own all-reduce goes wrong with several engines in a job, as its makers say
+        "allreduce_strategy": "NCCL",  # its own all-reduce is documented to fail with several engines in a job
         "sampler_type": SAMPLER,
         "max_batch_size": rollout.max_num_seqs,
         "max_num_tokens": rollout.max_num_batched_tokens,
@@ -196,13 +197,14 @@ def engine_arguments(config: Config, shape: ModelShape, tp_size: int) -> dict[st
 
 
 def max_model_len(config: Config) -> int:
-    """Tokens of the longest sequence."""
+    """Return the tokens of the longest sequence."""
     return config.data.max_prompt_length + config.data.max_response_length
 
 
 def _kv_cache(config: Config, shape: ModelShape, tp_size: int) -> dict[str, Any]:
-    """`max_tokens` bounds the cache whatever was free when the engine was built: with colocated training that number is
-    an accident. The package takes the smaller of it and of its share of the free memory."""
+    """Return the KV cache's settings. `max_tokens` bounds the cache independently of the memory that was free when the
+    engine was built, which varies with colocated training. The package uses the smaller of it and its share of free
+    memory."""
     rollout = config.rollout
     blocks = -(-max_model_len(config) // TOKENS_PER_BLOCK)
     useful = rollout.max_num_seqs * blocks * TOKENS_PER_BLOCK
@@ -212,7 +214,7 @@ def _kv_cache(config: Config, shape: ModelShape, tp_size: int) -> dict[str, Any]
         useful = min(useful, int(rollout.kv_cache_gib * GIB) // kv_bytes_per_token(shape, tp_size, ITEMSIZE))
         if useful < blocks * TOKENS_PER_BLOCK:
             raise InputError(
-                f"rollout.kv_cache_gib={rollout.kv_cache_gib} holds {useful} tokens, and one sequence may have "
+                f"rollout.kv_cache_gib={rollout.kv_cache_gib} holds {useful} tokens, but one sequence may have "
                 f"{max_model_len(config)}; raise it"
             )
     return {
@@ -229,13 +231,17 @@ def model_dir(config: Config) -> Path:
 
 
 def check_architecture(folder: Path, shape: ModelShape) -> None:
-    """Raises InputError unless config.json in `folder` describes the model that is trained: the engine builds its own
-    from that file, and a refit would only notice differences that change a shape."""
+    """Raise InputError unless config.json in `folder` describes the trained model.
+
+    The engine builds its own model from that file, and a refit detects only differences that change a shape.
+    """
     found = read_shape(folder)
     for key, field in ARCHITECTURE.items():
-        theirs, ours = getattr(found, field), getattr(shape, field)
-        if theirs != ours:
-            raise InputError(f"{folder / CONFIG} has {key}={theirs}, and the trained model {ours}; make them equal")
+        found_value, trained_value = getattr(found, field), getattr(shape, field)
+        if found_value != trained_value:
+            raise InputError(
+                f"{folder / CONFIG} has {key}={found_value}, but the trained model has {trained_value}; make them equal"
+            )
     scaling = read_config(folder).get("rope_scaling")  # the shape's reader ignores it beside rope_parameters
     if scaling and shape.rope_scaling is None:
-        raise InputError(f"{folder / CONFIG} has rope_scaling={scaling}, and the trained model none; remove it")
+        raise InputError(f"{folder / CONFIG} has rope_scaling={scaling}, but the trained model has none; remove it")

@@ -1,6 +1,7 @@
 """TensorRT-LLM as a `RolloutEngine`. Never run; see the package's docstring.
 
-The engine batches by itself; what is here decides what is in flight, tells the ranks, and ends what is to be aborted.
+The engine batches requests itself; this module limits what is in flight, sends results to all ranks, and cancels what
+is to be aborted.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch import Tensor
 
 from hpcrl.config.schema import Config
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
+from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.arguments import (
     Output,
     check_architecture,
     completion,
+    empty_completion,
     engine_arguments,
     input_ids,
     max_model_len,
     model_dir,
     new_tokens,
-    nothing_drawn,
     sampling_arguments,
 )
 from hpcrl.rollout.tensorrt_llm.worker import buffers
@@ -44,27 +45,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ROUND_SECONDS = 0.02  # between two rounds of news in which nothing ended
-CANCEL_SECONDS = 60.0  # then a cancelled request that never answers is taken for one that had not started
+POLL_SECONDS = 0.02  # longest time between two broadcasts of results
+CANCEL_SECONDS = 60.0  # then a cancelled request without a result counts as not started
 
 
 class Server(Protocol):
-    """The engine as its replica's first rank sees it; a handle is whatever it gives for a request."""
+    """The engine as used by its replica's first rank; a handle is its return value for a request."""
 
     def submit(self, token_ids: list[int], arguments: dict[str, Any]) -> Any: ...
 
     def poll(self, handle: Any) -> Output | None:
-        """The output once it is whole; never waits."""
+        """Return the output if it is complete, else None. Never waits."""
         ...
 
     def cancel(self, handle: Any) -> None: ...
 
 
-class Generation:
-    """`server` is None on all ranks but the first; `share` gives every rank what the first one passes.
+class GenerateCall:
+    """One call of generate(). `server` is None on all ranks but the first; `share` broadcasts the first rank's
+    argument.
 
-    No more than `max_in_flight` requests are with the engine: one that it queues without starting it does not answer
-    when it is cancelled.
+    At most `max_in_flight` requests are submitted, because the engine does not answer a request that is cancelled while
+    it is queued.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Generation:
         self._requests: list[Request] = []
         self._inputs: list[list[int]] = []
         self._waiting: deque[int] = deque()
-        self._in_flight: dict[int, Any] = {}  # on the first rank alone
+        self._in_flight: dict[int, Any] = {}  # on the first rank only
         self._completions: dict[int, Completion] = {}
 
     def run(
@@ -127,7 +129,7 @@ class Generation:
         return len(self._requests) - len(self._completions)
 
     def _add(self, requests: Sequence[Request]) -> None:
-        """Every rank checks alike, before anything of them is under way."""
+        """Check requests, on every rank alike, before one of them is submitted."""
         for request in requests:
             ids = input_ids(request, self._vocab_size)
             limit = new_tokens(request, self._sampling)
@@ -143,7 +145,7 @@ class Generation:
             self._inputs.append(ids)
 
     def _advance(self) -> list[tuple[int, Completion]]:
-        """On the first rank: submit what fits, and what has ended within a round."""
+        """On the first rank: submit requests up to the limit, and return those that ended within POLL_SECONDS."""
         if self._server is None:
             return []
         while self._waiting and len(self._in_flight) < self._max_in_flight:
@@ -151,12 +153,12 @@ class Generation:
             request = self._requests[index]
             arguments = sampling_arguments(request, self._sampling, seed=self._seed, step=self._step)
             self._in_flight[index] = self._server.submit(self._inputs[index], arguments)
-        return self._wait(ROUND_SECONDS)
+        return self._wait(POLL_SECONDS)
 
     def _wait(self, seconds: float) -> list[tuple[int, Completion]]:
-        """Those that have ended; asks again until one has, or so many seconds have passed."""
+        """Return ended requests; polls until there is one, or for `seconds`."""
         assert self._server is not None
-        give_up = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
             ended = []
             for index, handle in list(self._in_flight.items()):
@@ -164,7 +166,7 @@ class Generation:
                 if output is not None:
                     del self._in_flight[index]
                     ended.append((index, completion(output, self._requests[index].uid)))
-            if ended or not self._in_flight or time.monotonic() >= give_up:
+            if ended or not self._in_flight or time.monotonic() >= deadline:
                 return ended
             time.sleep(1e-3)
 
@@ -177,35 +179,35 @@ class Generation:
                 on_finished(index, done)
 
     def _abort(self, on_finished: Callable[[int, Completion], None] | None) -> None:
-        """End all that is open; what ended by itself in the meantime keeps its reason, and is told."""
+        """Cancel all open requests; those that end by themselves meanwhile keep their reason and are reported."""
         ended: list[tuple[int, Completion]] = []
         if self._server is not None:
             for handle in self._in_flight.values():
                 self._server.cancel(handle)
-            give_up = time.monotonic() + CANCEL_SECONDS
-            while self._in_flight and time.monotonic() < give_up:
-                ended += self._wait(ROUND_SECONDS)
+            deadline = time.monotonic() + CANCEL_SECONDS
+            while self._in_flight and time.monotonic() < deadline:
+                ended += self._wait(POLL_SECONDS)
         self._store(self._share(ended), on_finished)
         for index in range(len(self._requests)):
-            self._completions.setdefault(index, nothing_drawn())
+            self._completions.setdefault(index, empty_completion())
 
 
 class Worker(Server, Protocol):
-    """worker.TrtllmWorker, as the engine sees it."""
+    """The interface of worker.TrtllmWorker that the engine uses."""
 
     def parameters(self) -> Iterable[tuple[str, Tensor]]: ...
     def paused(self) -> AbstractContextManager[None]: ...
-    def forget_prefixes(self) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
     def release_cache(self) -> None: ...
-    def take_cache(self) -> None: ...
+    def allocate_cache(self) -> None: ...
     def close(self) -> None: ...
 
 
 class TrtllmEngine:
     """One rank of a replica; a `RolloutEngine`.
 
-    Weights stay on the GPU; the KV cache goes and comes when `can_sleep`. A pause ends in minutes: its hang detector
-    goes on counting, so `updating_weights` is for the transfer alone.
+    Weights stay on the GPU; sleep frees the KV cache if `can_sleep`. A pause must be shorter than some minutes, because
+    the engine's hang detector keeps counting: `updating_weights` is for the transfer only.
     """
 
     weight_format: WeightFormat = "tensorrt_llm"
@@ -222,7 +224,7 @@ class TrtllmEngine:
         vocab_size: int,
         can_sleep: bool,
     ) -> None:
-        """`share(x)`, collective over the replica, is the `x` of its first rank; see Generation."""
+        """`share(x)`, collective over the replica, returns the `x` of its first rank; see GenerateCall."""
         self._worker = worker
         self._is_first = tp_rank == 0
         self._share = share
@@ -246,7 +248,7 @@ class TrtllmEngine:
     def updating_weights(self) -> Iterator[None]:
         with self._worker.paused():
             yield
-            self._worker.forget_prefixes()
+            self._worker.reset_prefix_cache()
 
     def generate(
         self,
@@ -261,9 +263,9 @@ class TrtllmEngine:
         should_abort: Callable[[], bool] | None = None,
     ) -> list[Completion]:
         if self._asleep:
-            raise RuntimeError("the engine sleeps; call wake() before generate()")
+            raise RuntimeError("the engine is asleep; call wake() before generate()")
         server = self._worker if self._is_first else None
-        generation = Generation(server, self._share, sampling, seed=seed, step=step, **self._limits)
+        generation = GenerateCall(server, self._share, sampling, seed=seed, step=step, **self._limits)
         return generation.run(
             requests, source=source, on_finished=on_finished, on_step=on_step, should_abort=should_abort
         )
@@ -272,7 +274,7 @@ class TrtllmEngine:
         if not self._can_sleep or self._asleep:
             return
         with self._worker.paused():
-            self._worker.forget_prefixes()
+            self._worker.reset_prefix_cache()
             self._worker.release_cache()
         self._asleep = True
 
@@ -280,34 +282,35 @@ class TrtllmEngine:
         if not self._asleep:
             return
         with self._worker.paused():
-            self._worker.take_cache()
+            self._worker.allocate_cache()
         self._asleep = False
 
     def close(self) -> None:
-        """End its thread, which calls MPI. Collective over the replica; a second call does nothing."""
+        """End the engine's thread, which calls MPI. Collective over the replica; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._worker.close()
 
 
 def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: torch.device) -> TrtllmEngine:
-    """This rank's engine. Collective over the ranks of each replica; tensorrt_llm is imported already, by all ranks of
-    the job together (launch.trtllm), and training's memory should be as it will be while generating.
+    """Make this rank's engine. Collective over the ranks of each replica.
 
-    Raises ConfigError or InputError for a configuration, version or machine that this engine cannot work with.
+    All ranks of the job must have imported tensorrt_llm together (runtime.trtllm), and training's memory should be as
+    it will be during generation. Raises ConfigError or InputError for a configuration, version or machine that this
+    engine does not support.
     """
     layout, coord = groups.layout, groups.coord
     for axis in ("pp", "cp", "ep", "etp", "vpp"):
         if getattr(layout, axis) != 1:
             raise InputError(
-                f"placement.rollout.{axis}={getattr(layout, axis)} with rollout.engine=tensorrt_llm, which is used "
-                f"with tensor parallelism alone; set {axis}: 1"
+                f"placement.rollout.{axis}={getattr(layout, axis)}: rollout.engine=tensorrt_llm supports "
+                f"tensor parallelism only; set {axis}: 1"
             )
     arguments = engine_arguments(config, shape, layout.tp)
     expected = tensorrt_llm_shards(shape, tp_rank=coord.tp, tp_size=layout.tp)
     check_architecture(model_dir(config), shape)
     if device.type != "cuda":
-        raise InputError("rollout.engine=tensorrt_llm needs a GPU and none can be used here; use rollout.engine=native")
+        raise InputError("rollout.engine=tensorrt_llm needs a GPU, and no GPU is usable; use rollout.engine=native")
     signatures.self_test(importlib.import_module)
 
     from mpi4py import MPI
@@ -316,13 +319,15 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
     from hpcrl.runtime.mpi import broadcast_object, create_group, duplicate
     from hpcrl.runtime.world import before_mpi_finalize
 
-    theirs = create_group(MPI.COMM_WORLD, layout.group_of(groups.rank, "tp"))
-    ours = duplicate(theirs)  # TensorRT-LLM's thread uses the first one
+    engine_comm = create_group(MPI.COMM_WORLD, layout.group_of(groups.rank, "tp"))
+    comm = duplicate(engine_comm)  # TensorRT-LLM's thread uses the first one
     engine = TrtllmEngine(
-        TrtllmWorker(arguments, theirs, groups.rank, device, public=config.rollout.trtllm.design == "single_process"),
+        TrtllmWorker(
+            arguments, engine_comm, groups.rank, device, public=config.rollout.trtllm.design == "single_process"
+        ),
         expected,
         tp_rank=coord.tp,
-        share=lambda news: broadcast_object(ours, news),
+        share=lambda value: broadcast_object(comm, value),
         max_num_seqs=config.rollout.max_num_seqs,
         max_model_len=max_model_len(config),
         vocab_size=shape.vocab_size,

@@ -1,7 +1,6 @@
-"""What the adapter calls in tensorrt_llm, compared with what is installed: `hpcrl check --trtllm`.
+"""Signatures of the calls into tensorrt_llm, compared with the installed package: `hpcrl check --trtllm`.
 
-It says that the calls of worker.py would be accepted by the functions that are there. That they do what they did in
-1.2.1 it cannot say.
+This shows that the functions accept the calls of worker.py. It does not show that they behave as in 1.2.1.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NEARBY = "sources of 1.2, exact release unknown"
 class Expected(NamedTuple):
     """`attribute` of `module` is called with so many positional arguments (self included) and these keywords.
 
-    `known_from` tells how sure that is.
+    `known_from` is the source of this signature.
     """
 
     module: str
@@ -83,7 +82,7 @@ Import = Callable[[str], Any]
 
 
 def wrong_version(load: Import) -> str | None:
-    """None, or what is wrong with the version; `load` imports a module by name."""
+    """Return None, or what is wrong with the version; `load` imports a module by name."""
     found = getattr(load("tensorrt_llm"), "__version__", "unknown")
     if found == VERSION:
         return None
@@ -93,7 +92,7 @@ def wrong_version(load: Import) -> str | None:
 
 
 def problem(expected: Expected, load: Import) -> str | None:
-    """None where the call would be accepted, else why not."""
+    """Return None if the call would be accepted, else the reason."""
     try:
         found = load(expected.module)
         for part in expected.attribute.split("."):
@@ -101,7 +100,7 @@ def problem(expected: Expected, load: Import) -> str | None:
     except ImportError as error:
         return f"cannot be imported: {error}"
     except AttributeError:
-        return "is not there"
+        return "does not exist"
     fields = getattr(found, "model_fields", None)
     if fields is not None:
         missing = [name for name in expected.keywords if name not in fields]
@@ -123,7 +122,7 @@ def problems(load: Import) -> Iterator[tuple[Expected, str]]:
 
 
 def self_test(load: Import) -> None:
-    """Raises InputError with one line unless version and signatures are those that the adapter was written for."""
+    """Raise InputError with one line unless version and signatures are the expected ones."""
     version = wrong_version(load)
     found = list(problems(load))
     if version is None and not found:
@@ -136,19 +135,19 @@ def self_test(load: Import) -> None:
 
 
 def findings(comm: MPI.Intracomm) -> list[Finding]:
-    """Collective over all ranks: where MPI allows it, tensorrt_llm is imported."""
+    """Compare the installed package. Collective over all ranks, which import tensorrt_llm if MPI allows it."""
     found = [torch(), _gpu(), package("tensorrt_llm")]
     try:
         trtllm.import_on_all_ranks(comm)
     except InputError as error:
-        if not error.everywhere:  # the others may spin in the import
+        if not error.everywhere:  # other ranks may wait in the import
             abort(error, rank=comm.rank, role="check", phase="import")
         return [*found, Finding("TensorRT-LLM", "cannot be used", str(error))]
     return [*found, *compared(importlib.import_module)]
 
 
 def compared(load: Import) -> list[Finding]:
-    """Version and signatures, a line each."""
+    """Return version and signatures, a line each."""
     version = wrong_version(load)
     lines = [Finding("TensorRT-LLM", f"written for {VERSION}, never run", version)]
     for expected in TABLE:

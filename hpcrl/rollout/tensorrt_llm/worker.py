@@ -1,6 +1,6 @@
-"""The one module that calls tensorrt_llm, which it imports when an engine is built.
+"""The only module that calls tensorrt_llm, which it imports when an engine is built.
 
-Private parts of 1.2.1 are used here, each of them listed in signatures.TABLE. Never run.
+It uses private parts of 1.2.1, which are listed in signatures.TABLE. Never run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def buffers(named: Iterable[tuple[str, Tensor]], expected: Sequence[Shard], tp_rank: int) -> dict[str, Tensor]:
-    """This rank's parameters by name, in the order of `expected`.
+    """Return this rank's parameters by name, in the order of `expected`.
 
-    Raises RuntimeError when one is missing, has another shape, or is there without being in the plan: it would keep
-    the random values that the engine started with. Parameters that are neither weight nor bias are constants.
+    Raises RuntimeError if one is missing, has another shape, or is not in the plan and would keep its random initial
+    values. Parameters that are neither weight nor bias are constants.
     """
     found = {name: parameter.detach() for name, parameter in named}
     wanted = {shard.local_name: shard for shard in expected}
@@ -43,21 +43,21 @@ def buffers(named: Iterable[tuple[str, Tensor]], expected: Sequence[Shard], tp_r
     ]
     if missing or surplus or differ:
         parts = (("missing", missing), ("unknown", surplus), ("of another shape", differ))
-        told = "; ".join(f"{len(names)} {what}, such as {names[0]}" for what, names in parts if names)
-        raise RuntimeError(f"TensorRT-LLM's parameters are not those of the refit plan on TP rank {tp_rank}: {told}")
+        listed = "; ".join(f"{len(names)} {what}, such as {names[0]}" for what, names in parts if names)
+        raise RuntimeError(f"TensorRT-LLM's parameters differ from the refit plan on TP rank {tp_rank}: {listed}")
     return {name: found[name] for name in wanted}
 
 
-KV_CACHE = "kv_cache"  # the tag of its memory; all others would be copied to the host and back
-SECONDS_PAUSED = 60.0  # its hang detector goes on counting while the loop is paused, for minutes
+KV_CACHE = "kv_cache"  # tag of the cache's memory; memory of other tags would be copied to the host and back
+SECONDS_PAUSED = 60.0  # the hang detector keeps counting while the loop is paused
 
 _log = logging.getLogger("hpcrl.rollout")
 
 
 class TrtllmWorker:
-    """One rank's worker of an engine, in this process, and its event loop in a thread of its own.
+    """One rank's worker of an engine, in this process, with its event loop in a thread.
 
-    Requests go in on the first rank of `comm`; the loop passes them to the others by MPI.
+    Requests are submitted on the first rank of `comm`; the loop sends them to the others by MPI.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TrtllmWorker:
 
         Args:
             arguments: from arguments.engine_arguments.
-            comm: the replica's ranks, for this engine alone: its thread calls MPI while the main one does.
+            comm: the replica's ranks, used by this engine only, whose thread calls MPI beside the main thread.
             public: build it by the public LLM class, for one rank (design "single_process"), not by its worker.
         """
         from tensorrt_llm._utils import set_mpi_comm
@@ -92,9 +92,9 @@ class TrtllmWorker:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The event loop has nothing under way and waits. Collective over the replica; requests must have ended."""
+        """Context in which the event loop waits without work. Collective over the replica; requests must have ended."""
         with self._executor.control_action():
-            torch.cuda.synchronize()  # its scheduler overlaps, so that a forward pass may still be in flight
+            torch.cuda.synchronize()  # its scheduler overlaps steps: a forward pass may be in flight
             began = time.monotonic()
             try:
                 yield
@@ -103,15 +103,15 @@ class TrtllmWorker:
                 seconds = time.monotonic() - began
                 if seconds > SECONDS_PAUSED:
                     _log.warning(
-                        "TensorRT-LLM was paused for %.0f s; its hang detector ends it after some minutes", seconds
+                        "TensorRT-LLM was paused for %.0f s; its hang detector aborts after some minutes", seconds
                     )
 
-    def forget_prefixes(self) -> None:
-        """Keys and values of earlier weights must not be found again. Inside `paused`."""
+    def reset_prefix_cache(self) -> None:
+        """Drop cached keys and values of earlier weights. Call inside `paused`."""
         self._executor.reset_prefix_cache()
 
     def release_cache(self) -> None:
-        """Inside `paused`. Virtual addresses stay, so that captured CUDA graphs do."""
+        """Free the KV cache. Call inside `paused`. Virtual addresses and so captured CUDA graphs stay valid."""
         from tensorrt_llm._torch.virtual_memory import release_with_tag
 
         release_with_tag(KV_CACHE)
@@ -119,8 +119,8 @@ class TrtllmWorker:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def take_cache(self) -> None:
-        """Inside `paused`."""
+    def allocate_cache(self) -> None:
+        """Allocate the KV cache again. Call inside `paused`."""
         from tensorrt_llm._torch.virtual_memory import materialize_with_tag
 
         materialize_with_tag(KV_CACHE)
@@ -131,7 +131,7 @@ class TrtllmWorker:
         return self._front.generate_async(token_ids, SamplingParams(**arguments))
 
     def poll(self, handle: Any) -> Output | None:
-        # result() waits whatever its timeout says; without streaming there is one message per request
+        # result() ignores its timeout; without streaming there is one message per request
         if not handle.finished:
             if handle.queue.empty():
                 return None
@@ -153,7 +153,7 @@ def _group_worker(arguments: dict[str, Any], comm: MPI.Intracomm, world_rank: in
 
     class Worker(GenerationExecutorWorker):
         def _get_comm_ranks_device_id(self) -> tuple[list[int], list[int]]:
-            """Megatron's device; the base class takes the world rank modulo the GPUs."""
+            """Return Megatron's device; the base class uses the world rank modulo the number of GPUs."""
             torch.cuda.set_device(device)
             return comm.allgather(world_rank), comm.allgather(device.index)
 
@@ -170,11 +170,11 @@ def _group_worker(arguments: dict[str, Any], comm: MPI.Intracomm, world_rank: in
 def _single_process(arguments: dict[str, Any], world_rank: int, device: torch.device) -> Any:
     from tensorrt_llm import LLM
 
-    theirs = world_rank % torch.cuda.device_count()
-    if theirs != device.index:
+    engine_device = world_rank % torch.cuda.device_count()
+    if engine_device != device.index:
         raise InputError(
-            f"rollout.trtllm.design=single_process puts the engine of rank {world_rank} on GPU {theirs}, and "
-            f"training uses {device.index}; place ranks in blocks, or use design: tp_group"
+            f"rollout.trtllm.design=single_process puts the engine of rank {world_rank} on GPU {engine_device}, but "
+            f"training uses GPU {device.index}; place ranks in blocks, or use design: tp_group"
         )
     os.environ["TLLM_WORKER_USE_SINGLE_PROCESS"] = "1"  # read when the first LLM is made
     return LLM(**_with_parts(arguments))
@@ -192,9 +192,8 @@ def _with_parts(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _process_wide_settings(device: torch.device) -> Iterator[None]:
-    """What building an engine changes for the whole process is put back: the device, and the share of its memory that
-    torch may take."""
-    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # newer than the oldest torch that we take
+    """Restore what building an engine changes for the whole process: the device, and torch's share of its memory."""
+    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # absent in the oldest supported torch
     share = 1.0 if known is None else known(device)
     try:
         yield

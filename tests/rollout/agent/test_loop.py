@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hpcrl.algorithms.metrics import finish
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
 from hpcrl.rollout.agent.loop import AgentLoop
-from hpcrl.rollout.agent.moderator import turn_metrics
+from hpcrl.rollout.agent.turn_handler import turn_metrics
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
 from hpcrl.runtime.exits import InputError
 from tests.rollout.agent.scripted import ScriptedEngine
@@ -237,7 +237,7 @@ def test_failures_are_answered_and_cost_nobody_else_anything(run: Run, tokenizer
         call("fail", how="exit"): "error: the process died",
         call("fail", how="hang"): "error: longer than 3 s",
         call("fail", how="long"): "x" * 40,
-        call("nothing", a=1): "error: no tool 'nothing'; there are add, say",
+        call("nothing", a=1): "error: no tool 'nothing'; tools: add, say",
         call("add", a="1"): "error: add: a: Input should be a valid integer",
         "<tool_call>{</tool_call>": "error: not JSON: Expecting property name enc",
         "<tool_call>": "error: <tool_call> without </tool_call>",

@@ -84,7 +84,7 @@ def test_other_arguments_never_do(given: dict[str, Any], says: str) -> None:
 
 def test_unknown_tools_are_answered_by_the_known_ones() -> None:
     answer = run_tool({"forecast": Tool.of(forecast)}, "forcast", {}, None)
-    assert answer.rejected and answer.text == "no tool 'forcast'; did you mean forecast? there are forecast"
+    assert answer.rejected and answer.text == "no tool 'forcast'; did you mean forecast? tools: forecast"
 
 
 def test_answers_are_text_or_json_or_text_with_metrics() -> None:

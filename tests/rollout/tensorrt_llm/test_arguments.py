@@ -98,7 +98,7 @@ def test_a_model_directory_of_the_same_architecture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"num_hidden_layers": 3}, "num_hidden_layers=3, and the trained model 2"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3, but the trained model has 2"),
         ({"num_key_value_heads": None}, "num_key_value_heads=8"),
         ({"rope_theta": 5e5}, "rope_theta=500000.0"),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta=500000.0"),

@@ -14,7 +14,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
+from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Request, RolloutEngine, SamplingParams
 from hpcrl.rollout.tensorrt_llm.arguments import engine_arguments
 from hpcrl.rollout.tensorrt_llm.engine import TrtllmEngine, make_engine
@@ -168,5 +168,5 @@ def test_jobs_that_cannot_be_are_refused(sizes: dict[str, int], trtllm: dict[str
 def test_a_single_process_on_another_gpu_than_training_is_refused(standin: Callable[..., StandIn]) -> None:
     standin({})
     arguments = engine_arguments(config(), SHAPE, 1)
-    with pytest.raises(InputError, match="rank 5 on GPU 1, and training uses 2"):
+    with pytest.raises(InputError, match="rank 5 on GPU 1, but training uses GPU 2"):
         TrtllmWorker(arguments, Comm(), 5, DEVICE, public=True)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
-from hpcrl.rollout.tensorrt_llm.engine import Generation
+from hpcrl.rollout.tensorrt_llm.engine import GenerateCall
 from tests.rollout.tensorrt_llm.standins import output
 
 
@@ -45,7 +45,7 @@ class Engine:
 
 def run(engine: Engine, requests: Sequence[Request], max_new_tokens: int = 4, **more: Any) -> list[Completion]:
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    made = Generation(
+    made = GenerateCall(
         engine, lambda news: news, sampling, seed=0, step=0, max_in_flight=3, max_model_len=16, vocab_size=100
     )
     return made.run(requests, **more)
@@ -90,7 +90,7 @@ def test_an_abort_gives_what_there_is_and_resumes_to_the_same_end(
     monkeypatch: pytest.MonkeyPatch, goes_silent: bool
 ) -> None:
     monkeypatch.setattr("hpcrl.rollout.tensorrt_llm.engine.CANCEL_SECONDS", 0.1)
-    monkeypatch.setattr("hpcrl.rollout.tensorrt_llm.engine.ROUND_SECONDS", 0.0)
+    monkeypatch.setattr("hpcrl.rollout.tensorrt_llm.engine.POLL_SECONDS", 0.0)
     calls: list[int] = []  # how many had been told of at each
     told: list[tuple[int, Completion]] = []
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.reshard.planner import Resharding
-from hpcrl.reshard.tensorrt_llm_layout import tensorrt_llm_shards
 from hpcrl.rollout.tensorrt_llm.worker import buffers
 
 LAYER = "model.layers.{}."

@@ -44,7 +44,7 @@ class _Older:
 @pytest.mark.parametrize(
     ("module", "attribute", "value", "line"),
     [
-        ("tensorrt_llm._utils", "set_mpi_comm", None, "set_mpi_comm is not there"),
+        ("tensorrt_llm._utils", "set_mpi_comm", None, "set_mpi_comm does not exist"),
         ("tensorrt_llm._utils", "set_mpi_comm", _needs_more, "missing a required argument: 'color'"),
         ("tensorrt_llm.executor.worker", "GenerationExecutorWorker", _Older, "unexpected keyword"),
         (signatures.ARGS, "KvCacheConfig", types.SimpleNamespace(model_fields={"max_tokens": 0}), "has no field"),

@@ -1,4 +1,4 @@
-"""One call of `generate` in progress."""
+"""One call of the native engine's generate()."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ from hpcrl.rollout.native.attention import (
     PagedAttention,
     PrefillAttention,
 )
-from hpcrl.rollout.native.cuda_graphs import DecodeGraphs
-from hpcrl.rollout.native.decoder import Decoder
+from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder
 from hpcrl.rollout.native.kv_cache import KVCache, Moves
-from hpcrl.rollout.native.running_batch import RunningBatch
-from hpcrl.rollout.native.scheduler import Admission, Scheduler, Sequence
-from hpcrl.rollout.native.sharded_sampling import sample_sharded
+from hpcrl.rollout.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, SamplingParams
-from hpcrl.rollout.sampling import sample, uniforms
+from hpcrl.rollout.sampling import sample, sample_sharded, uniforms
 from hpcrl.runtime.accelerator import annotated
 
 
-class Generation:
-    """Steps until every sequence is complete; `completions` is by the index of the request."""
+class GenerateCall:
+    """Runs steps until every sequence is complete; `completions` is by the index of the request."""
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class Generation:
         self._scheduler.add(sequences)
 
     def step(self) -> None:
-        """Admits whoever can run; when nobody can, one token more of all running sequences."""
+        """Prefill the sequences that can be admitted; if there are none, decode one token of all running sequences."""
         groups = set(self._batch.groups[self._batch.rows].tolist())
         admission = self._scheduler.schedule(groups, self._batch.num_rows, self._cache.pool.num_free)
         if len(admission):
@@ -80,13 +77,13 @@ class Generation:
                 self._finish()
 
     def abort(self) -> None:
-        """Ends all sequences where they are."""
+        """End all sequences."""
         running, _ = self._batch.remove(np.arange(self._batch.num_rows))
         for sequence in [*running, *self._scheduler.take_all()]:
             self.completions[sequence.index] = sequence.completion("abort")
 
     def _prefill(self, admission: Admission) -> None:
-        """Caches all tokens but the last of each, which decoding goes on from."""
+        """Cache all tokens but the last of each sequence, which decoding starts from."""
         pool, limit = self._cache.pool, self._max_num_batched_tokens
         if admission.prefilled:
             rows = np.array([self._batch.add(sequence) for sequence in admission.prefilled])
@@ -103,7 +100,7 @@ class Generation:
                 experts = np.concatenate(parts)
             if self._records:
                 for sequence, part in zip(admission.prefilled, np.split(experts, lengths.cumsum()[:-1]), strict=True):
-                    if not sequence.routed:  # one that was preempted keeps what was recorded before
+                    if not sequence.routed:  # a preempted sequence keeps its first record
                         sequence.routed.append(part)
         for sequence in admission.joined:
             source = self._batch.row_of_group(sequence.group)
@@ -116,7 +113,7 @@ class Generation:
                     sequence.routed = self._batch.sequences[source].routed[:1]
 
     def _fill(self, token_ids: np.ndarray, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The experts of the tokens, where they are recorded."""
+        """Return the experts of the tokens, if they are recorded."""
         new = NewTokens(self._cache, rows, starts, lengths)
         chosen: list[torch.Tensor] | None = [] if self._records else None
         self._decoder.fill(torch.from_numpy(token_ids).to(self._cache.device), self._prefill_attention(new), chosen)
@@ -128,7 +125,7 @@ class Generation:
         return ContinuedAttention(new) if new.starts[0] else PrefillAttention(new)
 
     def _forward(self, token_ids: torch.Tensor, new: NewTokens, chosen: list[torch.Tensor] | None) -> torch.Tensor:
-        if self._graphs is not None:  # which models with experts have not
+        if self._graphs is not None:  # never for models with experts
             return self._graphs(token_ids, new)
         return self._decoder.forward(token_ids, self._decode_attention(new), chosen)
 
@@ -138,16 +135,16 @@ class Generation:
         return PagedAttention(new) if PagedAttention.fits(self._cache) else DecodeAttention(new)
 
     def _preempt(self) -> None:
-        """Sends back those that joined last, until the next tokens of the others fit."""
+        """Preempt the sequences that joined last, until the next tokens of the others fit."""
         batch, pool = self._batch, self._cache.pool
         latest = batch.latest_first()
         missing = pool.missing(latest, batch.cached[latest] + 1)
-        # by how many are sent back: what the others lack, and what is free then
+        # by number of preempted sequences: blocks that the others lack, and blocks that are free
         lacking = missing.sum() - np.concatenate([[0], missing.cumsum()])
         free = pool.num_free + np.concatenate([[0], pool.count_of[latest].cumsum()])
         count = int((lacking <= free).argmax())
         if count:
-            # Of these the one that joined first goes on first.
+            # Of these the one that joined first continues first.
             self._scheduler.put_back(self._remove(latest[:count][::-1]))
 
     def _decode(self) -> None:
@@ -172,8 +169,8 @@ class Generation:
     def _finish(self) -> None:
         stopped, at_limit = self._batch.stopped(), self._batch.at_limit()
         rows = np.flatnonzero(stopped | at_limit)
-        for sequence, by_itself in zip(self._remove(rows), stopped[rows], strict=True):
-            completion = sequence.completion("stop" if by_itself else "length")
+        for sequence, has_stopped in zip(self._remove(rows), stopped[rows], strict=True):
+            completion = sequence.completion("stop" if has_stopped else "length")
             self.completions[sequence.index] = completion
             if self._on_finished is not None:
                 self._on_finished(sequence.index, completion)
@@ -190,5 +187,5 @@ class Generation:
 
 
 def _experts(chosen: list[torch.Tensor] | None) -> np.ndarray:
-    """int16 (n, layers x topk) of a decoder's choices in each layer; (1, 0) where they are not recorded."""
+    """Return a decoder's choices in each layer, int16 (n, layers x topk); (1, 0) if they are not recorded."""
     return torch.cat(chosen, dim=1).to("cpu", torch.int16).numpy() if chosen else np.zeros((1, 0), np.int16)

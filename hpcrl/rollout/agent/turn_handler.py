@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min, Sum
-from hpcrl.rollout.agent.conversation import Conversation
+from hpcrl.rollout.agent.conversation import Conversation, Message, TurnTemplate
 from hpcrl.rollout.agent.tool_worker import ToolAnswer
 from hpcrl.rollout.agent.tools import BadCall, Call, Parser
-from hpcrl.rollout.agent.turn_template import Message, TurnTemplate
 from hpcrl.rollout.protocol import FinishReason, Trajectory
 from hpcrl.sandbox.process_pool import ProcessPool
 from hpcrl.sandbox.worker_process import Outcome
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WARNINGS = 3  # lines of a job that say why, for each way to fail: models make mistakes, and metrics count them
+MAX_WARNINGS = 3  # log lines of a job per kind of failure; metrics count all of them
 
 Record = Mapping[str, Any]
 
 
-class Verdict(NamedTuple):
-    """What follows a turn of the model: `answer`, int32 (n,), and another turn; or None, and the conversation is over
-    for `finish_reason`."""
+class TurnResult(NamedTuple):
+    """What follows a turn of the model: `answer`, int32 (n,), and another turn; or None, and the conversation has ended
+    with `finish_reason`."""
 
     conversation: int
     answer: np.ndarray | None
@@ -42,27 +41,27 @@ class Verdict(NamedTuple):
 
 
 @dataclass
-class _Exchange:
-    """What only the moderator knows of a conversation. `asked`: numbers of requests under way, or, of calls that reach
-    no tool, why."""
+class _Dialog:
+    """State of a conversation on the leader. `pending`: numbers of the process pool's requests, or error texts of calls
+    that reach no tool."""
 
     record: Record
     conversation: Conversation
     messages: list[Message] = field(default_factory=list)
-    asked: list[int | str] = field(default_factory=list)
-    calls_tools: bool = False  # or asks the user
+    pending: list[int | str] = field(default_factory=list)
+    calls_tools: bool = False  # False: calls the simulated user
     num_answers: int = 0
     num_tool_calls: int = 0
     turn_scores: list[float] = field(default_factory=list)
     state: str | None = None  # of the simulated user, JSON
 
 
-class Moderator:
-    """Of one generation. `pool` runs an AgentSource. A response has at most `most_tokens`, answers included.
+class TurnHandler:
+    """Turns of one generation. `pool` runs an AgentSource. A response has at most `max_tokens`, answers included.
 
-    A call that fails is answered by what went wrong; a user who fails ends the conversation. `counts` are of tool
-    calls: all, those that timed out, crashed, raised, and those that reached no tool; and of failed users. `warned`
-    counts warnings of earlier generations too.
+    The answer of a failed call is its error; a failed user ends the conversation. `counts` has all tool calls, those
+    that timed out, crashed, raised, or reached no tool, and failed users. `warned` counts warnings of earlier
+    generations too.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Moderator:
         parser: Parser,
         template: TurnTemplate,
         text_of: Callable[[np.ndarray], str],
-        most_tokens: int,
+        max_tokens: int,
         warned: Counter[str],
     ) -> None:
         self._warned = warned
@@ -83,53 +82,57 @@ class Moderator:
         self._parser = parser
         self._template = template
         self._text_of = text_of
-        self._most_tokens = most_tokens
-        self._exchanges: dict[int, _Exchange] = {}
-        self._waiting: dict[int, None] = {}  # conversations whose answer is under way, in order
-        self._verdicts: list[Verdict] = []
+        self._max_tokens = max_tokens
+        self._dialogs: dict[int, _Dialog] = {}
+        self._waiting: dict[int, None] = {}  # conversations with pending calls, in order
+        self._results: list[TurnResult] = []
 
-    def hear(self, number: int, conversation: Conversation, turn: np.ndarray, record: Record) -> None:
-        """The model's turn in a conversation has ended. Does not wait."""
-        exchange = self._exchanges.setdefault(number, _Exchange(record, conversation))
+    def add_turn(self, number: int, conversation: Conversation, turn: np.ndarray, record: Record) -> None:
+        """Handle the end of a model's turn. Does not wait."""
+        dialog = self._dialogs.setdefault(number, _Dialog(record, conversation))
         text = self._text_of(turn)
-        exchange.messages.append({"role": "assistant", "content": text})
+        dialog.messages.append({"role": "assistant", "content": text})
         if conversation.finish_reason not in ("stop", None):
             self._end(number, conversation.finish_reason)
-        elif not self._may_answer(exchange):
+        elif not self._may_answer(dialog):
             self._end(number, "stop")
-        elif conversation.num_tokens >= self._most_tokens:
+        elif conversation.num_tokens >= self._max_tokens:
             self._end(number, "length" if self._tool_calls(text) else "stop")  # no room for the answer to a call
-        elif self._ask(exchange, text):
+        elif self._start_calls(dialog, text):
             self._waiting[number] = None
         else:
             self._end(number, "stop")
 
-    def verdicts(self) -> list[Verdict]:
-        """What has been decided since the last call. Does not wait."""
+    def poll(self) -> list[TurnResult]:
+        """Return the results since the last call. Does not wait."""
         self._pool.pump()
-        for number in [number for number in self._waiting if self._is_answered(self._exchanges[number])]:
+        for number in [number for number in self._waiting if self._is_answered(self._dialogs[number])]:
             del self._waiting[number]
-            self._settle(number, self._exchanges[number])
-        found, self._verdicts = self._verdicts, []
+            self._handle_answers(number, self._dialogs[number])
+        found, self._results = self._results, []
         return found
 
-    def _may_answer(self, exchange: _Exchange) -> bool:
+    def _may_answer(self, dialog: _Dialog) -> bool:
         turns, answers = self._cfg.max_assistant_turns, self._cfg.max_user_turns
-        return (turns is None or exchange.conversation.num_turns < turns) and (
-            answers is None or exchange.num_answers < answers
+        return (turns is None or dialog.conversation.num_turns < turns) and (
+            answers is None or dialog.num_answers < answers
         )
 
-    def _ask(self, exchange: _Exchange, text: str) -> bool:
-        """Asks the tools that the turn calls, or the user; whether anybody was asked."""
+    def _start_calls(self, dialog: _Dialog, text: str) -> bool:
+        """Start the tool calls of the turn, or the user's. Return whether there are any."""
         calls = self._tool_calls(text)
         if calls:
-            exchange.calls_tools = True
-            exchange.asked = [self._begin(call, exchange) for call in calls]
+            dialog.calls_tools = True
+            dialog.pending = [self._begin(call, dialog) for call in calls]
         elif self._cfg.interaction_path is not None:
-            exchange.calls_tools = False
-            asked = {"state": exchange.state, "record": exchange.record, "messages": exchange.messages}
-            exchange.asked = [self._pool.submit(asked)]
-        return bool(exchange.asked)
+            dialog.calls_tools = False
+            pending = {
+                "state": dialog.state,
+                "record": dialog.record,
+                "messages": dialog.messages,
+            }
+            dialog.pending = [self._pool.submit(pending)]
+        return bool(dialog.pending)
 
     def _tool_calls(self, text: str) -> Sequence[Call]:
         if self._cfg.function_tool_path is None:
@@ -138,40 +141,40 @@ class Moderator:
             calls = list(self._parser(text) or ())[: self._cfg.max_parallel_calls]
             for call in calls:
                 if not isinstance(call, Call):
-                    raise TypeError(f"the parser gave a {type(call).__name__}; expected a ToolCall or a BadCall")
+                    raise TypeError(f"the parser returned a {type(call).__name__};  expected a ToolCall or a BadCall")
             return calls
-        except Exception as error:  # a parser may be the user's, and its text is the model's
+        except Exception as error:  # the parser may be the user's code
             return [BadCall(f"{type(error).__name__}: {error}")]
 
-    def _begin(self, call: Call, exchange: _Exchange) -> int | str:
+    def _begin(self, call: Call, dialog: _Dialog) -> int | str:
         self.counts["calls"] += 1
-        exchange.num_tool_calls += 1
+        dialog.num_tool_calls += 1
         if isinstance(call, BadCall):
             self.counts["rejected"] += 1
             return f"error: {call.why}"
-        return self._pool.submit({"tool": call.name, "arguments": call.arguments, "record": exchange.record})
+        return self._pool.submit({"tool": call.name, "arguments": call.arguments, "record": dialog.record})
 
-    def _is_answered(self, exchange: _Exchange) -> bool:
-        return all(isinstance(asked, str) or self._pool.has(asked) for asked in exchange.asked)
+    def _is_answered(self, dialog: _Dialog) -> bool:
+        return all(isinstance(pending, str) or self._pool.has(pending) for pending in dialog.pending)
 
-    def _settle(self, number: int, exchange: _Exchange) -> None:
-        """Everybody who was asked has answered."""
-        outcomes = [asked if isinstance(asked, str) else self._pool.take(asked) for asked in exchange.asked]
-        exchange.asked = []
-        if exchange.calls_tools:
+    def _handle_answers(self, number: int, dialog: _Dialog) -> None:
+        """All pending calls have ended."""
+        outcomes = [pending if isinstance(pending, str) else self._pool.take(pending) for pending in dialog.pending]
+        dialog.pending = []
+        if dialog.calls_tools:
             answers = [self._tool_message(found) for found in outcomes]
         else:
-            answers = self._user_messages(exchange, outcomes[0])
+            answers = self._user_messages(dialog, outcomes[0])
         if not answers:
             self._end(number, "stop")
             return
         tokens = self._template.tokens(answers)
-        if exchange.conversation.num_tokens + len(tokens) >= self._most_tokens:  # no room for a word of the model
+        if dialog.conversation.num_tokens + len(tokens) >= self._max_tokens:  # no room for a token of the model
             self._end(number, "length")
             return
-        exchange.messages += answers
-        exchange.num_answers += 1
-        self._verdicts.append(Verdict(number, tokens))
+        dialog.messages += answers
+        dialog.num_answers += 1
+        self._results.append(TurnResult(number, tokens))
 
     def _tool_message(self, outcome: Outcome | str) -> Message:
         text = outcome if isinstance(outcome, str) else self._tool_text(outcome)
@@ -188,37 +191,35 @@ class Moderator:
         self.counts["rejected"] += answer.rejected
         return f"error: {answer.text}" if answer.rejected else answer.text
 
-    def _user_messages(self, exchange: _Exchange, outcome: Outcome | str) -> list[Message]:
-        """What the simulated user says; nothing ends the conversation."""
+    def _user_messages(self, dialog: _Dialog, outcome: Outcome | str) -> list[Message]:
+        """Return the simulated user's message; an empty list ends the conversation."""
         assert isinstance(outcome, Outcome)
         if outcome.fate != "ok":
             self._count_failure("user", "user_failures", f"{outcome.fate}: {outcome.why}")
             return []
-        exchange.state = outcome.result.state
+        dialog.state = outcome.result.state
         if outcome.result.score is not None:
-            exchange.turn_scores.append(outcome.result.score)
+            dialog.turn_scores.append(outcome.result.score)
         return [] if outcome.result.ends else [{"role": "user", "content": outcome.result.text}]
 
     def _count_failure(self, what: str, fate: str, why: str) -> None:
         self.counts[fate] += 1
         self._warned[fate] += 1
-        if self._warned[fate] <= WARNINGS:
+        if self._warned[fate] <= MAX_WARNINGS:
             log.warning("rollout.multi_turn: a %s failed (%s): %s", what, fate, why)
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:
-        exchange = self._exchanges.pop(number)
-        self._verdicts.append(
-            Verdict(number, None, finish_reason, exchange.num_tool_calls, tuple(exchange.turn_scores))
-        )
+        dialog = self._dialogs.pop(number)
+        self._results.append(TurnResult(number, None, finish_reason, dialog.num_tool_calls, tuple(dialog.turn_scores)))
 
 
 COUNTS = ("calls", "timeouts", "crashes", "errors", "rejected", "user_failures")
 
 
-def tool_metrics(moderator: Moderator) -> dict[str, Metric]:
-    """How calls went, and what tools measured."""
-    found: dict[str, Metric] = {f"tools/{name}": Sum(float(moderator.counts[name])) for name in COUNTS}
-    for name, values in moderator.tool_metrics.items():
+def tool_metrics(handler: TurnHandler) -> dict[str, Metric]:
+    """Counts of calls, and the tools' own metrics."""
+    found: dict[str, Metric] = {f"tools/{name}": Sum(float(handler.counts[name])) for name in COUNTS}
+    for name, values in handler.tool_metrics.items():
         found[f"tools/{name}/mean"] = Mean(sum(values), float(len(values)))
     return found
 
@@ -236,7 +237,7 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
 
 
 def turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """Per sample, int32 (N,): turns of the model, and calls of tools, those that failed too."""
+    """Per sample, int32 (N,): turns of the model, and tool calls including failed ones."""
     return {
         "num_turns": np.array([one.num_turns for one in trajectories], np.int32),
         "tool_call_counts": np.array([one.num_tool_calls for one in trajectories], np.int32),
@@ -244,5 +245,5 @@ def turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 
 
 def turns_for_scorer(trajectory: Trajectory) -> dict[str, Any]:
-    """What a scorer finds in `extra_info`, as verl's do: `num_turns`, and `turn_scores` of a simulated user."""
+    """Entries of `extra_info` for scorers, as in verl: `num_turns`, and `turn_scores` of a simulated user."""
     return {"num_turns": trajectory.num_turns, "turn_scores": list(trajectory.turn_scores)}

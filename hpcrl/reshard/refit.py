@@ -1,4 +1,4 @@
-"""Carrying out a refit plan, as often as wanted: aliases, local copies, and transfers between ranks."""
+"""Execution of a refit plan: aliases, local copies, and transfers between ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.pack import RepeatedCopies
-from hpcrl.reshard.messages import Events, Weights, copy, destination_part, source_part
+from hpcrl.reshard.messages import RequestLoop, Weights, copy, destination_part, source_part
 from hpcrl.reshard.planner import Move, Resharding
 from hpcrl.reshard.transports import make_transports
 from hpcrl.reshard.verification import Verifier
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from mpi4py import MPI
 
+
 Verify = Literal["first", "always", "never"]
 
 MIB = 2**20
 DEFAULT_BUCKET_BYTES = 256 * MIB
-VERIFIED_FIRST = 2  # refits
+NUM_VERIFIED = 2  # refits
 SCRATCH_BYTES = MIB
-DEVICE_SCRATCH_BYTES = 64 * MIB  # a GPU wants large blocks, each of which costs the start of some 20 kernels
+DEVICE_SCRATCH_BYTES = 64 * MIB  # large, because each block starts some 20 kernels
 TAG = 7301
 
 
@@ -50,13 +51,13 @@ class RefitReport(NamedTuple):
 
 
 class Refit:
-    """Brings weights from their training layout into the buffers of an engine.
+    """Copies weights from their training layout into the buffers of an engine.
 
-    `comm` has the ranks that the layouts name, and is not kept; making, running and closing are collective over those
-    that have a side. Ranks of one of the plan's `nodes` share memory. `bucket_bytes` bounds what this rank allocates
-    beyond source and destination, buffers for transfers and for checksums together; most is allocated once and kept.
-    `device_group`: the refit's ranks over NCCL, for weights on GPUs. `verify` says after which refits checksums are
-    compared: the first two, each, or none.
+    `comm` contains the ranks of the layouts and is not kept. Construction, `run` and `close` are collective over the
+    ranks of the two layouts. Ranks of one of the plan's `nodes` share memory. `bucket_bytes` bounds the buffers for
+    transfers and checksums together; most of it is allocated once and kept. `device_group`: the refit's ranks over
+    NCCL, for weights on GPUs. `verify` selects the refits after which checksums are compared: the first two, each, or
+    none.
     """
 
     def __init__(
@@ -72,20 +73,20 @@ class Refit:
     ) -> None:
         if dtype.itemsize != resharding.itemsize:
             raise ValueError(
-                f"the plan counts {resharding.itemsize} bytes per element, but {dtype} has {dtype.itemsize}"
+                f"the plan has itemsize={resharding.itemsize}, but {dtype} has {dtype.itemsize} bytes per element"
             )
         self._dtype, self._verify = dtype, verify
         source, destination = resharding.source, resharding.destination
         self._ranks = tuple(sorted({*source.ranks, *destination.ranks}))
         self._comm = create_group(comm, self._ranks, TAG)
         megatron = resharding.destination_format == "megatron"
-        self._same = tuple(its.name for its in resharding.shared(rank)) if megatron else ()
+        self._same = tuple(part.name for part in resharding.shared(rank)) if megatron else ()
         most = SCRATCH_BYTES if platform.device().type == "cpu" else DEVICE_SCRATCH_BYTES
         scratch = min(most, bucket_bytes // 4) if verify != "never" else 0
         self._verifier = Verifier(resharding, self._comm, self._ranks, rank, dtype, scratch)
         plan = resharding.plan_for_rank(rank)
         self._copies = plan.copies(rank)
-        self._at_once = RepeatedCopies()
+        self._repeated_copies = RepeatedCopies()
         self._bytes_sent, self._bytes_received = (of.get(rank, 0) for of in (plan.bytes_sent, plan.bytes_received))
         self._scratch_bytes = scratch
         self._num_runs = 0
@@ -101,8 +102,11 @@ class Refit:
         )
 
     def share(self, source: Weights, destination: Weights, adopt: Callable[[str, Tensor], None]) -> None:
-        """Let the engine take the source's own tensors where this rank has the same slice in the same order on both
-        sides; only for sides that take turns. What is shared already is left alone."""
+        """Alias the engine's weights to the source's tensors where this rank has the same slice in the same order on
+        both sides.
+
+        Only for roles that take turns. Tensors that are already aliased are skipped.
+        """
         for name in self._same:
             mine, theirs = source[name], destination[name]
             if mine.data_ptr() != theirs.data_ptr() and (mine.dtype, mine.device) == (theirs.dtype, theirs.device):
@@ -110,24 +114,24 @@ class Refit:
 
     @torch.no_grad()
     def run(self, source: Weights, destination: Weights) -> RefitReport:
-        """Fills `destination` from all ranks' `source`; both map parameter names to this rank's local tensors, those of
-        the source the global ones. A rank outside one of the layouts passes an empty mapping there.
+        """Fill `destination` from all ranks' `source`. Both map parameter names to this rank's local tensors; the
+        source uses global names. A rank outside one of the layouts passes an empty mapping there.
 
-        Values are rounded to the destination's dtype before they are sent. What `share` made one tensor is left as it
-        is. Raises ChecksumMismatch, on every rank.
+        Values are rounded to the destination's dtype before they are sent. Aliased tensors are skipped. Raises
+        ChecksumMismatch, on every rank.
         """
         start = time.perf_counter()
         self._check(destination)
         aliased = {name for name in self._same if source[name].data_ptr() == destination[name].data_ptr()}
         copies = [move for move in self._copies if move.name not in aliased]
-        events = Events()
+        loop = RequestLoop()
         for transport in self._transports:
-            transport.start(events, source, destination)
-        events.run(self._copied(copies, source, destination))
+            transport.start(loop, source, destination)
+        loop.run(self._copied(copies, source, destination))
         accelerator.synchronize(platform.device())
         seconds = time.perf_counter() - start
         self._num_runs += 1
-        verifies = self._verify == "always" or (self._verify == "first" and self._num_runs <= VERIFIED_FIRST)
+        verifies = self._verify == "always" or (self._verify == "first" and self._num_runs <= NUM_VERIFIED)
         if verifies:
             with accelerator.annotated("checksums"):
                 self._verifier.check(source, destination)
@@ -143,17 +147,17 @@ class Refit:
         )
 
     def close(self) -> None:
-        """Give buffers and communicator back; a job's end does it as well."""
+        """Free buffers and communicator; the end of the job does so as well."""
         for transport in self._transports:
             transport.close()
         self._comm.Free()
 
     def _copied(self, copies: list[Move], source: Weights, destination: Weights) -> Iterator[None]:
-        """Carry out one copy per step, on a GPU all before the first."""
+        """Carry out one copy per step; on a GPU all of them in the first step."""
         if copies and use_triton("pack", destination[copies[0].dst_name]):
             read, written = dict.fromkeys(move.name for move in copies), dict.fromkeys(move.dst_name for move in copies)
             tensors = [*(source[name] for name in read), *(destination[name] for name in written)]
-            self._at_once.run(tensors, lambda: _parts(copies, source, destination))
+            self._repeated_copies.run(tensors, lambda: _parts(copies, source, destination))
             return
         for part in _parts(copies, source, destination):
             copy(*part)
@@ -162,7 +166,7 @@ class Refit:
     def _check(self, destination: Weights) -> None:
         for name, tensor in destination.items():
             if tensor.dtype != self._dtype:
-                raise ValueError(f"{name} of the engine is {tensor.dtype}, but the refit was planned for {self._dtype}")
+                raise ValueError(f"engine weight {name} has dtype {tensor.dtype}; the refit has {self._dtype}")
 
 
 def _parts(copies: list[Move], source: Weights, destination: Weights) -> Iterator[tuple[Tensor, Tensor]]:
@@ -171,5 +175,5 @@ def _parts(copies: list[Move], source: Weights, destination: Weights) -> Iterato
 
 
 def _neighbours(ranks: tuple[int, ...], rank: int, nodes: Sequence[int] | None) -> tuple[int, ...]:
-    """Those of `ranks` on the node of `rank`."""
+    """Return those of `ranks` on the node of `rank`."""
     return ranks if nodes is None else tuple(other for other in ranks if nodes[other] == nodes[rank])
