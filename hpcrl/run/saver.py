@@ -70,7 +70,7 @@ class Saver:
         self._num_begun = 0
         self._last_failed = False
         self._num_failed = 0
-        self._seconds: float | None = None  # of the save that was committed last, until they are error_line
+        self._seconds: float | None = None  # of the save that was committed last, until they are reported
         self._knows_metric = True
 
     @property
