@@ -1,13 +1,16 @@
-"""`manifest.json`: what a checkpoint folder must hold, and files hashed while they are written."""
+"""Files of a checkpoint: hashed while they are written, listed in `manifest.json`, and verified."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -15,22 +18,23 @@ from typing import Any, TypeVar
 
 import xxhash
 
-LONGEST_UNSYNCED = 1 << 30  # bytes; else most of the time of a large file would be its last fsync, which tells nothing
+MAX_UNSYNCED = 1 << 30  # bytes; else the last fsync, which reports no progress, would take most of a large file's time
 
 
 class HashedFile:
-    """`with HashedFile(path) as file: file.write(...)`, then `file.entry("name in the manifest")`.
+    """A file that is hashed while it is written: `with HashedFile(path) as file: file.write(...)`, then
+    `file.entry("name in the manifest")`.
 
-    Torch's zip writer cannot bear an exception in the middle: it writes on. So the first error is kept, what comes
-    after it is dropped, and the end of the `with` raises it, an OSError that names the file.
+    The first error is stored, later writes are dropped, and the end of the `with` raises it as an OSError with the
+    file's name: torch's zip writer continues after an exception.
     """
 
-    def __init__(self, path: Path, mode: int = 0o666, tick: Callable[[], None] = lambda: None) -> None:
-        """mode: who may read and write it, before the umask. tick: is called when the file system took some bytes."""
+    def __init__(self, path: Path, mode: int = 0o666, on_progress: Callable[[], None] = lambda: None) -> None:
+        """mode: permissions before the umask. on_progress: called after the file system accepted some bytes."""
         self.path = path
         self.size = 0
         self._digest = xxhash.xxh3_128()
-        self._tick = tick
+        self._on_progress = on_progress
         self._unsynced = 0
         self._error: OSError | None = None
         self._file = open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode))
@@ -44,22 +48,22 @@ class HashedFile:
             while rest and self._error is None:
                 written = self._file.write(rest)
                 if not written:
-                    raise OSError(errno.EIO, "the file system took no more bytes, and did not say why")
+                    raise OSError(errno.EIO, "the file system accepted no more bytes without an error")
                 rest = rest[written:]
-                self._took(written)
+                self._count(written)
         except OSError as error:
             self._error = error
         return len(view)
 
-    def _took(self, written: int) -> None:
+    def _count(self, written: int) -> None:
         self._unsynced += written
-        if self._unsynced >= LONGEST_UNSYNCED:
+        if self._unsynced >= MAX_UNSYNCED:
             os.fsync(self._file.fileno())
             self._unsynced = 0
-        self._tick()
+        self._on_progress()
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
     def entry(self, name: str) -> FileEntry:
         return FileEntry(name, self.size, self._digest.hexdigest())
@@ -72,10 +76,10 @@ class HashedFile:
     ) -> None:
         try:
             if kind is None and self._error is None:
-                os.fsync(self._file.fileno())  # a quota may show only here
+                os.fsync(self._file.fileno())  # quotas may be reported only here
                 found = os.fstat(self._file.fileno()).st_size
                 if found != self.size:
-                    raise OSError(errno.EIO, f"{found} bytes on disk, {self.size} were written")
+                    raise OSError(errno.EIO, f"{found} bytes on disk, but {self.size} were written")
             self._file.close()
         except OSError as error:
             self._error = self._error or error
@@ -86,12 +90,12 @@ class HashedFile:
 MANIFEST = "manifest.json"
 T = TypeVar("T")
 R = TypeVar("R")
-_CHUNK = 4 << 20  # bytes read at once
+_CHUNK = 4 << 20  # bytes per read
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as the manifest lists it. path: below the checkpoint's folder, with '/'."""
+    """A file in the manifest. path: below the checkpoint's folder, with '/'."""
 
     path: str
     bytes: int
@@ -99,15 +103,15 @@ class FileEntry:
 
 
 def write_manifest(folder: str | os.PathLike[str], written: Sequence[FileEntry] = ()) -> Path:
-    """List every file below `folder` as {path, bytes, xxh3_128}. The list carries a hash of its own.
+    """List every file below `folder` as {path, bytes, xxh3_128}. The list is hashed itself.
 
-    `written`: what the ranks wrote, as they hashed it then; only other files are read here.
+    `written`: entries of files that the ranks hashed while writing; only other files are read here.
     """
     root = Path(folder)
-    known = {entry.path: entry for entry in written}
-    others = [name for name in files_below(root) if name not in known and name != MANIFEST]
-    known |= {entry.path: entry for entry in _in_parallel(lambda name: hash_file(root / name, name), others)}
-    files = [asdict(known[name]) for name in sorted(known)]
+    entries = {entry.path: entry for entry in written}
+    unlisted = [name for name in files_below(root) if name not in entries and name != MANIFEST]
+    entries |= {entry.path: entry for entry in _in_parallel(lambda name: hash_file(root / name, name), unlisted)}
+    files = [asdict(entries[name]) for name in sorted(entries)]
     manifest = root / MANIFEST
     manifest.write_text(json.dumps({"files": files, "xxh3_128": _hash_of_list(files)}, indent=1), encoding="utf-8")
     return manifest
@@ -118,9 +122,10 @@ def files_below(root: Path) -> list[str]:
 
 
 def verify(folder: str | os.PathLike[str], *, with_links: bool = False) -> list[str]:
-    """What is wrong with the folder, one line per file, each beginning with the file's name. Extra files are fine.
+    """Return what is wrong with the folder, one line per file, each beginning with the file's name. Extra files are
+    allowed.
 
-    with_links: files may be links, as in a bundle of the user's own; those of a stranger could lead anywhere.
+    with_links: allow links, as in a bundle of the user; links from an untrusted source could lead anywhere.
     """
     root = Path(folder)
     try:
@@ -129,10 +134,10 @@ def verify(folder: str | os.PathLike[str], *, with_links: bool = False) -> list[
         return [f"{MANIFEST} is missing"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} is damaged ({error})"]
-    # Sizes first: they are free, and hashing reads every byte of what may be terabytes.
-    problems = [problem for entry in entries if (problem := _wrong_size(root, *entry[:2], with_links))]
+    # Sizes first: hashing reads every byte, possibly terabytes.
+    problems = [problem for entry in entries if (problem := _size_or_read_problem(root, *entry[:2], with_links))]
     return problems or [
-        problem for problem in _in_parallel(lambda entry: _wrong_content(root, entry), entries) if problem
+        problem for problem in _in_parallel(lambda entry: _content_problem(root, entry), entries) if problem
     ]
 
 
@@ -140,7 +145,7 @@ def _read(manifest: Path) -> list[tuple[str, int, str]]:
     content = json.loads(read_plain(manifest))
     files = content["files"]
     if _hash_of_list(files) != content["xxh3_128"]:
-        raise ValueError("its list of files does not have the hash that it states")
+        raise ValueError("the hash of its list of files is wrong")
     entries = [(entry["path"], entry["bytes"], entry["xxh3_128"]) for entry in files]
     for name, _, _ in entries:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -149,43 +154,43 @@ def _read(manifest: Path) -> list[tuple[str, int, str]]:
 
 
 def read_plain(path: Path) -> str:
-    """The text of a file that is no link, pipe or device: a stranger's folder may hold such, and reading one would not
-    end, or show another file's content."""
+    """Return the text of a regular file. Raises ValueError for links, pipes and devices of an untrusted folder, which
+    could block or show another file."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise ValueError(f"{path.name} is no plain file")
+        raise ValueError(f"{path.name} is not a regular file")
     return path.read_text(encoding="utf-8")
 
 
-def _wrong_size(root: Path, name: str, size: int, with_links: bool) -> str | None:
+def _size_or_read_problem(root: Path, name: str, size: int, with_links: bool) -> str | None:
     try:
-        return _other_size(root, name, size, with_links)
+        return _size_problem(root, name, size, with_links)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
 
 
-def _other_size(root: Path, name: str, size: int, with_links: bool) -> str | None:
+def _size_problem(root: Path, name: str, size: int, with_links: bool) -> str | None:
     path = root / name
     if not path.is_file():
         return f"{name} is missing"
-    # The root itself may be a link: that is the user's own arrangement.
+    # The root itself may be a link of the user.
     places = [place for place in (path, *path.parents) if place != root and place.is_relative_to(root)]
     if not with_links and any(place.is_symlink() for place in places):
-        return f"{name} is or lies behind a link; a checkpoint holds none"
+        return f"{name} is or lies behind a link, which checkpoints do not contain"
     found = path.stat().st_size
     return None if found == size else f"{name} has {found} bytes, expected {size}"
 
 
-def _wrong_content(root: Path, entry: tuple[str, int, str]) -> str | None:
+def _content_problem(root: Path, entry: tuple[str, int, str]) -> str | None:
     name, _, expected = entry
     try:
         found = hash_file(root / name, name).xxh3_128
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None if found == expected else f"{name} has other content than was saved (xxh3_128 {found}, not {expected})"
+    return None if found == expected else f"{name} differs from what was saved (xxh3_128 {found}, expected {expected})"
 
 
 def _in_parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Several files at once: a parallel file system is slow one file at a time."""
+    """Process several files at a time, because parallel file systems are slow for one file."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, items))
 
@@ -201,3 +206,98 @@ def hash_file(path: Path, name: str) -> FileEntry:
 
 def _hash_of_list(files: list[dict[str, object]]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """A rank's part of a save, reported to rank 0.
+
+    pieces: start and length in its file of each item of its plan, in bytes. problem: one line if the part could not be
+    written.
+    """
+
+    rank: int
+    files: list[FileEntry]
+    pieces: list[tuple[int, int]]
+    problem: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SavedPart:
+        found = json.loads(text)
+        files = [FileEntry(**entry) for entry in found.pop("files")]
+        return cls(files=files, pieces=[(start, length) for start, length in found.pop("pieces")], **found)
+
+
+def error_line(error: Exception) -> str:
+    """Return one line for an error."""
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+
+
+log = logging.getLogger(__name__)
+_COPY_BYTES = 8 << 20  # bytes copied at once
+
+
+def write_file(
+    target: Path,
+    write: Callable[[HashedFile], None],
+    scratch: str | None,
+    on_written: Callable[[], None],
+    on_progress: Callable[[], None] = lambda: None,
+) -> FileEntry:
+    """Let `write` fill the file `target`, and call `on_written` when its data is no longer needed.
+
+    scratch: folder on this node to write to first, so that the copy in memory is freed as soon as the fast disk has it;
+    `$NAME` is an environment variable. If it cannot be used, a warning is logged and the file is written directly.
+    on_progress: called during writing. Returns the entry of `target` under its bare name. Raises OSError if it cannot
+    be written.
+    """
+    scratch_file = _write_scratch(_scratch_path(scratch, target), write, on_progress) if scratch is not None else None
+    if scratch_file is None:
+        with HashedFile(target, on_progress=on_progress) as file:
+            write(file)
+        on_written()
+        return file.entry(target.name)
+    on_written()
+    try:
+        return _copy(scratch_file, target, on_progress)
+    finally:
+        scratch_file.path.unlink(missing_ok=True)
+
+
+def _scratch_path(scratch: str, target: Path) -> Path:
+    """Return one path for all checkpoints of a run, so that leftovers of a killed attempt are replaced."""
+    run, role = str(target.parents[2]), target.parent.name
+    key = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
+    return Path(os.path.expandvars(scratch)) / f"hpcrl_{key}_{role}_{target.name}"
+
+
+def _write_scratch(
+    path: Path, write: Callable[[HashedFile], None], on_progress: Callable[[], None]
+) -> HashedFile | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with HashedFile(path, mode=0o600, on_progress=on_progress) as scratch_file:  # the folder may be shared
+            write(scratch_file)
+        return scratch_file
+    except OSError as error:
+        log.warning(
+            "trainer.checkpoint.scratch_dir: %s: %s; writing directly to the checkpoint", error.filename, error.strerror
+        )
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        return None
+
+
+def _copy(scratch_file: HashedFile, target: Path, on_progress: Callable[[], None]) -> FileEntry:
+    with open(scratch_file.path, "rb") as source, HashedFile(target, on_progress=on_progress) as file:
+        while chunk := source.read(_COPY_BYTES):
+            file.write(chunk)
+    if (entry := file.entry(target.name)) != scratch_file.entry(target.name):
+        raise OSError(errno.EIO, "reading it back gave other data than was written", str(scratch_file.path))
+    return entry

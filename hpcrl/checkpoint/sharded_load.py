@@ -1,14 +1,19 @@
-"""A model and its optimizer from disk, from megatron's distributed format, under any layout.
+"""Loading of a model and its optimizer from megatron's distributed format, under any layout; `sharded_save` writes it.
 
-Without collectives, where megatron's entry point takes the whole world. `sharded_save` writes it.
+No collectives, unlike megatron's entry point, which involves the whole world. Checkpoints are untrusted: they must not
+name files outside their folder, contain objects in place of tensors, or unpack to more than their size.
 """
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
+import stat
 import warnings
-from pathlib import Path
+import zipfile
+from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,8 +26,8 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hpcrl.checkpoint.untrusted import check_archive, check_metadata, size_of_plain_file
 from hpcrl.model.shape import is_adapter
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
@@ -30,11 +35,84 @@ from hpcrl.runtime.exits import InputError
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
 
+
+def check_metadata(metadata: Any, folder: Path) -> None:
+    """Check that there are only tensors, in parts of regular files directly in `folder`. Raises ValueError."""
+    if type(metadata) is not Metadata:
+        raise ValueError(f".metadata holds a {type(metadata).__name__}; expected Metadata")
+    for name, entry in metadata.state_dict_metadata.items():
+        # Torch would unpickle anything else than a tensor.
+        if type(entry) is not TensorStorageMetadata:
+            raise ValueError(f".metadata has a {type(entry).__name__} for {name!r}; expected a tensor")
+    sizes: dict[str, int] = {}
+    for index, part in metadata.storage_data.items():
+        name = part.relative_path
+        if name not in sizes:
+            sizes[name] = size_of_plain_file(folder, name)
+        if not 0 <= part.offset <= part.offset + part.length <= sizes[name]:
+            raise ValueError(f"{name} has {sizes[name]} bytes; .metadata places {index.fqn} after them")
+        if getattr(part, "transform_descriptors", None):
+            raise ValueError(f"{name}: {index.fqn} has transforms {part.transform_descriptors}; expected none")
+
+
+def size_of_plain_file(folder: Path, name: object) -> int:
+    """Return the size of a regular file directly in `folder`. Raises ValueError for links, pipes and other paths."""
+    if not isinstance(name, str) or PurePath(name).name != name:
+        raise ValueError(f".metadata names the file {name!r}; expected one in {folder}")
+    found = os.lstat(folder / name)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{name} is not a regular file; checkpoints contain no links")
+    return found.st_size
+
+
+def check_archive(file: IO[bytes], start: int, size: int, what: str) -> None:
+    """Check that the `size` bytes of `file` from `start` on are a zip archive as written by torch.save: uncompressed,
+    with records no larger than the archive. Raises ValueError."""
+    try:
+        with zipfile.ZipFile(io.BufferedReader(_Window(file, start, size))) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(f"{what}: {error}; expected a file of torch.save") from None
+    unpacked = sum(record.file_size for record in records)
+    if unpacked > size or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError(f"{what} has {size} bytes, but its records unpack to {unpacked}; expected no compression")
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        if self._at < 0:
+            raise OSError(errno.EINVAL, "seek before the beginning")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._size - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
 HEADS = ("output_layer.weight", "value_head.weight", "reward_head.weight")
 
 
 class Loadable(Protocol):
-    """What can be loaded: `hpcrl.engine.engine.TrainEngine`."""
+    """The interface of `hpcrl.engine.engine.TrainEngine` for loading."""
 
     def sharded_state_dict(self, *, optimizer: bool = True, is_loading: bool = False) -> dict[str, Any]: ...
 
@@ -50,22 +128,23 @@ def load_sharded(
     strict: bool = True,
     adapters: bool = True,
 ) -> None:
-    """Load what a `ShardedSave` wrote, under whatever layout. Each rank reads what it needs; no collective.
+    """Load the state written by `ShardedSave`, under any layout. Each rank reads what it needs; no collectives.
 
-    `optimizer` False takes the weights alone. `strict` False keeps a head and adapters that the checkpoint lacks as
-    they are: so an actor's weights start a critic. `adapters` False refuses those of the checkpoint: a model without
-    them would be another one. Raises InputError when the folder is no checkpoint or does not fit the model.
+    `optimizer` False loads the weights only. `strict` False keeps the values of a head and of adapters that the
+    checkpoint lacks, to start a critic from an actor's weights. `adapters` False raises for a checkpoint with adapters,
+    because the model without them would differ. Raises InputError if the folder is not a checkpoint or does not fit the
+    model.
     """
     path = Path(path)
     try:
         with platform.cpu_bridge(), torch.no_grad():
             state = engine.sharded_state_dict(optimizer=optimizer, is_loading=True)
             stored = _MetadataReader(path).read_metadata().state_dict_metadata
-            wanted = [entry.key for entry in state["model"].values()]
-            if any(map(is_adapter, stored)) and not (adapters and any(map(is_adapter, wanted))):
+            requested = [entry.key for entry in state["model"].values()]
+            if any(map(is_adapter, stored)) and not (adapters and any(map(is_adapter, requested))):
                 raise InputError(
-                    f"{path} has adapters (model.lora_rank), which this model does not take; merge them with "
-                    "`hpcrl convert`, and name what that makes"
+                    f"{path} has adapters (model.lora_rank), but this model has none; merge them with "
+                    "`hpcrl convert`, and use the result"
                 )
             if not strict:
                 state["model"] = {
@@ -76,10 +155,9 @@ def load_sharded(
             loaded = _load(state, path)
     except InputError:
         raise
-    except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
+    except (Exception, CheckpointException) as error:  # torch's exception derives from BaseException
         raise InputError(
-            f"cannot load checkpoint {path}: {_cause(error)}; "
-            "expected a folder that hpcrl has written for a model of this shape"
+            f"cannot load checkpoint {path}: {_cause(error)}; expected a checkpoint of a model of this shape"
         ) from error
     if not optimizer:
         loaded.pop("optimizer", None)
@@ -87,16 +165,16 @@ def load_sharded(
 
 
 def _cause(error: BaseException) -> str:
-    """One line; torch wraps what went wrong on a rank with the traceback in its message."""
+    """Return one line; torch's exception has the whole traceback in its message."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Megatron's `dist_checkpointing.load` without its collectives over the world, and without its unpickling."""
+    """Megatron's `dist_checkpointing.load` without collectives over the world and without unpickling."""
     if not check_is_distributed_checkpoint(path):
-        raise ValueError(f"there is no {CONFIG_FNAME}")
+        raise ValueError(f"no {CONFIG_FNAME}")
     force_all_tensors_to_non_fp8(state)
     loaded = _same_on_all_ranks(path)
     sharded, others, factories = load_preprocess(state)
@@ -107,7 +185,7 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _same_on_all_ranks(path: Path) -> dict[str, Any]:
-    """Whatever the version of torch, no pickle is executed."""
+    """Read the state that is the same on all ranks; no pickle is executed, for any version of torch."""
     size = size_of_plain_file(path, COMMON_STATE_FNAME)
     with open(path / COMMON_STATE_FNAME, "rb") as file:
         check_archive(file, 0, size, COMMON_STATE_FNAME)
@@ -116,8 +194,8 @@ def _same_on_all_ranks(path: Path) -> dict[str, Any]:
 
 
 def _tensors(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
-    """As megatron's `TorchDistLoadShardedStrategy`."""
-    wanted = [entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)]
+    """Same as megatron's `TorchDistLoadShardedStrategy`."""
+    requested = [entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)]
     entries, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded)
     tensors = torch_dist.mcore_to_pyt_state_dict(entries, is_loading=True)
     with warnings.catch_warnings():
@@ -125,7 +203,7 @@ def _tensors(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
         dcp.load(
             tensors,
             storage_reader=_MetadataReader(path),
-            planner=torch_dist.MCoreLoadPlanner(shapes_validation_sharded_tensors=wanted),
+            planner=torch_dist.MCoreLoadPlanner(shapes_validation_sharded_tensors=requested),
             no_dist=True,
         )
     state = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in tensors.items()}
@@ -135,7 +213,7 @@ def _tensors(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 class _MetadataReader(dcp.FileSystemReader):
-    """Reads `.metadata`, which torch writes as a pickle, without executing what it may hold."""
+    """Reads `.metadata`, which torch writes as a pickle, without executing its content."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         folder = Path(self.path)
@@ -153,7 +231,7 @@ class _MetadataReader(dcp.FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that describe tensors, and nothing that acts."""
+    """Allows the classes that describe tensors, and no others."""
 
     ALLOWED = {
         "pathlib": ("Path", "PosixPath", "PurePosixPath"),
@@ -188,4 +266,4 @@ class _MetadataUnpickler(pickle.Unpickler):
         # Python 3.13 moved pathlib's classes into pathlib._local.
         if name in self.ALLOWED.get(module.removesuffix("._local"), ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint of hpcrl does")
+        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which hpcrl never writes")

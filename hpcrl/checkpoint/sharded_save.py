@@ -1,8 +1,8 @@
-"""A model and its optimizer on their way to disk: copied on the spot, written by a thread while training goes on.
+"""Saving of a model and its optimizer: copied to host memory, and written by a thread while training continues.
 
-The format is megatron `dist_checkpointing`'s ("torch_dist"). Each rank writes one file, from a thread that knows
-nothing of MPI, and tells rank 0 of it, which describes them all; so a checkpoint is whole as soon as it is written,
-whatever the ranks are doing. Megatron's asynchronous writer forks a process, which MPI does not survive.
+The format is megatron `dist_checkpointing`'s ("torch_dist"). Each rank writes one file, in a thread that does not use
+MPI, and reports it to rank 0, which describes all files; so a checkpoint is complete as soon as it is written,
+independent of what the ranks are doing. Megatron's asynchronous writer forks a process, which is not safe under MPI.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hpcrl.checkpoint.manifest import FileEntry, HashedFile, hash_file
-from hpcrl.checkpoint.saved_part import SavedPart, told
-from hpcrl.checkpoint.scratch import write_file
+from hpcrl.checkpoint.manifest import FileEntry, HashedFile, SavedPart, error_line, hash_file, write_file
 from hpcrl.checkpoint.store import fsync
 from hpcrl.runtime import accelerator, platform
 
@@ -39,7 +37,7 @@ Staged = list[tuple[WriteItem, torch.Tensor]]
 
 
 class Savable(Protocol):
-    """What can be saved: `hpcrl.engine.engine.TrainEngine`."""
+    """The interface of `hpcrl.engine.engine.TrainEngine` for saving."""
 
     def sharded_state_dict(self) -> dict[str, Any]: ...
 
@@ -47,7 +45,7 @@ class Savable(Protocol):
 class ShardedSave:
     """One rank's part of a save into the folder `path`, which is the role's own in a checkpoint.
 
-    The state is copied to host memory at once and without communication; the copy goes when it is written.
+    The state is copied to host memory immediately and without communication; the copy is freed when it is written.
     """
 
     def __init__(
@@ -55,24 +53,29 @@ class ShardedSave:
         engine: Savable,
         path: Path,
         groups: RoleGroups,
-        tell: Callable[[SavedPart], None],
+        report: Callable[[SavedPart], None],
         scratch: str | None = None,
         memory: list[torch.Tensor] | None = None,
-        tick: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """tell: is called by the thread once the part is written, or has a problem. scratch: folder on this node to
-        which the file is written first. memory: what the copy is made into; a caller who keeps it for the next save
-        saves the pages of new memory, which cost more than the copying. tick: is called by the thread while it gets on.
-        """
-        self._path, self._groups, self._scratch, self._tell, self._tick = path, groups, scratch, tell, tick
+        """report: called by the thread when the part is written, or has a problem. scratch: folder on this node to
+        write the file to first. memory: buffers of the copy; reuse them for the next save, because allocating new pages
+        takes longer than the copy. on_progress: called by the thread during writing."""
+        self._path, self._groups, self._scratch, self._report, self._on_progress = (
+            path,
+            groups,
+            scratch,
+            report,
+            on_progress,
+        )
         is_first = groups.rank == groups.layout.ranks[0]
         with platform.cpu_bridge(), torch.no_grad():
             sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
-            mine, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+            own, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
             planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-            planner.set_up_planner(torch_dist.mcore_to_pyt_state_dict(mine), is_coordinator=is_first)
+            planner.set_up_planner(torch_dist.mcore_to_pyt_state_dict(own), is_coordinator=is_first)
             self.plan = planner.create_local_plan()
-            copies = _copied(
+            copies = _copy_to_host(
                 [planner.resolve_data(item) for item in self.plan.items], memory if memory is not None else []
             )
         small = _same_on_all_ranks(common) if is_first else {}
@@ -81,7 +84,7 @@ class ShardedSave:
         self._thread.start()
 
     def join(self) -> None:
-        """Until the part is told of."""
+        """Wait until the part is reported."""
         self._thread.join()
 
     def _work(self, staged: Staged, small: dict[str, bytes]) -> None:
@@ -90,11 +93,11 @@ class ShardedSave:
         problem = None
         try:
             files, pieces = self._write(staged, small)
-        except Exception as error:  # a save that fails costs that checkpoint alone
-            problem = told(error)
+        except Exception as error:  # a failed save must not end the run
+            problem = error_line(error)
         if problem is not None:
             problem = f"rank {self._groups.rank} on {socket.gethostname()}: {problem}"
-        self._tell(SavedPart(self._groups.rank, files, pieces, problem))
+        self._report(SavedPart(self._groups.rank, files, pieces, problem))
 
     def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[tuple[int, int]]]:
         self._path.mkdir(parents=True, exist_ok=True)
@@ -105,7 +108,7 @@ class ShardedSave:
             pieces[:] = [_write_tensor(file, tensor) for _, tensor in staged]
 
         try:
-            files = [write_file(self._path / name, write, self._scratch, staged.clear, self._tick)]
+            files = [write_file(self._path / name, write, self._scratch, staged.clear, self._on_progress)]
         finally:
             staged.clear()
         for small_name, content in small.items():
@@ -113,13 +116,14 @@ class ShardedSave:
                 file.write(content)
             files.append(file.entry(small_name))
         fsync(self._path)
-        return [placed(self._path, entry) for entry in files], pieces
+        return [in_checkpoint(self._path, entry) for entry in files], pieces
 
 
 def describe(path: Path, plans: Sequence[SavePlan], parts: Sequence[SavedPart]) -> FileEntry:
-    """Write `.metadata` of a role's folder: where each piece of each tensor is. On one rank, once all have written.
+    """Write `.metadata` of a role's folder, the place of each piece of each tensor. On one rank, after all have
+    written.
 
-    `plans` and `parts` of the role's ranks, in its layout's order. Torch checks that the pieces are the whole.
+    `plans` and `parts` of the role's ranks, in its layout's order. Torch checks that the pieces are complete.
     """
     planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planner.set_up_planner({}, is_coordinator=True)
@@ -132,21 +136,21 @@ def describe(path: Path, plans: Sequence[SavePlan], parts: Sequence[SavedPart]) 
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
     ]
     dcp.FileSystemWriter(path).finish(metadata, results)
-    return placed(path, hash_file(path / ".metadata", ".metadata"))
+    return in_checkpoint(path, hash_file(path / ".metadata", ".metadata"))
 
 
-def placed(path: Path, entry: FileEntry) -> FileEntry:
-    """The entry of a file in a role's folder, as the checkpoint's manifest has it."""
+def in_checkpoint(path: Path, entry: FileEntry) -> FileEntry:
+    """Return the entry of a file in a role's folder for the checkpoint's manifest."""
     return FileEntry(f"{path.name}/{entry.path}", entry.bytes, entry.xxh3_128)
 
 
 def _file_name(index: int) -> str:
-    """Of the rank with this place in the layout."""
+    """File name of the rank at this place in the layout."""
     return f"__{index}_0.distcp"
 
 
-def _copied(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> list[torch.Tensor]:
-    """In host memory, each in a storage of its own, for torch writes whole storages."""
+def _copy_to_host(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy to host memory, each tensor into its own storage, because torch writes whole storages."""
     if [(old.shape, old.dtype) for old in memory] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
         memory[:] = [
             torch.empty(
@@ -160,7 +164,7 @@ def _copied(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> list[tor
 
 
 def _same_on_all_ranks(common: dict[str, Any]) -> dict[str, bytes]:
-    """The files that one rank writes for all, name -> content."""
+    """Return the files that one rank writes for all, name -> content."""
     buffer = io.BytesIO()
     torch.save(common, buffer)
     config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
@@ -168,7 +172,7 @@ def _same_on_all_ranks(common: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _write_tensor(file: HashedFile, tensor: torch.Tensor) -> tuple[int, int]:
-    """Its start and length."""
+    """Write a tensor; return its start and length."""
     start = file.size
     torch.save(tensor, file)  # type: ignore[arg-type]
     return start, file.size - start

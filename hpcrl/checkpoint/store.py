@@ -1,6 +1,6 @@
-"""The folder of checkpoints: each appears whole or not at all, a damaged one is passed over, old ones are removed.
+"""The folder of checkpoints. Each appears completely or not at all; damaged ones are skipped, old ones are removed.
 
-checkpoints/step_00000020/{actor,critic}/   sharded state, written by all ranks (checkpoint/sharded_save.py)
+    checkpoints/step_00000020/{actor,critic}/   sharded state, written by all ranks (checkpoint/sharded_save.py)
     checkpoints/step_00000020/trainer.json      the loop's own state
     checkpoints/step_00000020/manifest.json     every file with its size and hash
     checkpoints/latest                          name of the newest; for people, resume scans instead
@@ -28,10 +28,10 @@ from hpcrl.runtime.exits import InputError
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint stays that is one of the `last`, or of a step that `every` divides, or one of the `best`.
+    """Keep the `last` checkpoints, those of steps that `every` divides, and the `best`.
 
-    last: None keeps all. best counts those with a value of `metric`, the larger the better if `larger_is_better`; of
-    equal ones the newer is the better.
+    last: None keeps all. best counts those with a value of `metric`, larger ones first if `larger_is_better`, newer
+    ones first among equals.
     """
 
     last: int | None = None
@@ -44,23 +44,24 @@ class Retention:
         if self.last is not None and self.last < 1:
             raise ValueError(f"last={self.last}; at least 1, or None to keep all")
 
-    def dropped(self, values: Mapping[int, float | None]) -> set[int]:
-        """The steps that go. values: step -> value of the metric, of all that are there; the newest always stays."""
+    def steps_to_drop(self, values: Mapping[int, float | None]) -> set[int]:
+        """Return the steps to remove. values: step -> value of the metric, of all checkpoints; the newest is always
+        kept."""
         if self.last is None:
             return set()
         newest_first = sorted(values, reverse=True)
         kept = set(newest_first[: self.last])
         kept |= {step for step in newest_first if self.every is not None and step % self.every == 0}
         sign = 1.0 if self.larger_is_better else -1.0
-        known = [(sign * value, step) for step, value in values.items() if value is not None and not math.isnan(value)]
-        kept |= {step for _, step in sorted(known, reverse=True)[: self.best or 0]}
+        valued = [(sign * value, step) for step, value in values.items() if value is not None and not math.isnan(value)]
+        kept |= {step for _, step in sorted(valued, reverse=True)[: self.best or 0]}
         return set(values) - kept
 
 
 log = logging.getLogger(__name__)
 TRAINER_FILE = "trainer.json"
 LATEST = "latest"
-# What the loops find in trainer.json. A checkpoint may come from anywhere.
+# Types of the entries of trainer.json, which is untrusted.
 STATE_TYPES: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "epoch": (int, float),
@@ -73,7 +74,7 @@ _STEP_FOLDER = re.compile(r"step_(\d{8,})(\.replaced)?")
 
 
 class CheckpointStore:
-    """`root` is the `checkpoints` folder of a run."""
+    """Checkpoints of a run; `root` is its `checkpoints` folder."""
 
     def __init__(self, root: str | os.PathLike[str], retention: Retention | None = None) -> None:
         self.root = Path(root)
@@ -83,11 +84,11 @@ class CheckpointStore:
         return self.root / f"step_{step:08d}"
 
     def pending(self, step: int) -> Path:
-        """Where the checkpoint of `step` is written before it is committed."""
+        """Folder in which the checkpoint of `step` is written before it is committed."""
         return self.root / f"step_{step:08d}.tmp"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write into."""
+        """Create an empty folder to write into."""
         pending = self.pending(step)
         if pending.exists():
             shutil.rmtree(pending)
@@ -101,43 +102,42 @@ class CheckpointStore:
         written: Sequence[FileEntry] = (),
         metric: float | None = None,
     ) -> Path:
-        """Make the checkpoint of `step` count, after all ranks have written and fsynced their files.
+        """Commit the checkpoint of `step`, after all ranks have written and fsynced their files.
 
-        written: those files, which are not read again. metric: value of the retention's metric at this step.
-        A kill between any two operations leaves this checkpoint whole or the one before it whole. Raises OSError where
-        it could not be made, and `discard` then takes away what there is of it.
+        written: those files, which are not read again. metric: value of the retention's metric at this step. A kill at
+        any point leaves this checkpoint or the previous one complete. Raises OSError if it failed; then call `discard`.
         """
-        pending, final, aside = self.pending(step), self.folder(step), self.root / f"step_{step:08d}.replaced"
+        pending, final, replaced = self.pending(step), self.folder(step), self.root / f"step_{step:08d}.replaced"
         best = {"best_metric": {"name": self._retention.metric, "value": metric}} if self._retention.metric else {}
         state = json.dumps({**trainer_state, **best, "step": step}, indent=1, allow_nan=False)
         (pending / TRAINER_FILE).write_text(state, encoding="utf-8")
         write_manifest(pending, written)
         _fsync_tree(pending, without={entry.path for entry in written})
         if final.exists():
-            # No rename replaces a folder that has files; until the new one is in place this name still counts.
-            _remove(aside)
-            os.replace(final, aside)
+            # rename cannot replace a non-empty folder; until the new one is in place the set-aside name counts.
+            _remove(replaced)
+            os.replace(final, replaced)
         os.replace(pending, final)
         try:
             fsync(self.root)
             self._write_latest(final.name)
             self._drop_old(step)
         except OSError as error:
-            log.warning("%s is saved, but what is around it is not in order: %s", final, error)
+            log.warning("%s is saved, but updating the checkpoints folder failed: %s", final, error)
         return final
 
     def discard(self, step: int) -> None:
-        """Take away what a save that failed has written; what cannot go now, the next commit sweeps."""
+        """Remove what a failed save has written; the next commit removes the rest."""
         shutil.rmtree(self.pending(step), ignore_errors=True)
 
     def newest(self) -> str | None:
-        """Name of the newest checkpoint, without a look at its files."""
+        """Return the name of the newest checkpoint, without verification."""
         return next((folder.name for _, folder in _candidates(self.root)), None)
 
     def newest_valid(self, report: Callable[[str], None]) -> tuple[int, Path, dict[str, Any]] | None:
-        """(step, folder, trainer state) of the newest checkpoint that is whole, by looking at all of them.
+        """Return (step, folder, trainer state) of the newest complete checkpoint.
 
-        Each damaged one that is passed over is reported in a line that names the file and what is used instead.
+        Each damaged one that is skipped is reported in one line, with the damaged file and the checkpoint used instead.
         """
         damaged: list[str] = []
         found = None
@@ -147,7 +147,7 @@ class CheckpointStore:
                 break
             except InputError as error:
                 damaged.append(str(error))
-        instead = f"using {found[1].name} instead" if found else "no other checkpoint is whole"
+        instead = f"using {found[1].name} instead" if found else "no other checkpoint is complete"
         for line in damaged:
             report(f"{line}; {instead}")
         return found
@@ -162,19 +162,19 @@ class CheckpointStore:
         fsync(self.root)
 
     def _drop_old(self, newest: int) -> None:
-        """What retention drops up to the one just written. Later ones, of an abandoned future, are left alone."""
-        for aside in self.root.glob("step_*.replaced"):
-            if aside.with_suffix("").exists():
-                _remove(aside)
+        """Apply retention up to the newest step. Later checkpoints, of an abandoned run, are kept."""
+        for replaced in self.root.glob("step_*.replaced"):
+            if replaced.with_suffix("").exists():
+                _remove(replaced)
         for leftover in self.root.glob("step_*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         kept = [(step, folder) for step, folder in _candidates(self.root) if step <= newest]
-        dropped = self._retention.dropped({step: self._metric_of(folder) for step, folder in kept})
-        for folder in (folder for step, folder in kept if step in dropped):
+        steps_to_drop = self._retention.steps_to_drop({step: self._metric_of(folder) for step, folder in kept})
+        for folder in (folder for step, folder in kept if step in steps_to_drop):
             _remove(folder)
 
     def _metric_of(self, folder: Path) -> float | None:
-        """What trainer.json holds of the retention's metric; None where it holds none, or is damaged."""
+        """Return the retention's metric from trainer.json; None if it has none, or is damaged."""
         if self._retention.metric is None:
             return None
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -184,7 +184,7 @@ class CheckpointStore:
 
 
 def read_trainer_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of trainer.json of a checkpoint that is whole; otherwise InputError, naming the damaged file."""
+    """Return trainer.json of a complete checkpoint. Raises InputError with the damaged file."""
     problems = verify(folder)
     if problems:
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
@@ -198,18 +198,19 @@ def read_trainer_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for name in STATE_TYPES.keys() & state.keys():
         if not isinstance(state[name], STATE_TYPES[name]):
             found = type(state[name]).__name__
-            raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE}: {name} is a {found}, which it never is")
+            raise InputError(f"damaged checkpoint {folder}: {TRAINER_FILE}: {name} is a {found}")
     return state
 
 
 def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Path:
-    """The step folder that `path` means: a run directory, its checkpoints folder, or one step folder.
+    """Return the step folder of `path`: a run directory, its checkpoints folder, or one step folder.
 
-    Of several, the newest that is whole. A Hugging Face directory means itself. Raises InputError where there is none.
+    Of several, the newest complete one. A Hugging Face directory is returned unchanged. Raises InputError if there is
+    none.
     """
     start = Path(path)
     if not start.is_dir():
-        raise InputError(f"no checkpoint at {path}: no such folder; run the job that makes it (hpcrl sft ...) first")
+        raise InputError(f"no checkpoint at {path}: no such folder; first run the job that writes it")
     if is_hugging_face(start):
         return start
     if (start / TRAINER_FILE).exists() or _STEP_FOLDER.fullmatch(start.name):
@@ -219,18 +220,18 @@ def load_path(path: str | os.PathLike[str], report: Callable[[str], None]) -> Pa
     found = CheckpointStore(root).newest_valid(report)
     if found is None:
         raise InputError(
-            f"no whole checkpoint at {path}; expected a run directory, its checkpoints folder or one step folder"
+            f"no complete checkpoint at {path}; expected a run directory, its checkpoints folder or one step folder"
         )
     return found[1]
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether it holds weights as `save_pretrained` writes them; neither runs nor checkpoints have such a file."""
+    """Whether the folder holds weights as written by `save_pretrained`; runs and checkpoints have no such file."""
     return (folder / "config.json").is_file()
 
 
 def fsync(path: Path) -> None:
-    """Put a file or the names in a folder on disk."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -239,7 +240,7 @@ def fsync(path: Path) -> None:
 
 
 def _fsync_tree(folder: Path, without: Collection[str]) -> None:
-    """Put every folder and file below `folder` on disk, without those files that other ranks have."""
+    """Flush every folder and file below `folder` to disk, except files that other ranks have flushed."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent) / name for name in names):
             if path.relative_to(folder).as_posix() not in without:
@@ -248,7 +249,7 @@ def _fsync_tree(folder: Path, without: Collection[str]) -> None:
 
 
 def _candidates(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder), newest first; a folder set aside comes after the one that replaces it."""
+    """Return (step, folder), newest first; a folder set aside comes after the one that replaces it."""
     found = []
     for path in root.glob("step_*"):
         name = _STEP_FOLDER.fullmatch(path.name)
@@ -258,12 +259,12 @@ def _candidates(root: Path) -> list[tuple[int, Path]]:
 
 
 def _remove(folder: Path) -> None:
-    """By renaming first: a half-removed checkpoint must not look like a damaged one."""
+    """Remove a folder, after renaming it: a partly removed checkpoint must not look like a damaged one."""
     if not folder.exists():
         return
-    doomed = folder.with_name(folder.name + ".tmp")
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    os.replace(folder, doomed)
-    # A file that someone has open on NFS cannot go now; the next commit sweeps what is left.
-    shutil.rmtree(doomed, ignore_errors=True)
+    removed = folder.with_name(folder.name + ".tmp")
+    if removed.exists():
+        shutil.rmtree(removed)
+    os.replace(folder, removed)
+    # Files that are open on NFS cannot be removed now; the next commit removes the rest.
+    shutil.rmtree(removed, ignore_errors=True)

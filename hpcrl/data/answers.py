@@ -1,4 +1,4 @@
-"""Prompts with an answer, and with a better and a worse one: for the supervised warm start and reward models."""
+"""Datasets with one answer per prompt (SFT), and with a chosen and a rejected one (reward models)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class Answers:
     """One answer per row of `prompts`, from the column `name`, which the config names under `key`.
 
-    An answer is text, or messages: the assistant's alone, or the row's prompt followed by it. Its tokens are those of
-    the text and the end-of-sequence token, as a policy would write it. One that does not fit into
-    `data.max_response_length` is an error under `truncation: error`; otherwise its end is cut off, the end-of-sequence
-    token with it. With a `world` its ranks share the work.
+    An answer is text, or messages: the assistant's only, or the row's prompt followed by it. Its tokens are those of
+    the text and the end-of-sequence token. If it does not fit into `data.max_response_length`, it is an error under
+    `truncation: error`; otherwise its end is cut off, including the end-of-sequence token. With a `world` its ranks
+    share the work.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Answers:
         texts = [
             self._text(prompts, row, value, cfg.prompt_key, name, key) for row, value in enumerate(prompts.values(name))
         ]
-        limit, every = cfg.max_response_length, range(len(prompts))
+        limit, all_rows = cfg.max_response_length, range(len(prompts))
 
         def encode(rows: range) -> tuple[list[int], np.ndarray]:
-            """Tokens of each answer, and the token ids of all, int32."""
+            """Return the length of each answer, and all token ids, int32."""
             lengths, ids = [], list[int]()
             places = [prompts.where(row) for row in rows]
             encoded = encode_texts(tokenizer, texts[rows.start : rows.stop], places, False)
@@ -57,7 +57,7 @@ class Answers:
                 ids += answer[:limit]
             return lengths, np.array(ids, dtype=np.int32)
 
-        pieces = [every[start : start + TOKENISE_ROWS] for start in every[::TOKENISE_ROWS]]
+        pieces = [all_rows[start : start + TOKENISE_ROWS] for start in all_rows[::TOKENISE_ROWS]]
         lengths, values = zip(*spread(world, pieces, encode), strict=True)
         self._offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
         self._values = np.concatenate(values)
@@ -80,26 +80,26 @@ class Answers:
             return value
         if is_conversation(value) and value[-1]["role"] == "assistant":
             before = value[:-1]
-            if not before or _spoken(before) == _spoken(prompts.row(row)[prompt_key]):
+            if not before or _roles_and_contents(before) == _roles_and_contents(prompts.row(row)[prompt_key]):
                 return value[-1]["content"]
-            problem = f"the messages in {name!r} before the answer are not those of {prompt_key!r}"
+            problem = f"the messages in {name!r} before the answer differ from {prompt_key!r}"
         elif name in prompts.row(row):
             problem = f"column {name!r} holds {str(value)[:80]!r}"
         else:
             problem = f"no column {name!r}; it has {', '.join(prompts.row(row))}"
         raise InputError(
-            f"{prompts.where(row)}: {problem}; expected the answer's text, or messages that end with the assistant's; "
-            f"add it, or name another column in {key}"
+            f"{prompts.where(row)}: {problem}; expected text, or messages that end with the assistant's; "
+            f"add it, or use another column in {key}"
         )
 
 
-def _spoken(messages: Any) -> list[tuple[str, str]] | None:
-    """Who says what; Parquet adds empty fields to messages."""
+def _roles_and_contents(messages: Any) -> list[tuple[str, str]] | None:
+    """Return (role, content) of the messages; Parquet adds empty fields to messages."""
     return [(message["role"], message["content"]) for message in messages] if is_conversation(messages) else None
 
 
 class SftDataset:
-    """`pair(row)` = (prompt_ids, answer_ids with the end-of-sequence token); the loss is on the answer only."""
+    """Prompts with answers; the loss is on the answer only."""
 
     def __init__(
         self,
@@ -130,9 +130,9 @@ CHOSEN, REJECTED = 0, 1  # the sides of a pair
 
 
 class PreferenceDataset:
-    """Pairs: `response(row, side)` is the answer chosen or rejected over the other, with its end-of-sequence token.
+    """Pairs of a chosen and a rejected answer per prompt.
 
-    Columns are those of verl's RMDataset: `prompt`, and the two that `chosen_key` and `rejected_key` name.
+    Columns are those of verl's RMDataset: `prompt`, and the two named by `chosen_key` and `rejected_key`.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PreferenceDataset:
             Answers(self.prompts, tokenizer, cfg, chosen_key, "rm.chosen_key", world),
             Answers(self.prompts, tokenizer, cfg, rejected_key, "rm.rejected_key", world),
         )
-        # Such rows teach nothing and count as wrong.
+        # Rows with equal answers have no training signal and count as wrong.
         self.num_equal = sum(
             np.array_equal(self.response(row, CHOSEN), self.response(row, REJECTED)) for row in range(len(self))
         )

@@ -1,4 +1,4 @@
-"""Curricula: samplers that learn from each step which prompts should come next."""
+"""Curricula: samplers that choose prompts by the results of earlier steps."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StepReport:
-    """What a step found out about its prompts; each array has one entry per prompt."""
+    """Results of a step for its prompts; each array has one entry per prompt."""
 
     step: int  # from 1
     rows: np.ndarray  # int64, row in the dataset
-    epochs: np.ndarray  # int64, how often the row was drawn before
+    epochs: np.ndarray  # int64, number of earlier draws of the row
     mean_score: np.ndarray  # float64, over the prompt's samples
     std_score: np.ndarray  # float64, population
-    mean_acc: np.ndarray  # float64, over the samples that have one; NaN where none has
+    mean_acc: np.ndarray  # float64, over the samples that have one; NaN if none has
     mean_response_length: np.ndarray  # float64, in tokens
 
 
 def step_report(step: int, samples: Mapping[str, np.ndarray]) -> StepReport:
-    """The report of a batch by its sample columns `row, epoch, prompt, score, acc, response_length`.
+    """Return the report of a batch from its sample columns `row, epoch, prompt, score, acc, response_length`.
 
-    `prompt` tells the groups apart; prompts are reported in its order.
+    `prompt` identifies the groups; prompts are reported in its order.
     """
     _, first, group, counts = np.unique(samples["prompt"], return_index=True, return_inverse=True, return_counts=True)
 
@@ -64,10 +64,11 @@ def step_report(step: int, samples: Mapping[str, np.ndarray]) -> StepReport:
 
 
 class AbstractCurriculumSampler(ABC):
-    """Base of a sampler of your own: `data.sampler: {class_path: my_sampler.py, class_name: MySampler}`.
+    """Base class of user samplers: `data.sampler: {class_path: my_sampler.py, class_name: MySampler}`.
 
-    It lives on rank 0 for the whole run. All that `choose` depends on must be in `state_dict`, and any randomness keyed
-    by `seed` and by that, so that a resumed run draws what an unbroken one would have drawn.
+    There is one object, on rank 0, for the whole run. Everything that `choose` depends on must be in `state_dict`, and
+    random numbers must be keyed by `seed` and by that state, so that a resumed run draws the same prompts as an
+    uninterrupted one.
 
     `Parameters`, a frozen dataclass (see `hpcrl.algorithms.parameters`), declares the keys
     `data.sampler.<class>.<field>`; `self.params` is an instance of it.
@@ -83,21 +84,21 @@ class AbstractCurriculumSampler(ABC):
 
     @abstractmethod
     def choose(self, n: int) -> np.ndarray:
-        """The next n prompts: int (n,), rows of `data_source`; a row may come again."""
+        """Return the next n prompts: int (n,), rows of `data_source`; rows may repeat."""
 
     def update(self, report: StepReport) -> None:  # noqa: B027
-        """Called after each step with what it found out."""
+        """Called after each step with its results."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold of the state; see `pack`."""
+        """Return the state as JSON values; see `pack`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Takes back what `state_dict` gave."""
+        """Restore a state from `state_dict`."""
 
 
 class Curriculum:
-    """A curriculum as the loop draws from it: rows are checked, and epochs count how often each was drawn before."""
+    """A curriculum with the `Sampler` interface: rows are checked, and epochs count the earlier draws of each row."""
 
     def __init__(self, chooser: AbstractCurriculumSampler, num_rows: int) -> None:
         self.chooser = chooser
@@ -106,7 +107,7 @@ class Curriculum:
 
     def next_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         rows = self._checked(np.asarray(self.chooser.choose(n)), n)
-        # A row drawn twice at once is two prompts, with epochs of their own.
+        # A row drawn twice in one call is two prompts, with different epochs.
         order = np.argsort(rows, kind="stable")
         _, starts, counts = np.unique(rows[order], return_index=True, return_counts=True)
         earlier = np.empty(n, np.int64)
@@ -124,14 +125,14 @@ class Curriculum:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("sampler") != self.name:
             raise InputError(
-                f"the checkpoint holds the state of data.sampler {state.get('sampler', '(built-in order)')}, and the "
-                f"config asks for {self.name}; resume with the sampler of the checkpoint, or choose another run.name"
+                f"the checkpoint holds the state of data.sampler {state.get('sampler', '(built-in order)')}, but the "
+                f"config has {self.name}; resume with the checkpoint's sampler, or use another run.name"
             )
         draws = unpack(state["draws"], np.int32)
         if len(draws) != len(self.draws):
             raise InputError(
-                f"the checkpoint's sampler has drawn from {len(draws)} prompts, and data.train_files have "
-                f"{len(self.draws)}; resume with the same files and filter, or choose another run.name"
+                f"the checkpoint's sampler has drawn from {len(draws)} prompts, but data.train_files have "
+                f"{len(self.draws)}; resume with the same files and filter, or use another run.name"
             )
         self.draws = draws
         self.chooser.load_state_dict(state["chooser"])
@@ -139,15 +140,15 @@ class Curriculum:
     def _checked(self, rows: np.ndarray, n: int) -> np.ndarray:
         where = f"data.sampler {self.name}.choose({n})"
         if rows.shape != (n,) or rows.dtype.kind not in "iu":
-            raise InputError(f"{where} gave {rows.dtype} of shape {rows.shape}; expected {n} whole numbers")
+            raise InputError(f"{where} returned {rows.dtype} of shape {rows.shape};  expected {n} whole numbers")
         wrong = (rows < 0) | (rows >= len(self.draws))
         if wrong.any():
-            raise InputError(f"{where} gave row {rows[wrong][0]}; expected rows from 0 to {len(self.draws) - 1}")
+            raise InputError(f"{where} returned row {rows[wrong][0]};  expected rows from 0 to {len(self.draws) - 1}")
         return rows.astype(np.int64)
 
 
 class DifficultyCurriculum(AbstractCurriculumSampler):
-    """Prefers prompts that are solved about half of the time, where a group's rewards differ most.
+    """Prefers prompts that are solved about half of the time, where a group's rewards vary most.
 
     A prompt is drawn, without replacement in one draw, with a weight of 4 p (1 - p), at least 0.05: p is a moving
     average of its accuracy (without one: its score, clipped to [0, 1]), and 1/2 for a prompt that was never drawn.
@@ -167,7 +168,7 @@ class DifficultyCurriculum(AbstractCurriculumSampler):
         rows: list[np.ndarray] = []
         left = n
         while left > 0:
-            # Efraimidis and Spirakis (2006): the k largest u^(1/w) are a weighted draw of k without replacement.
+            # Efraimidis and Spirakis (2006): the k largest u^(1/w) are a weighted draw without replacement.
             order = np.argsort(-np.log(self._uniform(len(weights))) / weights, kind="stable")
             rows.append(order[:left])
             left -= len(rows[-1])
@@ -187,7 +188,7 @@ class DifficultyCurriculum(AbstractCurriculumSampler):
         self.num_draws = state["num_draws"]
 
     def _uniform(self, count: int) -> np.ndarray:
-        """float64 (count,) in (0, 1), new at each call and the same in every run of this seed."""
+        """Return float64 (count,) in (0, 1), different at each call and the same in every run of this seed."""
         name = f"difficulty curriculum {self.seed} {self.num_draws}"
         self.num_draws += 1
         key = int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "little")
@@ -203,8 +204,8 @@ def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:
     if path is None:
         if name not in BUILT_IN:
             raise InputError(
-                f"data.sampler.class_name={name} is no built-in sampler; use {', '.join(BUILT_IN)}, "
-                "or name your file in data.sampler.class_path"
+                f"data.sampler.class_name={name} is not a built-in sampler; use {', '.join(BUILT_IN)}, "
+                "or set data.sampler.class_path"
             )
         return BUILT_IN[name]
     try:
@@ -213,7 +214,7 @@ def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:
         raise InputError(f"{where}: {folded(error)}; expected a Python file with a class {name!r}") from error
     except Exception as error:  # the file is the user's
         raise InputError(
-            f"{where}: cannot be imported: {type(error).__name__}: {folded(error)}; mend the file"
+            f"{where}: cannot be imported: {type(error).__name__}: {folded(error)}; fix the file"
         ) from error
     found = getattr(module, name, None)
     if not (inspect.isclass(found) and issubclass(found, AbstractCurriculumSampler)) or inspect.isabstract(found):
@@ -225,10 +226,10 @@ def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:
 
 
 def pack(array: np.ndarray) -> str:
-    """An array as a short JSON string."""
+    """Encode an array as a short JSON string."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes())).decode()
 
 
 def unpack(text: str, dtype: type[np.generic]) -> np.ndarray:
-    """What `pack` made of a one-dimensional array of this dtype."""
+    """Decode a one-dimensional array of this dtype from `pack`."""
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()

@@ -1,7 +1,7 @@
-"""Prompts of verl's schema from Parquet and JSONL files, tokenised by the chat template.
+"""Prompts in verl's schema from Parquet and JSONL files, tokenised with the chat template.
 
-Columns: `prompt` (a list of {role, content}, or a plain string), `data_source`, `ability`,
-`reward_model` {style, ground_truth}, `extra_info`; all but `prompt` are optional, others are kept.
+Columns: `prompt` (a list of {role, content}, or a plain string), `data_source`, `ability`, `reward_model` {style,
+ground_truth}, `extra_info`; all except `prompt` are optional, others are kept.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import DataConfig
     from hpcrl.runtime.world import World
 
-TOKENISE_ROWS = 1024  # prompts handed to the tokenizer at once, by one rank
+TOKENISE_ROWS = 1024  # prompts per tokenizer call of one rank
 
 
 class PromptDataset:
-    """The rows of `files` in order, without those that the over-long filter leaves out.
+    """The rows of `files` in order, without those that the length filter drops.
 
-    Everything is read, tokenised and checked here, so that a bad row stops the job before its first step.
-    `max_samples` (-1: all) takes the first rows of all files together, before the filter, as verl does. With a `world`
-    its ranks share the work: all of them make the same dataset together.
+    Everything is read, tokenised and checked at construction, so that a bad row stops the job before its first step.
+    `max_samples` (-1: all) takes the first rows of all files together, before the filter, as in verl. With a `world`,
+    construction is collective and its ranks share the work.
     """
 
     def __init__(
@@ -40,9 +40,7 @@ class PromptDataset:
         world: World | None = None,
     ) -> None:
         if not files:
-            raise InputError(
-                "no data files were given; name Parquet or JSONL files in data.train_files and data.val_files"
-            )
+            raise InputError("no data files; set Parquet or JSONL files in data.train_files and data.val_files")
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._files = [RowFile(path) for path in files]
@@ -66,14 +64,14 @@ class PromptDataset:
         self.num_filtered = num_found - len(self)
         if not len(self):
             why = f"all {num_found} prompts are longer than {self._limit}" if num_found else "no rows"
-            raise InputError(f"{', '.join(files)}: empty dataset: {why}; expected at least one prompt to use")
+            raise InputError(f"{', '.join(files)}: empty dataset: {why}; expected at least one usable prompt")
         self._offsets = np.concatenate([[0], np.cumsum(lengths)])
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def prompt_ids(self, row: int) -> np.ndarray:
-        """Token ids of a prompt with its generation prompt, int32 (length,), at most `max_prompt_length`."""
+        """Return the token ids of a prompt with its generation prompt, int32 (length,), at most `max_prompt_length`."""
         return self._values[self._offsets[row] : self._offsets[row + 1]]
 
     @property
@@ -83,24 +81,24 @@ class PromptDataset:
 
     @property
     def file_sizes(self) -> list[int]:
-        """Rows of each file that are in the dataset, in the order of `files`: rows of a file stand together."""
+        """Rows of each file in the dataset, in the order of `files`; rows of a file are contiguous."""
         return np.bincount(self._file_of, minlength=len(self._files)).tolist()
 
     def prompt_text(self, row: int, skip_special_tokens: bool = False) -> str:
-        """The prompt's tokens as text."""
+        """Return the prompt's tokens as text."""
         return str(self._tokenizer.decode(self.prompt_ids(row).tolist(), skip_special_tokens=skip_special_tokens))
 
     def row(self, row: int) -> dict[str, Any]:
-        """The row as it stands in its file, all columns."""
+        """Return the row of the file, all columns."""
         return self._files[self._file_of[row]][int(self._row_of[row])]
 
     def values(self, name: str) -> list[Any]:
-        """A column over all rows, None where a row lacks it: cheaper than row by row."""
+        """Return a column over all rows, None where a row lacks it; cheaper than row by row."""
         columns = [file.column(name) for file in self._files]
         return [columns[file][row] for file, row in zip(self._file_of.tolist(), self._row_of.tolist(), strict=True)]
 
     def record(self, row: int) -> dict[str, Any]:
-        """What a scorer needs: data_source, ground_truth, extra_info, ability, prompt (raw)."""
+        """Return the row data for scorers: data_source, ground_truth, extra_info, ability, prompt (raw)."""
         found = self.row(row)
         for name in ("reward_model", "extra_info"):
             if not isinstance(found.get(name) or {}, dict):
@@ -114,19 +112,19 @@ class PromptDataset:
         }
 
     def source_of_rows(self) -> list[str]:
-        """The `data_source` of each row, "" where it has none."""
+        """Return the `data_source` of each row, "" if it has none."""
         return [str(source or "") for source in self.values("data_source")]
 
     def data_sources(self) -> set[str]:
-        """Every `data_source` of the rows, to be checked against the scorers before the first step."""
+        """Return every `data_source` of the rows, for checks before the first step."""
         return set(self.source_of_rows())
 
     def uid(self, row: int, epoch: int) -> str:
-        """`<file>:<row>:<epoch>`, with the row's number in its file (from 0), whatever the filter left out."""
+        """Return `<file>:<row>:<epoch>`, with the row's number in its file (from 0), before the filter."""
         return f"{self._names[self._file_of[row]]}:{self._row_of[row]}:{epoch}"
 
     def where(self, row: int) -> str:
-        """`<path>: row <n>`, for error messages."""
+        """Return `<path>: row <n>`, for error messages."""
         return self._where(self._file_of[row], self._row_of[row])
 
     @property
@@ -137,7 +135,7 @@ class PromptDataset:
         return f"{self._files[file].path}: row {row}"
 
     def _tokenise(self, file: int, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of these rows of a file, without those that are filtered: numbers and lengths, int64, and all ids, int32."""
+        """Return numbers and lengths, int64, and all ids, int32, of these rows of a file, without filtered ones."""
         prompts = self._files[file].column(self._cfg.prompt_key, rows.start, rows.stop)
         places = [self._where(file, row) for row in rows]
         encoded = zip(rows, self._encode(prompts, places), places, strict=True)
@@ -151,17 +149,17 @@ class PromptDataset:
 
     def _encode(self, prompts: list[Any], places: list[str]) -> list[list[int]]:
         ids: list[list[int]] = [[] for _ in prompts]
-        # A template writes its own special tokens; a plain string gets those that the tokenizer puts around any text.
+        # A template contains its special tokens; a plain string gets those that the tokenizer adds to any text.
         for templated in (True, False):
-            mine = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) != templated]
-            texts = [self._render(prompts[i], places[i]) if templated else prompts[i] for i in mine]
-            where = [places[i] for i in mine]
-            for i, tokens in zip(mine, encode_texts(self._tokenizer, texts, where, not templated), strict=True):
+            selected = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) != templated]
+            texts = [self._render(prompts[i], places[i]) if templated else prompts[i] for i in selected]
+            where = [places[i] for i in selected]
+            for i, tokens in zip(selected, encode_texts(self._tokenizer, texts, where, not templated), strict=True):
                 ids[i] = tokens
         return ids
 
     def _render(self, messages: Any, where: str) -> str:
-        """The chat template's text of a conversation, generation prompt included."""
+        """Render a conversation with the chat template, including the generation prompt."""
         if not is_conversation(messages):
             raise InputError(
                 f"{where}: column {self._cfg.prompt_key!r} holds {str(messages)[:80]!r}; "
@@ -174,7 +172,7 @@ class PromptDataset:
                 "set data.chat_template, or make prompts plain strings"
             )
         try:
-            # As text and then tokens: what `tokenize=True` returns differs between transformers 4 and 5.
+            # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
             text = self._tokenizer.apply_chat_template(
                 messages,
                 chat_template=template,
@@ -182,7 +180,7 @@ class PromptDataset:
                 add_generation_prompt=True,
                 **self._cfg.apply_chat_template_kwargs,
             )
-        except Exception as error:  # a template is a program of the user's
+        except Exception as error:  # templates are user code
             raise InputError(
                 f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
                 "expected a template for these roles (data.chat_template, data.apply_chat_template_kwargs)"
@@ -190,7 +188,7 @@ class PromptDataset:
         return str(text)
 
     def _fit(self, ids: list[int], where: str) -> list[int] | None:
-        """`ids` cut to the limit by data.truncation, or None when the filter leaves the prompt out."""
+        """Truncate `ids` by data.truncation, or return None if the filter drops the prompt."""
         limit = self._cfg.max_prompt_length
         if not ids:
             raise InputError(f"{where}: the prompt has no tokens; expected at least one")
@@ -233,12 +231,12 @@ def is_conversation(messages: Any) -> bool:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], places: list[str], add_special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of each text; a text outside the tokenizer's alphabet is an error that names its place."""
+    """Return token ids of each text. Raises InputError, with the text's place, for characters outside the alphabet."""
     if not texts:
         return []
     try:
         return tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
-    except Exception:  # the tokenizers library raises bare Exception; the loop finds which text it was
+    except Exception:  # the tokenizers library raises bare Exception; the loop finds the text
         for text, where in zip(texts, places, strict=True):
             try:
                 tokenizer(text, add_special_tokens=add_special_tokens)
@@ -251,5 +249,5 @@ def encode_texts(
 
 
 def folded(error: BaseException) -> str:
-    """An error's message with its white space collapsed, at most 160 characters."""
+    """Return an error's message with its white space collapsed, at most 160 characters."""
     return " ".join(str(error).split())[:160]

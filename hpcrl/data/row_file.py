@@ -1,4 +1,4 @@
-"""Rows of a Parquet or JSONL file, one plain dict at a time, and work on pieces of a list that the ranks share."""
+"""Rows of Parquet and JSONL files, and distribution of work over ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Result = TypeVar("Result")
 
 
 def spread(world: World | None, pieces: Sequence[Piece], work: Callable[[Piece], Result]) -> list[Result]:
-    """Return `work(piece)` for each piece, in order, on every rank; collective over `world`.
+    """Return `work(piece)` for each piece, in order, on every rank. Collective over `world`.
 
-    Each piece is worked on by one rank, `world.size` pieces at a time, and its result is sent to the others: a rank
-    holds results of others in pickled form for one such round only. Without a world, all is done here.
+    Each piece is processed by one rank, `world.size` pieces at a time, and its result is sent to the others, so that
+    pickled results of one round only are in memory. Without a world, this process does all the work.
 
     Raises:
-        InputError: on all ranks alike, where `work` raises a user error on any of them.
+        InputError: on all ranks, if `work` raises a user error on any of them.
     """
     if world is None or world.size == 1:
         return _each(work, pieces)
     found: list[Result] = []
     for start in range(world.rank, world.rank + len(pieces), world.size):
-        mine = pieces[start : start + 1]  # none, where the last round has no piece for this rank
-        results = world.run_collectively(partial(_each, work, mine))
+        own_piece = pieces[start : start + 1]  # empty if the last round has no piece for this rank
+        results = world.run_collectively(partial(_each, work, own_piece))
         found += [result for done in world.all_gather_object(results) for result in done]
     return found
 
@@ -72,22 +72,22 @@ class RowFile:
         return self._rows[row]
 
     def column(self, name: str, start: int = 0, stop: int | None = None) -> list[Any]:
-        """Values of a column in rows [start, stop); None where a row lacks it."""
+        """Return values of a column in rows [start, stop); None where a row lacks it."""
         if isinstance(self._rows, ParquetRows):
             return self._rows.column(name, start, stop)
         return [row.get(name) for row in self._rows[start:stop]]
 
     def require(self, name: str, key: str) -> None:
-        """Refuses a non-empty file without the column `name`, which the config names under `key`."""
+        """Raise InputError for a non-empty file without the column `name`, which the config names under `key`."""
         if len(self) and name not in self.columns:
             raise InputError(
                 f"{self.path}: no column {name!r}; it has {', '.join(self.columns) or 'none'}; "
-                f"add the column, or name another one in {key}"
+                f"add the column, or use another one in {key}"
             )
 
 
 class ParquetRows:
-    """A Parquet file kept as an Arrow table: a tenth of the memory of Python objects."""
+    """A Parquet file as an Arrow table, which takes a tenth of the memory of Python objects."""
 
     def __init__(self, path: str) -> None:
         import pyarrow
@@ -98,7 +98,7 @@ class ParquetRows:
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(
                 f"{path}: not a readable Parquet file ({' '.join(str(error).split())[:160]}); "
-                "expected Parquet; write it again, or name it .jsonl if it is JSON lines"
+                "expected Parquet; write it again, or rename it to .jsonl if it is JSON lines"
             ) from None
         self.columns: list[str] = list(self._table.column_names)
 
@@ -109,7 +109,7 @@ class ParquetRows:
         return self._table.slice(row, 1).to_pylist()[0]
 
     def column(self, name: str, start: int, stop: int | None) -> list[Any]:
-        """As RowFile.column."""
+        """Same as RowFile.column."""
         stop = len(self) if stop is None else stop
         if name not in self.columns:
             return [None] * (stop - start)
@@ -136,9 +136,10 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """A name for each path: the file name, with as many parent folders as tell it from the others of that name.
+    """Return a name for each path: the file name, with as many parent folders as needed to distinguish equal file
+    names.
 
-    A path given several times gets `#2`, `#3`, ... from its second use on.
+    Repeated paths get `#2`, `#3`, ... from their second occurrence on.
     """
     parts = [os.path.normpath(path).split(os.sep) for path in paths]
     names: list[str] = []

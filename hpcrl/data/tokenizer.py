@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory (or of the local hub cache); it must name an end-of-sequence token.
+    """Load the tokenizer of a directory (or of the local hub cache); it must have an end-of-sequence token.
 
-    The hub is asked only where the user has set HF_HUB_OFFLINE=0. Code that comes with a tokenizer is never run.
+    The hub is used only if the user has set HF_HUB_OFFLINE=0. Code of a tokenizer is never run.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
-    # Imported here: transformers takes seconds to import, and login-node tools use this package without it.
+    # Imported here: transformers takes seconds to import, and tools on login nodes do not need it.
     try:
         if _is_plain(path):
             tokenizer = _plain_class().from_pretrained(path)
@@ -39,14 +39,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from None
     if tokenizer.eos_token_id is None:
         raise InputError(
-            f"model.tokenizer={path}: no eos_token, which ends a response; name it in tokenizer_config.json"
+            f"model.tokenizer={path}: no eos_token, which ends a response; set it in tokenizer_config.json"
         )
     return tokenizer
 
 
 def _is_plain(path: str) -> bool:
-    """Whether the directory names the base class: AutoTokenizer would find the same after loading all model tables,
-    which costs every rank more than a second."""
+    """Whether the directory names the base class. AutoTokenizer finds the same after loading all model tables, which
+    takes more than a second per rank."""
     try:
         with open(os.path.join(path, "tokenizer_config.json"), encoding="utf-8") as file:
             return json.load(file).get("tokenizer_class") == "PreTrainedTokenizerFast"
@@ -55,15 +55,15 @@ def _is_plain(path: str) -> bool:
 
 
 def _plain_class() -> type[PreTrainedTokenizerBase]:
-    """`PreTrainedTokenizerFast`, imported without `transformers/__init__.py`, which reads the source of all models that
-    there are. Importing transformers later gives it in full, with this very class."""
+    """Import `PreTrainedTokenizerFast` without `transformers/__init__.py`, which reads the source of all models. A
+    later import of transformers is complete and has the same class."""
     name = "transformers"
     if name not in sys.modules and (spec := importlib.util.find_spec(name)):
-        package = sys.modules[name] = importlib.util.module_from_spec(spec)  # and not executed
+        package = sys.modules[name] = importlib.util.module_from_spec(spec)  # not executed
         package.__version__ = importlib.metadata.version(name)  # type: ignore[attr-defined]
         try:
             import transformers.tokenization_utils_tokenizers  # noqa: F401
-        except ImportError:  # a version that keeps it elsewhere
+        except ImportError:  # another version of transformers
             pass
         finally:
             del sys.modules[name]

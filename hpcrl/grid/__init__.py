@@ -1,1 +1,1 @@
-"""Where each role's ranks are: layout arithmetic, and the groups made from it."""
+"""Rank grids of roles: layout arithmetic, and process groups."""

@@ -1,7 +1,7 @@
-"""Process groups of each role: made once, in one order, shared where two roles ask for the same ranks.
+"""Process groups of each role: created once, in one order, shared by roles with the same ranks.
 
-`parallel_state` is never initialised: every role carries its own `ProcessGroupCollection`, so that roles with different
-layouts live on the same ranks.
+`parallel_state` is never initialised: every role has its own `ProcessGroupCollection`, so that roles with different
+layouts can use the same ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hpcrl.grid.layout import GROUP_DIMS, Coord, Layout
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Megatron's further names for groups of the table; one optimizer instance spans all data-parallel ranks.
+# Megatron's further names of groups in GROUP_DIMS; one optimizer instance spans all data-parallel ranks.
 ALIASES = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp", "intra_dist_opt": "all"}
 
 
 class GroupCache:
-    """Tuple of world ranks -> process group. Asking is a collective over the world, in the same order on every rank.
+    """Tuple of world ranks -> process group. `get` is collective over the world, in the same order on every rank.
 
     `timeout` of the groups' collectives; None: torch's default.
     """
@@ -34,9 +34,9 @@ class GroupCache:
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def get(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """The group of these ranks; None where this rank is no member.
+        """Return the group of these ranks; None if this rank is not a member.
 
-        A group of size 1 is known to its only member alone and costs no communicator.
+        A group of size 1 exists on its member only and needs no communicator.
         """
         if len(ranks) == 1 and ranks[0] != self._rank:
             return None
@@ -48,7 +48,7 @@ class GroupCache:
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """One rank's place in one role: its coordinates and the groups it communicates in."""
+    """One rank's place in one role: its coordinates and its process groups."""
 
     role: str
     layout: Layout
@@ -86,31 +86,34 @@ class RoleGroups:
 
 
 def make_groups(layouts: dict[str, Layout], rank: int, cache: GroupCache | None = None) -> dict[str, RoleGroups]:
-    """Make every group of every role, and give this rank those of the roles it is in.
+    """Make every group of every role. Return this rank's groups of the roles that it has.
 
     Collective over the world: all ranks call it with the same layouts.
     """
     cache = cache or GroupCache(rank)
     roles = {}
     for role, layout in layouts.items():
-        mine = {name: _own([cache.get(ranks) for ranks in layout.groups(*dims)]) for name, dims in GROUP_DIMS.items()}
+        own = {
+            name: _own_group([cache.get(ranks) for ranks in layout.groups(*dims)]) for name, dims in GROUP_DIMS.items()
+        }
         embd, pos_embd = _embedding_groups(layout, cache)
         if rank not in layout:
             continue
-        named = {name: group for name, group in mine.items() if name not in ("replica", "all")}
-        named |= {alias: mine[name] for alias, name in ALIASES.items()}
+        named = {name: group for name, group in own.items() if name not in ("replica", "all")}
+        named |= {alias: own[name] for alias, name in ALIASES.items()}
         pgc = ProcessGroupCollection(**named, embd=embd, pos_embd=pos_embd, inter_dist_opt=None, hcp=None)
-        roles[role] = RoleGroups(role, layout, rank, pgc, mine["replica"])
+        roles[role] = RoleGroups(role, layout, rank, pgc, own["replica"])
     return roles
 
 
-def _own(groups: list[ProcessGroup | None]) -> ProcessGroup | None:
-    """The one group of the list that this rank is in. The list is whole: every rank helps to make every group."""
+def _own_group(groups: list[ProcessGroup | None]) -> ProcessGroup | None:
+    """Return the only group of the list that has this rank. The list is complete, because creating groups is
+    collective."""
     return next((group for group in groups if group is not None), None)
 
 
 def _embedding_groups(layout: Layout, cache: GroupCache) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Groups that sum tied word embeddings (first and last stage) and position embeddings (first stage)."""
+    """Return the groups that sum tied word embeddings (first and last stage) and position embeddings (first stage)."""
     embd = pos_embd = None
     for stages in layout.groups("pp"):
         ends = (stages[0], stages[-1]) if len(stages) > 1 else (stages[0],)

@@ -1,4 +1,4 @@
-"""The rank grid of one role, as arithmetic: no torch, no MPI, testable for thousands of ranks on a laptop."""
+"""The rank grid of one role, as arithmetic. No torch, no MPI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first: Megatron's order of dense ranks
-EXPERT_AXES = ("etp", "ep", "edp", "pp")  # the same ranks, seen by the experts of a MoE layer
+EXPERT_AXES = ("etp", "ep", "edp", "pp")  # the same ranks, in the expert grid of MoE layers
 
 # Megatron's name of a group -> the grid dimensions its members differ along.
 GROUP_DIMS: dict[str, tuple[str, ...]] = {
@@ -41,7 +41,7 @@ class Coord(NamedTuple):
 
 
 class ExpertCoord(NamedTuple):
-    """The same in the grid of the experts."""
+    """Position of a rank in its role's expert grid."""
 
     etp: int
     ep: int
@@ -53,7 +53,7 @@ class ExpertCoord(NamedTuple):
 class Layout:
     """A role's ranks as a tp x cp x dp x pp grid; `ranks[i]` is the world rank at grid index i, tp fastest.
 
-    The expert grid (etp x ep x edp x pp) is laid over the same ranks. dp is what the other sizes leave of the pool.
+    The expert grid (etp x ep x edp x pp) uses the same ranks. dp is the pool's size divided by the other sizes.
     """
 
     ranks: tuple[int, ...]
@@ -88,13 +88,13 @@ class Layout:
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     def token_multiple(self, rows: int) -> int:
-        """What the tokens of a packed micro-batch come in multiples of, where those of a matrix product come in `rows`:
-        tensor-parallel ranks share them, and context-parallel ranks have two chunks each."""
+        """Return the multiple of a packed micro-batch's tokens, if matrix products need multiples of `rows`:
+        tensor-parallel ranks split the tokens, and context-parallel ranks have two chunks each."""
         return math.lcm(self.tp, rows) * (2 * self.cp if self.cp > 1 else 1)
 
     def scheduled(self, count: int) -> int:
-        """At least `count` micro-batches, as many as the pipeline's schedule takes: the interleaved one deals them in
-        rounds of pp."""
+        """Return the smallest number of micro-batches, at least `count`, that the pipeline schedule supports: a
+        multiple of pp if it is interleaved."""
         return -(-count // self.pp) * self.pp if self.vpp > 1 else count
 
     def __contains__(self, rank: object) -> bool:
@@ -120,8 +120,8 @@ class Layout:
         return self.ranks[tp + self.tp * (cp + self.cp * (dp + self.dp * pp))]
 
     def groups(self, *dims: str) -> list[tuple[int, ...]]:
-        """All groups whose members differ only along `dims`, of AXES or of EXPERT_AXES; members in rank order of the
-        grid."""
+        """Return all groups whose members differ only along `dims`, of AXES or of EXPERT_AXES; members in rank order of
+        the grid."""
         axes = AXES if set(dims) <= set(AXES) else EXPERT_AXES
         unknown = set(dims) - set(axes)
         if unknown:
@@ -141,12 +141,12 @@ class Layout:
         return next(group for group in self.groups(*dims) if rank in group)
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """World ranks of one model replica: all its tp, cp and pp coordinates."""
+        """Return the world ranks of one model replica: all its tp, cp and pp coordinates."""
         places = itertools.product(range(self.pp), range(self.cp), range(self.tp))
         return tuple(self.rank_of(tp, cp, dp, pp) for pp, cp, tp in places)
 
     def leader(self, dp: int) -> int:
-        """The rank that has the replica's columns: tp 0, cp 0, last pipeline stage."""
+        """Return the rank that holds the replica's columns: tp 0, cp 0, last pipeline stage."""
         return self.rank_of(dp=dp, pp=self.pp - 1)
 
     @cached_property

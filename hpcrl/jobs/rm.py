@@ -50,7 +50,7 @@ class RewardModel(TrainingJob):
             reward.update(batch)
 
     def next_pairs(self, run: Run, step: int) -> DataProto:
-        from hpcrl.data.order import batch_rows
+        from hpcrl.data.sampler import batch_rows
 
         config, size = self.config, len(self.inputs.pairs["train"])
         rows, epochs = batch_rows(size, config.rm.batch_size, step, config.run.seed, config.data.shuffle)

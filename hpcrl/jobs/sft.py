@@ -51,7 +51,7 @@ class Sft(TrainingJob):
         from hpcrl.batch.balance import balanced_assignment
         from hpcrl.batch.data_proto import DataProto
         from hpcrl.controller.controller import replica_column
-        from hpcrl.data.order import batch_rows
+        from hpcrl.data.sampler import batch_rows
 
         config, answers = self.config, self.inputs.answers
         rows, epochs = batch_rows(len(answers), config.sft.batch_size, step, config.run.seed, config.data.shuffle)

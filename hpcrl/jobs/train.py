@@ -144,7 +144,7 @@ class Train(TrainingJob):
         return found
 
     def total_steps(self) -> int:
-        from hpcrl.data.order import steps_for_epochs
+        from hpcrl.data.sampler import steps_for_epochs
 
         trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])
         size = self.config.data.train_batch_size

@@ -8,13 +8,13 @@ from hashlib import blake2b
 from pathlib import Path
 
 from hpcrl.checkpoint.manifest import MANIFEST
-from hpcrl.telemetry.record_log import generation_logs
+from hpcrl.telemetry.archive import generation_logs
 
 log = logging.getLogger(__name__)
 
 
 class DurableRollouts:
-    """Lives on rank 0; the generation logs of all ranks in `folder` (hpcrl/telemetry/record_log.py).
+    """Lives on rank 0; the generation logs of all ranks in `folder` (hpcrl/telemetry/archive.py).
 
     A restart goes on from checkpoint c and can use what the weights of c have drawn: responses of step c + 1, and of
     the next `num_ahead` steps where generation is so far ahead of training. The logs of a step under way stay, too: a

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.checkpoint.saved_part import SavedPart, told
+from hpcrl.checkpoint.manifest import SavedPart, error_line
 from hpcrl.checkpoint.store import CheckpointStore, Retention
 from hpcrl.config.schema import TrainerConfig
 from hpcrl.controller.controller import Controller
@@ -70,7 +70,7 @@ class Saver:
         self._num_begun = 0
         self._last_failed = False
         self._num_failed = 0
-        self._seconds: float | None = None  # of the save that was committed last, until they are told
+        self._seconds: float | None = None  # of the save that was committed last, until they are reported
         self._knows_metric = True
 
     @property
@@ -98,7 +98,7 @@ class Saver:
         except (InputError, AssertionError):
             raise
         except Exception as error:
-            self._fail(step, [f"rank 0: {told(error)}"])
+            self._fail(step, [f"rank 0: {error_line(error)}"])
             return
         self._num_begun += 1
         key, scratch = f"save/{self._num_begun}", self._options.scratch_dir
@@ -162,7 +162,7 @@ class Saver:
             self._fail(save.step, error.problems)
             return
         except Exception as error:
-            self._fail(save.step, [f"rank 0: {told(error)}"])
+            self._fail(save.step, [f"rank 0: {error_line(error)}"])
             return
         self.saved_step, self._under_way, self._last_failed = save.step, None, False
         self._timers.took("save_checkpoint", self._seconds)  # what a save takes for which the loop has to wait

@@ -1,1 +1,1 @@
-"""`hpcrl submit`: from a job template and a site file to a batch job."""
+"""`hpcrl submit`: batch jobs from a job template and a site file."""

@@ -1,11 +1,13 @@
-"""What a job needs, in one folder with hashes: `<run>/bundle_<hash>/`. Jobs in the queue read theirs by that name, so
-none is ever changed; the link `<run>/bundle` leads to the one that was submitted last.
+"""The bundle of a job: one folder with everything it needs and its hashes, `<run>/bundle_<hash>/`.
 
-code/            hpcrl, kernels and slurm as they were, so that edits while the job waits in the queue change nothing
-config.yaml      the template with its overrides; paths lead into the bundle
-inputs/          data, tokenizer, start weights, the user's own code; large files are links to where they are
-origin.json      where all that came from
-manifest.json    every file above with its size and hash, links followed
+Queued jobs refer to their bundle by that name, so bundles are never changed; the link `<run>/bundle` is the last
+submitted one.
+
+    code/            hpcrl, kernels and slurm, so that edits while the job is queued have no effect
+    config.yaml      the template with its overrides; paths are those of the bundle
+    inputs/          data, tokenizer, start weights, user code; large files are links
+    origin.json      the source of all that
+    manifest.json    every file above with its size and hash, links followed
 """
 
 from __future__ import annotations
@@ -30,66 +32,66 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 
 BUNDLE = "bundle"
-COPIED = 64 << 20  # bytes; larger files are linked to, and hashed where they are
+MAX_COPIED = 64 << 20  # bytes; larger files are links, hashed in place
 CODE = ("hpcrl", "kernels", "slurm")
 DESCRIPTION = ("config.yaml", "origin.json")
-MOST_MODULES = 2000  # files of Python beside a user's own; more are no small package, and copying them takes minutes
+MAX_MODULES = 2000  # Python files next to user code; more are not a small package, and copying them takes minutes
 
 
 def checkout() -> Path:
-    """The folder that holds hpcrl/ and slurm/."""
+    """Return the folder that contains hpcrl/ and slurm/."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "slurm" / "common.sh").exists():
-        raise InputError(f"{root} has no slurm/common.sh; submit works from a checkout of hpcrl, not from a package")
+        raise InputError(f"{root} has no slurm/common.sh; submit needs a checkout of hpcrl, not an installed package")
     return root
 
 
-def stage(config: Config, root: Path, made_later: Collection[Path], report: Callable[[str], None]) -> Path:
-    """Make the bundle of a run in its folder; returns the bundle.
+def stage(config: Config, root: Path, created_later: Collection[Path], report: Callable[[str], None]) -> Path:
+    """Make the bundle of a run in its folder; return the bundle.
 
-    `made_later` are folders of runs that an earlier job of a chain makes: what lies in them is left where it will be.
-    An equal bundle of an earlier submission is taken again.
+    `created_later` are folders of runs that an earlier job of a chain creates: paths in them are not staged. An equal
+    bundle of an earlier submission is reused.
     """
     run_dir = run_directory(config)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    link, draft = run_dir / BUNDLE, run_dir / f"{BUNDLE}.tmp"
-    shutil.rmtree(draft, ignore_errors=True)
-    _copy_code(root, draft / "code")
-    places = _stage_inputs(config, draft, made_later, report)
-    # the config has the bundle's name in its paths, so the name is that of what it holds under the link's name
-    _describe(draft, config, places, link, root)
-    manifest = write_manifest(draft).read_text(encoding="utf-8")
+    link, staging = run_dir / BUNDLE, run_dir / f"{BUNDLE}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    _copy_code(root, staging / "code")
+    places = _stage_inputs(config, staging, created_later, report)
+    # The config's paths contain the bundle's name, so the hash is taken with the link's name in its place.
+    _describe(staging, config, places, link, root)
+    manifest = write_manifest(staging).read_text(encoding="utf-8")
     final = run_dir / f"{BUNDLE}_{xxhash.xxh3_128_hexdigest(manifest.encode())[:8]}"
-    _describe(draft, config, places, final, root)
+    _describe(staging, config, places, final, root)
     kept = [FileEntry(**entry) for entry in json.loads(manifest)["files"] if entry["path"] not in DESCRIPTION]
-    write_manifest(draft, kept)
-    _keep(draft, final)
-    _point(link, final)
+    write_manifest(staging, kept)
+    _commit_draft(staging, final)
+    _replace_link(link, final)
     return final
 
 
-def _describe(draft: Path, config: Config, places: dict[str, Path], final: Path, root: Path) -> None:
-    """Write the files that say where things are once the draft is `final`."""
+def _describe(staging: Path, config: Config, places: dict[str, Path], final: Path, root: Path) -> None:
+    """Write the files that contain paths, for the bundle's name `final`."""
     staged = {path: str(final / place) for path, place in places.items()}
     origin = {"commit": _commit(root), "inputs": staged}
     texts = (yaml_core.dump(with_paths(config, staged)), json.dumps(origin, indent=1) + "\n")
     for name, text in zip(DESCRIPTION, texts, strict=True):
-        (draft / name).write_text(text, encoding="utf-8")
+        (staging / name).write_text(text, encoding="utf-8")
 
 
-def _keep(draft: Path, final: Path) -> None:
-    """Give the draft its name, unless an equal bundle has it."""
+def _commit_draft(staging: Path, final: Path) -> None:
+    """Rename the staged folder to `final`, unless an equal bundle exists."""
     if not final.exists():
-        draft.rename(final)
+        staging.rename(final)
         return
-    equal = _manifest(final) == _manifest(draft)
-    shutil.rmtree(draft)
+    equal = _manifest(final) == _manifest(staging)
+    shutil.rmtree(staging)
     if not equal:
-        raise InputError(f"{final} is not what was staged under this name; remove it once no job in the queue needs it")
+        raise InputError(f"{final} differs from what was staged under this name; remove it when no queued job needs it")
 
 
-def _point(link: Path, final: Path) -> None:
-    """Lead `link` to `final`, without a moment at which it leads nowhere."""
+def _replace_link(link: Path, final: Path) -> None:
+    """Point `link` to `final`, atomically."""
     fresh = link.with_name(f"{link.name}.link")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(final.name)
@@ -97,8 +99,8 @@ def _point(link: Path, final: Path) -> None:
 
 
 def with_paths(config: Config, staged: dict[str, str]) -> dict[str, Any]:
-    """What the template says, with absolute folders and staged paths. Keys that it leaves out stay out: a preset
-    gives values to those alone."""
+    """Return the template with absolute folders and staged paths. Absent keys stay absent, because presets set only
+    those."""
     tree = config.model_dump(exclude_unset=True)
     tree.setdefault("run", {})["dir"] = str(run_directory(config).parent)
     for key in {given.key for given in inputs(config)}:
@@ -108,27 +110,27 @@ def with_paths(config: Config, staged: dict[str, str]) -> dict[str, Any]:
             section = section[part]
         value = section[name]
         several = [value] if isinstance(value, str) else value
-        moved = [_moved(key, path, staged) for path in several]
+        moved = [_replace_path(key, path, staged) for path in several]
         section[name] = moved[0] if isinstance(value, str) else moved
     return tree
 
 
-def _moved(key: str, value: str, staged: dict[str, str]) -> str:
-    """`value` with its path replaced; what follows the path, a function's name, stays."""
+def _replace_path(key: str, value: str, staged: dict[str, str]) -> str:
+    """Replace the path in `value`; a function's name after the path is kept."""
     path = file_of(key, value)
     return staged.get(path, os.path.abspath(path)) + value[len(path) :]
 
 
 def _copy_code(root: Path, target: Path) -> None:
     for name in code_files(root):
-        inside = f"hpcrl/{name}" if name.startswith("kernels/") else name  # where the link that setup.py makes has them
+        inside = f"hpcrl/{name}" if name.startswith("kernels/") else name  # the place of setup.py's link
         destination = target / inside
         destination.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, destination)
 
 
 def code_files(root: Path) -> list[str]:
-    """What git would keep of hpcrl/, kernels/ and slurm/, relative to `root`; without git all but caches."""
+    """Return git's files of hpcrl/, kernels/ and slurm/, relative to `root`; without git all files except caches."""
     listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "--", *CODE)
     if listed:
         return [name for name in listed.splitlines() if (root / name).is_file()]
@@ -150,28 +152,28 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _stage_inputs(
-    config: Config, draft: Path, made_later: Collection[Path], report: Callable[[str], None]
+    config: Config, staging: Path, created_later: Collection[Path], report: Callable[[str], None]
 ) -> dict[str, Path]:
-    """Path in the config -> place in the bundle."""
+    """Return path in the config -> place in the bundle."""
     places: dict[str, Path] = {}
     for key, path in inputs(config):
-        if path in places or is_made_later(path, made_later):
+        if path in places or is_created_later(path, created_later):
             continue
-        # a run holds more than its newest checkpoint; only that is needed, and it says whether it is whole
+        # Of a run only the newest complete checkpoint is staged.
         source = load_path(path, report) if key.endswith("init_from") else Path(path)
         places[path] = Path("inputs", _relative(source))
-        _stage(source, draft / places[path])
+        _stage(source, staging / places[path])
     return places
 
 
-def is_made_later(path: str, made_later: Collection[Path]) -> bool:
+def is_created_later(path: str, created_later: Collection[Path]) -> bool:
     absolute = Path(os.path.abspath(path))
-    return any(absolute == run or run in absolute.parents for run in made_later)
+    return any(absolute == run or run in absolute.parents for run in created_later)
 
 
 def _relative(path: Path) -> Path:
-    """Where a path goes below inputs/: as from the working directory, else as from the root. Folders' names are kept,
-    for prompts are named after their files, with as many folders as tell these apart."""
+    """Return a path's place below inputs/: relative to the working directory, else to the root. Folder names are kept,
+    because prompt uids contain as many as needed to distinguish the files."""
     absolute = Path(os.path.abspath(path))
     try:
         return absolute.relative_to(Path.cwd())
@@ -193,30 +195,32 @@ def _stage(source: Path, target: Path) -> None:
 
 
 def linked_folders(source: Path) -> set[Path]:
-    """Folders of the files that links of the bundle lead to, wherever links on the way there went."""
+    """Return the folders of the files that links of the bundle lead to, with all links resolved."""
     return {path.resolve().parent for path in _files(source) if _is_large(path)}
 
 
 def _is_large(path: Path) -> bool:
-    return path.stat().st_size > COPIED
+    return path.stat().st_size > MAX_COPIED
 
 
 def _files(source: Path) -> list[Path]:
-    """What is staged for an input: the files of a folder, or the file; with code, what that may import."""
+    """Return the files to stage for an input: those of a folder, or the file, and for code what it may import."""
     if source.is_dir():
         return [path for path in sorted(source.rglob("*")) if path.is_file()]
     if source.suffix != ".py":
         return [source]
-    found = list(itertools.islice(_modules(source.parent), MOST_MODULES + 1))
-    if len(found) > MOST_MODULES:
+    found = list(itertools.islice(_modules(source.parent), MAX_MODULES + 1))
+    if len(found) > MAX_MODULES:
         where = f"at and below {source.parent}"
-        raise InputError(f"more than {MOST_MODULES} files *.py {where} would be staged; give {source.name} a folder")
+        raise InputError(
+            f"more than {MAX_MODULES} files *.py {where} would be staged; move {source.name} to another folder"
+        )
     return found
 
 
 def _modules(folder: Path) -> Iterator[Path]:
-    """The Python files of a folder and of the packages in it: folders that hold such files themselves, so that a walk
-    does not go through data and runs. Environments hold what is installed, not what a person wrote."""
+    """Yield the Python files of a folder and of the packages in it: only folders that directly contain such files, to
+    skip data and runs, and no virtual environments."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.is_file():
             yield path

@@ -1,4 +1,4 @@
-"""The command line of `hpcrl submit`: options, stages with their overrides, arrays and chains."""
+"""Arguments of `hpcrl submit`: options, stages with their overrides, arrays and chains."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpcrl.runtime.exits import ArgumentParser, InputError
 
 
 def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:
-    """The overrides of every element: all combinations of the values, as runs `<run_dir>/<run_name>/<key=value>`,
-    joined with '+'."""
+    """Return the overrides of every element: all combinations of the values, as runs
+    `<run_dir>/<run_name>/<key=value>`, joined with '+'."""
     choices = list(itertools.product(*map(_axis, arrays)))
     folder = f"run.dir={quoted(f'{run_dir}/{run_name}')}"
     return [
@@ -24,7 +24,7 @@ def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[l
 
 
 def _names(choices: Sequence[Sequence[str]]) -> list[str]:
-    """A folder's name for each choice. Containers' mounts are lists with ',' and ':', so no name has these."""
+    """Return a folder name for each choice, without ',' and ':', which separate containers' mounts."""
     names: list[str] = []
     for choice in choices:
         plain = re.sub("[/,:]", "_", "+".join(choice))
@@ -39,30 +39,30 @@ def _axis(array: str) -> list[str]:
     if not (key and equals and all(chosen)):
         raise InputError(f"found --array {array!r}; expected key=a,b,c, such as actor.optim.lr=1e-6,2e-6")
     if len(set(chosen)) < len(chosen):
-        raise InputError(f"--array {array} has a value twice; each is a run of its own, so name it once")
+        raise InputError(f"--array {array} has a value twice; each value is one run")
     return [f"{key}={value}" for value in chosen]
 
 
 def sbatch_command(script: Path, after: str | None) -> list[str]:
-    """The sbatch line. A job that was requeued has not ended; one that failed takes those after it off the queue."""
+    """Return the sbatch command. A requeued job has not ended; a failed one removes those after it from the queue."""
     dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     return ["sbatch", "--parsable", *dependency, str(script)]
 
 
 def submit_chain(scripts: Sequence[Path]) -> list[str]:
-    """Submit each script from its own folder; job ids. When one is refused, those before it are cancelled."""
+    """Submit each script from its folder; return job ids. If one is rejected, those before it are cancelled."""
     ids: list[str] = []
     for script in scripts:
         line = sbatch_command(script, ids[-1] if ids else None)
         try:
             answer = subprocess.run(line, cwd=script.parent, capture_output=True, text=True)
         except FileNotFoundError:
-            raise InputError("no sbatch here; run submit where jobs are submitted, or use --dry-run") from None
+            raise InputError("sbatch not found; run submit on a login node, or use --dry-run") from None
         if answer.returncode:
             if ids:
                 subprocess.run(["scancel", *ids], capture_output=True)
-            said = " ".join(answer.stderr.split())
-            raise InputError(f"sbatch refused {script}: {said}{'; the jobs before it are cancelled' if ids else ''}")
+            reason = " ".join(answer.stderr.split())
+            raise InputError(f"sbatch rejected {script}: {reason}{'; earlier jobs were cancelled' if ids else ''}")
         ids.append(answer.stdout.strip().split(";")[0])
     return ids
 
@@ -77,7 +77,7 @@ JOB_OPTIONS = {
 
 @dataclass
 class Stage:
-    """One job of a chain, as asked for."""
+    """One job of a chain."""
 
     command: str  # train, sft, ..., or the Python file of a user's job
     config: str  # YAML file

@@ -1,4 +1,4 @@
-"""The site file: what is the same for every job on one machine, so that job templates need not say it.
+"""The site file: settings that are the same for every job on one machine.
 
 account: abc123
 partition: gpu
@@ -27,17 +27,17 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 def _without_variables(text: str) -> str:
     if "$" in text:
-        raise ValueError(f"{text!r} has a '$', and only scratch may name variables; write it out")
+        raise ValueError(f"{text!r} contains '$'; only scratch may contain variables")
     return text
 
 
 def _path(path: str) -> str:
-    """As the person who submits means it: the script quotes it, and starts elsewhere."""
+    """Make a path absolute; the script quotes it and runs in another folder."""
     return os.path.abspath(os.path.expanduser(_without_variables(path)))
 
 
 def _image(image: str) -> str:
-    """A file's path, or a name such as docker://ubuntu, which stays as it is."""
+    """A file's path, or a name such as docker://ubuntu, which is kept."""
     is_file = image.startswith(("/", "~", "./", "../")) or os.path.exists(image)
     return _path(image) if is_file else _without_variables(image)
 
@@ -48,7 +48,7 @@ def _mount(mount: str) -> str:
 
 
 def _path_on_node(path: str) -> str:
-    """It goes between double quotes into the script: names of variables are all that a shell may find in it."""
+    """Check a path that the script puts between double quotes: variables are the only expansion in it."""
     if not re.fullmatch(r"(?=[/$])([A-Za-z0-9_./-]|\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})+", path):
         raise ValueError(
             f"found {path!r}; expected an absolute path of letters, digits, _ . / - and $NAME or ${{NAME}}"
@@ -67,7 +67,8 @@ class ContainerConfig(Section):
 
 
 class SiteConfig(Section):
-    """Values of `job:` win over those here. Paths may begin with ~ or be relative to where submit runs."""
+    """Values of `job:` have priority over these. Paths may begin with ~ or be relative to the working directory of
+    submit."""
 
     account: SlurmValue | None = Field(None, description="account that pays")
     partition: SlurmValue | None = Field(None, description="partition")
@@ -94,7 +95,7 @@ class SiteConfig(Section):
 
 
 def find_site(option: str | None, environ: Mapping[str, str]) -> Path | None:
-    """The file that --site or $HPCRL_SITE names, else ~/.config/hpcrl/site.yaml where that exists."""
+    """Return the file of --site or $HPCRL_SITE, else ~/.config/hpcrl/site.yaml if it exists."""
     named = option or environ.get(VARIABLE)
     if named:
         return Path(named)
@@ -103,13 +104,13 @@ def find_site(option: str | None, environ: Mapping[str, str]) -> Path | None:
 
 
 def load_site(path: Path | None) -> SiteConfig:
-    """The site file's content, or defaults; ConfigError with one line for a file that is wrong."""
+    """Read the site file, or return defaults. Raises ConfigError with one line for an invalid file."""
     if path is None:
         return SiteConfig()
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"site file {path} cannot be read: {error}; name another with --site or {VARIABLE}") from None
+        raise ConfigError(f"site file {path} cannot be read: {error}; use --site or {VARIABLE} for another") from None
     tree = yaml_core.parse(text, str(path))
     try:
         return SiteConfig.model_validate(tree.plain() or {})
@@ -117,5 +118,5 @@ def load_site(path: Path | None) -> SiteConfig:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         known = ", ".join(SiteConfig.model_fields)
-        why = f"unknown key; known are {known}" if first["type"] == "extra_forbidden" else first["msg"]
+        why = f"unknown key; expected one of {known}" if first["type"] == "extra_forbidden" else first["msg"]
         raise ConfigError(f"site file {path}: {key}: {why}") from None

@@ -1,7 +1,8 @@
-"""`hpcrl submit`: check a job as far as a login node can, stage what it reads, and hand it to Slurm."""
+"""`hpcrl submit`: check a job as far as possible on a login node, stage its inputs, and submit it to Slurm."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -12,27 +13,55 @@ from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, JobConfig
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.slurm import bundle
-from hpcrl.slurm.allocation import check_slice
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import Batch, render
+
+MARGIN = 1.2  # for differences between nodes, and a busy file system
+TIMES = "times.json"  # in the run's folder, written by its first slice
+
+
+def check_slice(job: JobConfig, run_dir: Path) -> None:
+    """Raise InputError if a slice cannot make progress: it must be longer than set-up, one step and one save.
+
+    These three are known after the run's first slice has measured them.
+    """
+    length = job.time_seconds
+    if length <= job.signal_seconds:
+        raise InputError(
+            f"job.time={job.time} is {length} s, but job.signal_seconds={job.signal_seconds} ends a slice that long "
+            "before; use a longer job.time or a smaller job.signal_seconds"
+        )
+    try:
+        measured = json.loads((run_dir / TIMES).read_text(encoding="utf-8"))
+        parts = {name: float(measured[f"{name}_s"]) for name in ("setup", "step", "save")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    needed = MARGIN * sum(parts.values())
+    if needed > length:
+        measured_parts = " + ".join(f"{name} {value:.0f} s" for name, value in parts.items())
+        raise InputError(
+            f"job.time={job.time} is {length} s, but a slice of {run_dir.name} needs {needed:.0f} s to make progress "
+            f"({measured_parts}, plus 20%); use a longer job.time"
+        )
+
 
 LoadJob = Callable[[str], JobDescription]
 Check = Callable[[JobDescription, Config, int], object]  # (job, config, ranks); raises for a job that cannot run
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedJob:
     """A stage that has passed all checks."""
 
     batch: Batch
     configs: tuple[Config, ...]  # one per element
-    folder: Path  # the script's and Slurm's output's
+    folder: Path  # of the script and of Slurm's output
 
     @property
     def script(self) -> Path:
@@ -54,23 +83,23 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
     root = bundle.checkout()
     site = load_site(find_site(request.site, os.environ))
     plans = [plan(stage, load_job(stage.command), request.job_overrides, check) for stage in request.stages]
-    made_later = runs_before(plans)
+    created_later = runs_before(plans)
     texts = [render(planned.batch, site, sys.prefix) for planned in plans]
-    for planned, later in zip(plans, made_later, strict=True):
-        _say(cost(planned.batch, site))
-        for line in absent(planned, later):
+    for planned, created in zip(plans, created_later, strict=True):
+        _log(cost(planned.batch, site))
+        for line in missing_inputs(planned, created):
             if not request.dry_run:
                 raise InputError(line)
-            _say(f"warning: {line}")
+            _log(f"warning: {line}")
     if request.dry_run:
         for number, (planned, text) in enumerate(zip(plans, texts, strict=True)):
-            _say(shlex.join(sbatch_command(planned.script, "JOB_BEFORE" if number else None)))
+            _log(shlex.join(sbatch_command(planned.script, "JOB_BEFORE" if number else None)))
             print(text, end="")
         return
-    for planned, later in zip(plans, made_later, strict=True):
-        bundles = [bundle.stage(config, root, later, _say) for config in planned.configs]
+    for planned, created in zip(plans, created_later, strict=True):
+        bundles = [bundle.stage(config, root, created, _log) for config in planned.configs]
         for staged in bundles:
-            _say(f"staged {staged}")
+            _log(f"staged {staged}")
         batch = replace(planned.batch, bundles=tuple(staged.name for staged in bundles))
         planned.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         planned.script.write_text(render(batch, site, sys.prefix), encoding="utf-8")
@@ -78,29 +107,29 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
         print(f"{planned.batch.name}: job {job}, {planned.script}")
 
 
-def runs_before(plans: Sequence[Planned]) -> list[list[Path]]:
-    """For each stage the runs of those before it; InputError when two stages would write to one run."""
+def runs_before(plans: Sequence[PlannedJob]) -> list[list[Path]]:
+    """Return for each stage the runs of the stages before it. Raises InputError if two stages write to one run."""
     before: list[list[Path]] = [[]]
     for planned in plans:
         twice = set(planned.batch.run_dirs).intersection(before[-1])
         if twice:
-            raise InputError(f"two jobs of this chain are the run {twice.pop()}; give one of them another run.name")
+            raise InputError(f"two jobs of this chain write to {twice.pop()}; change run.name of one of them")
         before.append([*before[-1], *planned.batch.run_dirs])
     return before[:-1]
 
 
-def absent(planned: Planned, made_later: Collection[Path]) -> list[str]:
-    """A line for each file that the job would read and that nobody has made."""
+def missing_inputs(planned: PlannedJob, created_later: Collection[Path]) -> list[str]:
+    """Return a line for each input file that does not exist."""
     found = (given for config in planned.configs for given in missing(config))
     return [
-        f"{key}={path} is not here; make it first, or name another"
+        f"{key}={path} does not exist; create it first, or use another path"
         for key, path in dict.fromkeys(found)
-        if not bundle.is_made_later(path, made_later)
+        if not bundle.is_created_later(path, created_later)
     ]
 
 
-def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check: Check) -> Planned:
-    """The stage's job, checked for the ranks that it asks for, and for the length of a slice."""
+def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check: Check) -> PlannedJob:
+    """Return the stage's job, checked for its number of ranks and for the length of a slice."""
     overrides = [*stage.overrides, *job_overrides]
     base = job.read_config(stage.config, overrides)
     variants = array_elements(stage.arrays, base.run.dir, base.run.name) if stage.arrays else [[]]
@@ -111,11 +140,11 @@ def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check:
     run_dirs = tuple(run_directory(config) for config in configs)
     command = "run" if job.file is not None else stage.command
     batch = Batch(base.run.name, command, base.job, run_dirs, mounts=_mounts(configs), is_array=bool(stage.arrays))
-    return Planned(batch, tuple(configs), run_directory(base))
+    return PlannedJob(batch, tuple(configs), run_directory(base))
 
 
 def cost(batch: Batch, site: SiteConfig) -> str:
-    """What a slice of the job takes from the account, at most."""
+    """Return the largest charge of a slice of the job."""
     job, hours = batch.job, batch.job.node_hours * len(batch.run_dirs)
     elements = f"{len(batch.run_dirs)} x " if batch.is_array else ""
     charged = f", {hours * site.charge_factor:.1f} charged" if site.charge_factor != 1.0 else ""
@@ -124,7 +153,7 @@ def cost(batch: Batch, site: SiteConfig) -> str:
 
 
 def _mounts(configs: Sequence[Config]) -> tuple[Path, ...]:
-    """Folders outside the bundle's code that a container must see: the runs', and those of files that are linked to."""
+    """Return the folders that a container needs besides the bundle's code: those of runs, and of linked files."""
     found = [run_directory(config).parent for config in configs]
     paths = {Path(path) for config in configs for _, path in inputs(config)}
     real = {path.resolve().parent for path in paths}
@@ -133,5 +162,5 @@ def _mounts(configs: Sequence[Config]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*found, *outermost]))
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"hpcrl: {line}", file=sys.stderr)

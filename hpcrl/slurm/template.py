@@ -1,9 +1,9 @@
-"""The batch script of a job, as text: pure, so that `hpcrl submit --dry-run` shows what would be submitted; only the
-bundle's name is known no sooner than the bundle is made.
+"""The batch script of a job, as text. A pure function, so that `hpcrl submit --dry-run` shows what is submitted, except
+for the bundle's name.
 
-What a person wrote reaches the script in two ways: as a value of an #SBATCH line, whose characters the schema limits,
-or as one quoted word of the shell. The folder for temporary files alone may name variables of the node; the site file's
-reader lets nothing else through in it.
+User input enters the script in two ways: as a value of an #SBATCH line, whose characters the schema restricts, or as
+one quoted word of the shell. Only the folder for temporary files may contain variables of the node, and the site file's
+reader checks it.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from hpcrl.config.schema import JobConfig
 from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.site import SiteConfig
 
-LONGEST_NAME = 64  # characters of a job's name; squeue shows eight
-INSIDE_RUN = ("evaluate", "generate")  # commands whose exit.json is in <run>/<command>: <run>'s own is the training's
+MAX_NAME = 64  # characters of a job's name; squeue shows eight
+INSIDE_RUN = ("evaluate", "generate")  # commands whose exit.json is in <run>/<command>; that in <run> is the training's
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One job, or the elements of one array, that `command` runs."""
+    """One job, or the elements of one array, running `command`."""
 
     name: str
     command: str  # train, sft, ...
     job: JobConfig
-    run_dirs: tuple[Path, ...]  # absolute; of an array one per element
-    bundles: tuple[str, ...] = ()  # their folders in these; before they are staged, none: the link to the newest
-    mounts: tuple[Path, ...] = ()  # folders that a container needs besides the working directory
+    run_dirs: tuple[Path, ...]  # absolute; one per element of an array
+    bundles: tuple[str, ...] = ()  # bundle folders in them; empty before staging: the link to the newest
+    mounts: tuple[Path, ...] = ()  # folders that a container needs in addition to the working directory
     is_array: bool = False
 
 
 def render(batch: Batch, site: SiteConfig, venv: str) -> str:
-    """The script; `venv` is the environment that it starts Python from, unless the site has another or a container."""
+    """Return the script. `venv` is the Python environment, unless the site has another one or a container."""
     words = [*map(str, batch.run_dirs), *map(str, batch.mounts), venv, *site.environment.values()]
     words += [word for word in (site.venv, site.scratch, site.container.image, *site.container.mounts) if word]
     for word in words:
         if not word.isprintable():
-            raise InputError(f"{word!r} would go into a batch script, and has characters that cannot; use another name")
+            raise InputError(f"{word!r} has characters that are not allowed in a batch script; use another name")
     if site.container.kind != "none":
         _check_mounts(batch, site)
     folder = f"$run/{batch.command}" if batch.command in INSIDE_RUN else "$run"
@@ -64,16 +64,16 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
 
 
 def _check_mounts(batch: Batch, site: SiteConfig) -> None:
-    """Containers take mounts as a list with ',' between them and ':' in each, and know no way to quote these."""
+    """Check paths: lists of mounts use ',' and ':' as separators, without quoting."""
     wrong = [path for path in map(str, (*batch.run_dirs, *batch.mounts)) if "," in path or ":" in path]
     wrong += [mount for mount in site.container.mounts if "," in mount]
     if wrong:
-        raise InputError(f"{wrong[0]} has ',' or ':', which a container's mounts cannot have; use another name")
+        raise InputError(f"{wrong[0]} has ',' or ':', which are not allowed in a container's mounts; use another name")
 
 
 def job_name(run_name: str) -> str:
-    """The run's name in characters that Slurm's file names and tables take."""
-    return re.sub(r"[^A-Za-z0-9_.+-]", "_", run_name)[:LONGEST_NAME]
+    """Return the run's name in characters that are valid in Slurm's file names and tables."""
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", run_name)[:MAX_NAME]
 
 
 def _options(batch: Batch, site: SiteConfig) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _options(batch: Batch, site: SiteConfig) -> Iterator[str]:
     yield from (f"--{name}={value}" for name, value in values.items() if value is not None)
     if job.exclusive:
         yield "--exclusive"
-    # URG: every process of a step gets the signal, and this one kills none that has not asked for it
+    # URG: every process of a step receives the signal, and its default action is to ignore it
     yield f"--signal=URG@{job.signal_seconds}"
     yield "--requeue" if job.requeue else "--no-requeue"
     yield "--open-mode=append"

@@ -1,14 +1,15 @@
-"""The rollout archive: what every sample of a step was, for people to read and for `trainer.rollouts_from` to replay.
+"""The rollout archive: all samples of each step, for people to read and for `trainer.rollouts_from` to replay.
 
-While a step runs, each rank appends records to a log of its own, which survives a `kill -9`; at the end of the step
-rank 0 merges them into one HDF5 file:
+During a step each rank appends records to its own log, which survives a `kill -9`; at the end of the step rank 0 merges
+the logs into one HDF5 file:
 
-    step_00000020.rank_00003.log       records (telemetry/record_log.py)
+    step_00000020.rank_00003.log       records: uint32 length, uint32 crc32 of the payload, the payload
+                                       in msgpack; little endian
     step_00000020.h5                   tokens/<column>/{values,offsets}, samples/<name>, attributes seed, step,
                                        weight_version, schema = 1
 
-Beside them are the logs of what is drawn and not yet trained, step_00000021.rank_00003.gen.log: see
-`record_log.generation_log`.
+Logs of responses that are generated and not yet trained on are in the same folder, step_00000021.rank_00003.gen.log:
+see `generation_log`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,99 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Mapping
+import struct
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgpack
 import numpy as np
-
-from hpcrl.telemetry.record_log import Record, RecordLog, read_records
 
 if TYPE_CHECKING:
     import h5py
+
+
+_HEADER = struct.Struct("<II")
+
+Record = dict[str, Any]
+
+
+class RecordLog:
+    """A file of records. Appended records survive a `kill -9`, but not a power loss."""
+
+    def __init__(self, path: str | os.PathLike[str], *, keep: bool = False) -> None:
+        """`keep`: append after the last whole record of an existing log; otherwise the log is replaced."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = open(path, "ab" if keep else "wb")
+        if keep:
+            self._file.truncate(whole_bytes(path))
+
+    def append(self, record: Record) -> None:
+        payload = msgpack.packb(record)
+        self._file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: str | os.PathLike[str], report: Callable[[str], None]) -> Iterator[Record]:
+    """Yield the whole records of a log. Everything from the first torn or damaged record on is dropped and reported."""
+    count = good_end = 0
+    for record, end in _whole_records(path):
+        yield record
+        count, good_end = count + 1, end
+    size = os.path.getsize(path)
+    if good_end < size:
+        report(
+            f"{path}: record {count} at byte {good_end} is torn or damaged; dropped the last {size - good_end} bytes, "
+            f"kept {count} samples"
+        )
+
+
+def whole_bytes(path: str | os.PathLike[str]) -> int:
+    """Return the end of the last whole record of a log."""
+    return max((end for _, end in _whole_records(path)), default=0)
+
+
+def _whole_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, int]]:
+    """Yield (record, byte after it) until the first one that is not whole."""
+    start, size = 0, os.path.getsize(path)
+    with open(path, "rb") as file:
+        while len(header := file.read(_HEADER.size)) == _HEADER.size:
+            length, crc = _HEADER.unpack(header)
+            start += _HEADER.size + length
+            # Reject empty payloads: a block of zeros, left by a power loss, would pass the crc.
+            if length == 0 or start > size:
+                return
+            payload = file.read(length)
+            if len(payload) < length or zlib.crc32(payload) != crc:
+                return
+            try:
+                record = msgpack.unpackb(payload)
+            except (ValueError, msgpack.UnpackException):
+                return
+            if not isinstance(record, dict):
+                return
+            yield record, start
+
+
+_GENERATION_LOG = re.compile(r"step_(\d{8,})\.rank_\d+\.gen\.log")
+
+
+def generation_log(folder: str | os.PathLike[str], step: int, rank: int) -> Path:
+    """Path of the log of finished responses, from which an interrupted step is resumed."""
+    return Path(folder) / f"step_{step:08d}.rank_{rank:05d}.gen.log"
+
+
+def generation_logs(folder: str | os.PathLike[str]) -> Iterator[tuple[int, Path]]:
+    """Yield (step, path) of these logs of all ranks."""
+    for path in sorted(Path(folder).glob("step_*.gen.log")):
+        name = _GENERATION_LOG.fullmatch(path.name)
+        if name:
+            yield int(name[1]), path
+
 
 SCHEMA = 1
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(h5|h5\.tmp|rank_\d+\.log)")
@@ -36,7 +120,7 @@ Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # column -> (values (total,)
 
 
 class ArchiveError(ValueError):
-    """A rollout file that is damaged or not one of ours."""
+    """A rollout file that is damaged or in another format."""
 
     user_error = True
 
@@ -53,14 +137,14 @@ class RolloutLog:
     """One rank's records of one step: {"tokens": {column: [dtype, bytes]}, "samples": {name: scalar}}."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._log = RecordLog(path)  # one that is there is of an attempt at the same step that did not end
+        self._log = RecordLog(path)  # replaces the log of an earlier, interrupted attempt
 
     def append(self, tokens: Mapping[str, np.ndarray], samples: Mapping[str, Any]) -> None:
         """Add one sample.
 
         tokens: column -> (length,) array, one dtype per column. samples: name -> number or string; the integer
-        `position` gives the sample's place in the step's file. NUL and unpaired surrogates in strings, which HDF5
-        cannot hold, become U+2400 and `?`.
+        `position` is the sample's place in the step's file. NUL and unpaired surrogates in strings, which HDF5 does not
+        support, become U+2400 and `?`.
         """
         if "position" not in samples:
             raise ValueError("a sample needs an integer `position`, its place in the step's file")
@@ -93,7 +177,7 @@ def finish_step(
 
     Rank 0 calls it after all ranks have closed their logs. A kill at any point leaves the logs or the whole file.
     """
-    import h5py  # only rank 0 needs it, and readers
+    import h5py  # needed by rank 0 and readers only
 
     logs = sorted(Path(folder).glob(f"step_{step:08d}.rank_*[0-9].log"))
     records = [record for log in logs for record in read_records(log, report)]
@@ -115,7 +199,7 @@ def finish_step(
 
 
 def discard_from(folder: str | os.PathLike[str], step: int) -> None:
-    """Remove the archive's files of `step` and later: a resumed run makes them anew, maybe with fewer ranks."""
+    """Remove the archive's files of `step` and later; a resumed run writes them again, possibly with fewer ranks."""
     for path in Path(folder).glob("step_*"):
         name = _FILE_NAME.fullmatch(path.name)
         if name and int(name[1]) >= step:
@@ -163,7 +247,7 @@ def _write_samples(group: h5py.Group, records: list[Record]) -> None:
 
 
 def _write(group: h5py.Group, name: str, values: np.ndarray) -> None:
-    # Fletcher-32 makes reading a flipped bit an error; it needs chunks, which an empty dataset cannot have.
+    # Fletcher-32 detects flipped bits on reading; it needs chunks, which empty datasets do not have.
     group.create_dataset(name, data=values, **({"fletcher32": True} if len(values) else {}))
 
 
@@ -176,17 +260,17 @@ def _fsync(path: Path) -> None:
 
 
 def read_samples(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The sample columns alone; otherwise as `read_step`."""
+    """Return the sample columns only; otherwise as `read_step`."""
     return read_step(path, names=())[1]
 
 
 def read_step(
     path: str | os.PathLike[str], names: Collection[str] | None = None
 ) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
-    """Return (token columns, sample columns, attributes); strings come as object arrays of `str`.
+    """Return (token columns, sample columns, attributes); strings are object arrays of `str`.
 
-    `names`: which token columns, one with a "?" where the file has it; None: all. Raises ArchiveError for a missing,
-    foreign or damaged file.
+    `names`: the token columns to read; a "?" at the end marks an optional one; None: all. Raises ArchiveError for a
+    missing or damaged file, or one of another format.
     """
     import h5py
 
@@ -203,9 +287,9 @@ def read_step(
                 )
             attributes = {name: int(file.attrs[name]) for name in ("seed", "step", "weight_version", "schema")}
             recorded = member(file, "tokens")
-            wanted = recorded if names is None else names
-            there = [name.removesuffix("?") for name in wanted if not name.endswith("?") or name[:-1] in recorded]
-            columns = {name: member(recorded, name) for name in there}
+            selected = recorded if names is None else names
+            present = [name.removesuffix("?") for name in selected if not name.endswith("?") or name[:-1] in recorded]
+            columns = {name: member(recorded, name) for name in present}
             tokens = {name: (column(group, "values"), column(group, "offsets")) for name, group in columns.items()}
             found = member(file, "samples")
             samples = {name: column(found, name) for name in found}

@@ -1,4 +1,4 @@
-"""Learning curves as a picture: `python -m hpcrl.telemetry.curves RUN [RUN...] --out curves.png`."""
+"""Plot learning curves: `python -m hpcrl.telemetry.curves RUN [RUN...] --out curves.png`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PHASE_COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#72B7B2", "#B279A2
 LINES = ("-", "--", ":", "-.")
 # Validation and saving happen in a few steps only, and "step" contains the others.
 NOT_A_PHASE = ("step", "testing", "save_checkpoint")
-SMOOTHED_ABOVE = 30  # values in a curve; shorter ones are shown as they are
+SMOOTHED_ABOVE = 30  # values in a curve; shorter ones are not smoothed
 
 Panel = Callable[[Axes, list[RunLog]], None]
 
@@ -48,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:
-    """Write the picture; `pattern` replaces the usual panels by one per matching key."""
+    """Write the plot; `pattern` replaces the usual panels by one per matching key."""
     panels = _usual_panels(runs) if pattern is None else [_lines(key, [key]) for key in choose_keys(runs, pattern)]
     if not panels:
-        raise RunError("none of the usual keys is there; name some with --keys")
+        raise RunError("the runs have none of the usual keys; choose some with --keys")
     columns = min(3, len(panels)) if len(panels) != 4 else 2
     rows = math.ceil(len(panels) / columns)
     figure, grid = plt.subplots(
@@ -76,11 +76,11 @@ def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:
 
 def _usual_panels(runs: list[RunLog]) -> list[Panel]:
     tags = sorted({tag for run in runs for tag in run.tags()})
-    # Of verl's validation metrics the means; best@N and maj@N have panels on request.
+    # Means of verl's validation metrics; best@N and maj@N only with --keys.
     accuracy = [tag for tag in tags if re.fullmatch(r"val-core/.*/acc/mean@\d+", tag)] or [
         tag for tag in tags if re.fullmatch(r"val-core/.*/mean@\d+", tag)
     ]
-    wanted = [
+    usual = [
         ("reward", ["critic/score/mean"]),
         ("loss", ["train/loss", "sft/loss", "val/loss"]),
         ("validation accuracy", accuracy),
@@ -89,7 +89,7 @@ def _usual_panels(runs: list[RunLog]) -> list[Panel]:
         ("response length (tokens)", ["response_length/mean"]),
     ]
     panels = []
-    for title, keys in wanted:
+    for title, keys in usual:
         present = [key for key in keys if key in tags]
         if present:
             panels.append(_lines(title, present, percent=title == "validation accuracy" and "/acc/" in present[0]))
@@ -134,7 +134,7 @@ def _curve(axes: Axes, points: list[tuple[int, float]], colour: str, style: str)
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Centred mean over `window` values, of which the ends have only a half."""
+    """Centred mean over `window` values; half as many at the ends."""
     smoothed = []
     for i in range(len(values)):
         part = values[max(0, i - window // 2) : i + window // 2 + 1]
@@ -143,7 +143,7 @@ def smooth(values: list[float], window: int) -> list[float]:
 
 
 def _phases(runs: list[RunLog]) -> list[str]:
-    """Phases of the runs, longest first; beyond seven the rest is summed as "other"."""
+    """Return phases of the runs in descending order; beyond seven, the rest is summed as "other"."""
     totals: dict[str, float] = {}
     for run in runs:
         for tag in run.tags():
@@ -155,7 +155,7 @@ def _phases(runs: list[RunLog]) -> list[str]:
 
 
 def _seconds(run: RunLog, phases: list[str]) -> tuple[list[int], list[list[float]]]:
-    """Training steps, and for each phase its seconds in each of them."""
+    """Return training steps, and for each phase its seconds in each of them."""
     steps = [step for step, row in run.rows.items() if step > 0 and any(tag.startswith("timing_s/") for tag in row)]
     named = {f"timing_s/{phase}" for phase in phases}
 
@@ -219,7 +219,7 @@ def _colour(index: int) -> str:
 
 
 def _short(keys: list[str]) -> list[str]:
-    """Keys without the folders that they all begin with."""
+    """Return keys without their common prefix folders."""
     parts = [key.split("/") for key in keys]
     shared = 0
     while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):

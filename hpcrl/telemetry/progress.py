@@ -1,4 +1,4 @@
-"""Progress of a long loop, and seconds and bytes per phase of a step."""
+"""Progress of long loops, and seconds and bytes per phase of a step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _no_announcement(name: str) -> AbstractContextManager[None]:
 
 
 class PhaseTimers:
-    """Adds up what phases of a step took: `with timers("gen"): ...`.
+    """Sums the time of each phase of a step: `with timers("gen"): ...`.
 
-    Phases may nest and repeat; an outer phase includes its inner ones. Bytes go under `perf/`, because they, like
+    Phases may nest and repeat; an outer phase includes its inner ones. Bytes are under `perf/`, because they, like
     times, may differ between two runs that are otherwise equal.
 
-    `longest`: seconds of the longest one of each phase so far. `announce(name)` surrounds each phase.
+    `longest`: seconds of the longest occurrence of each phase so far. `announce(name)` is a context around each phase.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PhaseTimers:
             self.add_seconds(name, seconds)
 
     def took(self, name: str, seconds: float) -> None:
-        """Count towards `longest` only: for a phase that ran beside others, without a wait for it."""
+        """Update `longest` only: for a phase that ran at the same time as others."""
         self.longest[name] = max(seconds, self.longest.get(name, 0.0))
 
     def add_seconds(self, name: str, seconds: float) -> None:
@@ -57,7 +57,7 @@ class PhaseTimers:
         self._bytes[name] = self._bytes.get(name, 0) + count
 
     def collect(self) -> dict[str, float]:
-        """`timing_s/<name>` in seconds and `perf/bytes/<name>` since the last call, which it forgets."""
+        """Return and reset `timing_s/<name>` in seconds and `perf/bytes/<name>` since the last call."""
         metrics: dict[str, float] = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         metrics.update({f"perf/bytes/{name}": count for name, count in self._bytes.items()})
         self._seconds, self._bytes = {}, {}
@@ -65,8 +65,8 @@ class PhaseTimers:
 
 
 class Progress:
-    """`first` is the step that comes first in this process, so that a resumed run's ETA counts only its own steps.
-    A step may be another `unit`, many at once.
+    """Progress bar on a terminal, log lines elsewhere. `first` is the first step of this process, so that a resumed
+    run's ETA counts only its own steps. `unit` names what is counted, a step by default.
 
     A log gets at most one line per `every_s` seconds, and always one for the first and for the last step.
     """
@@ -94,7 +94,7 @@ class Progress:
             )
 
     def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Step `step` is done. `metrics` are the few numbers worth a glance, by a short name."""
+        """Report step `step` as done. `metrics` are a few numbers to show, by a short name."""
         shown = {name: f"{value:.4g}" for name, value in (metrics or {}).items()}
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)

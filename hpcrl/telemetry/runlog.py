@@ -1,4 +1,4 @@
-"""Metrics of a run, read back for the tools of a login node: no torch, no MPI."""
+"""Metrics of a run, read back by tools on a login node. No torch, no MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class RunError(ValueError):
-    """A folder or file that holds no metrics, or a request that they cannot answer."""
+    """A folder or file without metrics, or a request for metrics that are not there."""
 
     user_error = True
 
@@ -20,7 +20,7 @@ class RunError(ValueError):
 @dataclass(frozen=True)
 class RunLog:
     name: str
-    rows: dict[int, dict[str, float]]  # step -> tag -> value, steps rising; what was null is NaN
+    rows: dict[int, dict[str, float]]  # step -> tag -> value, in order of steps; null is NaN
 
     def tags(self) -> list[str]:
         """Tags in the order of their first appearance."""
@@ -37,7 +37,7 @@ class RunLog:
 
 
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
-    """Read several runs; those whose folders have the same name are called by their paths."""
+    """Read several runs; runs in folders of the same name are named by their paths."""
     paths = list(paths)
     runs = [read_run(path) for path in paths]
     names = [run.name for run in runs]
@@ -58,7 +58,7 @@ def read_run(path: str | os.PathLike[str]) -> RunLog:
             return RunLog(name, dict(sorted(rows.items())))
     if place.is_dir() and not any(True for _ in _sources(place)):
         raise RunError(f"{path}: holds neither metrics.jsonl nor TensorBoard event files; is it a run directory?")
-    raise RunError(f"{path}: no step has been logged yet, or it is not a log of metrics")
+    raise RunError(f"{path}: no step has been logged yet, or this is not a log of metrics")
 
 
 def _sources(place: Path) -> Iterable[Path]:
@@ -98,7 +98,7 @@ def _read_events(path: Path) -> dict[int, dict[str, float]]:
     return rows
 
 
-# What a person looks at first, in this order; the names are verl's.
+# Keys shown by default, in this order, under verl's names.
 USUAL_KEYS = (
     r"critic/score/mean",
     r"critic/rewards/mean",
@@ -114,7 +114,7 @@ USUAL_KEYS = (
 
 
 def choose_keys(runs: Iterable[RunLog], pattern: str | None) -> list[str]:
-    """Tags that match `pattern` anywhere (None: the usual ones, else all), in order."""
+    """Return tags that match `pattern` anywhere (None: the usual ones, else all), in order."""
     known = list(dict.fromkeys(key for run in runs for key in run.tags()))
     if pattern is None:
         usual = [key for wanted in USUAL_KEYS for key in sorted(known) if re.fullmatch(wanted, key)]

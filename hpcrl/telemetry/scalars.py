@@ -1,4 +1,4 @@
-"""Tabulate and compare the metrics of runs on a login node: `python -m hpcrl.telemetry.scalars RUN [RUN...]`."""
+"""Tabulate and compare metrics of runs on a login node: `python -m hpcrl.telemetry.scalars RUN [RUN...]`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"scalars: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; the interpreter must not flush into the closed pipe again.
+        # The reader, such as `head`, has closed the pipe; the interpreter must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -76,7 +76,7 @@ def _table(runs: list[RunLog], options: argparse.Namespace) -> Table:
 
 
 def summary(runs: list[RunLog], keys: list[str], show: Show) -> Table:
-    """A row per key and run; the rows of a key stand together."""
+    """A row per key and run; rows of a key are adjacent."""
     table = [["key", *(["run"] if len(runs) > 1 else []), *STATISTICS]]
     for key in keys:
         for run in runs:
@@ -87,7 +87,7 @@ def summary(runs: list[RunLog], keys: list[str], show: Show) -> Table:
 
 
 def statistics(values: list[float]) -> tuple[float, ...]:
-    """STATISTICS of the values; NaNs count only as first and last."""
+    """Return STATISTICS of the values; NaNs count only as first and last."""
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return (math.nan,) * len(STATISTICS)
@@ -105,7 +105,7 @@ def last_values(runs: list[RunLog], keys: list[str], show: Show) -> Table:
 
 
 def values_by_step(runs: list[RunLog], keys: list[str], every: int, show: Show) -> Table:
-    """A row per step; a column per key and run. The last step is always there."""
+    """A row per step; a column per key and run. The last step is always included."""
     steps = sorted({step for run in runs for step in run.rows})
     shown = [step for step in steps if step % every == 0 or step == steps[-1]]
     columns = [(key, run) for key in keys for run in runs if run.series(key)]
@@ -118,7 +118,7 @@ def values_by_step(runs: list[RunLog], keys: list[str], every: int, show: Show) 
 
 
 def number(value: float) -> str:
-    """Four significant digits, but whole numbers in full."""
+    """Format with four significant digits; whole numbers in full."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
         return str(int(value))
     return f"{value:.4g}"
@@ -134,7 +134,7 @@ def print_table(table: Table, *, as_csv: bool) -> None:
 
 
 def layout(table: Table) -> str:
-    """Columns of text to the left, of numbers to the right; the first one is not repeated from row to row."""
+    """Format a table: text left-aligned, numbers right-aligned; a repeated first cell is left blank."""
     headers = [_header_lines(cell) if table[0][0] == "step" else [cell] for cell in table[0]]
     height = max(map(len, headers))
     top = [[""] * (height - len(lines)) + lines for lines in headers]
@@ -151,12 +151,12 @@ def layout(table: Table) -> str:
 
 
 def _header_lines(cell: str) -> list[str]:
-    """`timing_s/gen [run]` on three lines, so that the column is as narrow as its numbers."""
+    """Split `timing_s/gen [run]` into three lines, so that the column is as narrow as its numbers."""
     return re.split(r"(?<=/)| (?=\[)", cell)
 
 
 def _blocks(table: Table, width: int) -> list[Table]:
-    """Split a table by step that is wider than the terminal by columns; each block begins with the first column."""
+    """Split a table by step that is wider than the terminal by columns; each block starts with the first column."""
     if table[0][0] != "step":
         return [table]
     header = [max(_header_lines(cell), key=len) for cell in table[0]]

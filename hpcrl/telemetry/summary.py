@@ -1,4 +1,4 @@
-"""The closing table of a run: what training has changed and where the time went.
+"""Summary of a run: the change of its validation metrics, and the time of its phases.
 
 `python -m hpcrl.telemetry.summary RUN [--sft RUN]`
 """
@@ -19,10 +19,10 @@ VALIDATION = "val-core/"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m hpcrl.telemetry.summary", description="The closing table of a run."
+        prog="python -m hpcrl.telemetry.summary", description="Summarise a run: validation metrics and time per phase."
     )
     parser.add_argument("run", metavar="RUN", help="run directory or metrics.jsonl")
-    parser.add_argument("--sft", metavar="RUN", help="the warm start that this run began from")
+    parser.add_argument("--sft", metavar="RUN", help="the supervised run that this run started from")
     options = parser.parse_args(arguments)
     try:
         warm_start = read_run(options.sft) if options.sft else None
@@ -77,7 +77,7 @@ def _signed_percent(value: float) -> str:
 
 
 def phase_table(run: RunLog) -> Table:
-    """Mean seconds of each phase over the steps that have it, and its share of all time; longest first."""
+    """Mean seconds of each phase over the steps that have it, and its share of all time, in descending order."""
     table = [["phase", "s per step", "times", "total s", "share"]]
     totals = {}
     for key in run.tags():
@@ -94,7 +94,7 @@ def phase_table(run: RunLog) -> Table:
 
 
 def tokens_per_second(run: RunLog) -> float | None:
-    """Tokens of all training steps over their seconds, for the job as a whole."""
+    """Return the tokens of all training steps over their seconds, for the whole job."""
     seconds_key = "timing_s/step" if _training(run, "timing_s/step") else "perf/time_per_step"
     seconds = dict(_training(run, seconds_key))
     tokens = {step: value for step, value in _training(run, "perf/total_num_tokens") if step in seconds}

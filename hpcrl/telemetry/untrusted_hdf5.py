@@ -1,5 +1,8 @@
-"""Reading HDF5 files that may be a stranger's. The format has links into other files, data kept in other files, and
-filters and fill values by which a small file unpacks to any size: none of them is used by a file of ours."""
+"""Safe reading of HDF5 files from untrusted sources.
+
+The format allows links into other files, data kept in other files, and filters and fill values by which a small file
+unpacks to any size. The archive uses none of these.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _STRINGS_AT_ONCE = 64
 
 
 def member(group: h5py.Group, name: str) -> h5py.Group | h5py.Dataset:
-    """What the group itself holds under `name`. KeyError where there is nothing, ValueError for a link elsewhere."""
+    """Return what the group itself holds under `name`. Raises KeyError if there is nothing, ValueError for a link."""
     link = group.get(name, getlink=True)
     if link is None:
         raise KeyError(f"no {name} in {group.name}")
@@ -21,8 +24,8 @@ def member(group: h5py.Group, name: str) -> h5py.Group | h5py.Dataset:
 
 
 def column(group: h5py.Group, name: str) -> np.ndarray:
-    """The dataset under `name`, (n,): numbers, or strings as an object array of `str`. ValueError where it is none of
-    ours."""
+    """Return the dataset under `name`, (n,): numbers, or strings as an object array of `str`. Raises ValueError for
+    other formats."""
     dataset = member(group, name)
     if not isinstance(dataset, h5py.Dataset):
         raise ValueError(f"{group.name}/{name} is a group; expected a dataset")
@@ -35,27 +38,27 @@ def column(group: h5py.Group, name: str) -> np.ndarray:
 
 
 def _check_storage(dataset: h5py.Dataset) -> None:
-    """All of its values are in this file, as they are."""
+    """Check that all values are in this file, uncompressed."""
     properties = dataset.id.get_create_plist()
     filters = {properties.get_filter(number)[0] for number in range(properties.get_nfilters())}
     if dataset.is_virtual or dataset.external:
         raise ValueError(f"{dataset.name} keeps its values in other files")
     if not filters <= _FLETCHER32:
-        raise ValueError(f"{dataset.name} is compressed, which no archive of hpcrl is")
+        raise ValueError(f"{dataset.name} is compressed; archives of hpcrl are not")
     if dataset.ndim != 1:
         raise ValueError(f"{dataset.name} has shape {dataset.shape}; expected one dimension")
     if dataset.size * dataset.dtype.itemsize > dataset.id.get_storage_size():
-        raise ValueError(f"{dataset.name} has {dataset.size} values, and the file holds fewer")
+        raise ValueError(f"{dataset.name} has {dataset.size} values, but the file holds fewer")
 
 
 def _strings(dataset: h5py.Dataset) -> np.ndarray:
-    """A few at a time: many entries may name the same long string."""
+    """Read a few strings at a time, because many entries may refer to the same long string."""
     size, left = dataset.size, dataset.file.id.get_filesize()
     found = np.empty(size, object)
     for start in range(0, size, _STRINGS_AT_ONCE):
-        some = dataset.asstr()[start : start + _STRINGS_AT_ONCE]
-        left -= sum(map(len, some))
+        strings = dataset.asstr()[start : start + _STRINGS_AT_ONCE]
+        left -= sum(map(len, strings))
         if left < 0:
             raise ValueError(f"{dataset.name} has longer strings than the file has bytes")
-        found[start : start + len(some)] = some
+        found[start : start + len(strings)] = strings
     return found

@@ -1,4 +1,4 @@
-"""Metrics and generations of a run: TensorBoard events, `metrics.jsonl`, JSON lines, Markdown; written by rank 0."""
+"""Metrics and generations of a run: TensorBoard events, `metrics.jsonl`, JSON lines, Markdown. Rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 
 def write_generations(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One JSON object per row, all with the same keys: null where a row lacks one, or has a number JSON cannot hold.
+    """Write one JSON object per row, all with the same keys: null if a row lacks one, or has a number that JSON does
+    not support.
 
-    The file is whole or not there; one of an earlier attempt is replaced.
+    The file is replaced atomically.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     keys = list(dict.fromkeys(key for row in rows for key in row))
@@ -27,12 +28,12 @@ def write_generations(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """A JSON object and its line break: null for a number that JSON cannot hold, text for what it does not know."""
+    """Format a JSON object and its line break: null for numbers that JSON does not support, text for other types."""
     return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
 def generations_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown of the rows' `input`, `output` and `score`."""
+    """Format the rows' `input`, `output` and `score` as a Markdown table."""
     lines = ["| prompt | response | score |", "|---|---|---|"]
     lines += [f"| {_code(row['input'])} | {_code(row['output'])} | {row['score']:.3g} |" for row in rows]
     return "\n".join(lines)
@@ -43,7 +44,7 @@ def _code(text: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for numbers that JSON does not know, inside of lists and mappings too."""
+    """Replace numbers that JSON does not support by None, also inside lists and mappings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -82,41 +83,41 @@ CHARTS = {
 
 
 def without_nan(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics for JSON, which has neither NaN nor infinity."""
+    """Convert metrics for JSON, which has neither NaN nor infinity: None instead."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def with_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Metrics as `without_nan` was given them, with NaN for infinity too."""
+    """Inverse of `without_nan`; infinity becomes NaN, too."""
     return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
 class MetricsWriter:
-    """One line of `metrics.jsonl` and one set of TensorBoard scalars per step.
+    """Writes one line of `metrics.jsonl` and one set of TensorBoard scalars per step.
 
-    A resumed run continues both so that they read as if it had never stopped: with `first_step` = k + 1, what an
-    earlier attempt wrote for steps above k is dropped; with 0, everything.
+    A resumed run continues both as if it had not been interrupted: with `first_step` = k + 1, entries of an earlier
+    attempt for steps above k are dropped; with 0, all of them.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 has a writer
+        from torch.utils.tensorboard import SummaryWriter  # slow to import; only rank 0 has a writer
 
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._last_step = _drop_steps_from(folder / METRICS_FILE, first_step)
         self._lines = open(folder / METRICS_FILE, "ab", buffering=0)
-        self._waiting = b""  # lines that a full disk has not taken
-        self._is_told = False
+        self._waiting = b""  # lines that could not be written yet
+        self._has_warned = False
         self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step)
         self._board.add_custom_scalars(CHARTS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write all metrics of `step`; a step is written once, steps rise. On return they survive a kill.
+        """Write all metrics of `step`, once per step, in order of steps. Afterwards they survive a kill.
 
-        A full disk does not end a run: lines that it does not take are written with a later one.
+        A full disk does not end a run: lines that cannot be written are retried at the next step.
         """
         if step <= self._last_step:
-            raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; a step is one line")
+            raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; steps must increase")
         line: dict[str, float | int | None] = {"step": step}
         for tag, value in metrics.items():
             number = value if isinstance(value, int) else float(value)
@@ -124,45 +125,46 @@ class MetricsWriter:
         self._last_step = step
         self._waiting += (json.dumps(line, allow_nan=False) + "\n").encode()
         self._write_lines()
-        with self._without_disk():
+        with self._ignoring_disk_errors():
             for tag, value in metrics.items():
                 self._board.add_scalar(tag, float(value), step)
             self._board.flush()
 
     def _write_lines(self) -> None:
         end = os.fstat(self._lines.fileno()).st_size
-        with self._without_disk():
+        with self._ignoring_disk_errors():
             try:
                 left = memoryview(self._waiting)
                 while left:
                     left = left[self._lines.write(left) :]
                 os.fsync(self._lines.fileno())
             except OSError:
-                os.ftruncate(self._lines.fileno(), end)  # half a line would spoil the next one
+                os.ftruncate(self._lines.fileno(), end)  # a partial line would corrupt the next one
                 raise
             self._waiting = b""
 
     @contextmanager
-    def _without_disk(self) -> Iterator[None]:
-        """A warning, once, in place of an OSError."""
+    def _ignoring_disk_errors(self) -> Iterator[None]:
+        """Context that turns an OSError into a warning, logged once."""
         try:
             yield
         except OSError as error:
-            if not self._is_told:
-                log.warning("metrics cannot be written: %s; the run goes on, and tries again", error)
-            self._is_told = True
+            if not self._has_warned:
+                log.warning("metrics cannot be written: %s; the run continues and retries", error)
+            self._has_warned = True
 
     def text(self, tag: str, step: int, markdown: str) -> None:
-        with self._without_disk():
+        with self._ignoring_disk_errors():
             self._board.add_text(tag, markdown, step)
 
     def hparams(self, config: Mapping[str, object], metrics: Mapping[str, float]) -> None:
-        """Flat configuration and final metrics for TensorBoard's HParams tab; metrics appear as `hparam/<key>`."""
+        """Write the flat configuration and final metrics for TensorBoard's HParams tab; metrics appear as
+        `hparam/<key>`."""
         from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
         values = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in config.items()}
         finals = {f"hparam/{key}": float(value) for key, value in metrics.items()}
-        with self._without_disk():
+        with self._ignoring_disk_errors():
             # SummaryWriter.add_hparams would open a second run in a folder named by the time of day.
             for summary in hparams_summaries(values, finals):
                 self._board._get_file_writer().add_summary(summary)
@@ -173,12 +175,12 @@ class MetricsWriter:
     def close(self) -> None:
         self._write_lines()
         self._lines.close()
-        with self._without_disk():
+        with self._ignoring_disk_errors():
             self._board.close()
 
 
 def _drop_steps_from(path: Path, step: int) -> int:
-    """Keep the whole lines of steps below `step`, atomically; return the last step kept, or -1."""
+    """Keep the whole lines of steps below `step`, atomically. Return the last step kept, or -1."""
     if not path.exists():
         return -1
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -199,7 +201,7 @@ def _drop_steps_from(path: Path, step: int) -> int:
 
 
 def _step_of(line: str) -> int | None:
-    """None for a line that a kill has torn."""
+    """Return the step of a line; None for a torn line."""
     if not line.endswith("\n"):
         return None
     try:

@@ -15,7 +15,7 @@ from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.packing import mini_batch_of
-from hpcrl.checkpoint.saved_part import SavedPart
+from hpcrl.checkpoint.manifest import SavedPart
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.roles import offloaded
 from hpcrl.config.schema import Config, OptimConfig

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcrl.config.schema import Config
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
-from hpcrl.telemetry.record_log import Record, RecordLog, generation_log, generation_logs, read_records
+from hpcrl.telemetry.archive import Record, RecordLog, generation_log, generation_logs, read_records
 
 log = logging.getLogger(__name__)
 

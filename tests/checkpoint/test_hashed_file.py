@@ -13,8 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from hpcrl.checkpoint.manifest import HashedFile
-from hpcrl.checkpoint.scratch import write_file
+from hpcrl.checkpoint.manifest import HashedFile, write_file
 
 TENSOR = torch.arange(50_000, dtype=torch.float32)
 WHOLE = 100_000  # bytes that the failing disks take

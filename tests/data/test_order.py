@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.data.order import (
+from hpcrl.data.sampler import (
     batch_rows,
     epoch_permutation,
     file_cycle,

@@ -12,9 +12,8 @@ import pytest
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.curriculum import AbstractCurriculumSampler, Curriculum, StepReport, pack, step_report, unpack
-from hpcrl.data.order import batch_rows
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.data.sampler import OrderedSampler, Sampler, WeightedFiles, make_sampler
+from hpcrl.data.sampler import OrderedSampler, Sampler, WeightedFiles, batch_rows, make_sampler
 from hpcrl.runtime.exits import InputError
 
 CYCLING = """

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.decode_attention import PROGRAMS, WIDEST, Cut, PagedRows, decode_attention, is_fused
+from hpcrl.kernels.decode_attention import MAX_WIDTH, NUM_PROGRAMS, Cut, PagedRows, decode_attention, is_fused
 from hpcrl.model.sizes import CachedHeads
 from hpcrl.rollout.native.attention import DecodeAttention, NewTokens, PagedAttention
 from hpcrl.rollout.native.engine import NativeEngine
@@ -150,12 +150,12 @@ def test_parts_hold_each_token_once_and_stay_in_bounds(shape: tuple[int, int, in
             taken = rows.parts[first : first + count, 2]
             assert taken.sum() == lengths[row]
             assert (taken[:-1] % SIZE == 0).all()
-    assert cut.wanted <= PROGRAMS
+    assert cut.wanted <= NUM_PROGRAMS
 
 
 def test_what_the_kernel_does_not_take_goes_to_torch(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hpcrl.kernels.dispatch")
-    values = torch.zeros(1, 1, 16, 2 * WIDEST, device=device)
+    values = torch.zeros(1, 1, 16, 2 * MAX_WIDTH, device=device)
     assert not is_fused(torch.zeros(1, 1, 8, 16, device=device), values)
     assert "torch, heads of 1024 are wider than 512" in caplog.text
     assert not is_fused(torch.zeros(1, 1, 8, 24, device=device), values[..., :8])
@@ -200,7 +200,7 @@ def test_a_generation_draws_what_it_draws_without_kernels(
     device: torch.device, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows cross blocks of the cache and are cut, end at different times, and others take their places."""
-    monkeypatch.setattr("hpcrl.kernels.decode_attention.LEAST", 1)
+    monkeypatch.setattr("hpcrl.kernels.decode_attention.MIN_PART_TOKENS", 1)
     generator = np.random.default_rng(1)
     prompts = [generator.integers(0, SHAPE.vocab_size, length) for length in (31, 3, 34)]
     requests = [Request(prompt, f"file:{len(prompt)}:0", sample) for prompt in prompts for sample in range(2)]

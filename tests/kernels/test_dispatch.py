@@ -14,10 +14,10 @@ from hpcrl.runtime.exits import InputError
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> Iterator[None]:
-    for cached in (dispatch._why_not, dispatch._say):
+    for cached in (dispatch._reason, dispatch._log_choice):
         cached.cache_clear()
     yield
-    dispatch._why_not.cache_clear()
+    dispatch._reason.cache_clear()
 
 
 def test_a_cpu_runs_torch_unless_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

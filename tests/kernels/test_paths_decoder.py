@@ -59,7 +59,7 @@ def test_logits_are_the_same(
     device: torch.device, shape: ModelShape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", dispatch.__name__)
-    dispatch._say.cache_clear()
+    dispatch._log_choice.cache_clear()
     with torch.no_grad():
         found = run(shape, device)
         for kernel in ("rms_norm", "add_rms_norm", "rope", "swiglu"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpcrl.kernels.layers import WIDEST, add_rms_norm, rms_norm
+from hpcrl.kernels.layers import MAX_WIDTH, add_rms_norm, rms_norm
 from tests.kernels.close import DTYPES, assert_near
 
 EPS = 1e-5
@@ -54,6 +54,6 @@ def test_zeros_and_the_largest_numbers(device: torch.device) -> None:
 
 def test_rows_that_are_too_wide_go_to_torch(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hpcrl.kernels.dispatch")
-    x = torch.randn(2, WIDEST + 1, device=device)
+    x = torch.randn(2, MAX_WIDTH + 1, device=device)
     assert_near(rms_norm(x, x[0], EPS), functional.rms_norm(x.double(), x.shape[1:], x[0].double(), EPS), x.dtype)
     assert "torch, rows of 8193 are wider than 8192" in caplog.text

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hpcrl.rollout_source.durable_rollouts import DurableRollouts
-from hpcrl.telemetry.archive import read_step, step_path
-from hpcrl.telemetry.record_log import RecordLog, generation_logs, read_records
+from hpcrl.telemetry.archive import RecordLog, generation_logs, read_records, read_step, step_path
 from tests.covering import slow_but
 from tests.mpi.lab import Lab, metrics, on, own_layout
 from tests.mpi.test_async import APART, TP2

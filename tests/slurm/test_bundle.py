@@ -84,7 +84,7 @@ def test_the_code_is_whole(job: Config) -> None:
 
 
 def test_a_change_of_any_input_is_found(job: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "COPIED", 500)  # val.parquet is large now
+    monkeypatch.setattr(bundle, "MAX_COPIED", 500)  # val.parquet is large now
     made = bundle.stage(job, ROOT, (), print)
     assert (made / "inputs" / "data" / "val.parquet").is_symlink()
     assert not (made / "inputs" / "data" / "a" / "train.parquet").is_symlink()
@@ -116,14 +116,14 @@ def test_packages_beside_a_function_come_along(job: Config, tmp_path: Path, monk
     found = {path.relative_to(made / "inputs").as_posix() for path in (made / "inputs").rglob("*.py")}
     assert found == {"mine.py", "helper.py", "pack/a.py", "pack/sub/b.py"}
     assert bundle.stage(job, ROOT, (), print) == made  # bundles do not hold one another
-    monkeypatch.setattr(bundle, "MOST_MODULES", 3)
+    monkeypatch.setattr(bundle, "MAX_MODULES", 3)
     with pytest.raises(InputError, match=r"more than 3 files \*\.py"):
         bundle.stage(job, ROOT, (), print)
 
 
 def test_what_links_lead_to_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a cache of models: the folder that the config names has links to files elsewhere."""
-    monkeypatch.setattr(bundle, "COPIED", 500)
+    monkeypatch.setattr(bundle, "MAX_COPIED", 500)
     snapshot, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
     for folder in (snapshot, blobs):
         folder.mkdir(parents=True)

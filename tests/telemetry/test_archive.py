@@ -19,10 +19,10 @@ from hpcrl.telemetry.archive import (
     discard_from,
     finish_step,
     log_path,
+    read_records,
     read_step,
     step_path,
 )
-from hpcrl.telemetry.record_log import read_records
 
 
 def sample(position: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:

@@ -16,7 +16,7 @@ import pytest
 
 from hpcrl.config.schema import Config
 from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
-from hpcrl.telemetry.record_log import RecordLog, generation_log
+from hpcrl.telemetry.archive import RecordLog, generation_log
 from hpcrl.workers.response_journal import ResponseJournal
 
 SAMPLING = SamplingParams(8, temperature=0.7, eos_token_ids=(2,))
