@@ -16,18 +16,18 @@
 
 hpcrl_say() { printf 'hpcrl: %s\n' "$*" >&2; }
 
-hpcrl_refuse() { # what an input error is in the program: one line, exit code 2
+hpcrl_fail() { # what an input error is in the program: one line, exit code 2
     printf 'hpcrl: error: %s\n' "$*" >&2
     exit 2
 }
 
 # hpcrl_start: everything before the first srun
 hpcrl_start() {
-    # Slurm ends a slice with TERM; bash waits for srun with a handler, and without one leaves before it knows the code.
+    # Slurm ends a slice with TERM; bash waits for srun with a handler, and without one it ends before the code is there.
     # Not '': what a shell ignores, its children ignore as well.
     trap hpcrl_ends=1 TERM
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # compute nodes have no internet; a hub's time-outs cost minutes
-    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun takes it from here alone
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun takes it only from here
     unset SLURM_EXPORT_ENV # of `sbatch --export=NONE`: srun would keep what is exported here from the ranks
     command -v scontrol >/dev/null ||
         hpcrl_say "no scontrol on this node: a slice that has saved cannot be requeued, and is to be submitted again"
@@ -90,7 +90,7 @@ hpcrl_leave() {
     exit 85
 }
 
-# hpcrl_job: the id of this job alone: an array's last element has the array's own, which means all of them
+# hpcrl_job: the id of only this job: an array's last element has the array's own, which means all of them
 hpcrl_job() {
     if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
         echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
@@ -111,7 +111,7 @@ hpcrl_run_dir() {
     printf '%s\n' "$folder/$name"
 }
 
-# hpcrl_choose_python: hpcrl_python, the start of a command line, and hpcrl_srun_options where srun must know as well
+# hpcrl_choose_python: hpcrl_python, the start of a command line, and hpcrl_srun_options where srun needs them as well
 hpcrl_choose_python() {
     hpcrl_python=(python3) hpcrl_srun_options=()
     local container=${HPCRL_CONTAINER:-}
@@ -126,11 +126,11 @@ hpcrl_choose_python() {
     case $container in
     '' | none)
         [[ -z ${HPCRL_IMAGE:-} || $container == none ]] ||
-            hpcrl_refuse "HPCRL_IMAGE=$HPCRL_IMAGE needs Pyxis or Apptainer, and neither is here; set HPCRL_CONTAINER"
+            hpcrl_fail "HPCRL_IMAGE=$HPCRL_IMAGE needs Pyxis or Apptainer, and neither is here; set HPCRL_CONTAINER"
         if [[ -x ${HPCRL_VENV:=.venv}/bin/python3 ]]; then
             hpcrl_python=("$HPCRL_VENV/bin/python3")
         elif [[ -z ${HPCRL_MODULES:-} ]]; then
-            hpcrl_refuse "no Python environment at $HPCRL_VENV (from $PWD); run tools/environment.sh, or set HPCRL_VENV, HPCRL_MODULES or HPCRL_IMAGE"
+            hpcrl_fail "no Python environment at $HPCRL_VENV (from $PWD); run tools/environment.sh, or set HPCRL_VENV, HPCRL_MODULES or HPCRL_IMAGE"
         fi
         ;;
     apptainer | singularity)
@@ -140,7 +140,7 @@ hpcrl_choose_python() {
         hpcrl_srun_options=(--container-image="${HPCRL_IMAGE:?}" --container-workdir="$PWD"
             --container-mounts="$PWD:$PWD${HPCRL_MOUNTS:+,$HPCRL_MOUNTS}")
         ;;
-    *) hpcrl_refuse "HPCRL_CONTAINER=$container; expected apptainer, singularity, pyxis or none" ;;
+    *) hpcrl_fail "HPCRL_CONTAINER=$container; expected apptainer, singularity, pyxis or none" ;;
     esac
 }
 
@@ -163,18 +163,18 @@ hpcrl_container() {
 hpcrl_choose_mpi() {
     hpcrl_mpi=${HPCRL_MPI:-}
     [[ -z $hpcrl_mpi ]] || return 0
-    local library='Open MPI' # Pyxis starts containers by srun alone; the image of TensorRT-LLM has Open MPI
+    local library='Open MPI' # Pyxis starts containers only by srun; the image of TensorRT-LLM has Open MPI
     if ((${#hpcrl_srun_options[@]} == 0)); then
         library=$("${hpcrl_python[@]}" -c '
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(MPI.Get_library_version())') || hpcrl_refuse "'${hpcrl_python[*]}' cannot load mpi4py; see above"
+print(MPI.Get_library_version())') || hpcrl_fail "'${hpcrl_python[*]}' cannot load mpi4py; see above"
     fi
     hpcrl_mpi=$(hpcrl_pmi_for "$library" "$(srun --mpi=list 2>&1)")
 }
 
-# hpcrl_pmi_for LIBRARY OFFERED: the PMI that this MPI library speaks, of those that `srun --mpi=list` offers; or nothing
+# hpcrl_pmi_for LIBRARY OFFERED: the PMI that this MPI library uses, of those that `srun --mpi=list` offers; or nothing
 hpcrl_pmi_for() {
     local candidate wanted=(pmi2)
     case $1 in

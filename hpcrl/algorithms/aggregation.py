@@ -42,7 +42,7 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = one_repl
     in a second pass, all sums in fp64, so that the split over replicas does not show. Fewer than two valid tokens on
     all replicas give 0 everywhere (verl raises).
 
-    Quirks of verl: tokens with mask 0 are shifted and scaled like the others, so a caller who wants 0 there masks the
+    Quirks of verl: tokens with mask 0 are shifted and scaled like the others, so a caller that needs 0 there masks the
     result; means divide by count + 1e-8; what is done with the count is done in the dtype of the mask, fp32 for
     integers, which shows under fp64 values. One that is not followed: under fp32 verl sums in fp32, and where all
     values are equal what it returns is that rounding error times 1e4; here it is 0.

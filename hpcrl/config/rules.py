@@ -195,7 +195,7 @@ def _check_sampling(config: Config) -> None:
     counts = [sampling.n for sampling in rollout.val_kwargs]
     if len(set(counts)) < len(counts):
         raise ConfigError(
-            f"rollout.val_kwargs: n={counts} has equal numbers, and validations are told apart by mean@n; "
+            f"rollout.val_kwargs: n={counts} has equal numbers, and validations are distinguished by mean@n; "
             "give each its own n"
         )
     for sampling in rollout.val_kwargs:
@@ -261,7 +261,7 @@ def _check_router_replay(config: Config) -> None:
     mode = config.actor.router_replay.mode
     if mode == "R3" and config.rollout.engine != "native":
         raise ConfigError(
-            f"actor.router_replay.mode=R3: rollout.engine={config.rollout.engine} does not tell the experts of tokens; "
+            f"actor.router_replay.mode=R3: rollout.engine={config.rollout.engine} does not report the experts of tokens; "
             "use R2, or rollout.engine=native"
         )
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:

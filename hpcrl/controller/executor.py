@@ -293,7 +293,7 @@ def broadcast_bytes(comm: MPI.Comm, message: np.ndarray, root: int) -> np.ndarra
     """The root's uint8 array on every rank of `comm`; the message of other ranks is ignored."""
     size = np.array([message.nbytes], np.int64)
     wait(comm.Ibcast(size, root=root))
-    message = message.copy() if comm.rank == root else np.empty(int(size[0]), np.uint8)  # MPI wants it writable
+    message = message.copy() if comm.rank == root else np.empty(int(size[0]), np.uint8)  # MPI needs it writable
     if size[0]:
         wait(comm.Ibcast(message, root=root))
     return message

@@ -27,7 +27,7 @@ PREAMBLE = "".join(
     ]
 )
 
-# Runs in the sandbox after assignments to PROGRAM, PREAMBLE, METHOD and MARK; does not know what a test expects.
+# Runs in the sandbox after assignments to PROGRAM, PREAMBLE, METHOD and MARK; has no access to what a test expects.
 JUDGE = """
 def judge(program, preamble, method, mark):
     import json, os, sys, types
@@ -115,7 +115,7 @@ def program_passes(program: str, given: str, expected: str, seconds: float) -> b
 
 
 def function_passes(program: str, method: str, inputs: list[str], outputs: list[str]) -> bool:
-    mark = secrets.token_hex(16)  # the program cannot know it beforehand: what it prints is not a result
+    mark = secrets.token_hex(16)  # the program cannot guess it: what it prints is not a result
     ran = run_python(source_of(program, method, mark), json.dumps(inputs), limits_for(FUNCTION_SECONDS, outputs))
     found = [part.partition("\n")[0] for part in ran.stdout.split(mark)[1:]]
     if ran.fate != "ok" or len(found) != len(outputs):

@@ -104,7 +104,7 @@ def run_tool(
         values = found.arguments(arguments)
     except BadArguments as error:
         return ToolAnswer(str(error), {}, rejected=True)
-    if found.wants_row:
+    if found.needs_row:
         values["extra_info"] = (record or {}).get("extra_info") or {}
     result = found.function(**values)
     metrics: dict[str, float] = {}

@@ -57,7 +57,7 @@ class Tool:
     description: str
     function: Callable[..., Any]
     model: type[BaseModel]
-    wants_row: bool
+    needs_row: bool
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
