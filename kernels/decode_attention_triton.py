@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hpcrl.kernels.decode_attention import PagedRows, first_width, values_are_keys
-from hpcrl.kernels.interpreter import KernelVariant
 
 MASKED = tl.constexpr(-1e30)  # finite, so that differences are not NaN
 LOG2_E = math.log2(math.e)
@@ -130,7 +129,7 @@ def _padded(width: int) -> int:
     return max(SMALLEST_DOT, triton.next_power_of_2(width))
 
 
-def _attend(
+def attend_launch(
     groups: int, per_head: int, key: int, value: int, first: int, value_in_key: bool, size: int, itemsize: int
 ) -> Launch:
     block = _padded(value)
@@ -146,7 +145,7 @@ def _attend(
     return Launch(constants, 8 if queries * block * itemsize >= 8192 else 4)
 
 
-def _combine(groups: int, per_head: int, value: int) -> Launch:
+def combine_launch(groups: int, per_head: int, value: int) -> Launch:
     sizes = {"QUERIES": groups * per_head, "VALUE": value, "VALUE_BLOCK": _padded(value), "AT_ONCE": PARTS_AT_ONCE}
     return Launch(sizes, 1 if value <= 128 else 4)
 
@@ -158,31 +157,14 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedR
     totals = queries.new_empty((parts, groups, per_head, value), dtype=torch.float32)
     maxima, sums = totals.new_empty((2, parts, groups, per_head))
     outputs = queries.new_empty((n, groups, per_head, value))
-    launch = _attend(groups, per_head, key, value, first, value_in_key, keys.size(-1), keys.element_size())
+    launch = attend_launch(groups, per_head, key, value, first, value_in_key, keys.size(-1), keys.element_size())
     tiles = triton.cdiv(per_head, launch.constants["QUERIES"])
     attend[(parts * groups * tiles,)](
         queries.contiguous(), keys, values, rows.blocks, rows.parts, totals, maxima, sums, scale * LOG2_E,
         **launch.constants, num_warps=launch.num_warps,
     )  # fmt: skip
-    launch = _combine(groups, per_head, value)
+    launch = combine_launch(groups, per_head, value)
     combine[(n * groups * per_head,)](
         totals, maxima, sums, rows.parts_of, outputs, **launch.constants, num_warps=launch.num_warps
     )
     return outputs
-
-
-def kernel_variants() -> list[KernelVariant]:
-    """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries."""
-    found = []
-    for groups, per_head, key, value in ((8, 4, 128, 128), (8, 4, 64, 64), (1, 16, 576, 512)):
-        launch = _attend(groups, per_head, key, value, value, key > value, 32, 2)
-        inputs = dict.fromkeys(("queries", "keys", "values"), "*bf16") | dict.fromkeys(("blocks", "parts"), "*i32")
-        temporary = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
-        name = f"decode_attention {per_head} x {key}/{value}"
-        found.append(
-            KernelVariant(name, attend, inputs | temporary | {"scale": "fp32"}, launch.constants, launch.num_warps)
-        )
-        launch = _combine(groups, per_head, value)
-        pointers = temporary | {"parts_of": "*i32", "outputs": "*bf16"}
-        found.append(KernelVariant(f"{name} combine", combine, pointers, launch.constants, launch.num_warps))
-    return found

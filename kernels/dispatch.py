@@ -10,11 +10,63 @@ import functools
 import importlib.util
 import logging
 import os
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.interpreter import patch_interpreter
+
+@functools.cache
+def patch_interpreter() -> None:
+    """Fix errors of Triton's interpreter.
+
+    Up to Triton 3.9 it truncates to bf16 instead of rounding, widens subnormal bf16 numbers incorrectly, and multiplies
+    the bits of bf16 as integers; up to 3.6 NumPy from 2.4 on rejects its loop bounds, which are arrays of one number.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    multiply, cast, patch = builder.create_dot, builder.cast_impl, interpreter._patch_lang_tensor
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, widened(a), widened(b), *rest)
+
+    def cast_impl(self: Any, x: Any, dtype: Any) -> Any:
+        if dtype.scalar == tl.bfloat16 and x.dtype.scalar == tl.float32:
+            rounded = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.int16)
+            return handle(rounded.numpy().view(np.uint16), tl.bfloat16)
+        if dtype.scalar == tl.float32 and x.dtype.scalar == tl.bfloat16:
+            return widened(x)
+        return cast(self, x, dtype)
+
+    def patch_lang_tensor(tensor: Any, *rest: Any) -> None:
+        patch(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    function = interpreter.InterpretedFunction
+    call_patching = function.__call__
+
+    @functools.cache
+    def languages(fn: Any) -> list[Any]:
+        return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Avoids patching the language on every call, which takes longer than the call.
+        if all(language.range.__name__ == "_new_range" for language in languages(self.fn)):
+            return self.rewrite()(*args, **kwargs)
+        return call_patching(self, *args, **kwargs)
+
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    interpreter._patch_lang_tensor = patch_lang_tensor
+    function.__call__ = call
+
 
 VARIABLE = "HPCRL_KERNELS"
 CHOICES = ("auto", "torch", "triton")

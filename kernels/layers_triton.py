@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.interpreter import KernelVariant
-
 NORM_TILE = 4096  # minimum numbers that a program holds at a time
 # Programs of the backward pass, each with a sum for the weight's gradient: whole rounds on 132 processors, which hold
 # 3 programs of narrow rows at once, 2 or 1 of wide ones.
@@ -122,30 +120,6 @@ class RMSNorm(torch.autograd.Function):
         return dx.view(dy.shape), dw.sum(0).to(weight.dtype), None
 
 
-def _rms_norm_variants() -> list[KernelVariant]:
-    """Rows of 128 (a head), of 4096 (a layer) and the widest."""
-    found = []
-    for width in (128, 4096, 8192):
-        tile = NormTile.of(width)
-        sizes = {"WIDTH": width, "ROWS": tile.rows, "BLOCK": tile.block}
-        pointers = dict.fromkeys(("x", "residual", "weight", "y"), "*bf16") | {"rstd": "*fp32"}
-        found.append(
-            KernelVariant(
-                f"rms_norm forward {width}",
-                rms_norm_forward,
-                pointers | {"rows": "i32", "stride": "i32", "eps": "fp32"},
-                sizes | {"ADD": True},
-                tile.num_warps,
-            )
-        )
-        pointers = dict.fromkeys(("x", "weight", "dy", "dx"), "*bf16") | dict.fromkeys(("rstd", "dw"), "*fp32")
-        integers = dict.fromkeys(("rows", "stride", "each"), "i32")
-        found.append(
-            KernelVariant(f"rms_norm backward {width}", rms_norm_backward, pointers | integers, sizes, tile.num_warps)
-        )
-    return found
-
-
 SWIGLU_TILE = 2048  # numbers of each half per program
 SWIGLU_WIDTH = 1024  # maximum columns per program
 
@@ -220,20 +194,6 @@ class SwiGLU(torch.autograd.Function):
         return dx
 
 
-def _swiglu_variants() -> list[KernelVariant]:
-    """A dense layer's width, and an expert's, of which a program has two rows."""
-    found = []
-    for width in (768, 14336):
-        tile = SwiGLUTile.of(width)
-        sizes = {"WIDTH": width, "ROWS": tile.rows, "BLOCK": tile.block}
-        integers = {"rows": "i32", "stride": "i32"}
-        for kernel, names in ((swiglu_forward, ("x", "y")), (swiglu_backward, ("x", "dy", "dx"))):
-            name = "forward" if kernel is swiglu_forward else "backward"
-            pointers = dict.fromkeys(names, "*bf16")
-            found.append(KernelVariant(f"swiglu {name} {width}", kernel, pointers | integers, sizes))
-    return found
-
-
 ROPE_PAIRS = 2048  # pairs per program
 MAX_HEADS = 16  # heads of a token per program
 
@@ -306,25 +266,3 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _rotated(grad, *ctx.saved_tensors, back=True), None, None
-
-
-def _rope_variants() -> list[KernelVariant]:
-    """Queries and keys of 8 groups in a mixed matrix, keys only, and narrow heads that are not a power of 2."""
-    found = []
-    for groups, heads, head_dim in ((8, 5, 128), (1, 8, 128), (1, 16, 96)):
-        tile = RopeTile.of(groups * heads, head_dim // 2)
-        found.append(
-            KernelVariant(
-                f"rope {groups} x {heads} heads of {head_dim}",
-                rotate,
-                {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "y": "*bf16", "tokens": "i32"}
-                | dict.fromkeys(("token_stride", "group_stride", "head_stride"), "i32"),
-                {"BACK": False, "GROUPS": groups, "HEADS": heads, "HALF": head_dim // 2}
-                | {"BLOCK_TOKENS": tile.tokens, "BLOCK_HEADS": tile.heads, "BLOCK": tile.block},
-            )
-        )
-    return found
-
-
-def kernel_variants() -> list[KernelVariant]:
-    return [*_rms_norm_variants(), *_swiglu_variants(), *_rope_variants()]

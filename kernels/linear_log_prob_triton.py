@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
-from hpcrl.kernels.interpreter import KernelVariant
 from hpcrl.kernels.linear_log_prob import product, slices
 from hpcrl.kernels.vocabulary import OwnSums, SplitSoftmax
 
@@ -199,23 +198,3 @@ def _has_fp32_addmm() -> bool:
     except (TypeError, RuntimeError):
         return False
     return bool((total == 17).all())
-
-
-def kernel_variants() -> list[KernelVariant]:
-    rows = dict.fromkeys(("top", "total", "weighted", "squares", "at_targets"), "*fp32")
-    integers = dict.fromkeys(("stride", "first", "columns", "num_targets"), "i32") | {"temperature": "fp32"}
-    grads = dict.fromkeys(("top", "log_sum", "entropies", "grad_log_probs", "grad_entropies"), "*fp32")
-    return [
-        KernelVariant(
-            "linear_log_prob add_columns",
-            add_columns,
-            {"logits": "*fp32", "targets": "*i64"} | rows | integers,
-            {"ENTROPY": True, "SQUARES": True, "TARGETS": 1, "BLOCK": BLOCK},
-        ),
-        KernelVariant(
-            "linear_log_prob logits_gradient",
-            logits_gradient,
-            {"logits": "*fp32", "grad": "*bf16", "targets": "*i64", "grad_stride": "i32"} | grads | integers,
-            {"LOG_PROBS": True, "ENTROPY": True, "BLOCK": BLOCK},
-        ),
-    ]

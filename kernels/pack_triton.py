@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.interpreter import KernelVariant
 from hpcrl.kernels.pack import Pairs
 
 TILE_BYTES = 2**15  # of the wider dtype
@@ -84,10 +83,10 @@ def launches(pairs: Pairs, device: torch.device) -> list[Launch]:
 
 def copy_all(launches: list[Launch]) -> None:
     for table, owner, source, destination, vector in launches:
-        copy[(len(owner),)](table, owner, **_constants(source, destination, vector), num_warps=NUM_WARPS)
+        copy[(len(owner),)](table, owner, **copy_constants(source, destination, vector), num_warps=NUM_WARPS)
 
 
-def _constants(source: torch.dtype, destination: torch.dtype, vector: int) -> dict[str, Any]:
+def copy_constants(source: torch.dtype, destination: torch.dtype, vector: int) -> dict[str, Any]:
     return {
         "FROM": DTYPES[source],
         "TO": DTYPES[destination],
@@ -135,25 +134,3 @@ def _tiled(rectangles: np.ndarray, vector: int, tile: int) -> tuple[np.ndarray, 
     first = np.cumsum(tiles) - tiles
     table = np.stack([first, source, destination, rows, width, source_stride, destination_stride], 1)
     return np.ascontiguousarray(table), np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
-
-
-def kernel_variants() -> list[KernelVariant]:
-    """Copies within bf16 and from fp32 to it, with the widest access and number by number."""
-    found = []
-    for source, destination, vector in (
-        (torch.bfloat16, torch.bfloat16, 8),
-        (torch.float32, torch.bfloat16, 8),
-        (torch.float32, torch.float32, 4),
-        (torch.bfloat16, torch.bfloat16, 1),
-    ):
-        names = (str(dtype).removeprefix("torch.") for dtype in (source, destination))
-        found.append(
-            KernelVariant(
-                f"pack {' to '.join(names)}, {vector} at once",
-                copy,
-                {"table": "*i64", "owner": "*i32"},
-                _constants(source, destination, vector),
-                NUM_WARPS,
-            )
-        )
-    return found

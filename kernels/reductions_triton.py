@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.interpreter import KernelVariant
 from hpcrl.kernels.reductions import Rows
 
 GROUPS = 32  # per program: samples of a group are scattered, so that wider programs would only be fewer
@@ -80,27 +79,6 @@ def _sorted(group: Tensor) -> tuple[Tensor, Tensor]:
     return torch.argsort(group, stable=True), torch.cat([ends.new_zeros(1), ends])
 
 
-def _group_variants() -> list[KernelVariant]:
-    tables = dict.fromkeys(("order", "offsets"), "*i64")
-    results = dict.fromkeys(("size", "mean", "std"), "*fp64")
-    return [
-        KernelVariant(
-            "group_statistics moments",
-            group_moments_kernel,
-            {"score": "*fp32"} | tables | results | {"groups": "i32"},
-            {"GROUPS": GROUPS},
-            MOMENTS_WARPS,
-        ),
-        KernelVariant(
-            "group_statistics sums",
-            group_sums_kernel,
-            {"x": "*fp32"} | tables | {"found": "*fp64", "columns": "i32"},
-            {"COLUMNS": COLUMNS},
-            SUMS_WARPS,
-        ),
-    ]
-
-
 WHITEN_TILE = 4096
 WHITEN_WARPS = 8
 
@@ -157,25 +135,6 @@ class TritonWhitening:
                 self._x, self._mean, scale, y, y.numel(), TILE=WHITEN_TILE, num_warps=WHITEN_WARPS
             )
         return y
-
-
-def _whiten_variants() -> list[KernelVariant]:
-    return [
-        KernelVariant(
-            "masked_whiten moments",
-            masked_moments,
-            {"x": "*fp32", "mask": "*i64", "parts": "*fp64", "count": "i64", "tiles": "i32"},
-            {"TILE": WHITEN_TILE},
-            WHITEN_WARPS,
-        ),
-        KernelVariant(
-            "masked_whiten scaled",
-            masked_scale,
-            {"x": "*fp32", "mean": "*fp64", "scale": "*fp64", "y": "*fp32", "count": "i64"},
-            {"TILE": WHITEN_TILE},
-            WHITEN_WARPS,
-        ),
-    ]
 
 
 SCAN_TILE = 512  # tokens; a constant, because results depend on it bitwise
@@ -278,22 +237,3 @@ def scan(
             num_warps=SCAN_WARPS,
         )  # fmt: skip
     return found
-
-
-def _scan_variants() -> list[KernelVariant]:
-    pointers = dict.fromkeys(("rewards", "values", "maps", "found"), "*fp32") | {"mask": "*i64", "offsets": "*i64"}
-    signature = pointers | {"gamma": "fp32", "decay": "fp32", "tiles": "i32"}
-    return [
-        KernelVariant(
-            f"segmented_scan {name}",
-            scan_tile,
-            signature,
-            {"VALUES": True, "WRITE_MAPS": writes, "READ_MAPS": reads, "TILE": SCAN_TILE, "WINDOW": SCAN_WINDOW},
-            SCAN_WARPS,
-        )
-        for name, writes, reads in (("one tile", False, False), ("maps", True, False), ("many tiles", False, True))
-    ]
-
-
-def kernel_variants() -> list[KernelVariant]:
-    return [*_group_variants(), *_whiten_variants(), *_scan_variants()]

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.interpreter import KernelVariant
 from hpcrl.kernels.sampling import Partials
 
 CHUNK = 4096  # ids that a program reduces, and from which the token is drawn
@@ -279,27 +278,3 @@ def sample(
         float(temperature), GREEDY=temperature == 0, FILTERED=filtered, **sizes, num_warps=8,
     )  # fmt: skip
     return token_ids, log_probs
-
-
-def kernel_variants() -> list[KernelVariant]:
-    """A vocabulary of 151,936."""
-    numbers = {"chunks": "i32", "vocab_size": "i32", "temperature": "fp32"}
-    found = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        reduced = {"logits": f"*{name}", "maxima": "*fp32", "sums": "*fp64"} | numbers
-        sizes = {"WIDTH": 151936, "SCALED": True, "CHUNK": CHUNK}
-        found.append(KernelVariant(f"sampling chunks {name}", reduce_chunks, reduced, sizes))
-        sizes = sizes | {"LOW": LOW_BITS[dtype], "CHUNKS": 64}
-        lists = {"bounds": "*i32", "quotas": "*i32", "kept": "*fp64", "before": "*i32"}
-        bounded = {"logits": f"*{name}", "maxima": "*fp32"} | lists | numbers | {"top_k": "i32"}
-        for top_p in (0.95, 1.0):
-            filters = {"TOP_K": True, "TOP_P": top_p, "WIDE": WIDE}
-            title = f"sampling top-k {name}" + " top-p" * (top_p < 1)
-            found.append(KernelVariant(title, find_bounds, bounded, sizes | filters, 16, maxnreg=MAX_REGISTERS))
-        drawn = {"logits": f"*{name}", "uniform": "*fp64", "maxima": "*fp32", "sums": "*fp64"} | lists
-        drawn |= {"token_ids": "*i64", "log_probs": "*fp32"} | numbers
-        for filtered in (False, True):
-            flags = {"GREEDY": False, "FILTERED": filtered}
-            title = f"sampling draw {name}" + " filtered" * filtered
-            found.append(KernelVariant(title, draw, drawn, sizes | flags, 8))
-    return found

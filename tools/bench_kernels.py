@@ -26,8 +26,8 @@ import torch
 import torch._functorch.config
 import triton
 from kernel_cases.case import Case
+from kernel_cases.variants import CHIPS, kernel_variants
 
-from hpcrl.kernels.interpreter import CHIPS
 from hpcrl.runtime import platform
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,10 +141,8 @@ def compile_only(names: list[str], chosen: list[int]) -> None:
     chips = "".join(f"{f'sm_{chip} ({CHIPS[chip]})':>26}" for chip in chosen)
     print(f"{'kernel':<42}{chips}{'s':>8}")
     print(" " * 42 + f"{'reg  shared  spill':>26}" * len(chosen))
-    for path in sorted((ROOT / "kernels").glob("*_triton.py")):
-        for variant in importlib.import_module(f"hpcrl.kernels.{path.stem}").kernel_variants():
-            if variant.name.split()[0] not in names:
-                continue
+    for variant in kernel_variants():
+        if variant.name.split()[0] in names:
             begin = time.monotonic()
             found = [variant.compile(chip) for chip in chosen]
             columns = "".join(f"{each.registers:>11}{each.shared_bytes:>8}{each.spilled_bytes:>7}" for each in found)
@@ -152,7 +150,7 @@ def compile_only(names: list[str], chosen: list[int]) -> None:
 
 
 def main() -> int:
-    known = sorted({path.stem for path in (ROOT / "tools" / "kernel_cases").glob("*.py")} - {"case"})
+    known = sorted({path.stem for path in (ROOT / "tools" / "kernel_cases").glob("*.py")} - {"case", "variants"})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
     parser.add_argument("--rehearse", action="store_true", help="needs no GPU")

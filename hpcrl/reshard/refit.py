@@ -44,11 +44,6 @@ class RefitReport(NamedTuple):
     peak_extra_bytes: int  # held at once beyond source and destination
     checksum_seconds: float
 
-    @property
-    def gb_per_second(self) -> float:
-        """10^9 bytes written into the destination per second."""
-        return (self.bytes_received + self.bytes_copied) / self.seconds / 1e9
-
 
 class Refit:
     """Copies weights from their training layout into the buffers of an engine.

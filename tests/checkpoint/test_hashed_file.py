@@ -152,4 +152,4 @@ def test_scratch_that_cannot_be_used_costs_a_line(tmp_path: Path, on: Callable, 
     path = target(tmp_path / "run", 1)
     entry = write_file(path, write_tensors, str(tmp_path / "file"), nothing)
     assert entry.bytes == path.stat().st_size
-    assert "trainer.checkpoint.scratch_dir" in caplog.text and "straight to the checkpoint" in caplog.text
+    assert "trainer.checkpoint.scratch_dir" in caplog.text and "directly to the checkpoint" in caplog.text

@@ -99,7 +99,7 @@ def test_a_folder_of_a_checkpoint_is_no_link(folder, tmp_path_factory):
     outside = tmp_path_factory.mktemp("outside")
     (folder / "critic").rename(outside / "critic")
     (folder / "critic").symlink_to(outside / "critic")
-    assert verify(folder) == ["critic/x is or lies behind a link; a checkpoint holds none"]
+    assert verify(folder) == ["critic/x is or lies behind a link, which checkpoints do not contain"]
 
 
 def test_a_checkpoint_may_lie_behind_a_link(folder, tmp_path_factory):

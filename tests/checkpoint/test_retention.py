@@ -12,7 +12,7 @@ SCORES = {10: 0.5, 20: 0.9, 30: None, 40: 0.7, 50: 0.9, 60: NAN, 70: 0.1}
 
 
 def kept(**rules) -> list[int]:
-    return sorted(SCORES.keys() - Retention(**rules).dropped(SCORES))
+    return sorted(SCORES.keys() - Retention(**rules).steps_to_drop(SCORES))
 
 
 def test_what_stays() -> None:
@@ -34,8 +34,8 @@ def test_what_stays() -> None:
 )
 def test_the_newest_stay_whatever_the_metric_says(values, last, every, best, larger) -> None:
     rules = Retention(last, every, best, "score" if best else None, larger)
-    left = values.keys() - rules.dropped(values)
+    left = values.keys() - rules.steps_to_drop(values)
     assert set(sorted(values)[-last:]) <= left
     assert {step for step in values if every and step % every == 0} <= left
     # Dropping is done once: what is left now stays as long as nothing new comes.
-    assert rules.dropped({step: values[step] for step in left}) == set()
+    assert rules.steps_to_drop({step: values[step] for step in left}) == set()

@@ -82,7 +82,7 @@ def test_when_none_is_whole_it_says_so(tmp_path):
         truncated(store.folder(step) / "actor" / "__0_0.distcp")
     reports: list[str] = []
     assert store.newest_valid(reports.append) is None
-    assert len(reports) == 2 and all("no other checkpoint is whole" in line for line in reports)
+    assert len(reports) == 2 and all("no other checkpoint is complete" in line for line in reports)
 
 
 def test_latest_is_not_trusted(tmp_path):
@@ -240,7 +240,7 @@ def test_load_path_without_a_checkpoint_is_one_line(tmp_path):
     with pytest.raises(InputError, match="__0_0.distcp"):
         load_path(store.folder(10), quiet)
     reports: list[str] = []
-    with pytest.raises(InputError, match="no whole checkpoint"):
+    with pytest.raises(InputError, match="no complete checkpoint"):
         load_path(tmp_path / "run", reports.append)
     assert len(reports) == 1
 

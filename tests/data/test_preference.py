@@ -69,7 +69,7 @@ def test_other_columns_and_equal_answers(tmp_path: Path, tokenizer: Any) -> None
         ({"rejected": "1"}, "no column 'chosen'; it has prompt, rejected; .* rm.chosen_key"),
         ({"chosen": "1", "rejected": 2}, "column 'rejected' holds '2'; .* rm.rejected_key"),
         ({"chosen": [USER], "rejected": "1"}, "column 'chosen' holds"),
-        ({"chosen": [{**USER, "content": "4:"}, said("1")], "rejected": "1"}, "before the answer are not those of"),
+        ({"chosen": [{**USER, "content": "4:"}, said("1")], "rejected": "1"}, "before the answer differ from"),
         ({"chosen": "1" * 20, "rejected": "1"}, "answer in 'chosen' has 21 tokens .*max_response_length=18"),
     ],
 )

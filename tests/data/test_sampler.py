@@ -164,10 +164,10 @@ def test_rows_drawn_twice_are_in_epochs_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("rows", "line"),
     [
-        ([0, 3], "data.sampler Fixed.choose(2) gave row 3; expected rows from 0 to 2"),
-        ([-1, 0], "data.sampler Fixed.choose(2) gave row -1; expected rows from 0 to 2"),
-        ([0], "data.sampler Fixed.choose(2) gave int64 of shape (1,); expected 2 whole numbers"),
-        ([0.0, 1.0], "data.sampler Fixed.choose(2) gave float64 of shape (2,); expected 2 whole numbers"),
+        ([0, 3], "data.sampler Fixed.choose(2) returned row 3; expected rows from 0 to 2"),
+        ([-1, 0], "data.sampler Fixed.choose(2) returned row -1; expected rows from 0 to 2"),
+        ([0], "data.sampler Fixed.choose(2) returned int64 of shape (1,); expected 2 whole numbers"),
+        ([0.0, 1.0], "data.sampler Fixed.choose(2) returned float64 of shape (2,); expected 2 whole numbers"),
     ],
 )
 def test_rows_that_are_not_there_are_refused(rows: Any, line: str) -> None:
@@ -181,7 +181,7 @@ def test_rows_that_are_not_there_are_refused(rows: Any, line: str) -> None:
         ({"train_weights": [1.0]}, "1 weights for 2 data.train_files"),
         ({"train_weights": [1.0, 1e-9]}, "b.jsonl: its weight of 1e-09 is less than 1/10000"),
         ({"train_weights": [1.0, 1.0], "sampler": {"class_name": "DifficultyCurriculum"}}, "use one of them"),
-        ({"sampler": {"class_name": "Hard"}}, "Hard is no built-in sampler; use DifficultyCurriculum"),
+        ({"sampler": {"class_name": "Hard"}}, "Hard is not a built-in sampler; use DifficultyCurriculum"),
         ({"sampler": {"class_path": "x.py"}}, "without data.sampler.class_name"),
         ({"sampler": {"class_path": "no.py", "class_name": "X"}}, "no.py: no such file"),
         ({"sampler": {"class_path": "cycling.py", "class_name": "X"}}, "'X' is missing; expected a subclass"),
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_sampler_is_refused(dataset: PromptDataset, tmp_
     ordered, own = make("ordered", dataset, tmp_path), make("own", dataset, tmp_path)
     with pytest.raises(InputError, match=r"\(built-in order\).* Cycling;"):
         own.load_state_dict(ordered.state_dict())
-    with pytest.raises(InputError, match=r"data.sampler Cycling, and the config asks for the built-in order"):
+    with pytest.raises(InputError, match=r"data.sampler Cycling, but the config has the built-in order"):
         ordered.load_state_dict(own.state_dict())
     with pytest.raises(InputError, match="has drawn from 9 prompts, and data.train_files have 4"):
         fewer = Curriculum(own.chooser, 4)  # type: ignore[attr-defined]

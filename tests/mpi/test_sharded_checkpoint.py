@@ -209,7 +209,7 @@ def test_what_is_no_checkpoint_is_refused(groups, world_tmp_path, world):
         load_sharded(wider, folder, groups["alone"])
 
     (folder / ".metadata").write_bytes(pickle.dumps(Attack(folder / "touched")))
-    with pytest.raises(InputError, match="no checkpoint of hpcrl"):
+    with pytest.raises(InputError, match="hpcrl never writes"):
         load_sharded(engine, folder, groups["alone"])
     assert not (folder / "touched").exists()
 
@@ -284,10 +284,10 @@ ATTACKS = {
     piped: "no links",
     common_linked: "no links",
     object_in_place_of_a_tensor: "expected a tensor",
-    bomb: "expected none compressed",
-    common_bomb: "expected none compressed",
-    behind_the_end: "behind them",
-    packed: "packed with",
+    bomb: "expected no compression",
+    common_bomb: "expected no compression",
+    behind_the_end: "after them",
+    packed: "has transforms",
 }
 
 

@@ -74,7 +74,7 @@ def test_a_damaged_bundle_is_named(check: Callable[[str], Ended], tmp_path: Path
     assert check("nothing").code == 0
     (tmp_path / "bundle" / "code.py").write_text("wrong")
     ended = check("nothing")
-    assert ended.code == 1 and "wrong: bundle: code.py has other content" in ended.stdout
+    assert ended.code == 1 and "wrong: bundle: code.py differs from what was saved" in ended.stdout
 
 
 def test_a_rank_that_does_not_answer_ends_the_check_and_is_seen(check: Callable[[str], Ended]) -> None:

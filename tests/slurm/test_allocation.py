@@ -33,5 +33,5 @@ def test_nothing_is_known_before_the_first_slice(tmp_path: Path) -> None:
 
 
 def test_a_slice_is_longer_than_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="job.signal_seconds=300 ends a slice that long before its end"):
+    with pytest.raises(InputError, match="job.signal_seconds=300 ends a slice that long before"):
         check_slice(JobConfig(time="00:05:00"), tmp_path)

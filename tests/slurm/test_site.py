@@ -22,13 +22,13 @@ def test_which_site_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("acount: abc", "acount: unknown key; known are account, partition"),
+        ("acount: abc", "acount: unknown key; expected one of account, partition"),
         ("container: {kind: docker}", "container.kind: "),
         ("account: a b", "account: "),
         ("environment: {'A B': x}", "environment"),
-        ("venv: $HOME/venv", "venv: .*only scratch may name variables"),
-        ("container: {mounts: [/a:$HOME]}", "container.mounts.0: .*only scratch may name variables"),
-        ("container: {image: $HOME/x.sif}", "container.image: .*only scratch may name variables"),
+        ("venv: $HOME/venv", "venv: .*only scratch may contain variables"),
+        ("container: {mounts: [/a:$HOME]}", "container.mounts.0: .*only scratch may contain variables"),
+        ("container: {image: $HOME/x.sif}", "container.image: .*only scratch may contain variables"),
         ("scratch: $(touch x)", "scratch: .*expected an absolute path"),
         ("scratch: '/${x'", "scratch: .*expected an absolute path"),
         ("scratch: tmp", "scratch: .*expected an absolute path"),

@@ -93,11 +93,11 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(login: Login) -> None:
     ("arguments", "line"),
     [
         ((RL, "--nodes=3", "job.ntasks_per_node=1"), "placement.actor: tp*pp*cp=2*1*1=2 does not divide"),
-        ((SFT, "--chain", SFT), "two jobs of this chain are the run"),
-        ((RL,), "model.init_from=runs/sft_countdown is not here"),
+        ((SFT, "--chain", SFT), "two jobs of this chain write to"),
+        ((RL,), "model.init_from=runs/sft_countdown does not exist"),
         ((SFT, "job.partition=a b"), "job.partition"),
         ((SFT, "--site=no.yaml"), "site file no.yaml cannot be read"),
-        ((SFT, "--time=00:04:00"), "job.signal_seconds=300 ends a slice that long before its end"),
+        ((SFT, "--time=00:04:00"), "job.signal_seconds=300 ends a slice that long before"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_queues(login: Login, arguments: tuple[str, ...], line: str) -> None:

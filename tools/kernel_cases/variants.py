@@ -1,0 +1,325 @@
+"""Machine code of the kernels: registers and memory of each variant, compiled for GPUs that need not be present."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hpcrl.kernels import (
+    decode_attention_triton,
+    layers_triton,
+    linear_log_prob_triton,
+    pack_triton,
+    reductions_triton,
+    sampling_triton,
+)
+
+CHIPS = {80: "A100", 90: "H100, H200", 100: "B200"}  # by compute capability x 10
+
+
+class Resources(NamedTuple):
+    registers: int  # of a thread
+    shared_bytes: int  # of a program
+    spilled_bytes: int  # of a thread
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """A Triton kernel with everything that its machine code depends on.
+
+    signature: argument -> Triton's name of its type. Pointers and arguments ending with `stride` are assumed to be
+    multiples of 16, as for large tensors. constants: the kernel's constexprs.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    maxnreg: int | None = None  # maximum registers of a thread
+
+    def compile(self, chip: int) -> Resources:
+        """Compile for compute capability chip / 10. Needs no GPU; Triton's interpreter must be off."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        order = [name for name in self.kernel.arg_names if name not in self.constants]
+        if sorted(order) != sorted(self.signature):
+            raise ValueError(f"{self.name}: the arguments are {order}, but the signature has {[*self.signature]}")
+        source = ASTSource(
+            fn=self.kernel,
+            signature={name: self.signature.get(name, "constexpr") for name in self.kernel.arg_names},
+            constexprs=self.constants,
+            attrs={
+                (index,): [["tt.divisibility", 16]]
+                for index, name in enumerate(self.kernel.arg_names)
+                if self.signature.get(name, "").startswith("*") or name.endswith("stride")
+            },
+        )
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
+        compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+        return resources(compiled.asm["cubin"])._replace(shared_bytes=compiled.metadata.shared)
+
+
+def resources(cubin: bytes) -> Resources:
+    """Read registers and memory by the disassembler in Triton's package."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        output = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", output)}
+    return Resources(numbers["REG"], numbers["SHARED"], numbers["STACK"] + numbers["LOCAL"])
+
+
+def _decode_attention_variants() -> list[KernelVariant]:
+    """Heads of 128 and of 64 with 4 queries each, and latent attention with 16 queries."""
+    found = []
+    for groups, per_head, key, value in ((8, 4, 128, 128), (8, 4, 64, 64), (1, 16, 576, 512)):
+        launch = decode_attention_triton.attend_launch(groups, per_head, key, value, value, key > value, 32, 2)
+        inputs = dict.fromkeys(("queries", "keys", "values"), "*bf16") | dict.fromkeys(("blocks", "parts"), "*i32")
+        temporary = dict.fromkeys(("totals", "maxima", "sums"), "*fp32")
+        name = f"decode_attention {per_head} x {key}/{value}"
+        found.append(
+            KernelVariant(
+                name,
+                decode_attention_triton.attend,
+                inputs | temporary | {"scale": "fp32"},
+                launch.constants,
+                launch.num_warps,
+            )
+        )
+        launch = decode_attention_triton.combine_launch(groups, per_head, value)
+        pointers = temporary | {"parts_of": "*i32", "outputs": "*bf16"}
+        found.append(
+            KernelVariant(
+                f"{name} combine", decode_attention_triton.combine, pointers, launch.constants, launch.num_warps
+            )
+        )
+    return found
+
+
+def _rms_norm_variants() -> list[KernelVariant]:
+    """Rows of 128 (a head), of 4096 (a layer) and the widest."""
+    found = []
+    for width in (128, 4096, 8192):
+        tile = layers_triton.NormTile.of(width)
+        sizes = {"WIDTH": width, "ROWS": tile.rows, "BLOCK": tile.block}
+        pointers = dict.fromkeys(("x", "residual", "weight", "y"), "*bf16") | {"rstd": "*fp32"}
+        found.append(
+            KernelVariant(
+                f"rms_norm forward {width}",
+                layers_triton.rms_norm_forward,
+                pointers | {"rows": "i32", "stride": "i32", "eps": "fp32"},
+                sizes | {"ADD": True},
+                tile.num_warps,
+            )
+        )
+        pointers = dict.fromkeys(("x", "weight", "dy", "dx"), "*bf16") | dict.fromkeys(("rstd", "dw"), "*fp32")
+        integers = dict.fromkeys(("rows", "stride", "each"), "i32")
+        found.append(
+            KernelVariant(
+                f"rms_norm backward {width}",
+                layers_triton.rms_norm_backward,
+                pointers | integers,
+                sizes,
+                tile.num_warps,
+            )
+        )
+    return found
+
+
+def _swiglu_variants() -> list[KernelVariant]:
+    """A dense layer's width, and an expert's, of which a program has two rows."""
+    found = []
+    for width in (768, 14336):
+        tile = layers_triton.SwiGLUTile.of(width)
+        sizes = {"WIDTH": width, "ROWS": tile.rows, "BLOCK": tile.block}
+        integers = {"rows": "i32", "stride": "i32"}
+        for kernel, names in (
+            (layers_triton.swiglu_forward, ("x", "y")),
+            (layers_triton.swiglu_backward, ("x", "dy", "dx")),
+        ):
+            name = "forward" if kernel is layers_triton.swiglu_forward else "backward"
+            pointers = dict.fromkeys(names, "*bf16")
+            found.append(KernelVariant(f"swiglu {name} {width}", kernel, pointers | integers, sizes))
+    return found
+
+
+def _rope_variants() -> list[KernelVariant]:
+    """Queries and keys of 8 groups in a mixed matrix, keys only, and narrow heads that are not a power of 2."""
+    found = []
+    for groups, heads, head_dim in ((8, 5, 128), (1, 8, 128), (1, 16, 96)):
+        tile = layers_triton.RopeTile.of(groups * heads, head_dim // 2)
+        found.append(
+            KernelVariant(
+                f"rope {groups} x {heads} heads of {head_dim}",
+                layers_triton.rotate,
+                {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "y": "*bf16", "tokens": "i32"}
+                | dict.fromkeys(("token_stride", "group_stride", "head_stride"), "i32"),
+                {"BACK": False, "GROUPS": groups, "HEADS": heads, "HALF": head_dim // 2}
+                | {"BLOCK_TOKENS": tile.tokens, "BLOCK_HEADS": tile.heads, "BLOCK": tile.block},
+            )
+        )
+    return found
+
+
+def _linear_log_prob_variants() -> list[KernelVariant]:
+    rows = dict.fromkeys(("top", "total", "weighted", "squares", "at_targets"), "*fp32")
+    integers = dict.fromkeys(("stride", "first", "columns", "num_targets"), "i32") | {"temperature": "fp32"}
+    grads = dict.fromkeys(("top", "log_sum", "entropies", "grad_log_probs", "grad_entropies"), "*fp32")
+    return [
+        KernelVariant(
+            "linear_log_prob add_columns",
+            linear_log_prob_triton.add_columns,
+            {"logits": "*fp32", "targets": "*i64"} | rows | integers,
+            {"ENTROPY": True, "SQUARES": True, "TARGETS": 1, "BLOCK": linear_log_prob_triton.BLOCK},
+        ),
+        KernelVariant(
+            "linear_log_prob logits_gradient",
+            linear_log_prob_triton.logits_gradient,
+            {"logits": "*fp32", "grad": "*bf16", "targets": "*i64", "grad_stride": "i32"} | grads | integers,
+            {"LOG_PROBS": True, "ENTROPY": True, "BLOCK": linear_log_prob_triton.BLOCK},
+        ),
+    ]
+
+
+def _pack_variants() -> list[KernelVariant]:
+    """Copies within bf16 and from fp32 to it, with the widest access and number by number."""
+    found = []
+    for source, destination, vector in (
+        (torch.bfloat16, torch.bfloat16, 8),
+        (torch.float32, torch.bfloat16, 8),
+        (torch.float32, torch.float32, 4),
+        (torch.bfloat16, torch.bfloat16, 1),
+    ):
+        names = (str(dtype).removeprefix("torch.") for dtype in (source, destination))
+        found.append(
+            KernelVariant(
+                f"pack {' to '.join(names)}, {vector} at once",
+                pack_triton.copy,
+                {"table": "*i64", "owner": "*i32"},
+                pack_triton.copy_constants(source, destination, vector),
+                pack_triton.NUM_WARPS,
+            )
+        )
+    return found
+
+
+def _group_variants() -> list[KernelVariant]:
+    tables = dict.fromkeys(("order", "offsets"), "*i64")
+    results = dict.fromkeys(("size", "mean", "std"), "*fp64")
+    return [
+        KernelVariant(
+            "group_statistics moments",
+            reductions_triton.group_moments_kernel,
+            {"score": "*fp32"} | tables | results | {"groups": "i32"},
+            {"GROUPS": reductions_triton.GROUPS},
+            reductions_triton.MOMENTS_WARPS,
+        ),
+        KernelVariant(
+            "group_statistics sums",
+            reductions_triton.group_sums_kernel,
+            {"x": "*fp32"} | tables | {"found": "*fp64", "columns": "i32"},
+            {"COLUMNS": reductions_triton.COLUMNS},
+            reductions_triton.SUMS_WARPS,
+        ),
+    ]
+
+
+def _whiten_variants() -> list[KernelVariant]:
+    return [
+        KernelVariant(
+            "masked_whiten moments",
+            reductions_triton.masked_moments,
+            {"x": "*fp32", "mask": "*i64", "parts": "*fp64", "count": "i64", "tiles": "i32"},
+            {"TILE": reductions_triton.WHITEN_TILE},
+            reductions_triton.WHITEN_WARPS,
+        ),
+        KernelVariant(
+            "masked_whiten scaled",
+            reductions_triton.masked_scale,
+            {"x": "*fp32", "mean": "*fp64", "scale": "*fp64", "y": "*fp32", "count": "i64"},
+            {"TILE": reductions_triton.WHITEN_TILE},
+            reductions_triton.WHITEN_WARPS,
+        ),
+    ]
+
+
+def _scan_variants() -> list[KernelVariant]:
+    pointers = dict.fromkeys(("rewards", "values", "maps", "found"), "*fp32") | {"mask": "*i64", "offsets": "*i64"}
+    signature = pointers | {"gamma": "fp32", "decay": "fp32", "tiles": "i32"}
+    return [
+        KernelVariant(
+            f"segmented_scan {name}",
+            reductions_triton.scan_tile,
+            signature,
+            {
+                "VALUES": True,
+                "WRITE_MAPS": writes,
+                "READ_MAPS": reads,
+                "TILE": reductions_triton.SCAN_TILE,
+                "WINDOW": reductions_triton.SCAN_WINDOW,
+            },
+            reductions_triton.SCAN_WARPS,
+        )
+        for name, writes, reads in (("one tile", False, False), ("maps", True, False), ("many tiles", False, True))
+    ]
+
+
+def _sampling_variants() -> list[KernelVariant]:
+    """A vocabulary of 151,936."""
+    numbers = {"chunks": "i32", "vocab_size": "i32", "temperature": "fp32"}
+    found = []
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        reduced = {"logits": f"*{name}", "maxima": "*fp32", "sums": "*fp64"} | numbers
+        sizes = {"WIDTH": 151936, "SCALED": True, "CHUNK": sampling_triton.CHUNK}
+        found.append(KernelVariant(f"sampling chunks {name}", sampling_triton.reduce_chunks, reduced, sizes))
+        sizes = sizes | {"LOW": sampling_triton.LOW_BITS[dtype], "CHUNKS": 64}
+        lists = {"bounds": "*i32", "quotas": "*i32", "kept": "*fp64", "before": "*i32"}
+        bounded = {"logits": f"*{name}", "maxima": "*fp32"} | lists | numbers | {"top_k": "i32"}
+        for top_p in (0.95, 1.0):
+            filters = {"TOP_K": True, "TOP_P": top_p, "WIDE": sampling_triton.WIDE}
+            title = f"sampling top-k {name}" + " top-p" * (top_p < 1)
+            found.append(
+                KernelVariant(
+                    title,
+                    sampling_triton.find_bounds,
+                    bounded,
+                    sizes | filters,
+                    16,
+                    maxnreg=sampling_triton.MAX_REGISTERS,
+                )
+            )
+        drawn = {"logits": f"*{name}", "uniform": "*fp64", "maxima": "*fp32", "sums": "*fp64"} | lists
+        drawn |= {"token_ids": "*i64", "log_probs": "*fp32"} | numbers
+        for filtered in (False, True):
+            flags = {"GREEDY": False, "FILTERED": filtered}
+            title = f"sampling draw {name}" + " filtered" * filtered
+            found.append(KernelVariant(title, sampling_triton.draw, drawn, sizes | flags, 8))
+    return found
+
+
+def kernel_variants() -> list[KernelVariant]:
+    return [
+        *_decode_attention_variants(),
+        *_rms_norm_variants(),
+        *_swiglu_variants(),
+        *_rope_variants(),
+        *_linear_log_prob_variants(),
+        *_pack_variants(),
+        *_group_variants(),
+        *_whiten_variants(),
+        *_scan_variants(),
+        *_sampling_variants(),
+    ]
