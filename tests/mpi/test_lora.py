@@ -20,7 +20,7 @@ from hpcrl.model.hf.peft import CONFIG, adapter_config
 from hpcrl.model.lora import Lora, is_adapter
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
-from hpcrl.workers.hf_export import ExportWorker
+from hpcrl.workers.weight_transfer import ExportWorker
 from tests.model.families import make_model
 from tests.mpi.layouts import (
     MIXTURE,

@@ -17,7 +17,7 @@ from hpcrl.rollout.agent.tools import BadCall, Call, Parser
 from hpcrl.rollout.agent.turn_template import Message, TurnTemplate
 from hpcrl.rollout.protocol import FinishReason, Trajectory
 from hpcrl.sandbox.process_pool import ProcessPool
-from hpcrl.sandbox.worker_process import Outcome
+from hpcrl.sandbox.worker import Outcome
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig

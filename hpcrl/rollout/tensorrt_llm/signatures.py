@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcrl.runtime import trtllm
+from hpcrl.runtime import mpi
 from hpcrl.runtime.check import Finding, cuda, package, torch
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import abort
@@ -139,7 +139,7 @@ def findings(comm: MPI.Intracomm) -> list[Finding]:
     """Collective over all ranks: where MPI allows it, tensorrt_llm is imported."""
     found = [torch(), _gpu(), package("tensorrt_llm")]
     try:
-        trtllm.import_on_all_ranks(comm)
+        mpi.import_on_all_ranks(comm)
     except InputError as error:
         if not error.everywhere:  # the others may spin in the import
             abort(error, rank=comm.rank, role="check", phase="import")

@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.config.schema import JobConfig
 from hpcrl.runtime.exits import InputError
-from hpcrl.slurm.allocation import check_slice
+from hpcrl.slurm.submit import check_slice
 
 
 def test_node_hours() -> None:
