@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from hpcrl.run.run import Run as Run
     from hpcrl.workers.actor import ActorWorker as ActorWorker
     from hpcrl.workers.critic import CriticWorker as CriticWorker
+    from hpcrl.workers.frozen import RefWorker as RefWorker
     from hpcrl.workers.model_worker import ModelWorker as ModelWorker
-    from hpcrl.workers.ref import RefWorker as RefWorker
-    from hpcrl.workers.refit import RefitWorker as RefitWorker
     from hpcrl.workers.rollout import RolloutWorker as RolloutWorker
     from hpcrl.workers.scorer import ScorerWorker as ScorerWorker
+    from hpcrl.workers.weight_transfer import RefitWorker as RefitWorker
 
 _MODULES = {
     # jobs
@@ -68,10 +68,10 @@ _WORKERS = {  # with megatron-core
     "ModelWorker": "hpcrl.workers.model_worker",
     "ActorWorker": "hpcrl.workers.actor",
     "CriticWorker": "hpcrl.workers.critic",
-    "RefWorker": "hpcrl.workers.ref",
+    "RefWorker": "hpcrl.workers.frozen",
     "RolloutWorker": "hpcrl.workers.rollout",
     "ScorerWorker": "hpcrl.workers.scorer",
-    "RefitWorker": "hpcrl.workers.refit",
+    "RefitWorker": "hpcrl.workers.weight_transfer",
 }
 
 __all__ = sorted([*_MODULES, *_WORKERS])  # noqa: PLE0605

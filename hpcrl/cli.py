@@ -140,7 +140,7 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
     if dry_run.requested(os.environ):
         dry_run.main(arguments, lambda: load_job(name))
     from hpcrl.runtime.job import run_spmd
-    from hpcrl.runtime.stop import block_signals
+    from hpcrl.runtime.store import block_signals
 
     is_file = name.endswith(".py")
     if is_file:
@@ -174,7 +174,7 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
 def memory_advice(
     job: type[Job], config: Config, num_ranks: int, rank: int, role: str | None, phase: str | None
 ) -> str:
-    from hpcrl.plan.out_of_memory import advice
+    from hpcrl.plan.fixes import advice
 
     if job.memory_advice:
         return f"to need less: {job.memory_advice}"

@@ -1,4 +1,4 @@
-"""Names, comments, docstrings, messages and pages use the field's terms: programs are not persons, and nothing is a riddle.
+"""Names, comments, docstrings, messages and pages use the field's terms; programs are not described as persons.
 
 The list has the words that crept in most often. A line that needs one of them is matched by ALLOWED.
 """

@@ -71,3 +71,13 @@ class TensorBatch:
         if name not in self.tokens:
             raise KeyError(f"no token-level column {name!r}; there are {sorted(self.tokens)}")
         return self.tokens[name].padded(fill)
+
+
+def training_mask(batch: DataProto | TensorBatch) -> torch.Tensor:
+    """fp32 (N, longest response): 1 on the tokens that count, those that the model wrote without those rejected."""
+    return batch.padded("loss_mask" if "loss_mask" in batch.tokens else "response_mask").float()
+
+
+def padded_if_there(batch: DataProto | TensorBatch, name: str) -> torch.Tensor | None:
+    """A column that only some jobs have, right-padded: (N, longest row)."""
+    return batch.padded(name) if name in batch.tokens else None

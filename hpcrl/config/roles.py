@@ -60,27 +60,27 @@ ACTOR = RoleSpec(
     "actor", "hpcrl.workers.actor:ActorWorker", head="lm", trains=True, max_tokens="ppo_max_token_len_per_gpu"
 )
 # The actor's weights in the actor's layout, without gradients and optimizer.
-POLICY = replace(ACTOR, worker="hpcrl.workers.policy:PolicyWorker", trains=False)
+POLICY = replace(ACTOR, worker="hpcrl.workers.frozen:PolicyWorker", trains=False)
 CRITIC = RoleSpec(
     "critic", "hpcrl.workers.critic:CriticWorker", head="value", trains=True, max_tokens="ppo_max_token_len_per_gpu"
 )
-REF = RoleSpec("ref", "hpcrl.workers.ref:RefWorker", head="lm", max_tokens="log_prob_max_token_len_per_gpu")
+REF = RoleSpec("ref", "hpcrl.workers.frozen:RefWorker", head="lm", max_tokens="log_prob_max_token_len_per_gpu")
 TEACHER = RoleSpec(
-    "teacher", "hpcrl.workers.teacher:TeacherWorker", head="lm", max_tokens="log_prob_max_token_len_per_gpu"
+    "teacher", "hpcrl.workers.frozen:TeacherWorker", head="lm", max_tokens="log_prob_max_token_len_per_gpu"
 )
 REWARD = RoleSpec(
     "reward",
-    "hpcrl.workers.reward:RewardModelWorker",
+    "hpcrl.workers.frozen:RewardModelWorker",
     section="reward.reward_model",
     head="reward",
     max_tokens="max_token_len_per_gpu",
 )
 ROLLOUT = RoleSpec("rollout", "hpcrl.workers.rollout:RolloutWorker")
 SCORER = RoleSpec("scorer", "hpcrl.workers.scorer:ScorerWorker", on=("rollout",))
-REFIT = RoleSpec("refit", "hpcrl.workers.refit:RefitWorker", on=("actor", "rollout"))
-EXPORT = RoleSpec("export", "hpcrl.workers.hf_export:ExportWorker", on=("actor",))
-ARCHIVE = RoleSpec("archive", "hpcrl.workers.archive:ArchiveWorker", on=("actor",))
-GENERATIONS = RoleSpec("generations", "hpcrl.workers.generations:GenerationsWorker", on=("rollout",))
+REFIT = RoleSpec("refit", "hpcrl.workers.weight_transfer:RefitWorker", on=("actor", "rollout"))
+EXPORT = RoleSpec("export", "hpcrl.workers.weight_transfer:ExportWorker", on=("actor",))
+ARCHIVE = RoleSpec("archive", "hpcrl.workers.records:ArchiveWorker", on=("actor",))
+GENERATIONS = RoleSpec("generations", "hpcrl.workers.records:GenerationsWorker", on=("rollout",))
 
 PLACED = (
     ACTOR,

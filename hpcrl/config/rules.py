@@ -261,8 +261,8 @@ def _check_router_replay(config: Config) -> None:
     mode = config.actor.router_replay.mode
     if mode == "R3" and config.rollout.engine != "native":
         raise ConfigError(
-            f"actor.router_replay.mode=R3: rollout.engine={config.rollout.engine} does not report the experts of tokens; "
-            "use R2, or rollout.engine=native"
+            f"actor.router_replay.mode=R3: rollout.engine={config.rollout.engine} does not report the experts of "
+            "tokens; use R2, or rollout.engine=native"
         )
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
         raise ConfigError(

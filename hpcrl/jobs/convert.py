@@ -16,7 +16,7 @@ from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, EXPORT, POLICY
 from hpcrl.config.schema import CheckpointConfig, Config
 from hpcrl.run.job import Job
-from hpcrl.run.weights_config import config_of, folder_of
+from hpcrl.run.job_config import config_of, folder_of
 from hpcrl.runtime.exits import DONE, OTHER, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.world import World
@@ -67,9 +67,8 @@ class Convert(Job):
 
 def convert(world: World, controller: Controller, config: Config, source: Path, target: Path) -> int:
     """The controller's program, on rank 0; gives the exit code."""
-    from hpcrl.run.hf_export import export
     from hpcrl.run.run import versions
-    from hpcrl.run.saver import Saver
+    from hpcrl.run.saver import Saver, export
 
     controller["actor"].load(str(source), role="actor", weights_only=True).get()
     if is_hugging_face(source):

@@ -78,7 +78,7 @@ def evaluate(controller: Controller, config: Config, inputs: Inputs, start: Star
     write_config(config)
     generations = config.trainer.validation_data_dir
     _keep_earlier(folder, step, [generations] if generations else [])
-    from hpcrl.run.validator import Validator
+    from hpcrl.run.validation import Validator
 
     validator = Validator.of_job(controller, config, inputs, folder)
     refit = load_engine(controller, start, step, timers)

@@ -16,10 +16,11 @@ import numpy as np
 
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.generation_file import GenerationFile, Key
 from hpcrl.run.inference import (
     INFERENCE_ADVICE,
     DerivedGenerate,
+    GenerationFile,
+    Key,
     check_inference,
     close,
     inference_roles,

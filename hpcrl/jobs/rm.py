@@ -127,8 +127,8 @@ class RewardModel(TrainingJob):
         return Inputs(shape, tokenizer, pairs=pairs)
 
     def roles(self) -> list[RoleSpec]:
-        model = replace(REWARD, worker="hpcrl.workers.preference:PreferenceWorker", trains=True)
-        return [model, RoleSpec("data", "hpcrl.workers.preference:PreferenceDataWorker", on=("reward",))]
+        model = replace(REWARD, worker="hpcrl.workers.supervised:PreferenceWorker", trains=True)
+        return [model, RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("reward",))]
 
     def total_steps(self) -> int:
         return self.config.rm.total_training_steps

@@ -21,12 +21,12 @@ from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, POLICY
 from hpcrl.config.schema import Config
 from hpcrl.run.job import Job
-from hpcrl.run.weights_config import config_of
+from hpcrl.run.job_config import config_of
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.telemetry.progress import Progress
 
 if TYPE_CHECKING:
-    from hpcrl.workers.policy import PolicyWorker
+    from hpcrl.workers.frozen import PolicyWorker
 
 log = logging.getLogger(__name__)
 

@@ -102,8 +102,8 @@ class Sft(TrainingJob):
         return inputs
 
     def roles(self) -> list[RoleSpec]:
-        actor = replace(ACTOR, worker="hpcrl.workers.sft:SftActorWorker")
-        data = RoleSpec("data", "hpcrl.workers.sft:SftDataWorker", on=("actor",))
+        actor = replace(ACTOR, worker="hpcrl.workers.supervised:SftActorWorker")
+        data = RoleSpec("data", "hpcrl.workers.supervised:SftDataWorker", on=("actor",))
         export = [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
         return [actor, data, *export, *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else [])]
 
@@ -115,7 +115,7 @@ class Sft(TrainingJob):
         return self.config.sft.eval_freq
 
     def set_up(self, run: Run) -> None:
-        from hpcrl.run.validator import Validator
+        from hpcrl.run.validation import Validator
 
         self.validator = None
         if self.config.sft.eval_freq > 0:

@@ -13,7 +13,7 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, EXPORT, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.run.job import TrainingJob
-from hpcrl.run.prepare import derive as derive_with_torch
+from hpcrl.run.job_config import derive as derive_with_torch
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 
@@ -74,7 +74,7 @@ class Train(TrainingJob):
 
     def balance_batch(self, batch: DataProto) -> dict[str, float]:
         """Assign samples to replicas, and decide whether the step's only update supplies the old log-probs."""
-        from hpcrl.run.assignment import assign_to_replicas
+        from hpcrl.run.rollouts import assign_to_replicas
 
         is_one_update = batch.meta_info["num_prompts"] <= self.config.actor.ppo_mini_batch_size  # recorded: any number
         batch.meta_info["old_log_prob_in_update"] = (
@@ -160,7 +160,7 @@ class Train(TrainingJob):
         from hpcrl.algorithms.kl import make_kl_controller
         from hpcrl.model.sizes import peak_of
         from hpcrl.run.rollouts import make_rollout_source
-        from hpcrl.run.validator import Validator
+        from hpcrl.run.validation import Validator
 
         config, prompts = self.config, self.inputs.prompts
         log.info(
@@ -188,8 +188,8 @@ class Train(TrainingJob):
     def step_metrics(
         self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
     ) -> dict[str, float]:
-        from hpcrl.rollout_source.staleness import idle_metrics
-        from hpcrl.run.mfu import mfu_metrics
+        from hpcrl.rollout_source.source import idle_metrics
+        from hpcrl.run.performance import mfu_metrics
 
         found: dict[str, float] = {}
         if self.peak_flops is not None:

@@ -4,9 +4,9 @@ Context parallelism: the packed tokens are split into 2 cp chunks, and rank r ha
 causal attention is about equal work on all ranks (Llama 3 report, arXiv:2407.21783, section 3.3.2). Keys and values are
 gathered, queries stay.
 
-Buckets: one padded array would be as wide as the longest sequence; sequences of less than half of this width go to another
-array, so that no array is more than half padding. Index functions use integers only; every rank computes them for
-itself.
+Buckets: one padded array would be as wide as the longest sequence; shorter sequences, of less than half of this width,
+go to another array, so that no array is more than half padding. Index functions use integers only; every rank computes
+them for itself.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hpcrl.rewards.registry import rule_for
 from hpcrl.rewards.score_worker import Source
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox.process_pool import ProcessPool, RateLimit
-from hpcrl.sandbox.worker_process import Outcome
+from hpcrl.sandbox.worker import Outcome
 
 if TYPE_CHECKING:
     import numpy as np

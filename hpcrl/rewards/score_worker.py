@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
-from hpcrl.sandbox import worker_supervisor
-from hpcrl.sandbox.worker_process import (
+from hpcrl.sandbox import worker
+from hpcrl.sandbox.worker import (
     Answer,
     Outcome,
     Ready,
@@ -61,7 +61,7 @@ class Source:
 
     def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
         """Load the function, send Ready, and answer each (number, request) until the pipe closes."""
-        worker_supervisor.supervise(lambda: work(pipe, self, memory_limit_mb), log)
+        worker.supervise(lambda: work(pipe, self, memory_limit_mb), log)
 
     def load_error(self, why: str) -> InputError:
         """The error to raise when the function cannot be loaded."""

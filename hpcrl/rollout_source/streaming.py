@@ -14,8 +14,7 @@ import numpy as np
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.curriculum import step_report
-from hpcrl.rollout_source.prompt_groups import differing, num_prompts, numbered
-from hpcrl.rollout_source.scoring import score
+from hpcrl.rollout_source.scoring import differing, num_prompts, numbered, score
 from hpcrl.rollout_source.source import Gathering, RolloutContext, RolloutState, SamplePool
 from hpcrl.workers.response_stream import Finished
 

@@ -12,7 +12,7 @@ from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, Section, extended
-from hpcrl.run.prepare import with_presets
+from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.exits import DONE
 from hpcrl.runtime.world import World
 

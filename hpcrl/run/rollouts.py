@@ -1,20 +1,26 @@
-"""The rollout source that `async_training.mode` asks for."""
+"""The samples of a step: the source that `async_training.mode` asks for, and their assignment to replicas."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.packing import mini_batch_of
 from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.controller.controller import replica_column
 from hpcrl.data.sampler import Sampler
-from hpcrl.rollout_source.one_step_off import OneStepOff
-from hpcrl.rollout_source.source import RolloutContext, RolloutSource
+from hpcrl.rollout_source.source import RolloutContext, RolloutSource, WeightSync
+from hpcrl.rollout_source.stepwise import OneStepOff, Recorded, Synchronous
 from hpcrl.rollout_source.streaming import Streaming
-from hpcrl.rollout_source.synchronous import Recorded, Synchronous
-from hpcrl.rollout_source.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run
+
 
 log = logging.getLogger(__name__)
 
@@ -41,3 +47,38 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
         log.info("async_training.mode=%s with %s", mode, config.algorithm.rollout_correction)
     source: RolloutSource = (Recorded if config.trainer.rollouts_from is not None else SOURCES[mode])(context)
     return source
+
+
+def assign_to_replicas(batch: DataProto, config: Config, derived: Derived) -> dict[str, float]:
+    """Adds a column for each data-parallel degree, once for the step; returns `global_seqlen/*`, in tokens.
+
+    The samples of a prompt stay together; tokens are balanced inside each mini-batch of the first pass.
+    """
+    samples, num_prompts = batch.samples, batch.meta_info["num_prompts"]
+    tokens = (samples["prompt_length"] + samples["response_length"]).astype(np.int64)
+    of_prompt = mini_batch_of(
+        num_prompts,
+        config.actor.ppo_mini_batch_size,
+        seed=config.run.seed,
+        step=batch.meta_info["step"],
+        ppo_epoch=0,
+        shuffle=config.actor.shuffle,
+    )
+    mini_batch = of_prompt[samples["prompt"]]
+    for dp in sorted({role.dp for role in derived.roles.values()}):
+        if config.trainer.balance_batch:
+            assignment = balanced_assignment(tokens, dp, groups=samples["prompt"], mini_batches=mini_batch)
+        else:
+            assignment = (samples["prompt"] * dp // num_prompts).astype(np.int32)
+        samples[replica_column(dp)] = assignment
+    dp = derived.roles["actor"].dp
+    per_replica = np.bincount(samples[replica_column(dp)], tokens, minlength=dp)
+    unbalanced = np.bincount(samples["prompt"] * dp // num_prompts, tokens, minlength=dp)
+    return {
+        "global_seqlen/min": float(unbalanced.min()),
+        "global_seqlen/max": float(unbalanced.max()),
+        "global_seqlen/minmax_diff": float(np.ptp(unbalanced)),
+        "global_seqlen/mean": float(per_replica.mean()),
+        "global_seqlen/balanced_min": float(per_replica.min()),
+        "global_seqlen/balanced_max": float(per_replica.max()),
+    }

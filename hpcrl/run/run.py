@@ -20,11 +20,9 @@ from hpcrl.controller.register import Registration
 from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back, origin_of
 from hpcrl.rollout_source.source import RolloutSource, write_samples
 from hpcrl.run.calls import Call, PendingBatch, Role
-from hpcrl.run.hf_export import export, export_adapter
-from hpcrl.run.profiled_steps import PROFILE_FOLDER, ProfiledSteps
-from hpcrl.run.saver import Saver
+from hpcrl.run.performance import PROFILE_FOLDER, ProfiledSteps, Stragglers
+from hpcrl.run.saver import Saver, export, export_adapter
 from hpcrl.run.start import Start, flatten, set_aside, warn_of_changes
-from hpcrl.run.stragglers import Stragglers
 from hpcrl.run.time_budget import StopRequested, TimeBudget
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, write_exit

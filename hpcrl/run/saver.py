@@ -1,7 +1,8 @@
-"""The checkpoints of a run, made while it goes on: a save that fails costs that checkpoint, not the run."""
+"""The checkpoints of a run, written while training continues, and exports of the policy."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -12,15 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.checkpoint.manifest import SavedPart, error_line
-from hpcrl.checkpoint.store import CheckpointStore, Retention
-from hpcrl.config.schema import TrainerConfig
+from hpcrl.checkpoint.store import CheckpointStore, Retention, is_hugging_face
+from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.controller.controller import Controller
+from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config, plan_files, write_beside
+from hpcrl.model.shape import Lora
+from hpcrl.plan.state import ITEMSIZE
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.rendezvous import KeyValueStore
+from hpcrl.runtime.store import KeyValueStore
 from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
+
 
 log = logging.getLogger(__name__)
 
@@ -205,3 +210,33 @@ def retention(trainer: TrainerConfig) -> Retention:
         metric=options.best_metric,
         larger_is_better=options.best_mode == "max",
     )
+
+
+def export(controller: Controller, config: Config, folder: Path) -> None:
+    """The policy as a Hugging Face directory, `folder`, which is made. On rank 0; raises OSError."""
+    folder.mkdir(parents=True)
+    shape = controller["export"].shape().get()[0]
+    _raise(controller["export"].write(str(folder)).get())
+    like = Path(config.model.path) if config.model.path is not None else None
+    tokenizer = config.model.tokenizer or config.model.path
+    itemsize = ITEMSIZE[config.model.dtype]
+    files = plan_files(shape, itemsize, controller["export"].layout.size)
+    write_beside(folder, files, shape, itemsize, config.model.dtype, like, Path(tokenizer) if tokenizer else None)
+
+
+def export_adapter(controller: Controller, config: Config, folder: Path) -> None:
+    """The policy's adapters in PEFT's format in `folder`, which is made. On rank 0; raises OSError."""
+    folder.mkdir(parents=True)
+    shape, lora = controller["export"].shape().get()[0], Lora.from_config(config.model)
+    assert lora is not None
+    _raise(controller["export"].write_adapter(str(folder)).get())
+    named = config.model.init_from or config.model.path
+    base = named if named is not None and is_hugging_face(Path(named)) else None
+    settings = adapter_config(shape, lora, base)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _raise(problems: list[tuple[int | None, str, str] | None]) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise OSError(*problem)

@@ -34,7 +34,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, wait, wait_all
 from hpcrl.runtime.rank_status import RankStatus
-from hpcrl.runtime.rendezvous import own_address
+from hpcrl.runtime.store import own_address
 from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import abort, finish, start_mpi
 

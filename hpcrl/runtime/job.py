@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from hpcrl.runtime import exits, rank_status, watchdog
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.launcher import is_first_launched
+from hpcrl.runtime.launcher import end_of_allocation, is_first_launched
 from hpcrl.runtime.mpi import broadcast_object
 from hpcrl.runtime.rank_status import RankStatus
-from hpcrl.runtime.stop import StopRequests, block_signals, end_of_allocation
+from hpcrl.runtime.store import StopRequests, block_signals
 from hpcrl.runtime.world import (
     World,
     abort,

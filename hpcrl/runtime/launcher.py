@@ -1,14 +1,18 @@
 """What the launcher and the batch system set for a process: its rank and node, and whether MPI found the other ranks.
 
-Environment variables and strings only: nothing here calls MPI.
+Nothing here calls MPI.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping
+from datetime import datetime
+
+SQUEUE_TIMEOUT = 20.0  # seconds, for a busy slurmctld
 
 
 def node_name() -> str:
@@ -78,3 +82,24 @@ def split_world(environ: Mapping[str, str], size: int, library: str) -> str | No
 
 def srun_flag(mpich: bool) -> str:
     return "--mpi=pmi2" if mpich else "--mpi=pmix"
+
+
+def end_of_allocation(environ: Mapping[str, str]) -> float | None:
+    """End of the allocation in seconds since the epoch, or None without a batch system.
+
+    Reads HPCRL_END_TIME, which the templates export because compute nodes may lack squeue, then the variable of newer
+    versions of Slurm. Otherwise starts squeue, so call it before MPI starts.
+    """
+    for name in ("HPCRL_END_TIME", "SLURM_JOB_END_TIME"):
+        if environ.get(name, "").isdigit():
+            return float(environ[name])
+    return _ask_slurm(environ["SLURM_JOB_ID"]) if "SLURM_JOB_ID" in environ else None
+
+
+def _ask_slurm(job: str) -> float | None:
+    command = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT).stdout.strip()
+        return datetime.fromisoformat(output).timestamp()  # in the local time zone, as squeue prints it
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None

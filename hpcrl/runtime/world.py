@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpcrl.runtime import exits, gpus, trtllm
+from hpcrl.runtime import exits, gpus, mpi
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
 from hpcrl.runtime.launcher import on_one_node, split_world
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
-from hpcrl.runtime.rendezvous import KeyValueStore, connect_store, open_store
-from hpcrl.runtime.stop import StopRequests
+from hpcrl.runtime.store import KeyValueStore, StopRequests, connect_store, open_store
 from hpcrl.sandbox import fork_server
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def start_torch(
     node.Free()
     torch.set_num_threads(threads)
     if with_tensorrt_llm:
-        trtllm.import_on_all_ranks(comm)
+        mpi.import_on_all_ranks(comm)
     timeout = None
     if shares_gpu:
         backend = "mpi_host"

@@ -1,19 +1,28 @@
 """Child processes of a rank, forked by multiprocessing's fork server, which is started before MPI.
 
 MPI and CUDA do not survive a fork, and a child that inherits a launcher's variables would be taken for a rank.
+
+The server preloads this module. Batch systems send signals to every process of a job: the server ignores them; its
+children start with the defaults and an empty mask, so that they can be terminated, and `worker.supervise` installs its
+own handlers. A rank that was killed removes no files. The files through which it reaches its server are removed when
+the server ends, which is when the rank and all of its children have ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
+
+from hpcrl.sandbox.process_tree import STEP_SIGNALS
 
 LAUNCHER_PREFIXES = (
     "PMI_",
@@ -40,7 +49,7 @@ def start() -> None:
     """Start the server that all children are forked from. Call it before MPI starts, so that the server has no MPI."""
     full = dict(os.environ)
     # by default the server imports the program's main module
-    context().set_forkserver_preload(["hpcrl.sandbox.fork_server_preload"])
+    context().set_forkserver_preload([__name__])
     os.environ[FOLDER] = util.get_temp_dir()
     try:
         for name in full.keys() - without_launcher_variables(full).keys():
@@ -86,3 +95,29 @@ def spawn(target: Callable[..., Any], args: tuple[Any, ...]) -> ForkServerProces
     finally:
         sys.modules["__main__"] = main
     return child
+
+
+def _prepare_server() -> None:
+    """Make this process, which is the server, ignore signals and remove files."""
+    folder, server = os.environ.pop(FOLDER), os.getpid()
+    os.setpgid(0, 0)  # MPICH's launcher ends an aborted job by killing the ranks' process groups
+
+    def remove_folder() -> None:
+        if os.getpid() == server:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def restore_signals() -> None:
+        if os.getppid() != server:  # a child's own children keep what the child has set
+            return
+        for signum in STEP_SIGNALS:
+            signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
+
+    atexit.register(remove_folder)
+    for signum in STEP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    os.register_at_fork(after_in_child=restore_signals)
+
+
+if FOLDER in os.environ:
+    _prepare_server()

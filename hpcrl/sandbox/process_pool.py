@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, ClassVar, Protocol
 
 from hpcrl.sandbox import fork_server, process_tree
-from hpcrl.sandbox.worker_process import Answer, Fate, Outcome, Ready
+from hpcrl.sandbox.worker import Answer, Fate, Outcome, Ready
 
 log = logging.getLogger(__name__)
 

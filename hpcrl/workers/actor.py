@@ -21,6 +21,7 @@ from hpcrl.algorithms.statistics import (
 )
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import padded_if_there, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ACTOR
@@ -29,7 +30,6 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.actor_objective import ActorObjective
-from hpcrl.workers.columns import padded_if_there, training_mask
 from hpcrl.workers.model_worker import ModelWorker, Updates
 
 

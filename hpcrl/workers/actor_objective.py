@@ -12,11 +12,10 @@ from hpcrl.algorithms.distillation import Distillation, distillation_loss
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
 from hpcrl.algorithms.policy_losses import get_policy_loss
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.tensors import TensorBatch, padded_if_there, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
 from hpcrl.config.schema import Config
-from hpcrl.workers.columns import padded_if_there, training_mask
 
 Outputs = dict[str, torch.Tensor]
 Loss = Callable[[Outputs, TensorBatch], tuple[torch.Tensor, dict[str, Metric]]]

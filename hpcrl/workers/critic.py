@@ -10,14 +10,13 @@ from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.metrics import Metric, Sum
 from hpcrl.algorithms.value_loss import value_loss
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.tensors import TensorBatch, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import CRITIC
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
-from hpcrl.workers.columns import training_mask
 from hpcrl.workers.model_worker import ModelWorker, Updates
 
 

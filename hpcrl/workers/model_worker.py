@@ -15,6 +15,7 @@ from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, to_floats
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.packing import mini_batch_of
+from hpcrl.batch.tensors import training_mask
 from hpcrl.checkpoint.manifest import SavedPart
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.roles import offloaded
@@ -24,7 +25,6 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.hf.directory import open_weights
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.workers.columns import training_mask
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan

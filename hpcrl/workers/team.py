@@ -24,7 +24,7 @@ from hpcrl.rollout.agent.tools import tool_schemas
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
-from hpcrl.workers.teacher import teacher_shape
+from hpcrl.workers.frozen import teacher_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

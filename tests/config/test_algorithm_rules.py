@@ -10,7 +10,7 @@ import pytest
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES as REGISTRY
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.prepare import derive, with_presets
+from hpcrl.run.job_config import derive, with_presets
 from hpcrl.workers.actor_objective import ActorObjective
 
 CASES: list[tuple[dict[str, Any], str]] = [

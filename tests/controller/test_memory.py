@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrl.controller.busy import BusyReport, MemoryLedger, MemoryUse
-from hpcrl.run.memory import GIB, memory_metrics
+from hpcrl.run.performance import GIB, memory_metrics
 
 
 def test_an_outer_phase_takes_what_its_inner_ones_take() -> None:

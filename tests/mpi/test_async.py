@@ -86,7 +86,7 @@ def test_samples_that_a_full_disk_does_not_take_cost_the_checkpoint_and_not_the_
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             super().append(tokens, samples)
 
-    monkeypatch.setattr("hpcrl.workers.archive.RolloutLog", FullDisk)
+    monkeypatch.setattr("hpcrl.workers.records.RolloutLog", FullDisk)
     folder = run(lab, "full_disk", "one_step_off", steps=3, trainer={"save_freq": 1})
     assert [line.get("perf/failed_saves") for line in lines(folder)] == [None, None, 1.0]
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())

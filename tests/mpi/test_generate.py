@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config.schema import Config
 from hpcrl.run.inference import inside_run
-from hpcrl.run.prepare import with_presets
+from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.exits import InputError
 from tests.mpi.lab import Lab, metrics, own_layout, run_job
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.model.hf.families import read_shape
 from hpcrl.model.hf.files import plan_files, write_beside
-from hpcrl.workers.hf_export import ExportWorker
 from hpcrl.workers.model_worker import ModelWorker
+from hpcrl.workers.weight_transfer import ExportWorker
 from tests.model.families import EXPERTS, MODELS, make_model
 from tests.mpi.layouts import (
     EXPERT_LAYOUTS,

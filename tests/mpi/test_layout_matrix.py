@@ -29,7 +29,7 @@ from hpcrl.runtime.world import World
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.critic import CriticWorker
 from hpcrl.workers.model_worker import ModelWorker
-from hpcrl.workers.sft import SftActorWorker
+from hpcrl.workers.supervised import SftActorWorker
 from tests.mpi.layouts import EXPERT_SIZES, MIXTURE, SHAPE, SIZES, assert_slices, gradients, make_batch, part_of
 
 AXES: dict[str, Sequence[int]] = {

@@ -19,7 +19,7 @@ from hpcrl.model.hf.families import read_shape
 from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config
 from hpcrl.model.shape import Lora, ModelShape, is_adapter
 from hpcrl.runtime.exits import InputError
-from hpcrl.workers.hf_export import ExportWorker
+from hpcrl.workers.weight_transfer import ExportWorker
 from tests.model.families import make_model
 from tests.mpi.layouts import (
     MIXTURE,

@@ -64,7 +64,7 @@ def test_profiled_steps_have_a_trace_per_rank_and_the_numbers_of_others(world, l
         assert all(generate.holds(each) for each in (*found["prefill"], *found["decode"]))
     assert "controller.step" in ranges(written[0])
     if world.rank == 0:
-        lines = [record.getMessage() for record in caplog.records if record.name == "hpcrl.run.profiled_steps"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "hpcrl.run.performance"]
         told, warned = lines
         assert told == f"profile of step 2: {profiled / 'profile' / 'step_00000002'}_rank_*.json.gz"
         assert warned.startswith("1 of the traces of step 2 could not be written") and "rank 1: " in warned

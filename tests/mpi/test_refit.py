@@ -25,7 +25,7 @@ from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime import exits
 from hpcrl.runtime.world import World
-from hpcrl.workers.refit import refit_metrics
+from hpcrl.workers.weight_transfer import refit_metrics
 from tests.covering import covering
 from tests.live_bytes import LiveBytes, all_tensors
 from tests.mpi.layouts import SHAPE as TRAINED

@@ -27,8 +27,8 @@ from hpcrl.jobs.rm import RewardModel
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.world import World
-from hpcrl.workers.preference import PreferenceDataWorker
-from hpcrl.workers.reward import RewardModelWorker
+from hpcrl.workers.frozen import RewardModelWorker
+from hpcrl.workers.supervised import PreferenceDataWorker
 from tests.mpi.lab import run_job
 from tests.mpi.layouts import SGD, SHAPE, SOME_LAYOUTS, assert_slices, gradients, make_batch, save_sharded
 

@@ -19,8 +19,8 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.exits import InputError
+from hpcrl.workers.frozen import TeacherWorker, teacher_shape
 from hpcrl.workers.model_worker import ModelWorker
-from hpcrl.workers.teacher import TeacherWorker, teacher_shape
 from tests.mpi.layouts import SGD, SHAPE, TOKENS, Policy, make_batch, seeded
 
 TOPK = 6

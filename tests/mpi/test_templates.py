@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.loader import load_config
-from hpcrl.run.prepare import with_presets
+from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.job import run_directory
 from tests.mpi.lab import run_job
 

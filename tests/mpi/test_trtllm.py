@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.rollout.tensorrt_llm.engine import GenerateCall
-from hpcrl.runtime import trtllm
+from hpcrl.runtime import mpi
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
 
@@ -81,6 +81,6 @@ def test_every_rank_hears_the_same(world: World) -> None:
 
 def test_without_the_package_all_ranks_refuse_together(world: World) -> None:
     with pytest.raises(InputError) as caught:
-        trtllm.import_on_all_ranks(world.comm)
+        mpi.import_on_all_ranks(world.comm)
     assert caught.value.everywhere
     assert len(set(world.all_gather_object(str(caught.value)))) == 1

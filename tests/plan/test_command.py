@@ -13,9 +13,9 @@ import torch
 from hpcrl.config.loader import load_config
 from hpcrl.jobs.train import Train
 from hpcrl.model.shape import ModelShape
-from hpcrl.plan.command import describe
-from hpcrl.plan.disk import checkpoint_bytes, kept_checkpoints
-from hpcrl.plan.memory import GIB, Row, TrainingPlan, cheapest_fix, tightest, with_keys
+from hpcrl.plan.command import checkpoint_bytes, describe, kept_checkpoints
+from hpcrl.plan.fixes import cheapest_fix, tightest
+from hpcrl.plan.memory import GIB, Row, TrainingPlan, with_keys
 from hpcrl.rollout.native.engine import NativeEngine
 
 ROOT = Path(__file__).parents[2]

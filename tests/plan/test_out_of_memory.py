@@ -7,15 +7,13 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import registration_of
+from hpcrl.plan.fixes import PHASES, advice
 from hpcrl.plan.memory import GIB, TrainingPlan
-from hpcrl.plan.out_of_memory import PHASES, advice
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.critic import CriticWorker
-from hpcrl.workers.ref import RefWorker
-from hpcrl.workers.refit import RefitWorker
-from hpcrl.workers.reward import RewardModelWorker
+from hpcrl.workers.frozen import RefWorker, RewardModelWorker, TeacherWorker
 from hpcrl.workers.rollout import RolloutWorker
-from hpcrl.workers.teacher import TeacherWorker
+from hpcrl.workers.weight_transfer import RefitWorker
 from tests.runtime.conftest import REPOSITORY
 
 KINDS = {

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    *("hpcrl.cli", "hpcrl.config.loader", "hpcrl.config.derive", "hpcrl.run.prepare", "hpcrl.jobs.train"),
+    *("hpcrl.cli", "hpcrl.config.loader", "hpcrl.config.derive", "hpcrl.run.job_config", "hpcrl.jobs.train"),
     *("hpcrl.jobs.sft", "hpcrl.jobs.rm", "hpcrl.jobs.generate", "hpcrl.jobs.evaluate"),
-    *("hpcrl.jobs.convert", "hpcrl.jobs.score", "hpcrl.run.weights_config"),
+    *("hpcrl.jobs.convert", "hpcrl.jobs.score", "hpcrl.run.job_config"),
     *("numpy.random", "h5py", "torch.utils.tensorboard.writer"),
     *("hpcrl.checkpoint.sharded_load", "hpcrl.checkpoint.sharded_save", "hpcrl.plan.dry_run"),
 )

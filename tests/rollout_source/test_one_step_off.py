@@ -13,8 +13,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Future
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.rollout_source.background_task import Steps
-from hpcrl.rollout_source.one_step_off import OneStepOff
 from hpcrl.rollout_source.source import Collected, RolloutContext
+from hpcrl.rollout_source.stepwise import OneStepOff
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.progress import PhaseTimers
 

@@ -20,9 +20,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.data.sampler import OrderedSampler
 from hpcrl.grid.layout import Layout
-from hpcrl.rollout_source.source import RolloutContext
+from hpcrl.rollout_source.source import RolloutContext, WeightSync
 from hpcrl.rollout_source.streaming import Streaming
-from hpcrl.rollout_source.weight_sync import WeightSync
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.progress import PhaseTimers
 from hpcrl.workers.response_stream import Finished

@@ -12,7 +12,7 @@ import pytest
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import OrderedSampler
-from hpcrl.rollout_source.prompt_groups import differing, metric_values, numbered
+from hpcrl.rollout_source.scoring import differing, metric_values, numbered
 from hpcrl.rollout_source.source import RECORDED, RolloutContext, SamplePool
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import RolloutLog, finish_step, log_path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.generation_file import GenerationFile, Key
+from hpcrl.run.inference import GenerationFile, Key
 from hpcrl.runtime.exits import InputError
 
 KEYS = [

@@ -4,7 +4,7 @@ from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import forward_flops
-from hpcrl.run.mfu import mfu_metrics
+from hpcrl.run.performance import mfu_metrics
 
 SHAPE = ModelShape(2, 64, 96, 4, 2, 16, 500)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config.schema import Config, RolloutCorrectionConfig
-from hpcrl.run.prepare import with_presets
+from hpcrl.run.job_config import with_presets
 
 
 def resolved(mode: str, correction: dict[str, Any] | None) -> RolloutCorrectionConfig:

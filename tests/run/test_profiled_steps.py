@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcrl.run.profiled_steps import ProfiledSteps
+from hpcrl.run.performance import ProfiledSteps
 
 
 class FakeController:

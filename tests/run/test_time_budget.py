@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.run.time_budget import StopRequested, TimeBudget, check_progress
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.stop import end_of_allocation
+from hpcrl.runtime.launcher import end_of_allocation
 from hpcrl.telemetry.progress import PhaseTimers
 
 END = 1000.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcrl.run.validation_metrics import (
+from hpcrl.run.validation import (
     Block,
     bootstrap_draws,
     majority,
@@ -73,7 +73,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(0)
     block = Block(("x", "y"), draw.normal(size=(2, 7, 6)), draw.integers(0, 3, (7, 6)))
     whole = block.metrics()
-    monkeypatch.setattr("hpcrl.run.validation_metrics.CHUNK", 1)
+    monkeypatch.setattr("hpcrl.run.validation.CHUNK", 1)
     for name, values in block.metrics().items():
         assert np.array_equal(values, whole[name]), name
 

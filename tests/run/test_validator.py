@@ -16,7 +16,7 @@ from hpcrl.config.schema import DataConfig, ValKwargs
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.run.validator import Validator, shown_rows
+from hpcrl.run.validation import Validator, shown_rows
 from hpcrl.telemetry.writer import write_generations
 
 TOKENIZER = Path(__file__).parents[2] / "configs" / "tokenizer"

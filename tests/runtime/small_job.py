@@ -15,7 +15,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_spmd
 from hpcrl.runtime.mpi import wait_until
 from hpcrl.runtime.world import World
-from hpcrl.sandbox import fork_server, worker_supervisor
+from hpcrl.sandbox import fork_server, worker
 
 MODE = sys.argv[1] if len(sys.argv) > 1 else ""
 
@@ -89,7 +89,7 @@ def break_down() -> None:
 
 
 def loop_supervised() -> None:
-    worker_supervisor.supervise(loop)
+    worker.supervise(loop)
 
 
 def loop() -> None:

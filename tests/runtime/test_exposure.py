@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.runtime.rendezvous import PROBES, interface_address, reachable
+from hpcrl.runtime.store import PROBES, interface_address, reachable
 from tests.run.small_run import write_config
 from tests.run.test_ends import BUSY
 from tests.runtime.conftest import MPIEXEC, start  # noqa: F401  # fixtures

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from hpcrl.runtime import rendezvous
+from hpcrl.runtime import store
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.rendezvous import interface_address, own_address, reachable
+from hpcrl.runtime.store import interface_address, own_address, reachable
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_a_name_of_loopback_gives_way_to_the_interface(named: str | None, monkey
         return named
 
     monkeypatch.setattr(socket, "gethostbyname", resolve)
-    monkeypatch.setattr(rendezvous, "interface_address", lambda destination: "10.9.8.7")
+    monkeypatch.setattr(store, "interface_address", lambda destination: "10.9.8.7")
     assert own_address("node7") == "10.9.8.7"
-    monkeypatch.setattr(rendezvous, "interface_address", lambda destination: None)
+    monkeypatch.setattr(store, "interface_address", lambda destination: None)
     with pytest.raises(InputError, match=f"'node7' resolves to {named or 'nothing'}"):
         own_address("node7")

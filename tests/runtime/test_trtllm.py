@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime import trtllm
+from hpcrl.runtime import mpi
 from tests.preloaded import RANK
 
 REPOSITORY = Path(__file__).parents[2]
@@ -27,10 +27,10 @@ run_spmd(lambda: SimpleNamespace(run=run, rollout=SimpleNamespace(engine="tensor
 
 
 def test_open_mpi_with_threads_alone_will_do() -> None:
-    assert trtllm.unsupported_mpi(OPEN_MPI, thread_multiple=True) is None
-    assert "MPI_THREAD_MULTIPLE" in (trtllm.unsupported_mpi(OPEN_MPI, thread_multiple=False) or "")
+    assert mpi.unsupported_mpi(OPEN_MPI, thread_multiple=True) is None
+    assert "MPI_THREAD_MULTIPLE" in (mpi.unsupported_mpi(OPEN_MPI, thread_multiple=False) or "")
     for library in ("MPICH Version:      5.0.2\nMPICH Release date: ...", "Intel(R) MPI Library 2021.13"):
-        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (trtllm.unsupported_mpi(library, True) or "")
+        assert "TensorRT-LLM needs Open MPI, and mpi4py found" in (mpi.unsupported_mpi(library, True) or "")
 
 
 def test_a_job_under_mpich_ends_in_one_line_before_anything_hangs(run: Callable, tmp_path: Path) -> None:
@@ -122,13 +122,11 @@ def test_an_import_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "tensorrt_llm.py").write_text("raise OSError('libcuda.so.1: cannot open\\nshared object file')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "tensorrt_llm", raising=False)
-    with pytest.raises(
-        trtllm.InputError, match="cannot be imported: OSError: libcuda.so.1: cannot open shared"
-    ) as caught:
-        trtllm.load()
+    with pytest.raises(mpi.InputError, match="cannot be imported: OSError: libcuda.so.1: cannot open shared") as caught:
+        mpi.load()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(trtllm, "PACKAGE", "no_such_package")
-    assert "not installed" in (trtllm.missing_package() or "")
+    monkeypatch.setattr(mpi, "PACKAGE", "no_such_package")
+    assert "not installed" in (mpi.missing_package() or "")
 
 
 def test_only_the_adapter_imports_the_package() -> None:

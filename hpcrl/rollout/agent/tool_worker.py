@@ -14,8 +14,8 @@ from hpcrl.rollout.agent.conversation import Interaction
 from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
-from hpcrl.sandbox import worker_supervisor
-from hpcrl.sandbox.worker_process import Outcome, Ready, answer_in_turn, describe, use_one_thread
+from hpcrl.sandbox import worker
+from hpcrl.sandbox.worker import Outcome, Ready, answer_in_turn, describe, use_one_thread
 
 MAX_CHARACTERS = 2**16  # of an answer sent to the rank, which truncates it to tokens
 MAX_METRICS = 64  # of one answer
@@ -31,7 +31,7 @@ class AgentSource:
     topic: ClassVar[str] = "rollout.multi_turn"
 
     def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
-        worker_supervisor.supervise(lambda: work(pipe, self), log)
+        worker.supervise(lambda: work(pipe, self), log)
 
     def load_error(self, why: str) -> InputError:
         named = {"function_tool_path": self.tools, "interaction_path": self.interaction}

@@ -16,7 +16,7 @@ from hpcrl.rollout.agent.tool_worker import ToolAnswer
 from hpcrl.rollout.agent.tools import BadCall, Call, Parser
 from hpcrl.rollout.protocol import FinishReason, Trajectory
 from hpcrl.sandbox.process_pool import ProcessPool
-from hpcrl.sandbox.worker_process import Outcome
+from hpcrl.sandbox.worker import Outcome
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import MultiTurnConfig

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcrl.runtime import trtllm
+from hpcrl.runtime import mpi
 from hpcrl.runtime.check import Finding, cuda, package, torch
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import abort
@@ -138,7 +138,7 @@ def findings(comm: MPI.Intracomm) -> list[Finding]:
     """Compare the installed package. Collective over all ranks, which import tensorrt_llm if MPI allows it."""
     found = [torch(), _gpu(), package("tensorrt_llm")]
     try:
-        trtllm.import_on_all_ranks(comm)
+        mpi.import_on_all_ranks(comm)
     except InputError as error:
         if not error.everywhere:  # other ranks may wait in the import
             abort(error, rank=comm.rank, role="check", phase="import")

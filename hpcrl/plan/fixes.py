@@ -1,4 +1,4 @@
-"""What `hpcrl plan` expects of a phase that ran out of GPU memory, and what would need less. No torch."""
+"""What makes a job that does not fit need less memory: the cheapest change, and advice to a rank that ran out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,103 @@ from collections.abc import Iterator, Sequence
 from hpcrl.config.roles import KEYS, REF, Part, RoleSpec, offloaded
 from hpcrl.config.schema import Config
 from hpcrl.plan.memory import NEEDED, Phase, Row, TrainingPlan, binary, with_keys
+
+
+def tightest(rows: list[Row]) -> Row:
+    return max(rows, key=lambda row: row.total)
+
+
+def cheapest_fix(job: TrainingPlan) -> tuple[dict[str, object], Row] | None:
+    """The first change that makes the job fit, as config keys, and the tightest row then; None where none does.
+
+    In this order: the layout of the role that takes most, micro-batches, the KV cache, offload, several of these, more
+    nodes.
+    """
+    capacity = job.capacity
+    assert capacity is not None
+    for change in _changes(job):
+        try:
+            changed = TrainingPlan(with_keys(job.config, change), job.own_roles)
+            row = tightest(changed.rows())
+        except Exception as error:
+            if getattr(error, "user_error", False):
+                continue
+            raise
+        if row.total <= capacity:
+            return change, row
+    return None
+
+
+def _changes(job: TrainingPlan) -> Iterator[dict[str, object]]:
+    config = job.config
+    layouts = list(_layouts(job))
+    yield from layouts
+    budgets = list(_budgets(job))
+    yield from budgets
+    shares: list[dict[str, object]] = [
+        {"rollout.gpu_memory_utilization": share / 10}
+        for share in range(9, 0, -1)
+        if share / 10 < config.rollout.gpu_memory_utilization
+    ]
+    yield from shares
+    offloads = list(_more_offload(job))
+    yield from offloads
+    least = budgets[-1] if budgets else {}
+    for layout in layouts:
+        yield layout | least
+    if shares:
+        yield least | shares[-1]
+    if offloads:
+        yield least | offloads[-1]
+    for factor in (2, 4, 8, 16):
+        nodes: dict[str, object] = {"job.nodes": config.job.nodes * factor}
+        yield nodes
+        for budget in budgets:
+            yield nodes | budget
+        for layout in layouts:
+            yield nodes | layout
+            yield nodes | layout | least
+
+
+def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
+    """Larger pp, then larger tp inside a node, of the role that takes most on the fullest rank."""
+    row = tightest(job.rows())
+    working = next((phase.role for phase in job.phases if phase.name == row.phase), "")
+    roles = [role for role in job.models if role in row.place.stages]
+    if not roles:
+        return
+    sizes = {role: job.state(role, row.place.stages[role]).total for role in roles}
+    sizes[working] = sizes.get(working, 0) + row.activations + row.logits if working in sizes else 0
+    role = max(roles, key=lambda name: sizes[name])
+    layout = job.layouts[role]
+    for pp in (2 * layout.pp, 4 * layout.pp):
+        yield {f"placement.{role}.pp": pp}
+    tp = 2 * layout.tp
+    while tp <= job.config.job.ntasks_per_node:
+        yield {f"placement.{role}.tp": tp}
+        tp *= 2
+
+
+def _more_offload(job: TrainingPlan) -> Iterator[dict[str, object]]:
+    """Frozen models alone, and everything."""
+    can_move = [spec for spec in job.specs.values() if hasattr(spec.config_of(job.config), KEYS["parameters"])]
+    changes: dict[str, object] = {f"{spec.path}.{KEYS['parameters']}": True for spec in can_move if not spec.trains}
+    if changes:
+        yield dict(changes)
+    changes |= {f"{spec.path}.{key}": True for spec in can_move if spec.trains for key in KEYS.values()}
+    yield changes
+
+
+def _budgets(job: TrainingPlan) -> Iterator[dict[str, object]]:
+    """Halves of the micro-batches of the trained roles, down to one sequence."""
+    longest = job.derived.max_sequence_length
+    budgets = {
+        f"{spec.path}.{spec.max_tokens}": spec.token_budget(job.config) for spec in job.specs.values() if spec.trains
+    }
+    while max(budgets.values()) > longest:
+        budgets = {key: max(longest, tokens // 2) for key, tokens in budgets.items()}
+        yield dict(budgets)
+
 
 PHASES = {  # a worker's method -> the plan's name of the phase
     "rollout.generate": "rollout",

@@ -1,17 +1,72 @@
-"""The teacher of on-policy distillation: a frozen model that reads what the policy wrote."""
+"""Models that nothing trains: the policy to sample from, the reference, the reward model, the teacher."""
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import Derived
-from hpcrl.config.roles import TEACHER
+from hpcrl.config.roles import POLICY, REF, REWARD, TEACHER
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.hf.directory import shape_of
-from hpcrl.model.shape import ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.workers.model_worker import ModelWorker
+
+
+class PolicyWorker(ModelWorker):
+    """The actor's weights in the actor's layout, without gradients and optimizer."""
+
+    spec = POLICY
+
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
+    ) -> None:
+        super().__init__(groups, shape, config, lora=Lora.from_config(config.model))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def release(self) -> None:
+        """Gives the weights up after the last refit; those that the rollout engine has adopted live on there."""
+        del self.engine
+        gc.collect()  # modules hold each other
+
+
+class RefWorker(ModelWorker):
+    spec = REF
+
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int = 0
+    ) -> None:
+        super().__init__(groups, shape, config, exact=config.rollout.exact)
+        self.temperature = config.rollout.temperature
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",), phase="ref")
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        return self.log_prob_column("ref_log_prob", batch, max_tokens=self.max_tokens, temperature=self.temperature)
+
+
+class RewardModelWorker(ModelWorker):
+    """A frozen reward model; its tokens are the policy's."""
+
+    spec = REWARD
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_frozen(self, folder: str) -> None:
+        """The weights of a step folder of `hpcrl rm`, head included."""
+        from hpcrl.checkpoint.sharded_load import load_sharded
+
+        with self.engine.offload.on_device("parameters"):
+            load_sharded(self.engine, Path(folder) / "reward", self.groups, optimizer=False)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids",))
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """Per sample `rm_score`, float32: the head's number at the last token of prompt and response."""
+        scores = self.engine.scores(batch, max_tokens=self.max_tokens)
+        return DataProto({}, {"rm_score": scores.numpy()}) if self.is_leader and scores is not None else DataProto()
+
 
 # The teacher's own distribution, whatever the policy was sampled at: the policy, its temperature included, becomes it.
 # verl does the same, and takes no notice of a temperature in its teacher's section.

@@ -1,28 +1,38 @@
-"""The refit, which brings the actor's weights into the engine."""
+"""The policy's weights to the rollout engine, and to files in the formats of Hugging Face and PEFT."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from hpcrl.config.roles import REFIT, shares_weights
+from hpcrl.checkpoint.store import fsync
+from hpcrl.config.roles import EXPORT, REFIT, shares_weights
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
+from hpcrl.model.hf.files import ADAPTER_WEIGHTS, peft_shards, plan_files
+from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.refit import Refit, RefitReport
 from hpcrl.reshard.transports import nodes_of
-from hpcrl.runtime import accelerator
+from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.world import World, before_mpi_finalize
 from hpcrl.workers.model_worker import DTYPES, ModelWorker
 from hpcrl.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from hpcrl.rollout.protocol import RolloutEngine
     from hpcrl.workers.team import Team
 
@@ -127,3 +137,82 @@ def refit_metrics(reports: Sequence[RefitReport]) -> dict[str, float]:
         "perf/refit/gb_per_s": (received + copied) / seconds / 1e9,
         "perf/refit/peak_extra_mib": max(report.peak_extra_bytes for report in reports) / 2**20,
     }
+
+
+Problem = tuple[int | None, str, str]  # the arguments of an OSError
+
+
+class ExportWorker(Worker):
+    """All the policy's ranks are writers, so none holds more than its share of the whole tensors."""
+
+    spec = EXPORT
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> ExportWorker | None:
+        policy = team.workers.get(team.specs[role].on[0])
+        return cls(policy, team.world.comm) if isinstance(policy, ModelWorker) else None
+
+    def __init__(self, policy: ModelWorker, comm: MPI.Intracomm) -> None:
+        super().__init__(policy.groups.layout, policy.groups.rank)
+        self.policy = policy
+        self.comm = comm
+
+    @register(Dispatch.ONE_TO_ALL)
+    def shape(self) -> ModelShape:
+        return self.policy.engine.shape
+
+    @register(Dispatch.ONE_TO_ALL)
+    def write(self, folder: str) -> Problem | None:
+        """Write this rank's files into `folder`, which exists; adapters are merged."""
+        engine, ranks = self.policy.engine, self.layout.ranks
+        place = ranks.index(self.rank)
+        files = [f for f in plan_files(engine.shape, engine.dtype.itemsize, len(ranks)) if f.writer == place]
+        tensors = self._empty(shard for file in files for shard in file.shards)
+        self._bring(engine.merged_shards(), tensors, Layout(ranks), destination_format="hugging_face")
+        its = {Path(folder) / file.name: [shard.local_name for shard in file.shards] for file in files}
+        return self._save(its, tensors)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def write_adapter(self, folder: str) -> Problem | None:
+        """The first rank writes PEFT's file of all adapters into `folder`, which exists."""
+        engine, writer = self.policy.engine, self.layout.ranks[0]
+        assert engine.lora is not None
+        tensors = self._empty(peft_shards(engine.shape, engine.lora) if self.rank == writer else ())
+        self._bring(engine.named_shards(), tensors, Layout((writer,)), destination_format="peft", lora=engine.lora)
+        return self._save({Path(folder) / ADAPTER_WEIGHTS: list(tensors)} if tensors else {}, tensors)
+
+    def _empty(self, shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
+        dtype, device = self.policy.engine.dtype, platform.device()
+        return {shard.local_name: torch.empty(shard.local_shape, dtype=dtype, device=device) for shard in shards}
+
+    def _bring(
+        self, source: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor], writers: Layout, **options: Any
+    ) -> None:
+        """Fill `tensors` from all ranks' `source`."""
+        engine = self.policy.engine
+        refit = Refit(
+            Resharding(engine.shape, self.layout, writers, engine.dtype.itemsize, **options),
+            self.comm,
+            self.rank,
+            engine.dtype,
+            verify="always",
+            device_group=self.policy.groups.pgc.intra_dist_opt if accelerator.has_nccl() else None,
+        )
+        try:
+            with engine.offload.on_device("parameters"):
+                refit.run(source, tensors)
+        finally:
+            refit.close()
+
+    def _save(self, files: Mapping[Path, list[str]], tensors: dict[str, torch.Tensor]) -> Problem | None:
+        """The named tensors into each file; they are let go as they are written."""
+        for path, names in files.items():
+            try:
+                save_file({name: tensors.pop(name).cpu() for name in names}, path, metadata={"format": "pt"})
+                fsync(path)
+            except (OSError, SafetensorError) as error:
+                said = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+                told = f"{said} (rank {self.rank} on {socket.gethostname()})"
+                return getattr(error, "errno", None), told, str(path.parent)
+            self.tick()
+        return None

@@ -1,0 +1,232 @@
+"""What the steps cost: MFU, memory and busy seconds of the ranks, stragglers, and traces of profiled steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from hpcrl.config.derive import Derived
+from hpcrl.config.schema import Config
+from hpcrl.controller.busy import BusyReport, MemoryUse
+from hpcrl.controller.controller import Controller, Future
+from hpcrl.model.shape import ModelShape
+from hpcrl.model.sizes import forward_flops, training_flops
+from hpcrl.runtime.watchdog import STRAGGLERS_FILE
+
+
+def mfu_metrics(
+    config: Config,
+    derived: Derived,
+    shape: ModelShape,
+    lengths: Sequence[int],
+    num_responses: int,
+    seconds: Mapping[str, float],
+    peak: float,
+) -> dict[str, float]:
+    """verl's `perf/mfu/{actor,actor_infer,critic}`, of the phases that the step had.
+
+    lengths: tokens of each sample; num_responses: response tokens of all. seconds: by `timing_s/<phase>`. peak: bf16
+    operations per second of one device. Phases that run at the same time on other ranks are waited for one after the
+    other, so only the first of them is told in full.
+    """
+    once = {"old_log_prob": forward_flops(shape, lengths, num_responses)}
+    has_adapters = config.model.lora_rank > 0
+    update = training_flops(shape, lengths, num_responses, has_adapters=has_adapters)
+    once["update_actor"] = config.actor.ppo_epochs * update
+    once["update_critic"] = derived.critic_ppo_epochs * training_flops(shape, lengths, 0)
+    found = {}
+    for phase, role, name in (
+        ("old_log_prob", "actor", "actor_infer"),
+        ("update_actor", "actor", "actor"),
+        ("update_critic", "critic", "critic"),
+    ):
+        if f"timing_s/{phase}" in seconds and role in derived.roles:
+            could = seconds[f"timing_s/{phase}"] * peak * len(derived.roles[role].ranks)
+            found[f"perf/mfu/{name}"] = once[phase] / could
+    return found
+
+
+GIB = 2**30
+
+
+def memory_metrics(reports: Sequence[BusyReport]) -> dict[str, float]:
+    """GiB of the rank that has most: `memory/<phase>/{allocated,reserved,host}_gb`, `memory/host_buffers_gb` and, over
+    all phases, `perf/max_memory_{allocated,reserved}_gb`; what is 0 everywhere, as a device that is none, is left out.
+    """
+    by_phase: dict[str, MemoryUse] = {}
+    for report in reports:
+        for phase, used in report.memory.items():
+            by_phase[phase] = used.or_more(by_phase.get(phase, MemoryUse()))
+    most = reduce(MemoryUse.or_more, by_phase.values(), MemoryUse())
+    found = {
+        f"memory/{phase}/{name}_gb": nbytes
+        for phase, used in by_phase.items()
+        for name, nbytes in used._asdict().items()
+    }
+    found |= {f"perf/max_memory_{name}_gb": getattr(most, name) for name in ("allocated", "reserved")}
+    found["memory/host_buffers_gb"] = max((report.host_buffers for report in reports), default=0)
+    return {name: nbytes / GIB for name, nbytes in found.items() if nbytes > 0}
+
+
+log = logging.getLogger(__name__)
+
+RATIO = 1.3  # times the median of its like
+EXCESS = 0.5  # seconds a step, at least, before it is worth a word
+STEPS = 10  # that are looked at together
+FEWEST = 3  # ranks that can be compared
+
+# Who does the same work in a phase as others: (phase, rank) -> anything that is equal for them.
+Likeness = Callable[[str, int], Hashable]
+
+
+class Slow(NamedTuple):
+    rank: int
+    node: str
+    phase: str
+
+
+def busy_metrics(reports: Sequence[BusyReport]) -> dict[str, float]:
+    """`perf/busy_s/<phase>/{min,median,max}` over the ranks that were in the phase."""
+    by_phase: dict[str, list[float]] = defaultdict(list)
+    for report in reports:
+        for phase, seconds in report.seconds.items():
+            by_phase[phase].append(seconds)
+    return {
+        f"perf/busy_s/{phase}/{name}": statistic(seconds)
+        for phase, seconds in by_phase.items()
+        for name, statistic in (("min", min), ("median", median), ("max", max))
+    }
+
+
+def slow_ranks(reports: Sequence[BusyReport], likeness: Likeness) -> dict[Slow, float]:
+    """Those that were busy for much longer than the median of their like, and how many times as long."""
+    alike: dict[Hashable, list[tuple[BusyReport, str]]] = defaultdict(list)
+    for report in reports:
+        for phase in report.seconds:
+            alike[phase, likeness(phase, report.rank)].append((report, phase))
+    found = {}
+    for members in alike.values():
+        usual = median(report.seconds[phase] for report, phase in members)
+        for report, phase in members if len(members) >= FEWEST else []:
+            seconds = report.seconds[phase]
+            if seconds > RATIO * usual and seconds - usual > EXCESS:
+                found[Slow(report.rank, report.node, phase)] = seconds / max(usual, 1e-3)
+    return found
+
+
+def lasting(history: Sequence[dict[Slow, float]]) -> Iterator[tuple[Slow, int, float]]:
+    """Who was slow in most of the last STEPS steps, in how many, and the median of how many times as slow."""
+    counts = Counter(slow for step in history for slow in step)
+    for slow, count in sorted(counts.items()):
+        if 2 * count > STEPS:
+            yield slow, count, median(step[slow] for step in history if slow in step)
+
+
+class Stragglers:
+    """Lives on rank 0. waits: for all ranks' reports at the end of a step, where no rank is at work on anything then;
+    else those of an earlier moment count, as soon as all have come. folder: of the run, for STRAGGLERS_FILE.
+    """
+
+    def __init__(self, controller: Controller, folder: Path, *, waits: bool) -> None:
+        self._controller = controller
+        self._path = folder / STRAGGLERS_FILE
+        self._waits = waits
+        self._asked: Future[list[BusyReport]] | None = None
+        self._history: deque[dict[Slow, float]] = deque(maxlen=STEPS)
+        self._told: set[Slow] = set()
+
+    def observe(self, step: int) -> dict[str, float]:
+        """Metrics of what the ranks were busy with since the last call, validation and saves included, and of the
+        memory that it took; {} while some have not reported. Says who stands out, once."""
+        asked = self._asked or self._controller.ask_busy()
+        if not self._waits and not asked.is_ready:
+            self._asked = asked
+            return {}
+        self._asked = None if self._waits else self._controller.ask_busy()
+        reports = asked.get()
+        self._history.append(slow_ranks(reports, self._likeness))
+        self._tell(step)
+        return busy_metrics(reports) | memory_metrics(reports)
+
+    def _tell(self, step: int) -> None:
+        found = list(lasting(self._history))
+        for slow, count, ratio in found:
+            if slow in self._told:
+                continue
+            log.warning(
+                "rank %d on %s is busy %.1f times as long as its like in %s, in %d of the last %d steps; if that goes "
+                "on, leave the node out: sbatch --exclude=%s",
+                *(slow.rank, slow.node, ratio, slow.phase, count, len(self._history), slow.node),
+            )
+            with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **slow._asdict(), "ratio": round(ratio, 2)}) + "\n")
+        self._told = {slow for slow, _, _ in found}
+
+    def _likeness(self, phase: str, rank: int) -> Hashable:
+        """Pipeline stages differ in layers, and leaders do more work than the other ranks of their replica."""
+        layout = self._controller[phase.split(".")[0]].layout
+        coord = layout.coord(rank)
+        return coord.pp, rank == layout.leader(coord.dp)
+
+
+PROFILE_FOLDER = "profile"
+
+
+class ProfiledSteps:
+    """Lives on rank 0. `with profiled(step): ...` surrounds each step.
+
+    folder: of the run. waits: whether a step ends only when all its traces are written.
+    """
+
+    def __init__(self, controller: Controller, folder: Path, steps: Collection[int], *, waits: bool) -> None:
+        self._controller = controller
+        self._folder = folder / PROFILE_FOLDER
+        self._steps = frozenset(steps)
+        self._waits = waits
+        self._written: deque[tuple[int, Future[list[str | None]]]] = deque()
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[None]:
+        self._report()
+        if step not in self._steps:
+            yield
+            return
+        self._controller.begin_profile()
+        try:
+            yield
+        except GeneratorExit:  # the step is stopped, and the next slice does the whole of it
+            self._controller.end_profile(None)
+            raise
+        self._written.append((step, self._controller.end_profile(str(self._stem(step)))))
+        self._report()
+
+    def close(self) -> None:
+        """Wait for the traces that are still to be written."""
+        self._waits = True
+        self._report()
+
+    def _stem(self, step: int) -> Path:
+        return self._folder / f"step_{step:08d}"
+
+    def _report(self) -> None:
+        """Log where the traces of a step are, or a warning that some are missing."""
+        while self._written and (self._waits or self._written[0][1].is_ready):
+            step, written = self._written.popleft()
+            outcomes = written.get()
+            failed = {rank: why for rank, why in enumerate(outcomes) if why is not None}
+            if len(failed) < len(outcomes):
+                log.info("profile of step %d: %s_rank_*.json.gz", step, self._stem(step))
+            if failed:
+                rank, why = next(iter(failed.items()))
+                log.warning(
+                    "%d of the traces of step %d could not be written; training continues without them; rank %d: %s",
+                    *(len(failed), step, rank, why),
+                )
