@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.engine.microbatch import ROW_MULTIPLE, MicroBatch, make_micro_batches, needed_count, recorded_experts
+from hpcrl.engine.microbatch import MicroBatch, make_micro_batches, needed_count, recorded_experts
 from hpcrl.engine.model_state import load_model_state, model_state, state_metadata
 from hpcrl.engine.offload import offload_of
 from hpcrl.engine.optim import (
@@ -34,6 +34,7 @@ from hpcrl.model.hf.directory import Safetensors, load_weights
 from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.router import RouterLosses
 from hpcrl.model.shape import Lora
+from hpcrl.model.sizes import ROW_MULTIPLE
 from hpcrl.model.transformer_engine import FP8_ROWS
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated

@@ -84,7 +84,6 @@ def recorded_experts(micro: MicroBatch, shape: ModelShape, groups: RoleGroups) -
 
 # Positions that the head runs on: those that predict response tokens, or each sequence's last token.
 OutputRows = Literal["response", "last"]
-ROW_MULTIPLE = 8  # with such numbers of rows, CPU matrix products compute a row bitwise alike for any number of rows
 
 
 @dataclass(frozen=True)

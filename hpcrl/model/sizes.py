@@ -11,6 +11,9 @@ from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 
+# Micro-batches have a multiple of so many tokens: CPU matrix products then compute a row bitwise alike for any number
+# of rows.
+ROW_MULTIPLE = 8
 # Dense bf16 operations per second of one device, from data sheets; the first matching name is used.
 PEAKS = {
     "GB200": 2.5e15,

@@ -20,7 +20,7 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, max_kv_bytes
+from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token, max_kv_bytes
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.refit import Question, job_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
@@ -29,7 +29,6 @@ from hpcrl.runtime.exits import InputError
 
 MIB = 2**20
 GIB = 2**30
-ROW_MULTIPLE = 8  # of hpcrl.engine.microbatch
 Kind = Literal["generate", "forward", "train", "refit", "save"]
 NEEDED: dict[Kind, tuple[Part, ...]] = {  # of the role that works
     "generate": (),
