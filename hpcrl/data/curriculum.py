@@ -140,10 +140,10 @@ class Curriculum:
     def _checked(self, rows: np.ndarray, n: int) -> np.ndarray:
         where = f"data.sampler {self.name}.choose({n})"
         if rows.shape != (n,) or rows.dtype.kind not in "iu":
-            raise InputError(f"{where} returned {rows.dtype} of shape {rows.shape};  expected {n} whole numbers")
+            raise InputError(f"{where} returned {rows.dtype} of shape {rows.shape}; expected {n} whole numbers")
         wrong = (rows < 0) | (rows >= len(self.draws))
         if wrong.any():
-            raise InputError(f"{where} returned row {rows[wrong][0]};  expected rows from 0 to {len(self.draws) - 1}")
+            raise InputError(f"{where} returned row {rows[wrong][0]}; expected rows from 0 to {len(self.draws) - 1}")
         return rows.astype(np.int64)
 
 

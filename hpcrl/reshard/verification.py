@@ -164,7 +164,7 @@ class Verifier:
         more = f"; and {len(tensors) - MAX_NAMED} more" if len(tensors) > MAX_NAMED else ""
         source, destination = map(_described, self._layouts)
         return (
-            f"refit: the rollout engine's weights differ from the actor's: checksums differ for {listed}{more};  "
+            f"refit: the rollout engine's weights differ from the actor's: checksums differ for {listed}{more}; "
             f"actor {source} -> rollout {destination}; check memory and network of these ranks; report a bug if it "
             "happens again"
         )

@@ -213,7 +213,7 @@ def test_a_checkpoint_of_another_sampler_is_refused(dataset: PromptDataset, tmp_
         own.load_state_dict(ordered.state_dict())
     with pytest.raises(InputError, match=r"data.sampler Cycling, but the config has the built-in order"):
         ordered.load_state_dict(own.state_dict())
-    with pytest.raises(InputError, match="has drawn from 9 prompts, and data.train_files have 4"):
+    with pytest.raises(InputError, match="has drawn from 9 prompts, but data.train_files have 4"):
         fewer = Curriculum(own.chooser, 4)  # type: ignore[attr-defined]
         fewer.load_state_dict(own.state_dict())
 

@@ -46,7 +46,7 @@ def resident_bytes(engine: TrainEngine) -> dict[str, int]:
     every = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
     parameters = storages_of(parameter.data for parameter in every)
     gradients = storages_of(parameter.main_grad for parameter in every if parameter.requires_grad)
-    optimizer = storages_of(optimizer_tensors(engine.optimizer), apart=parameters)
+    optimizer = storages_of(optimizer_tensors(engine.optimizer), exclude=parameters)
     parts = dict(zip(ALL, (parameters, gradients, optimizer), strict=True))
     return {name: sum(storage.nbytes() for storage in storages) for name, storages in parts.items()}
 

@@ -92,7 +92,7 @@ class Safetensors:
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
-            raise InputError(f"{self._folder}: no tensor {name};  copy the directory again")
+            raise InputError(f"{self._folder}: no tensor {name}; copy the directory again")
         with self._named(name):
             return self._file(self._file_of[name]).get_slice(name)
 

@@ -29,7 +29,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); use a directory written by save_pretrained()") from error
     if not isinstance(config, dict):
-        raise InputError(f"{path} is not an object;  use a directory written by save_pretrained()")
+        raise InputError(f"{path} is not an object; use a directory written by save_pretrained()")
     return config
 
 

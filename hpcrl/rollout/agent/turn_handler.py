@@ -141,7 +141,7 @@ class TurnHandler:
             calls = list(self._parser(text) or ())[: self._cfg.max_parallel_calls]
             for call in calls:
                 if not isinstance(call, Call):
-                    raise TypeError(f"the parser returned a {type(call).__name__};  expected a ToolCall or a BadCall")
+                    raise TypeError(f"the parser returned a {type(call).__name__}; expected a ToolCall or a BadCall")
             return calls
         except Exception as error:  # the parser may be the user's code
             return [BadCall(f"{type(error).__name__}: {error}")]

@@ -43,7 +43,7 @@ def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int,
     """Return the keyword arguments for one request. Raises InputError for parameters that 1.2.1 does not support."""
     if sampling.top_k > TENSORRT_LLM_TOP_K:
         raise InputError(
-            f"top_k={sampling.top_k} is above the limit of TensorRT-LLM's sampler;  "
+            f"top_k={sampling.top_k} is above the limit of TensorRT-LLM's sampler; "
             f"use {TENSORRT_LLM_TOP_K} or less, or -1 for all"
         )
     greedy = sampling.temperature == 0
@@ -121,7 +121,7 @@ def completion(output: Output, uid: str) -> Completion:
         tokens, entries = tokens[:known], entries[:known]
     if len(tokens) != len(entries):
         raise RuntimeError(
-            f"TensorRT-LLM returned {len(tokens)} tokens and {len(entries)} log-probs for prompt {uid};  "
+            f"TensorRT-LLM returned {len(tokens)} tokens and {len(entries)} log-probs for prompt {uid}; "
             "expected one for each: run tools/gpu_check.sh"
         )
     missing = next((place for place, token in enumerate(tokens) if token not in entries[place]), None)
