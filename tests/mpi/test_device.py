@@ -41,7 +41,14 @@ def labs(world: Any, lab: Lab, device: torch.device, countdown_files: Path) -> I
         assert set(found) == set(expected)
         for step, values in expected.items():
             assert set(found[step]) == set(values)
-            assert found[step] == pytest.approx(values, rel=1e-4, abs=1e-5, nan_ok=True), step
+            # mean(exp(2 x) - 1) of a sum x of log-ratios cancels, and has that many more units of rounding
+            loose = {key for key in values if key.startswith("rollout_corr/")}
+            for keys, least in ((values.keys() - loose, 1e-5), (loose, 1e-4)):
+                expected = {key: values[key] for key in keys}
+                assert {key: found[step].get(key) for key in keys} == pytest.approx(
+                    expected, rel=1e-4, abs=least, nan_ok=True
+                ), step
+            assert found[step].keys() == values.keys()
         return found
 
     yield run
