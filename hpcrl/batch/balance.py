@@ -37,11 +37,7 @@ def karmarkar_karp(weights: Sequence[float] | np.ndarray, k: int) -> list[list[i
 
 
 def balanced_assignment(
-    weights: np.ndarray,
-    k: int,
-    *,
-    groups: np.ndarray | None = None,
-    mini_batches: np.ndarray | None = None,
+    weights: np.ndarray, k: int, *, groups: np.ndarray | None = None, mini_batches: np.ndarray | None = None
 ) -> np.ndarray:
     """Replica of each sample, int32 (N,), such that the sums of weights are nearly equal over k replicas.
 

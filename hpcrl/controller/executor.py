@@ -16,16 +16,7 @@ import numpy as np
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.controller.busy import BusyClock, BusyReport, MemoryLedger
-from hpcrl.controller.columns import (
-    ColumnStore,
-    Read,
-    merge_rows,
-    pack,
-    receivers_of,
-    rows_between,
-    senders_of,
-    unpack,
-)
+from hpcrl.controller.columns import ColumnStore, Read, merge_rows, pack, receivers_of, rows_between, senders_of, unpack
 from hpcrl.controller.profiler import Profiler
 from hpcrl.controller.register import Worker, registration_of
 from hpcrl.controller.wire import Wire, decode, encode

@@ -51,10 +51,7 @@ class Score(Job):
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
-        files = [
-            f"score.tokens_path={quoted(arguments.tokens)}",
-            f"score.output_path={quoted(arguments.out)}",
-        ]
+        files = [f"score.tokens_path={quoted(arguments.tokens)}", f"score.output_path={quoted(arguments.out)}"]
         return config_of(arguments.model, f"{arguments.out}.job", [*files, *arguments.overrides])
 
     @classmethod

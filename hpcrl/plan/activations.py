@@ -147,12 +147,7 @@ class Pass:
             return Logits(raw * FP32, 0, raw * FP32, (raw + hidden) * FP32 + grad * model.itemsize)
         columns = min(widest, model.shape.vocab_size)
         return logits_bytes(
-            self.rows,
-            columns,
-            model.itemsize,
-            entropy=self.entropy,
-            chunk_tokens=self.chunk_tokens,
-            widest=widest,
+            self.rows, columns, model.itemsize, entropy=self.entropy, chunk_tokens=self.chunk_tokens, widest=widest
         )
 
     def in_flight(self, stage: int) -> int:

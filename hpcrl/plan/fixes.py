@@ -123,12 +123,7 @@ PHASES = {  # a worker's method -> the plan's name of the phase
 
 
 def advice(
-    config: Config,
-    num_ranks: int,
-    rank: int,
-    role: str | None,
-    method: str | None,
-    own_roles: Sequence[RoleSpec] = (),
+    config: Config, num_ranks: int, rank: int, role: str | None, method: str | None, own_roles: Sequence[RoleSpec] = ()
 ) -> str:
     """One line for a rank of `hpcrl train` that ran out of memory in a method of a role."""
     try:

@@ -339,8 +339,7 @@ def select_device(comm: MPI.Intracomm, local_rank: int, *, needs_bfloat16: bool)
     torch.cuda.set_device(device)
     gpu, has_triton = gpu_here(device.index), triton_is_installed()
     run_collectively(
-        comm,
-        lambda: check_gpu(gpu, needs_bfloat16=needs_bfloat16, environ=os.environ, has_triton=has_triton),
+        comm, lambda: check_gpu(gpu, needs_bfloat16=needs_bfloat16, environ=os.environ, has_triton=has_triton)
     )
     uuids = all_gather_object(comm, str(torch.cuda.get_device_properties(device).uuid))
     may_share = os.environ.get("HPCRL_SHARE_GPU") == "1"

@@ -161,12 +161,7 @@ def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
 
 
 def _explain_out_of_memory(
-    error: BaseException,
-    config: C,
-    run_dir: Path,
-    comm: MPI.Intracomm,
-    here: RankStatus,
-    advice: Advice[C] | None,
+    error: BaseException, config: C, run_dir: Path, comm: MPI.Intracomm, here: RankStatus, advice: Advice[C] | None
 ) -> BaseException:
     """`error`, with an explanation if it says that a GPU is out of memory."""
     snapshot = run_dir / "logs" / f"oom_rank_{comm.rank:05d}.pickle" if config.run.memory_snapshot else None

@@ -46,21 +46,10 @@ _NUMBERS = {
 _WIRE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.uint8}
 
 _Kind: Any = ReduceOp.RedOpType  # torch's stubs do not list its members
-_OPS = {
-    _Kind.SUM: MPI.SUM,
-    _Kind.AVG: MPI.SUM,
-    _Kind.MIN: MPI.MIN,
-    _Kind.MAX: MPI.MAX,
-    _Kind.PRODUCT: MPI.PROD,
-}
+_OPS = {_Kind.SUM: MPI.SUM, _Kind.AVG: MPI.SUM, _Kind.MIN: MPI.MIN, _Kind.MAX: MPI.MAX, _Kind.PRODUCT: MPI.PROD}
 _BIT_OPS = {_Kind.BAND: MPI.BAND, _Kind.BOR: MPI.BOR, _Kind.BXOR: MPI.BXOR}
 # On uint8 that holds 0 or 1: a sum is "any", a product is "all", so the result is a valid bool at any number of ranks.
-_BOOL_OPS = {
-    _Kind.SUM: MPI.MAX,
-    _Kind.MIN: MPI.MIN,
-    _Kind.MAX: MPI.MAX,
-    _Kind.PRODUCT: MPI.MIN,
-}
+_BOOL_OPS = {_Kind.SUM: MPI.MAX, _Kind.MIN: MPI.MIN, _Kind.MAX: MPI.MAX, _Kind.PRODUCT: MPI.MIN}
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -24,19 +24,7 @@ from typing import Any
 
 from hpcrl.sandbox.process_tree import STEP_SIGNALS
 
-LAUNCHER_PREFIXES = (
-    "PMI_",
-    "PMI2_",
-    "PMIX",
-    "PALS_",
-    "OMPI_",
-    "PRTE",
-    "SLURM_",
-    "MPICH",
-    "MPIR_",
-    "MPI_",
-    "HYDRA",
-)
+LAUNCHER_PREFIXES = ("PMI_", "PMI2_", "PMIX", "PALS_", "OMPI_", "PRTE", "SLURM_", "MPICH", "MPIR_", "MPI_", "HYDRA")
 FOLDER = "HPCRL_CHILDREN_FOLDER"  # an environment variable of the server only
 
 

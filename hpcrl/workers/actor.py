@@ -14,11 +14,7 @@ from hpcrl.algorithms.aggregation import agg_loss
 from hpcrl.algorithms.kl import apply_kl_in_reward
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.algorithms.rollout_correction import Corrected, correct_rollout
-from hpcrl.algorithms.statistics import (
-    response_statistics,
-    rollout_log_prob_statistics,
-    variance_proxy_statistics,
-)
+from hpcrl.algorithms.statistics import response_statistics, rollout_log_prob_statistics, variance_proxy_statistics
 from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import padded_if_there, training_mask

@@ -47,12 +47,7 @@ class CriticWorker(ModelWorker):
         """All optimizer steps of a training step; metrics of each mini-batch."""
         with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
             return [
-                self.train(
-                    mini,
-                    self._objective,
-                    loss_scale_factor=self.loss_scale_factor,
-                    max_tokens=self.max_tokens,
-                )
+                self.train(mini, self._objective, loss_scale_factor=self.loss_scale_factor, max_tokens=self.max_tokens)
                 for mini in self.updates.mini_batches(batch)
             ]
 

@@ -269,10 +269,7 @@ class RolloutWorker(Worker):
         return found
 
     @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        reads=("position",),
-        writes=(*WRITTEN, "token_level_scores?"),
-        leader_only=True,
+        Dispatch.DP_COMPUTE_PROTO, reads=("position",), writes=(*WRITTEN, "token_level_scores?"), leader_only=True
     )
     def replay(self, batch: DataProto, folder: str, *, scores: bool = False) -> DataProto:
         """Recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive.

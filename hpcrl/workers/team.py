@@ -63,12 +63,7 @@ class Team:
 
 
 def build_team(
-    world: World,
-    config: Config,
-    derived: RoleLayouts,
-    inputs: Inputs,
-    roles: Sequence[RoleSpec],
-    total_steps: int = 0,
+    world: World, config: Config, derived: RoleLayouts, inputs: Inputs, roles: Sequence[RoleSpec], total_steps: int = 0
 ) -> Team:
     """Build this rank's workers, role by role in the given order. Collective over the world."""
     layouts = world.run_collectively(
