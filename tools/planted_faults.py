@@ -57,7 +57,7 @@ FAULTS = [
     Fault(
         "layouts-gradients",
         "layouts against one rank: gradient norms",
-        "roles/model_worker.py",
+        "workers/model_worker.py",
         "num_tokens, num_sequences = self.sum_over_replicas(counts).tolist()",
         "num_tokens, num_sequences = counts.tolist()",
         2,
@@ -66,7 +66,7 @@ FAULTS = [
     Fault(
         "layouts-responses",
         "layouts against one rank: equal responses",
-        "rollout/native/running_batch.py",
+        "rollout/native/scheduler.py",
         "self.sample_indices[row] = sequence.sample_index",
         "self.sample_indices[row] = row",
         4,
@@ -104,9 +104,9 @@ FAULTS = [
     Fault(
         "gap-refit",
         "rollout and training log-probs over ten steps: weights that a later refit does not send",
-        "reshard/executor.py",
-        "        for transport in self._transports:\n            transport.start(events",
-        "        for transport in self._transports * (self._num_runs < 3):\n            transport.start(events",
+        "reshard/refit.py",
+        "        for transport in self._transports:\n            transport.start(loop",
+        "        for transport in self._transports * (self._num_runs < 3):\n            transport.start(loop",
         2,
         "tests/mpi/test_training.py::test_rollout_and_training_log_probs_agree_over_ten_steps",
     ),
@@ -122,7 +122,7 @@ FAULTS = [
     Fault(
         "gap-exact",
         "rollout and training log-probs are equal in exact mode",
-        "rollout/native/generation.py",
+        "rollout/native/generate_call.py",
         "            return ExactAttention(new)\n        return ContinuedAttention(new)",
         "            return PrefillAttention(new)\n        return ContinuedAttention(new)",
         2,
@@ -132,25 +132,25 @@ FAULTS = [
     Fault(
         "plan-local",
         "a plan moves nothing that is there",
-        "reshard/streams.py",
-        "targets += [Target(cell, rank) for rank in here if rank not in self.place]",
-        "targets += [Target(cell, rank) for rank in here]",
+        "reshard/routes.py",
+        "targets += [Target(group, rank) for rank in here if rank not in self.place]",
+        "targets += [Target(group, rank) for rank in here]",
         0,
         "tests/reshard/test_planner.py::test_bytes_received_are_the_lower_bound_and_nothing_local_is_sent",
     ),
     Fault(
         "plan-once",
         "a plan moves all else once",
-        "reshard/streams.py",
-        "if start + unit.start >= high:",
-        "if start + unit.start > high:",
+        "reshard/routes.py",
+        "if start + rectangle.start >= high:",
+        "if start + rectangle.start > high:",
         0,
         "tests/reshard/test_planner.py::test_moves_give_every_destination_element_its_value_once",
     ),
     Fault(
         "plan-balance",
         "senders are balanced as an exact flow would",
-        "reshard/balance.py",
+        "reshard/routes.py",
         "SWEEPS = 200",
         "SWEEPS = 1",
         0,
@@ -159,9 +159,9 @@ FAULTS = [
     Fault(
         "refit-memory",
         "100 refits leave memory flat",
-        "reshard/executor.py",
-        "        events = Events()\n",
-        "        events = Events()\n        old = vars(self).setdefault('_old', [])\n"
+        "reshard/refit.py",
+        "        loop = RequestLoop()\n",
+        "        loop = RequestLoop()\n        old = vars(self).setdefault('_old', [])\n"
         "        old.append([tensor.clone() for tensor in source.values()])\n",
         4,
         "tests/mpi/test_refit.py::test_a_hundred_refits_leave_memory_flat[windows]",
@@ -169,7 +169,7 @@ FAULTS = [
     Fault(
         "refit-checksum",
         "a corrupted byte is found: every bit counts",
-        "reshard/checksum.py",
+        "reshard/verification.py",
         "return (x ^ _shifted(x, 31)) | 1",
         "return x ^ _shifted(x, 31)",
         0,
@@ -178,9 +178,9 @@ FAULTS = [
     Fault(
         "refit-corrupted",
         "a corrupted byte is found and named",
-        "reshard/executor.py",
-        "self._num_runs <= VERIFIED_FIRST",
-        "self._num_runs < VERIFIED_FIRST",
+        "reshard/refit.py",
+        "self._num_runs <= NUM_VERIFIED",
+        "self._num_runs < NUM_VERIFIED",
         4,
         "tests/mpi/test_refit.py::test_one_corrupted_byte_is_caught_and_named",
     ),
@@ -188,8 +188,8 @@ FAULTS = [
     Fault(
         "engine-memory",
         "the engine's memory does not grow with the response limit",
-        "rollout/native/running_batch.py",
-        "self._part_ids = np.zeros((capacity, PART), np.int32)",
+        "rollout/native/scheduler.py",
+        "self._part_ids = np.zeros((capacity, FLUSH_TOKENS), np.int32)",
         "self._part_ids = np.zeros((capacity, max(PART, sampling.max_new_tokens)), np.int32)",
         0,
         "tests/rollout/test_native_memory.py::test_memory_does_not_grow_with_a_limit_that_no_response_reaches",
@@ -197,7 +197,7 @@ FAULTS = [
     Fault(
         "engine-batching",
         "batching does not change what is drawn",
-        "rollout/native/running_batch.py",
+        "rollout/native/scheduler.py",
         "self.sample_indices[row] = sequence.sample_index",
         "self.sample_indices[row] = row",
         0,
@@ -206,7 +206,7 @@ FAULTS = [
     Fault(
         "engine-preemption",
         "preemption does not change what is drawn",
-        "rollout/native/running_batch.py",
+        "rollout/native/scheduler.py",
         "self.num_drawn[row] = sequence.num_drawn",
         "self.num_drawn[row] = 0",
         0,
@@ -215,7 +215,7 @@ FAULTS = [
     Fault(
         "engine-shared-prompts",
         "shared prompts do not change what is drawn",
-        "rollout/native/generation.py",
+        "rollout/native/generate_call.py",
         "pool.blocks_of(source)[: len(blocks)], blocks)",
         "pool.blocks_of(source)[: len(blocks) - 1], blocks[:-1])",
         0,
@@ -224,7 +224,7 @@ FAULTS = [
     Fault(
         "engine-aborts",
         "aborts and resumption do not change what is drawn",
-        "rollout/native/running_batch.py",
+        "rollout/native/scheduler.py",
         "self.first_positions[row] = sequence.first_position",
         "self.first_positions[row] = 0",
         0,
@@ -234,7 +234,7 @@ FAULTS = [
     Fault(
         "stale-samples",
         "no sample that is staler than the bound is trained",
-        "trainer/stream.py",
+        "rollout_source/streaming.py",
         "later = max(0, version + 1 + threshold - step) * size",
         "later = max(0, version + 2 + threshold - step) * size",
         0,
@@ -252,7 +252,7 @@ FAULTS = [
     Fault(
         "lost-over-resume",
         "no prompt is lost over a resume",
-        "trainer/stream.py",
+        "rollout_source/streaming.py",
         "under_way = [self.prompts[number] for number in sorted(self.prompts)]",
         "under_way = [self.prompts[number] for number in sorted(self.prompts)[1:]]",
         4,
@@ -261,7 +261,7 @@ FAULTS = [
     Fault(
         "lost-over-kill",
         "no prompt is lost or trained twice over a kill",
-        "trainer/durable_rollouts.py",
+        "rollout_source/durable_rollouts.py",
         "return checkpoint < step <= checkpoint + 1 + self._num_ahead",
         "return checkpoint + 1 < step <= checkpoint + 1 + self._num_ahead",
         0,
@@ -343,7 +343,7 @@ FAULTS = [
     Fault(
         "validation-statistics",
         "validation statistics give verl's numbers",
-        "trainer/validation_metrics.py",
+        "run/validation_metrics.py",
         "self.values.std(axis=2)",
         "self.values.std(axis=2, ddof=1)",
         0,
@@ -381,7 +381,7 @@ FAULTS = [
     Fault(
         "surplus",
         "a resumed run with dynamic sampling is the uninterrupted one, surplus included",
-        "trainer/experience.py",
+        "rollout_source/source.py",
         'if state["surplus"]:',
         'if not state["surplus"]:',
         2,
@@ -492,7 +492,7 @@ FAULTS = [
     Fault(
         "stopped-rank",
         "a rank that is stopped is named with its phase and node, and the job ends",
-        "runtime/hang_report.py",
+        "runtime/watchdog.py",
         "stale = [peer for peer in everyone if peer.is_stale or peer.heartbeat is None]",
         "stale = [peer for peer in everyone if peer.heartbeat is None]",
         0,
@@ -501,7 +501,7 @@ FAULTS = [
     Fault(
         "looping-rank",
         "a rank that loops is named with its phase, and the job ends",
-        "runtime/hang_report.py",
+        "runtime/watchdog.py",
         "working = [peer for peer in first if not _waits(peer)]",
         "working = [peer for peer in first if _waits(peer)]",
         0,
@@ -538,7 +538,7 @@ FAULTS = [
     Fault(
         "short-write",
         "a short write during a save is noticed",
-        "checkpoint/hashed_file.py",
+        "checkpoint/manifest.py",
         "rest = rest[written:]",
         "rest = rest[len(rest) :]",
         0,
@@ -547,7 +547,7 @@ FAULTS = [
     Fault(
         "quota",
         "a quota during a save is noticed",
-        "checkpoint/hashed_file.py",
+        "checkpoint/manifest.py",
         "            self._error = error\n        return len(view)",
         "            pass\n        return len(view)",
         0,
@@ -557,7 +557,7 @@ FAULTS = [
         "full-disk",
         "a full disk during a save costs that checkpoint alone",
         "checkpoint/sharded_save.py",
-        "problem = told(error)",
+        "problem = error_line(error)",
         "problem = None",
         0,
         "tests/run/test_saver.py::test_a_full_disk_costs_checkpoints_and_not_the_run",
@@ -584,7 +584,7 @@ FAULTS = [
     Fault(
         "device-decode",
         "a decode step's token ids are on the device of the cache",
-        "rollout/native/generation.py",
+        "rollout/native/generate_call.py",
         "torch.from_numpy(batch.last_tokens[rows]).to(self._cache.device)",
         "torch.from_numpy(batch.last_tokens[rows])",
         2,

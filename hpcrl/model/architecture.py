@@ -88,8 +88,8 @@ def _check_family(shape: ModelShape) -> None:
         )
     exported = shape_from_hf(hf_config(shape), "model")
     for field in fields(ModelShape):
-        wanted, found = getattr(shape, field.name), getattr(exported, field.name)
-        if wanted != found:
+        expected, found = getattr(shape, field.name), getattr(exported, field.name)
+        if expected != found:
             raise InputError(
-                f"model.family={shape.family} has {field.name}={found}, not {wanted}; use that value or another family"
+                f"model.family={shape.family} has {field.name}={found}, not {expected}; use that or another family"
             )

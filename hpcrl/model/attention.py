@@ -1,8 +1,4 @@
-"""Causal attention over packed sequences of different lengths, and multi-head latent attention.
-
-Megatron 0.16's own cannot be built without Transformer Engine, asks its process-global state for groups, and splits
-the projections to the latents, which it then gathers.
-"""
+"""Causal attention over packed sequences of different lengths, and multi-head latent attention."""
 
 from __future__ import annotations
 

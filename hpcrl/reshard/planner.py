@@ -183,11 +183,11 @@ class Resharding:
 
     def _shared_by(self, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[SharedSlice, ...]:
         if (source, destination) not in self._shared_slices:
-            mine = {shard.name: shard for number in source for shard in self.source_groups[number].shards}
+            source_shards = {shard.name: shard for number in source for shard in self.source_groups[number].shards}
             found = []
             for group in (self.destination_groups[number] for number in destination):
                 for shard, dst_name in zip(group.shards, group.dst_names, strict=True):
-                    other = mine.get(shard.name)
+                    other = source_shards.get(shard.name)
                     if other and (other.local_shape, other.boxes) == (shard.local_shape, shard.boxes):
                         nbytes = math.prod(shard.local_shape) * self.itemsize
                         found.append(SharedSlice(shard.name, dst_name, nbytes))

@@ -103,9 +103,12 @@ class Refit:
         Only for roles that take turns. Tensors that are already aliased are skipped.
         """
         for name in self._same:
-            mine, theirs = source[name], destination[name]
-            if mine.data_ptr() != theirs.data_ptr() and (mine.dtype, mine.device) == (theirs.dtype, theirs.device):
-                adopt(name, mine)
+            own, other = source[name], destination[name]
+            if own.data_ptr() != other.data_ptr() and (own.dtype, own.device) == (
+                other.dtype,
+                other.device,
+            ):
+                adopt(name, own)
 
     @torch.no_grad()
     def run(self, source: Weights, destination: Weights) -> RefitReport:

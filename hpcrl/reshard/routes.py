@@ -165,12 +165,12 @@ class PieceSet:
     def rectangles(self, groups: tuple[int, ...]) -> tuple[list[int], list[Rectangle]]:
         """Return the starts and the rectangles of a block whose targets are of these groups."""
         if groups not in self._rectangles:
-            wanted: dict[tuple[object, ...], list[tuple[int, Piece]]] = defaultdict(list)
+            receivers_of: dict[tuple[object, ...], list[tuple[int, Piece]]] = defaultdict(list)
             for place, group in enumerate(groups):
                 for piece in self.needs[group]:
-                    wanted[piece.name, piece.origins, piece.rows, piece.cols].append((place, piece))
+                    receivers_of[piece.name, piece.origins, piece.rows, piece.cols].append((place, piece))
             rectangles, start = [], 0
-            for receivers in wanted.values():
+            for receivers in receivers_of.values():
                 _, piece = receivers[0]
                 rectangle = Rectangle(start, piece.cols * self.itemsize * len(receivers), piece.rows, tuple(receivers))
                 rectangles.append(rectangle)
@@ -290,7 +290,7 @@ def _node(rank: int, node_of: NodeOf) -> int:
 
 class Routes:
     """The sender of every transfer. Work grows with the number of ranks plus the number of pieces, not with their
-    product: transfers are made one by one only for the ranks asked for."""
+    product: transfers are made one by one only for requested ranks."""
 
     def __init__(self, source: list[ShardGroup], destination: list[ShardGroup], node_of: NodeOf, itemsize: int) -> None:
         needs: dict[tuple[int, ...], dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))

@@ -74,8 +74,8 @@ class WindowTransport:
         barrier(comm)  # Allocate_shared spins until all ranks are here
         self._window: MPI.Win | None = MPI.Win.Allocate_shared(self.nbytes, 1, comm=comm)
         self._window.Lock_all(MPI.MODE_NOCHECK)
-        mine = _memory(self._window, comm.rank)
-        self._halves = [mine[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
+        own_memory = _memory(self._window, comm.rank)
+        self._halves = [own_memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
         self._senders = self._exchange(
             {place[reader]: _absolute(table, starts) for reader, table in locations.items()},
             {place[sender]: moves for sender, moves in receives.items()},
@@ -86,8 +86,8 @@ class WindowTransport:
         """Start one refit; `loop` completes it, after the last read from this rank's window."""
         self._packed = 0  # pages
         self._reading = [0] * HALVES  # number of ranks that still read each half
-        for sender, theirs in self._senders.items():
-            self._await(loop, sender, iter(theirs), destination)
+        for sender, pages_left in self._senders.items():
+            self._await(loop, sender, iter(pages_left), destination)
         self._pack(loop, source)
 
     def _pack(self, loop: RequestLoop, source: Weights) -> None:
@@ -106,9 +106,9 @@ class WindowTransport:
         self._reading[half] -= 1
         self._pack(loop, source)
 
-    def _await(self, loop: RequestLoop, sender: int, theirs: Iterator[list[Part]], destination: Weights) -> None:
+    def _await(self, loop: RequestLoop, sender: int, pages_left: Iterator[list[Part]], destination: Weights) -> None:
         """Wait for the next page of `sender`, if there is one."""
-        parts = next(theirs, None)
+        parts = next(pages_left, None)
         if parts is None:
             return
 
@@ -116,7 +116,7 @@ class WindowTransport:
             self._sync()
             unpack(parts, self._windows[sender], destination, self._dtype)
             loop.add(self._comm.Isend(_nothing(), sender, DONE))
-            self._await(loop, sender, theirs, destination)
+            self._await(loop, sender, pages_left, destination)
 
         loop.add(self._comm.Irecv(_nothing(), sender, READY), read)
 
@@ -217,7 +217,9 @@ class DeviceTransport:
         self._group, self._dtype = group, dtype
         self._sends = {peer: messages(moves, max_bytes) for peer, moves in sends.items()}
         self._receives = {peer: messages(moves, max_bytes) for peer, moves in receives.items()}
-        self._num_batches = max((len(its) for its in (*self._sends.values(), *self._receives.values())), default=0)
+        self._num_batches = max(
+            (len(buffers) for buffers in (*self._sends.values(), *self._receives.values())), default=0
+        )
         self._packs, self._unpacks = ([RepeatedCopies() for _ in range(self._num_batches)] for _ in range(2))
         self.nbytes = 0  # staged at most in any batch so far
         # The first operation of a group connects it, and not every rank takes part in the first batch.
@@ -241,8 +243,8 @@ class DeviceTransport:
         _copy(self._packs[number], sources, sent)
         operations = [
             dist.P2POp(operation, values, peer, self._group)
-            for operation, pieces, its in ((dist.isend, leaving, sent), (dist.irecv, arriving, received))
-            for (peer, _), values in zip(pieces, its, strict=True)
+            for operation, pieces, tensors in ((dist.isend, leaving, sent), (dist.irecv, arriving, received))
+            for (peer, _), values in zip(pieces, tensors, strict=True)
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -250,13 +252,13 @@ class DeviceTransport:
 
     def _as_sent(self, *pieces: list[Tensor]) -> list[list[Tensor]]:
         """Return each piece, or a place for it in the batch's buffer, in the engine's dtype and without gaps."""
-        sizes = [piece.numel() for its in pieces for piece in its if not self._is_direct(piece)]
-        device = next(piece.device for its in pieces for piece in its)
+        sizes = [piece.numel() for side in pieces for piece in side if not self._is_direct(piece)]
+        device = next(piece.device for side in pieces for piece in side)
         buffer = torch.empty(sum(sizes), dtype=self._dtype, device=device)
         self.nbytes = max(self.nbytes, buffer.nbytes)
         places = iter(buffer.split(sizes))
         return [
-            [piece if self._is_direct(piece) else next(places).view(piece.shape) for piece in its] for its in pieces
+            [piece if self._is_direct(piece) else next(places).view(piece.shape) for piece in side] for side in pieces
         ]
 
     def _is_direct(self, piece: Tensor) -> bool:
@@ -270,7 +272,7 @@ def _copy(copies: RepeatedCopies, sources: list[Tensor], destinations: list[Tens
 
 
 def _parts(peers: dict[int, list[list[Part]]], number: int) -> list[tuple[int, Part]]:
-    return [(peer, part) for peer, its in peers.items() if number < len(its) for part in its[number]]
+    return [(peer, part) for peer, buffers in peers.items() if number < len(buffers) for part in buffers[number]]
 
 
 Moves = dict[int, list[Move]]  # by the world rank of the other end
@@ -356,6 +358,6 @@ def _smallest(comm: MPI.Intracomm, number: int) -> int:
 
 def _split(moves: Moves, far: set[int]) -> tuple[Moves, Moves]:
     return (
-        {rank: its for rank, its in moves.items() if rank in far},
-        {rank: its for rank, its in moves.items() if rank not in far},
+        {rank: some for rank, some in moves.items() if rank in far},
+        {rank: some for rank, some in moves.items() if rank not in far},
     )

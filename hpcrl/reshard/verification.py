@@ -111,16 +111,16 @@ class Verifier:
         self._layouts = (resharding.source, resharding.destination)
         self._comm, self._ranks, self._dtype, self._scratch_bytes = comm, ranks, dtype, scratch_bytes
         totals: dict[tuple[str, Extents], int] = {}
-        wanted: dict[str, dict[int, tuple[Box, ...]]] = {}
+        boxes_by_name: dict[str, dict[int, tuple[Box, ...]]] = {}
         for group in resharding.destination_groups:
             for shard in group.shards:
                 total = totals.setdefault((shard.name, _extents(shard)), len(totals))
-                wanted.setdefault(shard.name, {})[total] = shard.boxes
+                boxes_by_name.setdefault(shard.name, {})[total] = shard.boxes
         self._num_totals = len(totals)
         self._source_regions = [
             region
             for name, box in _counted_boxes(resharding.source_groups, rank)
-            for total, boxes in wanted.get(name, {}).items()
+            for total, boxes in boxes_by_name.get(name, {}).items()
             for part in boxes
             if (region := _overlap(name, box, part, total))
         ]

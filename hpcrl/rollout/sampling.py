@@ -113,12 +113,12 @@ def sample_sharded(
     ends = torch.stack(list(accumulate(masses.unbind(1))), 1)  # CUDA's cumsum is not deterministic
     bounds = torch.from_numpy(uniform).to(ends.device).unsqueeze(1) * ends[:, -1:]
     owns = maxima == highest if sampling.temperature == 0 else (ends > bounds) & (masses > 0)
-    mine = owns.int().argmax(1) == tp.rank  # the first owner
+    owned = owns.int().argmax(1) == tp.rank  # the first owner
     before = ends[:, [tp.rank - 1]] if tp.rank else torch.zeros_like(bounds)
     share = (bounds - before).squeeze(1) / masses[:, tp.rank]
-    share = torch.where(mine, share, 0.5).clamp_(0, 1 - 2**-53)
+    share = torch.where(owned, share, 0.5).clamp_(0, 1 - 2**-53)
     token_ids, log_probs = kernels.sample(logits, share, own_size, sampling.temperature, partials=partials)
     log_probs = log_probs.double() + (masses[:, tp.rank] / ends[:, -1]).log()
-    answer = torch.stack([(token_ids + first).double(), log_probs], 1).masked_fill_(~mine.unsqueeze(1), 0)
+    answer = torch.stack([(token_ids + first).double(), log_probs], 1).masked_fill_(~owned.unsqueeze(1), 0)
     answer = tp.sum(answer)
     return checked(Sampled(answer[:, 0].long(), answer[:, 1].float()))

@@ -75,7 +75,7 @@ class SiteConfig(Section):
     qos: SlurmValue | None = Field(None, description="quality of service")
     constraint: SlurmValue | None = Field(None, description="features that nodes must have")
     gpu_directive: Literal["gpus-per-node", "gres", "none"] = Field(
-        "gpus-per-node", description="how GPUs are asked for: --gpus-per-node=8, --gres=gpu:8, or not at all"
+        "gpus-per-node", description="option that requests GPUs: --gpus-per-node=8, --gres=gpu:8, or none"
     )
     gpu_type: SlurmValue | None = Field(None, description="type of GPU in that directive, such as a100")
     mpi: SlurmValue | None = Field(None, description="for srun --mpi=; null: by the MPI library that Python loads")

@@ -1,1 +1,1 @@
-"""What a run leaves behind for people: TensorBoard, metrics.jsonl, timers, progress, the rollout archive."""
+"""Output of a run: TensorBoard, metrics.jsonl, timers, progress, the rollout archive."""

@@ -117,7 +117,7 @@ def choose_keys(runs: Iterable[RunLog], pattern: str | None) -> list[str]:
     """Return tags that match `pattern` anywhere (None: the usual ones, else all), in order."""
     known = list(dict.fromkeys(key for run in runs for key in run.tags()))
     if pattern is None:
-        usual = [key for wanted in USUAL_KEYS for key in sorted(known) if re.fullmatch(wanted, key)]
+        usual = [key for usual_key in USUAL_KEYS for key in sorted(known) if re.fullmatch(usual_key, key)]
         return list(dict.fromkeys(usual)) or known
     try:
         expression = re.compile(pattern)

@@ -94,7 +94,7 @@ def load_user(path: str, name: str) -> Interaction:
 def run_tool(
     tools: Mapping[str, Tool], name: str, arguments: dict[str, Any], record: Mapping[str, Any] | None
 ) -> ToolAnswer:
-    """Call a tool. An unknown name or bad arguments give a rejected answer; the tool's exceptions are raised."""
+    """Call a tool. An unknown name or bad arguments return a rejected answer; the tool's exceptions are raised."""
     if name not in tools:
         near = get_close_matches(name, tools, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""

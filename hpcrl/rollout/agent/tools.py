@@ -184,7 +184,7 @@ def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
 
     def register(parser: Parser) -> Parser:
         if name in _parsers:
-            raise ValueError(f"tool parser {name!r} is registered already; give this one another name")
+            raise ValueError(f"tool parser {name!r} is registered already; use another name")
         _parsers[name] = parser
         return parser
 

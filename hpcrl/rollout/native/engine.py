@@ -158,7 +158,7 @@ class NativeEngine:
         context, longest = sequence.context_ids, self._max_model_len
         what = f"prompt {request.uid}"
         if not len(request.prompt_ids):
-            raise ValueError(f"{what} has no tokens; give it at least one, such as a beginning-of-sequence token")
+            raise ValueError(f"{what} has no tokens; at least one is needed, such as a beginning-of-sequence token")
         if sequence.max_new_tokens < 1:
             raise ValueError(
                 f"{what} may draw {sequence.max_new_tokens} more tokens after a prefix of {sequence.first_position}; "

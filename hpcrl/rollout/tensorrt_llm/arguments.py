@@ -95,7 +95,7 @@ def input_ids(request: Request, vocab_size: int) -> list[int]:
     """Return prompt and prefix. Raises ValueError if there are no ids, or ids outside the vocabulary."""
     ids = np.concatenate([np.asarray(request.prompt_ids, np.int64), np.asarray(request.prefix_ids, np.int64)])
     if not len(request.prompt_ids):
-        raise ValueError(f"prompt {request.uid} has no tokens; give it at least one")
+        raise ValueError(f"prompt {request.uid} has no tokens; at least one is needed")
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
             f"prompt {request.uid} has token ids {ids.min()} to {ids.max()}; expected 0 to {vocab_size - 1}"
@@ -117,8 +117,8 @@ def completion(output: Output, uid: str) -> Completion:
         )
     tokens, entries = list(output.token_ids), list(output.logprobs or [])
     if reason == "abort":  # tokens and log-probs may differ in length: keep the common part
-        known = min(len(tokens), len(entries))
-        tokens, entries = tokens[:known], entries[:known]
+        common = min(len(tokens), len(entries))
+        tokens, entries = tokens[:common], entries[:common]
     if len(tokens) != len(entries):
         raise RuntimeError(
             f"TensorRT-LLM returned {len(tokens)} tokens and {len(entries)} log-probs for prompt {uid}; "

@@ -33,19 +33,19 @@ def buffers(named: Iterable[tuple[str, Tensor]], expected: Sequence[Shard], tp_r
     values. Parameters that are neither weight nor bias are constants.
     """
     found = {name: parameter.detach() for name, parameter in named}
-    wanted = {shard.local_name: shard for shard in expected}
-    missing = [name for name in wanted if name not in found]
-    surplus = [name for name in found if name not in wanted and name.endswith((".weight", ".bias"))]
+    planned = {shard.local_name: shard for shard in expected}
+    missing = [name for name in planned if name not in found]
+    surplus = [name for name in found if name not in planned and name.endswith((".weight", ".bias"))]
     differ = [
         f"{name} {tuple(found[name].shape)}, {shard.local_shape} expected"
-        for name, shard in wanted.items()
+        for name, shard in planned.items()
         if name in found and tuple(found[name].shape) != shard.local_shape
     ]
     if missing or surplus or differ:
         parts = (("missing", missing), ("unknown", surplus), ("of another shape", differ))
         listed = "; ".join(f"{len(names)} {what}, such as {names[0]}" for what, names in parts if names)
         raise RuntimeError(f"TensorRT-LLM's parameters differ from the refit plan on TP rank {tp_rank}: {listed}")
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in planned}
 
 
 KV_CACHE = "kv_cache"  # tag of the cache's memory; memory of other tags would be copied to the host and back
@@ -193,8 +193,8 @@ def _with_parts(arguments: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _process_wide_settings(device: torch.device) -> Iterator[None]:
     """Restore what building an engine changes for the whole process: the device, and torch's share of its memory."""
-    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # absent in the oldest supported torch
-    share = 1.0 if known is None else known(device)
+    get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # absent in the oldest supported torch
+    share = 1.0 if get_fraction is None else get_fraction(device)
     try:
         yield
     finally:
