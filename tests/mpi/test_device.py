@@ -48,7 +48,6 @@ def labs(world: Any, lab: Lab, device: torch.device, countdown_files: Path) -> I
                 assert {key: found[step].get(key) for key in keys} == pytest.approx(
                     expected, rel=1e-4, abs=least, nan_ok=True
                 ), step
-            assert found[step].keys() == values.keys()
         return found
 
     yield run
