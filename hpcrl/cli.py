@@ -149,6 +149,7 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
         job = load_job(name)
     except InputError as error:
         exits.exit_with_error(error)
+    job.schema()
     parser = ArgumentParser(prog=f"hpcrl run {name}" if is_file else f"hpcrl {name}", description=job.__doc__)
     job.add_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
@@ -227,9 +228,7 @@ def check_job(config: str | None, overrides: list[str]) -> NoReturn:
     def folder() -> str:
         if config is None:
             return ""
-        from hpcrl.config.loader import load_config
-
-        run = load_config(config, overrides).run
+        run = load_job("train").read_config(config, overrides).run
         return str(Path(run.dir, run.name))
 
     check_job.main(folder, partial(verify, with_links=True))

@@ -17,9 +17,11 @@ from typing import Annotated, Any, get_args
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from hpcrl.config.schema import Config, Section
+from hpcrl.config.schema import Section
+from hpcrl.jobs.train import Train
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "config.md"
+SCHEMA = Train.schema()
 HEAD = """\
 # Config reference
 
@@ -53,8 +55,8 @@ def main() -> int:
 
 
 def page() -> str:
-    parts, defaults = [HEAD], Config()
-    for name, field in Config.model_fields.items():
+    parts, defaults = [HEAD], SCHEMA()
+    for name, field in SCHEMA.model_fields.items():
         section, title = getattr(defaults, name), field.description or name
         about = " ".join((type(section).__doc__ or f"{title[0].upper()}{title[1:]}.").split())
         lines = [f"## {name}", "", about, "", "| key | type | default | description |", "|---|---|---|---|"]
@@ -82,7 +84,7 @@ def rows(section: Section | type[Section], prefix: str) -> Iterator[tuple[str, s
         elif isinstance(default, list):
             yield key, "list of mappings", f"{len(default)} entry", text
             yield from rows(nested, f"{key}[]")
-        elif whole := next((other for other, its in Config.model_fields.items() if its.annotation is nested), None):
+        elif whole := next((other for other, its in SCHEMA.model_fields.items() if its.annotation is nested), None):
             yield key, f"the keys of [{whole}](#{whole}), or null", "`null`", text
         else:
             yield key, "mapping, or null", "`null`", text

@@ -696,34 +696,6 @@ class TrainerConfig(Section):
     )
 
 
-class SftConfig(Section):
-    """`hpcrl sft`: supervised warm start on data.train_files, loss on the answer only."""
-
-    answer_key: str = Field("answer", description="column that holds the answer text")
-    batch_size: PositiveInt = Field(256, description="sequences per optimizer step, over all ranks")
-    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
-    total_training_steps: PositiveInt = Field(200, description="optimizer steps at most")
-    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=2e-3), description="optimizer")
-    eval_freq: PositiveOrMinusOne = Field(-1, description="sample validation prompts every N steps; -1: never")
-    eval_samples: PositiveInt = Field(256, description="validation prompts per evaluation")
-    stop_at_score: float | None = Field(
-        None, description="stop once validation accuracy at temperature 1 reaches this; null: run all steps"
-    )
-
-
-class RmConfig(Section):
-    """`hpcrl rm`: a Bradley-Terry reward model from pairs of answers in data.train_files."""
-
-    chosen_key: str = Field("chosen", description="column that holds the better answer")
-    rejected_key: str = Field("rejected", description="column that holds the worse answer")
-    batch_size: PositiveInt = Field(256, description="pairs per optimizer step, over all ranks")
-    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
-    total_training_steps: PositiveInt = Field(200, description="optimizer steps")
-    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
-    eval_freq: PositiveOrMinusOne = Field(-1, description="evaluate on data.val_files every N steps; -1: never")
-    eval_samples: PositiveInt = Field(256, description="validation pairs per evaluation")
-
-
 class AsyncTrainingConfig(Section):
     """Generation and training at the same time, on ranks of their own."""
 
@@ -737,27 +709,6 @@ class AsyncTrainingConfig(Section):
     )
     partial_rollout: bool = Field(
         True, description="bounded_staleness: a refit interrupts responses, which continue with the new weights"
-    )
-
-
-class GenerateConfig(Section):
-    """`hpcrl generate` and `hpcrl evaluate`: the engine on a dataset, without training."""
-
-    output_path: str | None = Field(None, description="JSONL file of the responses; null: <run>/generations.jsonl")
-    batch_size: PositiveInt | None = Field(
-        None, description="prompts between two writes to that file; null: as many as fill the engines' slots 16 times"
-    )
-    score: bool = Field(True, description="score the responses; false: data without scorers will do")
-    log_probs: bool = Field(True, description="write the tokens' log-probs too, about half of the file")
-
-
-class ScoreConfig(Section):
-    """`hpcrl score`: log-probs of given token sequences."""
-
-    tokens_path: str | None = Field(None, description='JSONL file with {"tokens": [...]} per line (--tokens)')
-    output_path: str | None = Field(None, description='JSONL file of {"log_probs": [...]} per line (--out)')
-    max_token_len_per_gpu: PositiveInt = Field(
-        16384, description="tokens per micro-batch and replica; a longer sequence has one to itself"
     )
 
 
@@ -818,14 +769,14 @@ class Config(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="advantages and KL")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="the loop")
-    sft: SftConfig = Field(default_factory=SftConfig, description="supervised warm start")
     async_training: AsyncTrainingConfig = Field(
         default_factory=AsyncTrainingConfig, description="overlap of generation and training"
     )
-    generate: GenerateConfig = Field(default_factory=GenerateConfig, description="generation without training")
-    score: ScoreConfig = Field(default_factory=ScoreConfig, description="log-probs of given tokens")
-    rm: RmConfig = Field(default_factory=RmConfig, description="reward-model training")
     job: JobConfig = Field(default_factory=JobConfig, description="batch system")
+
+    def section(self, name: str) -> Any:
+        """The section that a job declares."""
+        return getattr(self, name)
 
     @property
     def dtypes(self) -> set[str]:

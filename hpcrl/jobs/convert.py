@@ -45,7 +45,8 @@ class Convert(Job):
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
-        return config_of(arguments.source, folder_of(arguments.source, arguments.target), arguments.overrides)
+        folder = folder_of(arguments.source, arguments.target)
+        return config_of(arguments.source, folder, arguments.overrides, cls.schema())
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.inference import (
     INFERENCE_ADVICE,
@@ -56,10 +57,22 @@ DECISIVE = re.compile(
 )
 
 
+class GenerateConfig(Section):
+    """`hpcrl generate` and `hpcrl evaluate`: the engine on a dataset, without training."""
+
+    output_path: str | None = Field(None, description="JSONL file of the responses; null: <run>/generations.jsonl")
+    batch_size: PositiveInt | None = Field(
+        None, description="prompts between two writes to that file; null: as many as fill the engines' slots 16 times"
+    )
+    score: bool = Field(True, description="score the responses; false: data without scorers will do")
+    log_probs: bool = Field(True, description="write the tokens' log-probs too, about half of the file")
+
+
 class Generate(Job):
     """Draw rollout.n samples per prompt, in a folder of its own inside the run's."""
 
     name = "generate"
+    section = GenerateConfig
     memory_advice = INFERENCE_ADVICE
     derived: DerivedGenerate
 
@@ -71,7 +84,7 @@ class Generate(Job):
     def check(cls, config: Config, num_ranks: int) -> DerivedGenerate:
         if not (config.data.val_files or config.data.train_files):
             raise ConfigError("data.val_files is empty, and so is data.train_files; name at least one file of prompts")
-        return check_inference(config, num_ranks, config.rollout.n, scored=config.generate.score)
+        return check_inference(config, num_ranks, config.rollout.n, scored=config.section("generate").score)
 
     def main(self) -> int:
         from hpcrl.run.inference import find_weights
@@ -79,7 +92,7 @@ class Generate(Job):
 
         world, config, derived = self.world, self.config, self.derived
         split = "val" if config.data.val_files else "train"
-        scored = config.generate.score
+        scored = config.section("generate").score
         inputs = world.run_collectively(lambda: read_generation_inputs(config, split, world, scored=scored))
         start = find_weights(world, config, derived)
         file = world.run_collectively(lambda: open_file(config, inputs, split, start) if world.rank == 0 else None)
@@ -100,7 +113,7 @@ def open_file(config: Config, inputs: Inputs, split: str, start: Start) -> Gener
     names = data.val_files if split == "val" else data.train_files
     num_prompts = len(inputs.prompts[split])
     log.info("%d prompts of data.%s_files=%s, %d samples each", num_prompts, split, ", ".join(names), n)
-    path = Path(config.generate.output_path or run_folder(config) / OUTPUT_FILE)
+    path = Path(config.section("generate").output_path or run_folder(config) / OUTPUT_FILE)
     settings: dict[str, Any] = {k: v for k, v in flatten(config.model_dump()).items() if DECISIVE.fullmatch(k)}
     settings["model.init_from"] = str(start.init_from.resolve()) if start.init_from is not None else None
     if "reward" in start.frozen:
@@ -181,7 +194,7 @@ class SampleWriter:
             chunk_began = time.perf_counter()
             batch = self._sampled(np.arange(first, last, dtype=np.int64))
             drawing += time.perf_counter() - chunk_began
-            if self.config.generate.score:
+            if self.config.section("generate").score:
                 batch = score(self.controller, batch, with_model=self.derived.needs_reward_model)
             self._write(batch)
             shown |= {"ktokens/s": (totals.num_tokens - tokens_before) / drawing / 1e3, "length": totals.length}
@@ -212,7 +225,7 @@ class SampleWriter:
     def _chunk_size(self) -> int:
         """Samples between two writes."""
         slots = self.derived.roles["rollout"].dp * self.config.rollout.max_num_seqs
-        prompts = self.config.generate.batch_size or -(-WAVES * slots // self.n)
+        prompts = self.config.section("generate").batch_size or -(-WAVES * slots // self.n)
         return prompts * self.n
 
     def _sampled(self, numbers: np.ndarray) -> DataProto:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
 from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
 from hpcrl.config.placement import place
 from hpcrl.config.roles import REWARD, RoleSpec
 from hpcrl.config.rules import check_checkpoints, check_no_lora
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import TrainingJob
 
@@ -33,10 +34,24 @@ class DerivedRm(RoleLayouts):
         return [("longest sequence", self.max_sequence_length, "tokens"), ("step", self.samples_per_step, "samples")]
 
 
+class RmConfig(Section):
+    """`hpcrl rm`: a Bradley-Terry reward model from pairs of answers in data.train_files."""
+
+    chosen_key: str = Field("chosen", description="column that holds the better answer")
+    rejected_key: str = Field("rejected", description="column that holds the worse answer")
+    batch_size: PositiveInt = Field(256, description="pairs per optimizer step, over all ranks")
+    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
+    total_training_steps: PositiveInt = Field(200, description="optimizer steps")
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
+    eval_freq: PositiveOrMinusOne = Field(-1, description="evaluate on data.val_files every N steps; -1: never")
+    eval_samples: PositiveInt = Field(256, description="validation pairs per evaluation")
+
+
 class RewardModel(TrainingJob):
     """Bradley-Terry on pairs of answers."""
 
     name = label = "rm"
+    section = RmConfig
     trained_role = "reward"
     memory_advice = (
         "a smaller rm.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.reward.tp or pp"
@@ -53,7 +68,7 @@ class RewardModel(TrainingJob):
         from hpcrl.data.sampler import batch_rows
 
         config, size = self.config, len(self.inputs.pairs["train"])
-        rows, epochs = batch_rows(size, config.rm.batch_size, step, config.run.seed, config.data.shuffle)
+        rows, epochs = batch_rows(size, self.own.batch_size, step, config.run.seed, config.data.shuffle)
         num_tokens = float(self._tokens("train", rows).sum())
         run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": num_tokens})
         return self._batch("train", rows)
@@ -83,7 +98,7 @@ class RewardModel(TrainingJob):
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> DerivedRm:
         """It trains on the reward model's ranks."""
-        rm = config.rm
+        rm = config.section("rm")
         check_steps(config, "rm")
         check_checkpoints(config.trainer)
         check_no_lora(config, "rm")
@@ -111,7 +126,7 @@ class RewardModel(TrainingJob):
 
         tokenizer, shape = read_model(self.config)
         shape = shape_of(REWARD.architecture(self.config), shape.vocab_size)
-        data, rm, pairs = self.config.data, self.config.rm, {}
+        data, rm, pairs = self.config.data, self.own, {}
         files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
         for split, (paths, max_samples) in files.items():
             if split == "train" or rm.eval_freq > 0:
@@ -131,7 +146,7 @@ class RewardModel(TrainingJob):
         return [model, RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("reward",))]
 
     def total_steps(self) -> int:
-        return self.config.rm.total_training_steps
+        return self.own.total_training_steps
 
     def set_up(self, run: Run) -> None:
         for split, dataset in self.inputs.pairs.items():
@@ -140,13 +155,13 @@ class RewardModel(TrainingJob):
 
     @property
     def validation_freq(self) -> int:
-        return self.config.rm.eval_freq
+        return self.own.eval_freq
 
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
         """Loss, accuracy and margins over the first validation pairs."""
         from hpcrl.run.calls import metrics_of
 
-        rows = np.arange(min(self.config.rm.eval_samples, len(self.inputs.pairs["val"])), dtype=np.int64)
+        rows = np.arange(min(self.own.eval_samples, len(self.inputs.pairs["val"])), dtype=np.int64)
         batch = self._batch("val", rows)
         batch = batch.union(run.controller["data"].load(batch).get())
         return metrics_of(run.controller["reward"].evaluate(batch).get()), ""
@@ -156,7 +171,7 @@ class RewardModel(TrainingJob):
         return shown | ({"val_accuracy": metrics["val/accuracy"]} if "val/accuracy" in metrics else {})
 
     def state(self, step: int) -> dict[str, int]:
-        return {"consumed_pairs": step * self.config.rm.batch_size}
+        return {"consumed_pairs": step * self.own.batch_size}
 
 
 JOB = RewardModel

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
@@ -19,7 +20,7 @@ from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import quoted
 from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, POLICY
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, Section
 from hpcrl.run.job import Job
 from hpcrl.run.job_config import config_of
 from hpcrl.runtime.exits import DONE, InputError
@@ -33,10 +34,21 @@ log = logging.getLogger(__name__)
 WAVE = 16  # micro-batches of every replica between two writes
 
 
+class ScoreConfig(Section):
+    """`hpcrl score`: log-probs of given token sequences."""
+
+    tokens_path: str | None = Field(None, description='JSONL file with {"tokens": [...]} per line (--tokens)')
+    output_path: str | None = Field(None, description='JSONL file of {"log_probs": [...]} per line (--out)')
+    max_token_len_per_gpu: PositiveInt = Field(
+        16384, description="tokens per micro-batch and replica; a longer sequence has one to itself"
+    )
+
+
 class Score(Job):
     """`hpcrl score MODEL --tokens IN.jsonl --out OUT.jsonl`: log-probs of all tokens but the first."""
 
     name = "score"
+    section = ScoreConfig
     can_be_submitted = False
     derived: RoleLayouts
 
@@ -52,7 +64,7 @@ class Score(Job):
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
         files = [f"score.tokens_path={quoted(arguments.tokens)}", f"score.output_path={quoted(arguments.out)}"]
-        return config_of(arguments.model, f"{arguments.out}.job", [*files, *arguments.overrides])
+        return config_of(arguments.model, f"{arguments.out}.job", [*files, *arguments.overrides], cls.schema())
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
@@ -65,7 +77,7 @@ class Score(Job):
         world, config = self.world, self.config
         shape = world.run_collectively(lambda: policy_shape(config))
         start = find_start(world, config)
-        source, target = config.score.tokens_path, config.score.output_path
+        source, target = self.own.tokens_path, self.own.output_path
         if source is None or target is None:
             raise InputError("score.tokens_path and score.output_path are null; name both", everywhere=True)
         if Path(target).is_dir():
@@ -83,7 +95,7 @@ class Score(Job):
             draft.write_text("", encoding="utf-8")
             progress = Progress(len(sequences), "score", unit="sequence")
         dp = self.derived.roles["actor"].dp
-        budget = config.score.max_token_len_per_gpu
+        budget = config.section("score").max_token_len_per_gpu
         for wave in waves(sequences, WAVE * dp * budget):
             found = log_probs_of(policy, [sequences[row] for row in wave], dp, budget) if policy is not None else {}
             parts = world.all_gather_object(found)

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
 from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths, check_steps
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, EXPORT, REFIT, ROLLOUT, SCORER, RoleSpec
 from hpcrl.config.rules import check_checkpoints
-from hpcrl.config.schema import Config, ValKwargs
+from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import TrainingJob
 
@@ -31,10 +32,26 @@ class DerivedSft(RoleLayouts):
         return [("longest sequence", self.max_sequence_length, "tokens"), ("step", self.samples_per_step, "samples")]
 
 
+class SftConfig(Section):
+    """`hpcrl sft`: supervised warm start on data.train_files, loss on the answer only."""
+
+    answer_key: str = Field("answer", description="column that holds the answer text")
+    batch_size: PositiveInt = Field(256, description="sequences per optimizer step, over all ranks")
+    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
+    total_training_steps: PositiveInt = Field(200, description="optimizer steps at most")
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=2e-3), description="optimizer")
+    eval_freq: PositiveOrMinusOne = Field(-1, description="sample validation prompts every N steps; -1: never")
+    eval_samples: PositiveInt = Field(256, description="validation prompts per evaluation")
+    stop_at_score: float | None = Field(
+        None, description="stop once validation accuracy at temperature 1 reaches this; null: run all steps"
+    )
+
+
 class Sft(TrainingJob):
     """Cross-entropy on the answers, with the engine and the layouts of the actor."""
 
     name = label = "sft"
+    section = SftConfig
     memory_advice = (
         "a smaller sft.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp or pp"
     )
@@ -54,7 +71,7 @@ class Sft(TrainingJob):
         from hpcrl.data.sampler import batch_rows
 
         config, answers = self.config, self.inputs.answers
-        rows, epochs = batch_rows(len(answers), config.sft.batch_size, step, config.run.seed, config.data.shuffle)
+        rows, epochs = batch_rows(len(answers), self.own.batch_size, step, config.run.seed, config.data.shuffle)
         lengths, dp = answers.lengths[rows], self.derived.roles["actor"].dp
         run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": float(np.sum(lengths))})
         return DataProto({}, {"row": rows, replica_column(dp): balanced_assignment(lengths, dp)}, {"step": step})
@@ -62,7 +79,7 @@ class Sft(TrainingJob):
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> DerivedSft:
         """It trains on the actor's ranks, and samples on the rollout's."""
-        sft = config.sft
+        sft = config.section("sft")
         check_steps(config, "sft")
         check_checkpoints(config.trainer)
         samples = sft.eval_freq > 0
@@ -95,7 +112,7 @@ class Sft(TrainingJob):
         from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, read_model
 
         tokenizer, shape = read_model(self.config)
-        data, key = data_config(self.config), self.config.sft.answer_key
+        data, key = data_config(self.config), self.own.answer_key
         answers = SftDataset(data.train_files, tokenizer, data, key, data.train_max_samples, self.world)
         inputs = Inputs(shape, tokenizer, {"train": answers.prompts}, answers)
         add_validation_prompts(inputs, self.config, self.world)
@@ -108,24 +125,24 @@ class Sft(TrainingJob):
         return [actor, data, *export, *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else [])]
 
     def total_steps(self) -> int:
-        return self.config.sft.total_training_steps
+        return self.own.total_training_steps
 
     @property
     def validation_freq(self) -> int:
-        return self.config.sft.eval_freq
+        return self.own.eval_freq
 
     def set_up(self, run: Run) -> None:
         from hpcrl.run.validation import Validator
 
         self.validator = None
-        if self.config.sft.eval_freq > 0:
+        if self.own.eval_freq > 0:
             self.validator = Validator(
                 run.controller,
                 self.inputs.prompts["val"],
                 self.config.data,
                 [ValKwargs(n=1, temperature=1.0)],
                 (int(self.inputs.tokenizer.eos_token_id),),
-                num_prompts=self.config.sft.eval_samples,
+                num_prompts=self.own.eval_samples,
             )
 
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
@@ -134,7 +151,7 @@ class Sft(TrainingJob):
         run.controller["refit"].update_weights().get()
         metrics, shown = self.validator.run(step)
         score = float(np.mean([value for name, value in metrics.items() if name.startswith("val-core/")]))
-        wanted = self.config.sft.stop_at_score
+        wanted = self.own.stop_at_score
         if wanted is not None and score >= wanted:
             run.complete(f"accuracy reached sft.stop_at_score={wanted:g}")
         return metrics, shown
@@ -144,7 +161,7 @@ class Sft(TrainingJob):
         return {"loss": metrics["train/loss"], **shown}
 
     def state(self, step: int) -> dict[str, int]:
-        return {"consumed_rows": step * self.config.sft.batch_size}
+        return {"consumed_rows": step * self.own.batch_size}
 
 
 JOB = Sft

@@ -6,6 +6,8 @@ import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.config.derive import RoleLayouts
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def builtin_jobs() -> dict[str, type[Job]]:
+    """Name -> class of the jobs in hpcrl/jobs, which are found by file."""
+    folder = Path(__file__).parents[1] / "jobs"
+    return {path.stem: import_module(f"hpcrl.jobs.{path.stem}").JOB for path in sorted(folder.glob("[!_]*.py"))}
+
+
 class Job:
     """A subcommand that runs on all ranks, `hpcrl <name> CONFIG [key=value ...]`.
 
@@ -37,26 +45,32 @@ class Job:
     handles_signals: ClassVar[bool] = False  # it saves and stops on a signal, to be continued by another slice
     can_be_submitted: ClassVar[bool] = True  # `hpcrl submit <name>:CONFIG`
     memory_advice: ClassVar[str] = ""  # keys that make it need less GPU memory
-    section: ClassVar[type[Section] | None] = None  # of a job in a file of its own: the config section <name>
+    section: ClassVar[type[Section] | None] = None  # the config section <name>
     own_roles: ClassVar[tuple[type[Worker], ...]] = ()  # workers of further roles, or in place of built-in ones
-    config_class: ClassVar[type[Config]] = Config
+    config_class: ClassVar[type[Config]]  # made by `schema`
     file: ClassVar[str | None] = None  # of a user's job
 
     def __init__(self, world: World, config: Config, derived: Any, arguments: argparse.Namespace) -> None:
         self.world, self.config, self.derived, self.arguments = world, config, derived, arguments
 
-    def __init_subclass__(cls) -> None:
-        """Make the config class: that of the base class with the sections and placements that this job declares."""
-        super().__init_subclass__()
-        if not cls.__dict__.keys() & {"section", "own_roles"}:
-            return
-        specs = cls.own_specs()
-        sections = {spec.name: spec.section for spec in specs if isinstance(spec.section, type)}
-        if cls.section is not None:
-            sections[cls.name] = cls.section
-        placed = [spec.name for spec in specs if not spec.on]
-        name = f"{cls.__qualname__}.config_class"
-        cls.config_class = extended(cls.config_class, sections, placed, qualname=name, module=cls.__module__)
+    @classmethod
+    def schema(cls) -> type[Config]:
+        """The class of the job's config: with its own section and roles, and the sections of all built-in jobs, because
+        jobs share templates. Every rank calls this before it receives a config."""
+        if "config_class" not in cls.__dict__:
+            declared = [(job.name, job.__dict__.get("section")) for job in (*builtin_jobs().values(), cls)]
+            sections = {name: section for name, section in declared if section is not None}
+            specs = cls.own_specs()
+            sections |= {spec.name: spec.section for spec in specs if isinstance(spec.section, type)}
+            placed = [spec.name for spec in specs if not spec.on]
+            name = f"{cls.__qualname__}.config_class"
+            cls.config_class = extended(Config, sections, placed, qualname=name, module=cls.__module__)
+        return cls.config_class
+
+    @property
+    def own(self) -> Any:
+        """The config section that the job declares."""
+        return self.config.section(self.name)
 
     @classmethod
     def own_specs(cls) -> list[RoleSpec]:
@@ -79,7 +93,7 @@ class Job:
     def read_config(cls, path: str, overrides: Sequence[str] = ()) -> Config:
         """The config of a YAML file and overrides, as it is written."""
         own = [f"run.job_file={quoted(cls.file)}"] if cls.file is not None else []
-        return load_config(path, [*overrides, *own], cls.config_class)
+        return load_config(path, [*overrides, *own], cls.schema())
 
     @classmethod
     def prepare(cls, config: Config) -> Config:

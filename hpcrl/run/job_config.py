@@ -13,7 +13,7 @@ from hpcrl.algorithms.registry import UnknownName
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 from hpcrl.checkpoint.store import is_hugging_face
 from hpcrl.config.derive import Derived, check
-from hpcrl.config.loader import load_config, quoted
+from hpcrl.config.loader import load_config, quoted, raw_value
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
@@ -63,7 +63,7 @@ def _in_section(section: str, make: Callable[[], T]) -> T:
         raise ConfigError(f"{section}: {error}") from None
 
 
-def config_of(source: str, folder: str, overrides: list[str]) -> Config:
+def config_of(source: str, folder: str, overrides: list[str], schema: type[Config]) -> Config:
     """Of a job on the weights of `source`, a Hugging Face directory, a run or a checkpoint, that logs into `folder`.
 
     A run's configuration says what its model is like; all else, such as the layout of a larger job, is left behind.
@@ -71,12 +71,12 @@ def config_of(source: str, folder: str, overrides: list[str]) -> Config:
     path, target = Path(os.path.abspath(source)), Path(os.path.abspath(folder))
     name = [f"run.dir={quoted(str(target.parent))}", f"run.name={quoted(target.name)}"]
     if is_hugging_face(path):
-        return load_config(None, [f"model.path={quoted(str(path))}", *name, *overrides])
+        return load_config(None, [f"model.path={quoted(str(path))}", *name, *overrides], schema)
     run = _run_of(path)
     if run is None:
         raise InputError(f"{source}: expected a Hugging Face directory, a run or one of its checkpoints")
-    model = json.dumps(load_config(run / "config.yaml").model.model_dump())  # JSON is YAML
-    return load_config(None, [f"model={model}", f"model.init_from={quoted(str(path))}", *name, *overrides])
+    model = json.dumps(raw_value(run / "config.yaml", (), ("model",)))  # JSON is YAML
+    return load_config(None, [f"model={model}", f"model.init_from={quoted(str(path))}", *name, *overrides], schema)
 
 
 def folder_of(source: str, target: str) -> str:

@@ -114,7 +114,7 @@ def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to r
 def warn_of_changes(folder: Path, config: Config) -> None:
     """Log every value that a resumed run has another one of."""
     try:
-        before = flatten(load_config(str(folder / "config.yaml")).model_dump())
+        before = flatten(load_config(str(folder / "config.yaml"), (), type(config)).model_dump())
     except ValueError:
         return
     now = flatten(config.model_dump())

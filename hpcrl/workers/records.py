@@ -112,7 +112,7 @@ class GenerationsWorker(Worker):
         layout, rank, inputs = team.layouts[role], team.world.rank, team.inputs
         if rank not in layout:
             return None
-        return cls(layout, rank, inputs.prompts, inputs.tokenizer, team.config.generate.log_probs)
+        return cls(layout, rank, inputs.prompts, inputs.tokenizer, team.config.section("generate").log_probs)
 
     def __init__(
         self,

@@ -59,9 +59,9 @@ class SftActorWorker(ModelWorker):
     def __init__(
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
     ) -> None:
-        num_updates, lora = config.sft.total_training_steps, Lora.from_config(config.model)
-        super().__init__(groups, shape, config, optim=config.sft.optim, total_updates=num_updates, lora=lora)
-        self.max_tokens = config.sft.max_token_len_per_gpu
+        sft, lora = config.section("sft"), Lora.from_config(config.model)
+        super().__init__(groups, shape, config, optim=sft.optim, total_updates=sft.total_training_steps, lora=lora)
+        self.max_tokens = sft.max_token_len_per_gpu
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"), phase="update_actor", updates=True)
     def update(self, batch: DataProto) -> dict[str, Metric]:
@@ -86,8 +86,15 @@ class PreferenceWorker(ModelWorker):
     def __init__(
         self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
     ) -> None:
-        super().__init__(groups, shape, config, optim=config.rm.optim, total_updates=config.rm.total_training_steps)
-        self.max_tokens = config.rm.max_token_len_per_gpu
+        rm = config.section("rm")
+        super().__init__(
+            groups,
+            shape,
+            config,
+            optim=rm.optim,
+            total_updates=rm.total_training_steps,
+        )
+        self.max_tokens = rm.max_token_len_per_gpu
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"), phase="update", updates=True)
     def update(self, batch: DataProto) -> dict[str, Metric]:

@@ -11,6 +11,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.jobs.rm import RewardModel
 from hpcrl.jobs.sft import Sft
+from hpcrl.jobs.train import Train
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -22,7 +23,7 @@ def config(**sections: dict[str, Any]) -> Config:
     }
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
-    return Config.model_validate(base)
+    return Train.schema().model_validate(base)
 
 
 def refusal(ranks: int = 4, /, **sections: dict[str, Any]) -> str:

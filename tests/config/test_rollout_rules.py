@@ -40,7 +40,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
             "rollout": {"engine": "tensorrt_llm", "dtype": "bfloat16", "trtllm": {"model_dir": "llama"}},
             "actor": {"router_replay": {"mode": "R3"}},
         },
-        "router_replay.mode=R3: rollout.engine=tensorrt_llm does not tell the experts of tokens; use R2",
+        "router_replay.mode=R3: rollout.engine=tensorrt_llm does not report the experts of tokens; use R2",
     ),
     (
         {

@@ -56,7 +56,7 @@ class Lab:
         self, name: str, placement: dict[str, Any] | None = None, *, job: str = "train", **sections: dict[str, Any]
     ) -> Path:
         made = load_job(job)
-        config = made.config_class.model_validate(self.config(name, placement or {}, sections))
+        config = made.schema().model_validate(self.config(name, placement or {}, sections))
         run_job(self.world, job, made.prepare(config))
         return self.folder / name
 
@@ -66,7 +66,7 @@ class Lab:
         sections = {**sections, "data": {**data, "max_response_length": 18}, "reward": rules}
         template = self.config(name, placement or {}, sections)
         template["trainer"].pop("total_training_steps")
-        run_job(self.world, "sft", Config.model_validate(template))
+        run_job(self.world, "sft", load_job("sft").schema().model_validate(template))
         return self.folder / name
 
     def run_rm(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
@@ -74,7 +74,7 @@ class Lab:
         options = {"batch_size": 8, "total_training_steps": 2, "optim": {"lr": 1e-3}}
         template = self.config(name, placement or {}, {"data": files, "rm": options, **sections})
         template["trainer"].pop("total_training_steps")
-        run_job(self.world, "rm", Config.model_validate(template))
+        run_job(self.world, "rm", load_job("rm").schema().model_validate(template))
         return self.folder / name
 
     def config(self, name: str, placement: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
