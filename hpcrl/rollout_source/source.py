@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from hpcrl.rollout_source.scoring import FirstSamples, num_prompts, numbered
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.progress import PhaseTimers
-from hpcrl.workers.weight_transfer import refit_metrics
+
+if TYPE_CHECKING:
+    from hpcrl.reshard.executor import RefitReport
 
 
 class WeightSync:
@@ -46,6 +48,23 @@ class WeightSync:
             self.timers.add_bytes("update_weights", sum(report.bytes_received for report in reports))
         self.metrics = refit_metrics(reports)
         self.version = version
+
+
+def refit_metrics(reports: Sequence[RefitReport]) -> dict[str, float]:
+    """Of one refit, from the reports of all ranks: bytes are summed, times and memory are those of the worst rank."""
+    seconds = max(report.seconds for report in reports)
+    received, copied, aliased = (
+        sum(getattr(report, name) for report in reports) for name in ("bytes_received", "bytes_copied", "bytes_aliased")
+    )
+    return {
+        "perf/refit/seconds": seconds,
+        "perf/refit/checksum_seconds": max(report.checksum_seconds for report in reports),
+        "perf/refit/gib_received": received / 2**30,
+        "perf/refit/gib_copied": copied / 2**30,
+        "perf/refit/gib_aliased": aliased / 2**30,
+        "perf/refit/gb_per_s": (received + copied) / seconds / 1e9,
+        "perf/refit/peak_extra_mib": max(report.peak_extra_bytes for report in reports) / 2**20,
+    }
 
 
 def staleness_metrics(samples: Mapping[str, np.ndarray], version: int) -> dict[str, float]:

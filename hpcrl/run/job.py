@@ -66,9 +66,7 @@ class Job:
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("config", metavar="CONFIG", help="YAML file")
-        parser.add_argument(
-            "overrides", metavar="key=value", nargs="*", default=[], help="override a key: actor.optim.lr=2e-6"
-        )
+        add_overrides(parser)
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
@@ -110,6 +108,12 @@ class Job:
         from hpcrl.controller.controller import run_program
 
         return run_program(self.world, team.workers, team.worker_classes, team.layouts, program)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="override a key: actor.optim.lr=2e-6"
+    )
 
 
 class TrainingJob(Job):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,23 +121,6 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
     )
     before_mpi_finalize(refit.close)
     return refit
-
-
-def refit_metrics(reports: Sequence[RefitReport]) -> dict[str, float]:
-    """Of one refit, from the reports of all ranks: bytes are summed, times and memory are those of the worst rank."""
-    seconds = max(report.seconds for report in reports)
-    received, copied, aliased = (
-        sum(getattr(report, name) for report in reports) for name in ("bytes_received", "bytes_copied", "bytes_aliased")
-    )
-    return {
-        "perf/refit/seconds": seconds,
-        "perf/refit/checksum_seconds": max(report.checksum_seconds for report in reports),
-        "perf/refit/gib_received": received / 2**30,
-        "perf/refit/gib_copied": copied / 2**30,
-        "perf/refit/gib_aliased": aliased / 2**30,
-        "perf/refit/gb_per_s": (received + copied) / seconds / 1e9,
-        "perf/refit/peak_extra_mib": max(report.peak_extra_bytes for report in reports) / 2**20,
-    }
 
 
 Problem = tuple[int | None, str, str]  # the arguments of an OSError

@@ -23,9 +23,9 @@ from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.verification import ChecksumMismatch
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.rollout_source.source import refit_metrics
 from hpcrl.runtime import exits
 from hpcrl.runtime.world import World
-from hpcrl.workers.weight_transfer import refit_metrics
 from tests.covering import covering
 from tests.live_bytes import LiveBytes, all_tensors
 from tests.mpi.layouts import SHAPE as TRAINED
