@@ -64,9 +64,7 @@ class Evaluate(SamplingJob):
         draft = path.with_name(path.name + ".tmp")
         draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         os.replace(draft, path)
-        log.info(
-            "%s\nall metrics are in %s, %s and TensorBoard, in %s", table(metrics), path, METRICS_FILE, folder
-        )
+        log.info("%s\nall metrics are in %s, %s and TensorBoard, in %s", table(metrics), path, METRICS_FILE, folder)
 
 
 def _keep_earlier(folder: Path, step: int, names: list[str]) -> None:
