@@ -17,8 +17,8 @@ from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.scoring import score
+from hpcrl.rollout_source.source import sampling_params
 from hpcrl.run.inference import DerivedGenerate, GenerationFile, Key, SamplingJob, check_inference
 from hpcrl.run.start import flatten
 from hpcrl.telemetry.progress import PhaseTimers, Progress, duration
@@ -143,16 +143,9 @@ class Generate(SamplingJob):
 
     def _draw(self, controller: Controller, numbers: np.ndarray) -> DataProto:
         """Samples by their place in the file, on which alone their random numbers depend."""
-        config, n = self.config, self.config.rollout.n
+        n = self.config.rollout.n
         samples = {"row": numbers // n, "epoch": np.zeros(len(numbers), np.int64), "sample_index": numbers % n}
-        sampling = SamplingParams(
-            max_new_tokens=config.data.max_response_length,
-            temperature=config.rollout.temperature,
-            top_k=config.rollout.top_k,
-            top_p=config.rollout.top_p,
-            ignore_eos=config.rollout.ignore_eos,
-            eos_token_ids=(int(self.inputs.tokenizer.eos_token_id),),
-        )
+        sampling = sampling_params(self.config, (int(self.inputs.tokenizer.eos_token_id),))
         batch = DataProto({}, samples, {"split": self.split, "step": 0})
         return batch.union(controller["rollout"].generate(batch, sampling).get())
 
