@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -12,21 +11,9 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.inference import (
-    INFERENCE_ADVICE,
-    DerivedGenerate,
-    check_inference,
-    close,
-    inference_roles,
-    inside_run,
-    load_engine,
-    run_folder,
-    step_of,
-    write_config,
-)
-from hpcrl.run.job import Job
-from hpcrl.run.start import Start, set_aside
-from hpcrl.runtime.exits import DONE
+from hpcrl.run.inference import DerivedGenerate, SamplingJob, check_inference
+from hpcrl.run.start import set_aside
+from hpcrl.run.validation import Validator
 from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.progress import PhaseTimers
 from hpcrl.telemetry.runlog import RunError, read_run
@@ -34,23 +21,16 @@ from hpcrl.telemetry.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWrit
 
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller
-    from hpcrl.workers.team import Inputs
 
 log = logging.getLogger(__name__)
 
 RESULT_FILE = "evaluation.json"
 
 
-class Evaluate(Job):
+class Evaluate(SamplingJob):
     """Validate in the ways of rollout.val_kwargs, in a folder of its own inside the run's."""
 
     name = "evaluate"
-    memory_advice = INFERENCE_ADVICE
-    derived: DerivedGenerate
-
-    @classmethod
-    def load(cls, arguments: argparse.Namespace) -> Config:
-        return inside_run(super().load(arguments), cls.name)
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> DerivedGenerate:
@@ -60,50 +40,31 @@ class Evaluate(Job):
             )
         return check_inference(config, num_ranks, sum(way.n for way in config.rollout.val_kwargs), scored=True)
 
-    def main(self) -> int:
-        from hpcrl.run.inference import find_weights
-        from hpcrl.workers.team import build_team, read_generation_inputs
-
-        world, config, derived = self.world, self.config, self.derived
-        inputs = world.run_collectively(lambda: read_generation_inputs(config, "val", world))
-        start = find_weights(world, config, derived)
-        team = build_team(world, config, derived, inputs, inference_roles(derived))
-        self.run_program(team, lambda controller: evaluate(controller, config, inputs, start))
-        return DONE
-
-
-def evaluate(controller: Controller, config: Config, inputs: Inputs, start: Start) -> dict[str, float]:
-    """The validation's metrics, which also go into files and onto the terminal. Runs on rank 0."""
-    folder, step, timers = run_directory(config), step_of(start), PhaseTimers(announce=controller.phase)
-    write_config(config)
-    generations = config.trainer.validation_data_dir
-    _keep_earlier(folder, step, [generations] if generations else [])
-    from hpcrl.run.validation import Validator
-
-    validator = Validator.of_job(controller, config, inputs, folder)
-    refit = load_engine(controller, start, step, timers)
-    with timers("testing"):
-        metrics, shown = validator.run(step)
-    close(controller)
-    writer = MetricsWriter(folder, first_step=step)
-    writer.log(step, metrics | refit | timers.collect() | controller.traffic.collect())
-    if shown:
-        writer.text("validation/samples", step, shown)
-    writer.close()
-    weights = str(start.init_from) if start.init_from is not None else None
-    result = {
-        "weights": weights,
-        "step": step,
-        "files": config.data.val_files,
-        "num_prompts": len(inputs.prompts["val"]),
-        "metrics": metrics,
-    }
-    path = run_folder(config) / RESULT_FILE
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, path)
-    log.info("%s\nall metrics are in %s, %s and TensorBoard's files in %s", table(metrics), path, METRICS_FILE, folder)
-    return metrics
+    def sample(self, controller: Controller, timers: PhaseTimers, refit: dict[str, float]) -> None:
+        """Validate; write the metrics to files and print the most important ones."""
+        config, step, folder = self.config, self.step, run_directory(self.config)
+        generations = config.trainer.validation_data_dir
+        _keep_earlier(folder, step, [generations] if generations else [])
+        validator = Validator.of_job(controller, config, self.inputs, folder)
+        with timers("testing"):
+            metrics, shown = validator.run(step)
+        writer = MetricsWriter(folder, first_step=step)
+        writer.log(step, metrics | refit | timers.collect() | controller.traffic.collect())
+        if shown:
+            writer.text("validation/samples", step, shown)
+        writer.close()
+        result = {
+            "weights": str(self.start.init_from) if self.start.init_from is not None else None,
+            "step": step,
+            "files": config.data.val_files,
+            "num_prompts": len(self.inputs.prompts["val"]),
+            "metrics": metrics,
+        }
+        path = self.run_folder / RESULT_FILE
+        draft = path.with_name(path.name + ".tmp")
+        draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        os.replace(draft, path)
+        log.info("%s\nall metrics are in %s, %s and TensorBoard, in %s", table(metrics), path, METRICS_FILE, folder)
 
 
 def _keep_earlier(folder: Path, step: int, names: list[str]) -> None:

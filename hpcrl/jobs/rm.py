@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
+from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.placement import place
 from hpcrl.config.roles import REWARD, RoleSpec
-from hpcrl.config.rules import check_checkpoints, check_no_lora
+from hpcrl.config.rules import check_no_lora
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.job import TrainingJob
+from hpcrl.controller.controller import replica_column
+from hpcrl.data.answers import CHOSEN, REJECTED, PreferenceDataset
+from hpcrl.run.calls import metrics_of
+from hpcrl.run.job import DerivedSupervised, SupervisedJob
 
 if TYPE_CHECKING:
-    from hpcrl.batch.data_proto import DataProto
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DerivedRm(RoleLayouts):
-    max_sequence_length: int
-    samples_per_step: int  # two of each pair
-
-    def rows(self) -> list[tuple[str, object, str]]:
-        return [("longest sequence", self.max_sequence_length, "tokens"), ("step", self.samples_per_step, "samples")]
 
 
 class RmConfig(Section):
@@ -47,7 +41,7 @@ class RmConfig(Section):
     eval_samples: PositiveInt = Field(256, description="validation pairs per evaluation")
 
 
-class RewardModel(TrainingJob):
+class RewardModel(SupervisedJob):
     """Bradley-Terry on pairs of answers."""
 
     name = label = "rm"
@@ -56,77 +50,45 @@ class RewardModel(TrainingJob):
     memory_advice = (
         "a smaller rm.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.reward.tp or pp"
     )
-    derived: DerivedRm
 
     def loop(self, run: Run) -> None:
         data, reward = run.roles("data", "reward")
         for step in run.steps():
-            batch = data.load(self.next_pairs(run, step))  # chosen and rejected, next to each other
+            rows = self.next_rows(run, step, self.pair_lengths["train"])
+            batch = data.load(self.pairs("train", rows))  # chosen and rejected, next to each other
             reward.update(batch)
 
-    def next_pairs(self, run: Run, step: int) -> DataProto:
-        from hpcrl.data.sampler import batch_rows
-
-        config, size = self.config, len(self.inputs.pairs["train"])
-        rows, epochs = batch_rows(size, self.own.batch_size, step, config.run.seed, config.data.shuffle)
-        num_tokens = float(self._tokens("train", rows).sum())
-        run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": num_tokens})
-        return self._batch("train", rows)
-
-    def _batch(self, split: str, rows: np.ndarray) -> DataProto:
+    def pairs(self, split: str, rows: np.ndarray) -> DataProto:
         """Chosen and rejected of each pair on one replica, with tokens balanced over replicas."""
-        from hpcrl.batch.balance import balanced_assignment
-        from hpcrl.batch.data_proto import DataProto
-        from hpcrl.controller.controller import replica_column
-        from hpcrl.data.answers import CHOSEN, REJECTED
-
         dp = self.derived.roles["reward"].dp
         samples = {
             "row": np.repeat(rows, 2),
             "side": np.tile(np.array([CHOSEN, REJECTED]), len(rows)),
-            replica_column(dp): np.repeat(balanced_assignment(self._tokens(split, rows), dp), 2),
+            replica_column(dp): np.repeat(balanced_assignment(self.pair_lengths[split][rows], dp), 2),
         }
         return DataProto({}, samples, {"split": split})
 
-    def _tokens(self, split: str, rows: np.ndarray) -> np.ndarray:
-        """Tokens of each pair, int64 (len(rows),)."""
-        from hpcrl.data.answers import CHOSEN, REJECTED
-
-        pairs = self.inputs.pairs[split]
-        return pairs.lengths(CHOSEN)[rows] + pairs.lengths(REJECTED)[rows]
-
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedRm:
+    def check(cls, config: Config, num_ranks: int) -> DerivedSupervised:
         """It trains on the reward model's ranks."""
         rm = config.section("rm")
-        check_steps(config, "rm")
-        check_checkpoints(config.trainer)
         check_no_lora(config, "rm")
         roles = place(config, [REWARD], num_ranks)
-        if not config.data.train_files:
-            raise ConfigError(
-                "data.train_files is empty; name at least one Parquet or JSONL file of chosen and rejected"
-            )
-        if rm.eval_freq > 0 and not config.data.val_files:
-            raise ConfigError(
-                f"rm.eval_freq={rm.eval_freq} evaluates, and data.val_files is empty; name files or use -1"
-            )
-        longest = check_lengths(config)
+        longest = cls.check_data(config, "chosen and rejected")
         if rm.max_token_len_per_gpu < 2 * longest:
             raise ConfigError(
                 f"rm.max_token_len_per_gpu={rm.max_token_len_per_gpu} holds no pair of the longest sequences, "
                 f"2 * (data.max_prompt_length + data.max_response_length) = {2 * longest}; use {2 * longest} or more"
             )
-        return DerivedRm(num_ranks, roles, longest, 2 * rm.batch_size)
+        return DerivedSupervised(num_ranks, roles, longest, 2 * rm.batch_size)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.data.answers import PreferenceDataset
         from hpcrl.model.hf.directory import shape_of
         from hpcrl.workers.team import Inputs, read_model
 
         tokenizer, shape = read_model(self.config)
         shape = shape_of(REWARD.architecture(self.config), shape.vocab_size)
-        data, rm, pairs = self.config.data, self.own, {}
+        data, rm, pairs = self.config.data, self.config.section("rm"), {}
         files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
         for split, (paths, max_samples) in files.items():
             if split == "train" or rm.eval_freq > 0:
@@ -145,24 +107,17 @@ class RewardModel(TrainingJob):
         model = replace(REWARD, worker="hpcrl.workers.supervised:PreferenceWorker", trains=True)
         return [model, RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("reward",))]
 
-    def total_steps(self) -> int:
-        return self.own.total_training_steps
-
     def set_up(self, run: Run) -> None:
+        self.pair_lengths = {}  # tokens of chosen and rejected together, int64 (number of pairs,)
         for split, dataset in self.inputs.pairs.items():
+            self.pair_lengths[split] = dataset.lengths(CHOSEN) + dataset.lengths(REJECTED)
             equal = f"; in {dataset.num_equal} of them both answers are the same" if dataset.num_equal else ""
             log.info("%s: %d pairs, %d too long%s", split, len(dataset), dataset.prompts.num_filtered, equal)
 
-    @property
-    def validation_freq(self) -> int:
-        return self.own.eval_freq
-
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
         """Loss, accuracy and margins over the first validation pairs."""
-        from hpcrl.run.calls import metrics_of
-
         rows = np.arange(min(self.own.eval_samples, len(self.inputs.pairs["val"])), dtype=np.int64)
-        batch = self._batch("val", rows)
+        batch = self.pairs("val", rows)
         batch = batch.union(run.controller["data"].load(batch).get())
         return metrics_of(run.controller["reward"].evaluate(batch).get()), ""
 

@@ -16,12 +16,10 @@ from pydantic import Field, PositiveInt
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.loader import quoted
-from hpcrl.config.placement import place
-from hpcrl.config.roles import ACTOR, POLICY
+from hpcrl.config.roles import POLICY
 from hpcrl.config.schema import Config, Section
-from hpcrl.run.job import Job
+from hpcrl.run.job import WeightsJob, add_overrides
 from hpcrl.run.job_config import config_of
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.telemetry.progress import Progress
@@ -44,52 +42,41 @@ class ScoreConfig(Section):
     )
 
 
-class Score(Job):
+class Score(WeightsJob):
     """`hpcrl score MODEL --tokens IN.jsonl --out OUT.jsonl`: log-probs of all tokens but the first."""
 
     name = "score"
     section = ScoreConfig
-    can_be_submitted = False
-    derived: RoleLayouts
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, run or checkpoint")
         parser.add_argument("--tokens", metavar="IN.jsonl", required=True, help='{"tokens": [ids]} per line')
         parser.add_argument("--out", metavar="OUT.jsonl", required=True, help='{"log_probs": [...]} per line')
-        parser.add_argument(
-            "overrides", metavar="key=value", nargs="*", default=[], help="override a key of the config"
-        )
+        add_overrides(parser)
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
         files = [f"score.tokens_path={quoted(arguments.tokens)}", f"score.output_path={quoted(arguments.out)}"]
         return config_of(arguments.model, f"{arguments.out}.job", [*files, *arguments.overrides], cls.schema())
 
-    @classmethod
-    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
-        return RoleLayouts(num_ranks, place(config, [ACTOR], num_ranks))
-
     def main(self) -> int:
-        from hpcrl.run.start import find_start
-        from hpcrl.workers.team import Inputs, build_team, policy_shape
-
         world, config = self.world, self.config
-        shape = world.run_collectively(lambda: policy_shape(config))
-        start = find_start(world, config)
-        source, target = self.own.tokens_path, self.own.output_path
+        source, target = config.section("score").tokens_path, config.section("score").output_path
         if source is None or target is None:
             raise InputError("score.tokens_path and score.output_path are null; name both", everywhere=True)
         if Path(target).is_dir():
             raise InputError(f"--out {target} is a folder; name a file", everywhere=True)
-        longest = shape.max_position_embeddings
-        sequences = world.run_collectively(lambda: read_sequences(Path(source), shape.vocab_size, longest))
-        team = build_team(world, config, self.derived, Inputs(shape), [POLICY])
+        team, weights = self.build([POLICY])
+        shape = team.inputs.shape
+        sequences = world.run_collectively(
+            lambda: read_sequences(Path(source), shape.vocab_size, shape.max_position_embeddings)
+        )
         policy = cast("PolicyWorker | None", team.workers.get("actor"))
-        if start.init_from is None and world.rank == 0:
+        if weights is None and world.rank == 0:
             log.warning("model.path and model.init_from are null: these are the log-probs of random weights")
-        if policy is not None and start.init_from is not None:
-            policy.load(str(start.init_from), role="actor", weights_only=True)
+        if policy is not None and weights is not None:
+            policy.load(str(weights), role="actor", weights_only=True)
         draft, progress = Path(f"{target}.tmp"), None
         if world.rank == 0:
             draft.write_text("", encoding="utf-8")

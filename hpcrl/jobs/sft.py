@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths, check_steps
+from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import check_budget
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, EXPORT, REFIT, ROLLOUT, SCORER, RoleSpec
-from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.job import TrainingJob
+from hpcrl.controller.controller import replica_column
+from hpcrl.data.answers import SftDataset
+from hpcrl.run.job import DerivedSupervised, SupervisedJob
+from hpcrl.run.validation import Validator
 
 if TYPE_CHECKING:
-    from hpcrl.batch.data_proto import DataProto
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
-
-
-@dataclass(frozen=True)
-class DerivedSft(RoleLayouts):
-    max_sequence_length: int
-    samples_per_step: int
-
-    def rows(self) -> list[tuple[str, object, str]]:
-        return [("longest sequence", self.max_sequence_length, "tokens"), ("step", self.samples_per_step, "samples")]
 
 
 class SftConfig(Section):
@@ -47,7 +41,7 @@ class SftConfig(Section):
     )
 
 
-class Sft(TrainingJob):
+class Sft(SupervisedJob):
     """Cross-entropy on the answers, with the engine and the layouts of the actor."""
 
     name = label = "sft"
@@ -55,60 +49,41 @@ class Sft(TrainingJob):
     memory_advice = (
         "a smaller sft.max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp or pp"
     )
-    derived: DerivedSft
 
     def loop(self, run: Run) -> None:
         data, actor = run.roles("data", "actor")
         for step in run.steps():
-            batch = data.load(self.next_rows(run, step))  # sequences of prompt and answer
+            rows = self.next_rows(run, step, self.inputs.answers.lengths)
+            batch = data.load(self.balanced(rows, step))  # sequences of prompt and answer
             actor.update(batch)
 
-    def next_rows(self, run: Run, step: int) -> DataProto:
-        """The rows of a step, with as many tokens on each replica."""
-        from hpcrl.batch.balance import balanced_assignment
-        from hpcrl.batch.data_proto import DataProto
-        from hpcrl.controller.controller import replica_column
-        from hpcrl.data.sampler import batch_rows
-
-        config, answers = self.config, self.inputs.answers
-        rows, epochs = batch_rows(len(answers), self.own.batch_size, step, config.run.seed, config.data.shuffle)
-        lengths, dp = answers.lengths[rows], self.derived.roles["actor"].dp
-        run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": float(np.sum(lengths))})
+    def balanced(self, rows: np.ndarray, step: int) -> DataProto:
+        """The rows as a batch, with as many tokens on each replica."""
+        lengths, dp = self.inputs.answers.lengths[rows], self.derived.roles["actor"].dp
         return DataProto({}, {"row": rows, replica_column(dp): balanced_assignment(lengths, dp)}, {"step": step})
 
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedSft:
+    def check(cls, config: Config, num_ranks: int) -> DerivedSupervised:
         """It trains on the actor's ranks, and samples on the rollout's."""
         sft = config.section("sft")
-        check_steps(config, "sft")
-        check_checkpoints(config.trainer)
         samples = sft.eval_freq > 0
         roles = place(config, [ACTOR, ROLLOUT] if samples else [ACTOR], num_ranks)
-        if not config.data.train_files:
-            raise ConfigError(
-                "data.train_files is empty; name at least one Parquet or JSONL file of prompts and answers"
-            )
+        longest = cls.check_data(config, "prompts and answers")
         if sft.stop_at_score is not None and not samples:
             raise ConfigError(
                 f"sft.stop_at_score={sft.stop_at_score} needs evaluations; set sft.eval_freq to 1 or more"
             )
         if samples:
             check_algorithms(config, {"reward": config.reward.reward_manager.name})
-        if samples and not config.data.val_files:
-            raise ConfigError(
-                f"sft.eval_freq={sft.eval_freq} evaluates, and data.val_files is empty; name files or use -1"
-            )
         if samples and config.rollout.engine != "native":
             raise ConfigError(
                 f"rollout.engine={config.rollout.engine} is not for the evaluations of `hpcrl sft`; "
                 "use rollout.engine=native there, or sft.eval_freq=-1"
             )
-        longest = check_lengths(config)
         check_budget("sft.max_token_len_per_gpu", sft.max_token_len_per_gpu, longest)
-        return DerivedSft(num_ranks, roles, longest, sft.batch_size)
+        return DerivedSupervised(num_ranks, roles, longest, sft.batch_size)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.data.answers import SftDataset
         from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, read_model
 
         tokenizer, shape = read_model(self.config)
@@ -124,16 +99,7 @@ class Sft(TrainingJob):
         export = [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
         return [actor, data, *export, *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else [])]
 
-    def total_steps(self) -> int:
-        return self.own.total_training_steps
-
-    @property
-    def validation_freq(self) -> int:
-        return self.own.eval_freq
-
     def set_up(self, run: Run) -> None:
-        from hpcrl.run.validation import Validator
-
         self.validator = None
         if self.own.eval_freq > 0:
             self.validator = Validator(

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcrl.algorithms.kl import make_kl_controller
+from hpcrl.algorithms.pf_ppo import pf_ppo_rows
 from hpcrl.config import derive, rules
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, EXPORT, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
 from hpcrl.config.schema import Config
+from hpcrl.data.sampler import make_sampler, steps_for_epochs
+from hpcrl.model.sizes import peak_of
+from hpcrl.rollout_source.source import idle_metrics
 from hpcrl.run.job import TrainingJob
 from hpcrl.run.job_config import derive as derive_with_torch
+from hpcrl.run.performance import mfu_metrics
+from hpcrl.run.rollouts import assign_to_replicas, make_rollout_source
+from hpcrl.run.validation import Validator
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 
@@ -74,8 +82,6 @@ class Train(TrainingJob):
 
     def balance_batch(self, batch: DataProto) -> dict[str, float]:
         """Assign samples to replicas, and decide whether the step's only update supplies the old log-probs."""
-        from hpcrl.run.rollouts import assign_to_replicas
-
         is_one_update = batch.meta_info["num_prompts"] <= self.config.actor.ppo_mini_batch_size  # recorded: any number
         batch.meta_info["old_log_prob_in_update"] = (
             self.derived.old_log_prob_in_update and is_one_update and self.updates_actor(batch.meta_info["step"])
@@ -84,8 +90,6 @@ class Train(TrainingJob):
 
     def resample(self, batch: DataProto) -> DataProto:
         """PF-PPO: as many rows, drawn with replacement by their scores."""
-        from hpcrl.algorithms.pf_ppo import pf_ppo_rows
-
         pf_ppo, step = self.config.algorithm.pf_ppo, batch.meta_info["step"]
         key = np.random.SeedSequence(self.config.run.seed % 2**64, spawn_key=(PF_PPO_STREAM, step))
         uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
@@ -112,7 +116,6 @@ class Train(TrainingJob):
         return rules.without_effect(config)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.data.sampler import make_sampler
         from hpcrl.workers.team import read_training_inputs
 
         inputs = read_training_inputs(self.config, self.world)
@@ -144,8 +147,6 @@ class Train(TrainingJob):
         return found
 
     def total_steps(self) -> int:
-        from hpcrl.data.sampler import steps_for_epochs
-
         trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])
         size = self.config.data.train_batch_size
         return trainer.total_training_steps or steps_for_epochs(prompts, size, trainer.total_epochs)
@@ -157,11 +158,6 @@ class Train(TrainingJob):
         return "ppo" if self.derived.needs_critic else self.config.algorithm.adv_estimator
 
     def set_up(self, run: Run) -> None:
-        from hpcrl.algorithms.kl import make_kl_controller
-        from hpcrl.model.sizes import peak_of
-        from hpcrl.run.rollouts import make_rollout_source
-        from hpcrl.run.validation import Validator
-
         config, prompts = self.config, self.inputs.prompts
         log.info(
             "%d steps over %d prompts; %d filtered out as too long",
@@ -188,9 +184,6 @@ class Train(TrainingJob):
     def step_metrics(
         self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
     ) -> dict[str, float]:
-        from hpcrl.rollout_source.source import idle_metrics
-        from hpcrl.run.performance import mfu_metrics
-
         found: dict[str, float] = {}
         if self.peak_flops is not None:
             sizes = (self.config, self.derived, self.inputs.shape, lengths, num_response_tokens)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,13 @@ from hpcrl.data.curriculum import StepReport
 from hpcrl.data.sampler import Sampler
 from hpcrl.rewards.manager import numbers_of
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout_source.scoring import FirstSamples, num_prompts, numbered
+from hpcrl.rollout_source.scoring import FirstSamples, differing, num_prompts, numbered
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import finish_step, read_samples, step_path
 from hpcrl.telemetry.progress import PhaseTimers
+
+if TYPE_CHECKING:
+    from hpcrl.reshard.refit import RefitReport
 
 
 class WeightSync:
@@ -136,36 +139,6 @@ class RolloutState(NamedTuple):
     surplus: DataProto | None
 
 
-class RolloutSource(Protocol):
-    """Gives a loop the scored samples of each step, and decides when the engine gets new weights. Lives on rank 0."""
-
-    # Whether a step that is stopped before its update can be made again from what it began with.
-    can_repeat: ClassVar[bool]
-    weights: WeightSync
-
-    def next(self, step: int) -> DataProto:
-        """Wait for the samples that `step` trains on, and return them."""
-        ...
-
-    def update_weights(self, step: int) -> None:
-        """Called once the actor has the weights of `step`."""
-        ...
-
-    def paused(self, step: int) -> AbstractContextManager[None]:
-        """Inside it the rollout engine has the weights of `step`, and is free for other use."""
-        ...
-
-    def between_steps(self) -> RolloutState:
-        """The state, taken between two steps, and saved then or in the middle of the next one."""
-        ...
-
-    def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
-        """Write what a resumed run needs; samples go into files in `folder`, the rest is returned, for JSON."""
-        ...
-
-    def load(self, state: dict[str, Any], folder: Path, step: int) -> None: ...
-
-
 def _ignore(*_: Any) -> None:
     pass
 
@@ -188,22 +161,28 @@ class RolloutContext:
 
     @property
     def sampling(self) -> SamplingParams:
-        rollout = self.config.rollout
-        return SamplingParams(
-            max_new_tokens=self.config.data.max_response_length,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            ignore_eos=rollout.ignore_eos,
-            eos_token_ids=self.eos_token_ids,
-            routed_experts=self.config.actor.router_replay.mode == "R3",
-        )
+        routed_experts = self.config.actor.router_replay.mode == "R3"
+        return sampling_params(self.config, self.eos_token_ids, routed_experts=routed_experts)
 
     def deliver(self, collected: Collected) -> DataProto:
         """The samples of a step; its metrics so far are logged."""
         batch, metrics = collected
         self.log(metrics | {"training/epoch": float(batch.samples["epoch"][0])})
         return batch
+
+
+def sampling_params(config: Config, eos_token_ids: tuple[int, ...], routed_experts: bool = False) -> SamplingParams:
+    """How `rollout` samples."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        ignore_eos=rollout.ignore_eos,
+        eos_token_ids=eos_token_ids,
+        routed_experts=routed_experts,
+    )
 
 
 @dataclass
@@ -237,6 +216,13 @@ class SamplePool:
         self.counts = Counts()
         self.first_samples = FirstSamples(context.config)
         self._sampler_state()
+
+    def filtered(self, batch: DataProto, found: Gathering) -> DataProto:
+        """The prompts whose samples differ in the metric of filter_groups; `found` counts the other samples."""
+        self.first_samples.check_metric(batch)
+        kept = differing(batch, self.context.config.algorithm.filter_groups.metric)
+        found.num_evicted += int((~kept).sum())
+        return batch[kept]
 
     def complete(self, batch: DataProto) -> DataProto:
         """Add what the advantage estimator needs from rank 0."""
@@ -326,6 +312,40 @@ class SamplePool:
                 f"data.sampler: {type(self.context.sampler).__name__}.state_dict() cannot be saved: {error}; expected "
                 "what JSON holds: int(...) and list(...) of numpy's numbers and arrays"
             ) from None
+
+
+class RolloutSource:
+    """Gives a loop the scored samples of each step, and decides when the engine gets new weights. Lives on rank 0."""
+
+    # Whether a step that is stopped before its update can be made again from what it began with.
+    can_repeat: ClassVar[bool] = False
+
+    def __init__(self, context: RolloutContext) -> None:
+        self.context, self.weights = context, context.weights
+        self.pool = SamplePool(context)
+
+    def next(self, step: int) -> DataProto:
+        """Wait for the samples that `step` trains on, and return them."""
+        raise NotImplementedError
+
+    def update_weights(self, step: int) -> None:
+        """Called once the actor has the weights of `step`."""
+        raise NotImplementedError
+
+    def paused(self, step: int) -> AbstractContextManager[None]:
+        """Context in which the rollout engine has the weights of `step` and is free for other use."""
+        raise NotImplementedError
+
+    def between_steps(self) -> RolloutState:
+        """The state, taken between two steps, and saved then or in the middle of the next one."""
+        return self.pool.state()
+
+    def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
+        """Write what a resumed run needs; samples go into files in `folder`, the rest is returned, for JSON."""
+        return self.pool.save(folder, step, kept)
+
+    def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        self.pool.load(state, folder, step)
 
 
 def write_samples(

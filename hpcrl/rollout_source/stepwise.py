@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,8 +16,16 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.data.curriculum import step_report
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.background_task import BackgroundTask, Steps
-from hpcrl.rollout_source.scoring import differing, numbered, score, scoring
-from hpcrl.rollout_source.source import Collected, Gathering, RolloutContext, RolloutState, SamplePool, recorded_samples
+from hpcrl.rollout_source.scoring import numbered, score, scoring
+from hpcrl.rollout_source.source import (
+    Collected,
+    Gathering,
+    RolloutContext,
+    RolloutSource,
+    RolloutState,
+    SamplePool,
+    recorded_samples,
+)
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.writer import with_nan, without_nan
 
@@ -56,10 +64,7 @@ class StepGenerator:
                 )
             part = yield from self._generate(step, size, found)
             if filtering.enable:
-                pool.first_samples.check_metric(part)
-                kept = differing(part, filtering.metric)
-                found.num_evicted += int((~kept).sum())
-                part = part[kept]
+                part = pool.filtered(part, found)
             found.groups.append(part)
         if found.num_prompts == 0:
             raise InputError(
@@ -126,14 +131,13 @@ class StepGenerator:
         return numbered(batch[~late], step)
 
 
-class Synchronous:
+class Synchronous(RolloutSource):
     """A step's samples are drawn with the weights that it trains."""
 
-    can_repeat: ClassVar[bool] = True
+    can_repeat = True
 
     def __init__(self, context: RolloutContext) -> None:
-        self.context, self.weights = context, context.weights
-        self.pool = SamplePool(context)
+        super().__init__(context)
         self.generator = StepGenerator(context, self.pool)
 
     def next(self, step: int) -> DataProto:
@@ -143,18 +147,8 @@ class Synchronous:
         self.context.wait()
         self.weights.update_to(step)
 
-    @contextmanager
-    def paused(self, step: int) -> Iterator[None]:
-        yield
-
-    def between_steps(self) -> RolloutState:
-        return self.pool.state()
-
-    def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
-        return self.pool.save(folder, step, kept)
-
-    def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
-        self.pool.load(state, folder, step)
+    def paused(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Recorded(Synchronous):
@@ -176,18 +170,15 @@ class Recorded(Synchronous):
 T = TypeVar("T")
 
 
-class OneStepOff:
+class OneStepOff(RolloutSource):
     """Step k trains on samples that the weights of step k - 2 have drawn; step 1 on those of the start weights.
 
     What is drawn does not depend on timing, so a resumed run has the numbers of an uninterrupted one: a checkpoint
     holds the samples of the step that comes next.
     """
 
-    can_repeat: ClassVar[bool] = False
-
     def __init__(self, context: RolloutContext) -> None:
-        self.context, self.weights = context, context.weights
-        self.pool = SamplePool(context)
+        super().__init__(context)
         self.generator = StepGenerator(context, self.pool)
         # Of the step after the one that `next` returned; its value is None if the run ends before it: see `_spare`.
         self.ahead: BackgroundTask[Collected | None] | None = None
@@ -210,9 +201,6 @@ class OneStepOff:
             self.ahead.get()
         self.weights.update_to(step)
         yield
-
-    def between_steps(self) -> RolloutState:
-        return self.pool.state()
 
     def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
         found = self.ahead.get() if self.ahead is not None else None

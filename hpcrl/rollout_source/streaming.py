@@ -7,15 +7,15 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.curriculum import step_report
-from hpcrl.rollout_source.scoring import differing, num_prompts, numbered, score
-from hpcrl.rollout_source.source import Gathering, RolloutContext, RolloutState, SamplePool
+from hpcrl.rollout_source.scoring import num_prompts, numbered, score
+from hpcrl.rollout_source.source import Gathering, RolloutContext, RolloutSource, RolloutState
 from hpcrl.workers.response_stream import Finished
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
     version: int
 
 
-class Streaming:
+class Streaming(RolloutSource):
     """An update of the weights of version v never trains a sample whose first token is of a version before v - T, T
     being async_training.staleness_threshold: a prompt of version v is due at step v + 1 + T. B is train_batch_size.
 
@@ -44,11 +44,8 @@ class Streaming:
     Prompts stay on the replica that they were submitted to. They are numbered in the order of their submission.
     """
 
-    can_repeat: ClassVar[bool] = False
-
     def __init__(self, context: RolloutContext) -> None:
-        self.context, self.weights = context, context.weights
-        self.pool = SamplePool(context)
+        super().__init__(context)
         self.controller, self.config = context.controller, context.config
         rollout = self.controller["rollout"].layout
         self.replica_of = {leader: dp for dp, leader in enumerate(rollout.leaders)}
@@ -92,9 +89,6 @@ class Streaming:
         """Any command that needs the engine interrupts generation."""
         yield
         self._generate()
-
-    def between_steps(self) -> RolloutState:
-        return self.pool.state()
 
     def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
         """Finished prompts are kept; unfinished ones are listed, to be drawn again."""
@@ -218,17 +212,12 @@ class Streaming:
         batch.pop([self.column])
         batch.meta_info.clear()
         if self.config.algorithm.filter_groups.enable:
-            batch = self._without_equal(batch)
+            num_finished = num_prompts(batch)
+            batch = self.pool.filtered(batch, self.seen)
+            self.num_submitted -= num_finished - num_prompts(batch)
         if len(batch):
             self.pool.surplus = batch if self.pool.surplus is None else DataProto.concat([self.pool.surplus, batch])
         self._submit()
-
-    def _without_equal(self, batch: DataProto) -> DataProto:
-        self.pool.first_samples.check_metric(batch)
-        kept = differing(batch, self.config.algorithm.filter_groups.metric)
-        self.seen.num_evicted += int((~kept).sum())
-        self.num_submitted -= num_prompts(batch[~kept])
-        return batch[kept]
 
     def _oldest(self, step: int) -> DataProto:
         """The step's prompts: those that are due first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -15,59 +16,139 @@ from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, GENERATIONS, POLICY, REFIT, REWARD, ROLLOUT, SCORER, RoleSpec
+from hpcrl.config.roles import ACTOR, GENERATIONS, POLICY, REFIT, REWARD, ROLLOUT, SCORER
 from hpcrl.config.rules import check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.source import WeightSync
+from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
-from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.runtime.world import World
 from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
-
-INFERENCE_ADVICE = "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs, a larger placement.rollout.tp"
 
 
 @dataclass(frozen=True)
 class DerivedGenerate(RoleLayouts):
     """Derived values of `hpcrl generate` and `hpcrl evaluate`; weights are read in the actor's layout."""
 
+    is_scored: bool
     needs_reward_model: bool
     max_sequence_length: int
     samples_per_prompt: int
 
     def rows(self) -> list[tuple[str, object, str]]:
-        return [
-            ("longest sequence", self.max_sequence_length, "tokens"),
-            ("prompt", self.samples_per_prompt, "samples"),
-        ]
+        longest = ("longest sequence", self.max_sequence_length, "tokens")
+        return [longest, ("prompt", self.samples_per_prompt, "samples")]
 
 
-def check_inference(config: Config, num_ranks: int, samples: int, *, scored: bool) -> DerivedGenerate:
-    """Derived values of a job that draws `samples` per prompt; ConfigError for one that cannot run."""
-    with_model = scored and config.reward.reward_model.enable
-    roles = place(config, [ACTOR, ROLLOUT, *([REWARD] if with_model else [])], num_ranks)
-    longest = check_lengths(config)
-    check_rollout(config, roles)
-    if scored:
-        check_algorithms(config, {"reward": config.reward.reward_manager.name})
-    if with_model:
-        check_budget(f"{REWARD.path}.{REWARD.max_tokens}", REWARD.token_budget(config), longest)
-    return DerivedGenerate(num_ranks, roles, with_model, longest, samples)
+class SamplingJob(Job):
+    """A job that samples with weights that nothing trains.
 
+    Its logs and exit.json are in <run>/<name>, because those of the run itself may belong to a training job that is
+    still running.
+    """
 
-def inference_roles(derived: DerivedGenerate) -> list[RoleSpec]:
-    """Roles of a job that samples without training."""
-    reward = [REWARD] if derived.needs_reward_model else []
-    return [POLICY, *reward, GENERATIONS, ROLLOUT, SCORER, REFIT]
+    memory_advice = "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs, a larger placement.rollout.tp"
+    derived: DerivedGenerate
+
+    @classmethod
+    def load(cls, arguments: argparse.Namespace) -> Config:
+        return inside_run(super().load(arguments), cls.name)
+
+    @property
+    def split(self) -> str:
+        """The data set whose prompts are sampled for: data.val_files if there are any, otherwise data.train_files."""
+        return "val" if self.config.data.val_files else "train"
+
+    @property
+    def run_folder(self) -> Path:
+        return run_directory(self.config).parent
+
+    @property
+    def step(self) -> int:
+        """The training step of the weights; 0 for random ones and for those of a Hugging Face directory."""
+        source = self.start.init_from
+        if source is None or is_hugging_face(source):
+            return 0
+        return int(json.loads((source / TRAINER_FILE).read_text(encoding="utf-8"))["step"])
+
+    def main(self) -> int:
+        from hpcrl.workers.team import build_team, read_generation_inputs
+
+        world, config, derived = self.world, self.config, self.derived
+        self.inputs = world.run_collectively(
+            lambda: read_generation_inputs(config, self.split, world, scored=derived.is_scored)
+        )
+        self.start = self._find_weights()
+        if self.is_done():
+            return DONE
+        reward = [REWARD] if derived.needs_reward_model else []
+        roles = [POLICY, *reward, GENERATIONS, ROLLOUT, SCORER, REFIT]
+        self.team = build_team(world, config, derived, self.inputs, roles)
+        self.run_program(self.team, self._program)
+        return DONE
+
+    def is_done(self) -> bool:
+        """Whether there is nothing left to sample. Collective."""
+        return False
+
+    def sample(self, controller: Controller, timers: PhaseTimers, refit: dict[str, float]) -> None:
+        """Sample and write, on rank 0; the engine has its weights. `refit`: metrics of the refit."""
+        raise NotImplementedError
+
+    def _program(self, controller: Controller) -> None:
+        self._write_config()
+        timers = PhaseTimers(announce=controller.phase)
+        actor, start = controller["actor"], self.start
+        if start.init_from is not None:
+            actor.load(str(start.init_from), weights_only=True).get()
+        if "reward" in start.frozen:
+            controller["reward"].load_frozen(str(start.frozen["reward"])).get()
+        weights = WeightSync(controller, timers)
+        weights.update_to(self.step)
+        actor.release().get()
+        self.sample(controller, timers, weights.metrics)
+        controller["scorer"].close().get()
+        controller["rollout"].close().get()
+
+    def _write_config(self) -> None:
+        """Write <run>/<name>/config.yaml: the config before `inside_run`."""
+        run = self.config.run.model_copy(update={"dir": str(self.run_folder.parent), "name": self.run_folder.name})
+        text = dump_config(self.config.model_copy(update={"run": run}))
+        (run_directory(self.config) / "config.yaml").write_text(text, encoding="utf-8")
+
+    def _find_weights(self) -> Start:
+        """The weights of model.init_from or model.path, and of reward.reward_model.init_from. Collective."""
+        reward = self.config.reward.reward_model.init_from
+        frozen = {"reward": reward} if self.derived.needs_reward_model and reward else None
+        start = find_start(self.world, self.config, frozen=frozen)
+        named = start.init_from
+
+        def check() -> None:
+            if named is not None and not is_hugging_face(named) and not (named / "actor").is_dir():
+                raise InputError(
+                    f"model.init_from: {named} holds no policy; name a run of `hpcrl train` or `hpcrl sft`"
+                )
+
+        self.world.run_collectively(check)
+        if self.world.rank != 0:
+            return start
+        if named is None:
+            log.warning("model.init_from and model.path are null: these are random weights")
+        else:
+            log.info("weights of %s", named)
+        # a template names the weights that training starts from, which are seldom the ones meant
+        own = self.run_folder / "checkpoints"
+        if own.is_dir() and (named is None or own.resolve() not in named.resolve().parents):
+            log.warning("%s has checkpoints of its own; for those, model.init_from=%s", own.parent, own.parent)
+        return start
 
 
 def inside_run(config: Config, name: str) -> Config:
-    """`config` for a job whose logs and exit.json are in <run>/<name>: those of the run itself may belong to a training
-    job that is still under way."""
+    """`config` of a job whose run directory is <run>/<name>; <run> is made."""
     folder = run_directory(config)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,72 +158,17 @@ def inside_run(config: Config, name: str) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder), "name": name})})
 
 
-def run_folder(config: Config) -> Path:
-    """<run>, of a config that `inside_run` gave."""
-    return run_directory(config).parent
-
-
-def write_config(config: Config) -> None:
-    """<run>/<name>/config.yaml, as the job was given it."""
-    folder = run_folder(config)
-    run = config.run.model_copy(update={"dir": str(folder.parent), "name": folder.name})
-    text = dump_config(config.model_copy(update={"run": run}))
-    (run_directory(config) / "config.yaml").write_text(text, encoding="utf-8")
-
-
-def find_weights(world: World, config: Config, derived: DerivedGenerate) -> Start:
-    """The weights that model.init_from or model.path, and reward.reward_model.init_from name; InputError where there
-    are none."""
-    reward = config.reward.reward_model.init_from
-    start = find_start(world, config, frozen={"reward": reward} if derived.needs_reward_model and reward else None)
-
-    def check() -> None:
-        named = start.init_from
-        if named is not None and not is_hugging_face(named) and not (named / "actor").is_dir():
-            raise InputError(f"model.init_from: {named} holds no policy; name a run of `hpcrl train` or `hpcrl sft`")
-
-    world.run_collectively(check)
-    if world.rank == 0:
-        _tell(config, start)
-    return start
-
-
-def step_of(start: Start) -> int:
-    """The training step of the weights; 0 for random ones and for those of a Hugging Face directory."""
-    if start.init_from is None or is_hugging_face(start.init_from):
-        return 0
-    return int(json.loads((start.init_from / TRAINER_FILE).read_text(encoding="utf-8"))["step"])
-
-
-def load_engine(controller: Controller, start: Start, step: int, timers: PhaseTimers) -> dict[str, float]:
-    """The weights, those of `step`, in the rollout engine and no longer anywhere else. Gives the refit's metrics."""
-    actor = controller["actor"]
-    if start.init_from is not None:
-        actor.load(str(start.init_from), weights_only=True).get()
-    if "reward" in start.frozen:
-        controller["reward"].load_frozen(str(start.frozen["reward"])).get()
-    engine = WeightSync(controller, timers)
-    engine.update_to(step)
-    actor.release().get()
-    return engine.metrics
-
-
-def close(controller: Controller) -> None:
-    """Ends the processes of scorers and tools."""
-    controller["scorer"].close().get()
-    controller["rollout"].close().get()
-
-
-def _tell(config: Config, start: Start) -> None:
-    """Which weights these are: a template names those that training starts from, which are seldom the ones meant."""
-    run = run_folder(config)
-    own = run / "checkpoints"
-    if start.init_from is None:
-        log.warning("model.init_from and model.path are null: these are random weights")
-    else:
-        log.info("weights of %s", start.init_from)
-    if own.is_dir() and (start.init_from is None or own.resolve() not in start.init_from.resolve().parents):
-        log.warning("%s has checkpoints of its own; for those, model.init_from=%s", run, run)
+def check_inference(config: Config, num_ranks: int, samples: int, *, scored: bool) -> DerivedGenerate:
+    """Derived values of a job that draws `samples` per prompt; raises ConfigError for one that cannot run."""
+    with_model = scored and config.reward.reward_model.enable
+    roles = place(config, [ACTOR, ROLLOUT, *([REWARD] if with_model else [])], num_ranks)
+    longest = check_lengths(config)
+    check_rollout(config, roles)
+    if scored:
+        check_algorithms(config, {"reward": config.reward.reward_manager.name})
+    if with_model:
+        check_budget(f"{REWARD.path}.{REWARD.max_tokens}", REWARD.token_budget(config), longest)
+    return DerivedGenerate(num_ranks, roles, scored, with_model, longest, samples)
 
 
 WAY_OUT = "choose another generate.output_path, or remove the file"

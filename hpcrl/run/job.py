@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcrl.config.derive import RoleLayouts
+import numpy as np
+
+from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
 from hpcrl.config.loader import load_config, quoted
-from hpcrl.config.roles import RoleSpec
+from hpcrl.config.placement import place
+from hpcrl.config.roles import ACTOR, RoleSpec
+from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, Section, extended
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.data.sampler import batch_rows
 from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.exits import DONE
 from hpcrl.runtime.world import World
@@ -80,9 +86,7 @@ class Job:
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("config", metavar="CONFIG", help="YAML file")
-        parser.add_argument(
-            "overrides", metavar="key=value", nargs="*", default=[], help="override a key: actor.optim.lr=2e-6"
-        )
+        add_overrides(parser)
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
@@ -124,6 +128,32 @@ class Job:
         from hpcrl.controller.controller import run_program
 
         return run_program(self.world, team.workers, team.worker_classes, team.layouts, program)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="override a key: actor.optim.lr=2e-6"
+    )
+
+
+class WeightsJob(Job):
+    """A job that reads the weights of a policy, in the actor's layout, and needs no config file."""
+
+    can_be_submitted = False
+    derived: RoleLayouts
+
+    @classmethod
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
+        return RoleLayouts(num_ranks, place(config, [ACTOR], num_ranks))
+
+    def build(self, roles: Sequence[RoleSpec]) -> tuple[Team, Path | None]:
+        """The team of these roles, and the weights of model.init_from or model.path. Collective."""
+        from hpcrl.run.start import find_start
+        from hpcrl.workers.team import Inputs, build_team, policy_shape
+
+        shape = self.world.run_collectively(lambda: policy_shape(self.config))
+        source = find_start(self.world, self.config).init_from
+        return build_team(self.world, self.config, self.derived, Inputs(shape), roles), source
 
 
 class TrainingJob(Job):
@@ -241,3 +271,48 @@ class TrainingJob(Job):
 
         code = self.run_program(team, program)
         return DONE if code is None else code  # rank 0 has it
+
+
+@dataclass(frozen=True)
+class DerivedSupervised(RoleLayouts):
+    """Derived values of a SupervisedJob."""
+
+    max_sequence_length: int
+    samples_per_step: int
+
+    def rows(self) -> list[tuple[str, object, str]]:
+        return [("longest sequence", self.max_sequence_length, "tokens"), ("step", self.samples_per_step, "samples")]
+
+
+class SupervisedJob(TrainingJob):
+    """A job that trains on given answers, as its config section, which has the name of the job, says."""
+
+    derived: DerivedSupervised
+
+    @classmethod
+    def check_data(cls, config: Config, columns: str) -> int:
+        """Check steps, checkpoints and files; returns the longest sequence, in tokens. `columns`: what files hold."""
+        freq = config.section(cls.name).eval_freq
+        check_steps(config, cls.name)
+        check_checkpoints(config.trainer)
+        if not config.data.train_files:
+            raise ConfigError(f"data.train_files is empty; name at least one Parquet or JSONL file of {columns}")
+        if freq > 0 and not config.data.val_files:
+            raise ConfigError(
+                f"{cls.name}.eval_freq={freq} evaluates, and data.val_files is empty; name files or use -1"
+            )
+        return check_lengths(config)
+
+    def total_steps(self) -> int:
+        return int(self.own.total_training_steps)
+
+    @property
+    def validation_freq(self) -> int:
+        return int(self.own.eval_freq)
+
+    def next_rows(self, run: Run, step: int, lengths: np.ndarray) -> np.ndarray:
+        """The rows of the data that a step trains on, int64. lengths: tokens of every row, int64."""
+        config, size = self.config, self.own.batch_size
+        rows, epochs = batch_rows(len(lengths), size, step, config.run.seed, config.data.shuffle)
+        run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": float(np.sum(lengths[rows]))})
+        return rows

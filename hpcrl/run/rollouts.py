@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SOURCES: dict[str, type[Any]] = {"sync": Synchronous, "one_step_off": OneStepOff, "bounded_staleness": Streaming}
+SOURCES = {
+    "sync": Synchronous,
+    "one_step_off": OneStepOff,
+    "bounded_staleness": Streaming,
+}
 
 
 def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer: Any) -> RolloutSource:
@@ -45,8 +49,7 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
     )
     if mode != "sync":
         log.info("async_training.mode=%s with %s", mode, config.algorithm.rollout_correction)
-    source: RolloutSource = (Recorded if config.trainer.rollouts_from is not None else SOURCES[mode])(context)
-    return source
+    return (Recorded if config.trainer.rollouts_from is not None else SOURCES[mode])(context)
 
 
 def assign_to_replicas(batch: DataProto, config: Config, derived: Derived) -> dict[str, float]:

@@ -25,6 +25,7 @@ from hpcrl.runtime import exits, gpus
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import is_first_launched, library_name
 from hpcrl.runtime.mpi import all_gather_object, broadcast_object
+from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import finish, start_mpi
 from hpcrl.sandbox.isolation import probe_isolation
 
@@ -82,24 +83,18 @@ def mpi_findings(comm: MPI.Intracomm, hosts: list[tuple[str, int]]) -> Iterator[
     """The MPI library and the nodes of its ranks. `hosts`: (host, cores) of each rank."""
     from mpi4py import MPI
 
-    level = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }[MPI.Query_thread()]
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    level = next(name.lower() for name in names if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
     standard = ".".join(map(str, MPI.Get_version()))
     yield Finding("MPI", f"{library_name(MPI.Get_library_version())}, MPI {standard}, threads: {level}")
     yield Finding("ranks", f"{comm.size} in one world on {len({host for host, _ in hosts})} node(s)")
-    start = 0
-    for (host, cores), same in itertools.groupby(hosts):
-        count = len(list(same))
-        ranks = f"rank {start}" if count == 1 else f"ranks {start}-{start + count - 1}"
-        yield Finding(f"  {ranks}", f"{host}, {cores} core(s)")
-        start += count
-    per_node = Counter(host for host, _ in hosts)
-    crowded = [f"{host} ({per_node[host]} ranks, {cores} cores)" for host, cores in dict(hosts).items()]
-    crowded = [text for text, (host, cores) in zip(crowded, dict(hosts).items(), strict=True) if per_node[host] > cores]
+    for (host, cores), same in itertools.groupby(range(comm.size), hosts.__getitem__):
+        yield Finding(f"  {format_ranks(list(same))}", f"{host}, {cores} core(s)")
+    crowded = [
+        f"{host} ({count} ranks, {cores} cores)"
+        for host, count in Counter(host for host, _ in hosts).items()
+        if count > (cores := dict(hosts)[host])
+    ]
     if crowded:
         yield Finding("  sharing", "ranks share cores", f"more ranks than cores on {', '.join(crowded)}: slow", False)
 

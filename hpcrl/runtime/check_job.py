@@ -19,9 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import numpy as np
 
 from hpcrl.runtime import exits
-from hpcrl.runtime.check import GIB, Finding, report
+from hpcrl.runtime.check import GIB, Finding, report, version_of
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, wait, wait_all
@@ -91,9 +90,7 @@ def pair_bandwidths(comm: MPI.Intracomm, nodes: Sequence[int]) -> dict[Pair, flo
 def clock_offsets(comm: MPI.Intracomm, nodes: Sequence[int]) -> list[float]:
     """Seconds by which the clock of each of these ranks is ahead of rank 0's, within half a round trip. Collective."""
     found = [0.0 for _ in nodes]
-    for place, rank in enumerate(nodes):
-        if rank == 0:
-            continue
+    for place, rank in enumerate(nodes[1:], 1):  # the first is rank 0
         if comm.rank == 0:
             found[place] = _ping(comm, rank)[1]
         if comm.rank == rank:
@@ -247,9 +244,7 @@ def _run(
     """Run the checks and return the exit code on every rank. `timer` is cancelled after all steps that may hang."""
     from mpi4py import MPI
 
-    def stage(name: str) -> AbstractContextManager[None]:
-        return status.within("check", name)
-
+    stage = partial(status.within, "check")
     folder = _agreed_folder(comm, find_folder)
 
     with stage("looking at versions and folders"):
@@ -448,13 +443,13 @@ def find_facts(mpi_library: str) -> Facts:
 
 
 def versions(mpi_library: str) -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "MPI library": library_name(mpi_library)}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found | {"hpcrl's code": code_hash(Path(__file__).parents[1]), "CUDA driver": cuda_driver()}
+    return {
+        "python": platform.python_version(),
+        "MPI library": library_name(mpi_library),
+        **{package: version_of(package) for package in PACKAGES},
+        "hpcrl's code": code_hash(Path(__file__).parents[1]),
+        "CUDA driver": cuda_driver(),
+    }
 
 
 def code_hash(folder: Path) -> str:

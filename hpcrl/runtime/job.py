@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hpcrl.runtime import exits, rank_status, watchdog
 from hpcrl.runtime.exits import InputError
@@ -33,33 +33,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class RunSection(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def dir(self) -> str: ...
-    @property
-    def c10d_backend(self) -> str: ...
-    @property
-    def full_determinism(self) -> bool: ...
-    @property
-    def nccl_timeout(self) -> int: ...
-    @property
-    def memory_snapshot(self) -> bool: ...
-    @property
-    def cpu_bind(self) -> bool: ...
-    @property
-    def watchdog(self) -> watchdog.WatchdogLimits: ...
-
-
-class JobConfig(Protocol):
-    """The part of the configuration that every job uses; `hpcrl.config.schema.Config` has it."""
-
-    @property
-    def run(self) -> RunSection: ...
-
-
-C = TypeVar("C", bound=JobConfig)
+C = TypeVar("C", bound=Any)  # hpcrl.config.schema.Config, a layer above: its section `run` is read here
 # (config, number of ranks, rank, role, phase) -> text
 Advice = Callable[[C, int, int, str | None, str | None], str]
 
@@ -106,7 +80,7 @@ def run_spmd(
         world = start_torch(
             comm,
             config.run.c10d_backend,
-            with_tensorrt_llm=uses_tensorrt_llm(config),
+            with_tensorrt_llm=getattr(getattr(config, "rollout", None), "engine", None) == "tensorrt_llm",
             needs_bfloat16="bfloat16" in getattr(config, "dtypes", ()),
             cpu_bind=config.run.cpu_bind,
             nccl_timeout=config.run.nccl_timeout,
@@ -178,12 +152,7 @@ def _explain_out_of_memory(
         return error
 
 
-def uses_tensorrt_llm(config: object) -> bool:
-    """Whether the job generates with TensorRT-LLM. Jobs without generation have no rollout section."""
-    return getattr(getattr(config, "rollout", None), "engine", None) == "tensorrt_llm"
-
-
-def run_directory(config: JobConfig) -> Path:
+def run_directory(config: Any) -> Path:
     """`<run.dir>/<run.name>` as an absolute path, because a rank may change its working directory later."""
     return Path(os.path.abspath(os.path.join(config.run.dir, config.run.name)))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, TextIO
 
 from hpcrl.runtime import exits, rank_status
 from hpcrl.runtime.launcher import node_name
@@ -48,7 +48,8 @@ class Diagnosis:
     def sentence(self) -> str:
         blamed = self._of(self.culprits)
         silent = min(peer.silent_s for peer in blamed)
-        text = f"{_who(blamed)} {_verb(blamed)} in {_places(blamed)}, no progress for {silent:.0f} s"
+        who = f"{format_ranks(self.culprits)} on {' and '.join(sorted(_hosts(blamed)))}"
+        text = f"{who} {'is' if len(blamed) == 1 else 'are'} in {_places(blamed)}, no progress for {silent:.0f} s"
         if self.why:
             text += f", {self.why}"
         others = [peer for peer in self.ranks if peer.rank not in self.culprits]
@@ -93,13 +94,12 @@ def diagnose(ranks: Sequence[PeerStatus]) -> Diagnosis:
         return _diagnosis(everyone, stale, "and not even its watchdog runs: stopped, killed, or its node is down")
     heartbeats = [peer.heartbeat for peer in everyone if peer.heartbeat is not None]
     commands = {beat.command for beat in heartbeats if beat.command is not None}
-    first = [
-        peer for peer, beat in zip(everyone, heartbeats, strict=True) if commands and beat.command == min(commands)
-    ]
+    first = [peer for peer, beat in zip(everyone, heartbeats, strict=True) if beat.command == min(commands, default=-1)]
     working = [peer for peer in first if not _waits(peer)]
-    if len(working) > 1 and (len(working) == len(first) or _differ_in_ticks(working)):
+    differ_in_ticks = len({peer.heartbeat.ticks for peer in working if peer.heartbeat}) > 1
+    if len(working) > 1 and (len(working) == len(first) or differ_in_ticks):
         why = "and it is not clear which of them the others wait for: compare their stacks"
-        return Diagnosis(everyone, _ranks(working), why, is_clear=False)
+        return Diagnosis(everyone, tuple(peer.rank for peer in working), why, is_clear=False)
     if working:
         return _diagnosis(everyone, working, "")
     outside = [p for p, beat in zip(everyone, heartbeats, strict=True) if beat.command is None and not _waits(p)]
@@ -119,10 +119,7 @@ def render(
     first = diagnosis.first
     step = f"Step {first.step}. " if first else ""
     lines = [f"# Hang: {diagnosis.sentence}.", "", f"{step}The job was ended with exit code 86, {when}.", ""]
-    lines += [
-        "| rank | node | phase (role) | command | progress | silent | in MPI | |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines += ["| rank | node | phase (role) | command | progress | silent | in MPI | |", "|" + "---|" * 8]
     mark = "**to blame**" if diagnosis.is_clear else "perhaps"
     lines += [_row(peer, mark if peer.rank in diagnosis.culprits else "") for peer in diagnosis.ranks]
     lines += ["", "## Stacks", ""]
@@ -132,18 +129,14 @@ def render(
         lines += ["```", found[:LONGEST_STACKS].rstrip(), "```", ""] if found else []
     lines += ["The stack traces of all ranks that wrote them: `heartbeat/stacks_*.txt`.", ""]
     lines += ["## Slow before", "", "```", *slow, "```", ""] if slow else []
-    lines += ["## What to do", ""]
-    lines += [_advice(diagnosis, environ), ""]
+    lines += ["## What to do", "", _advice(diagnosis, environ), ""]
     return "\n".join(lines)
 
 
 def _advice(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
     text = "The run continues from its newest checkpoint when it is started again. "
     if not diagnosis.is_clear:
-        return (
-            text
-            + "It is not clear which rank is the cause, so excluding a node may not help: compare the stacks first."
-        )
+        return f"{text}It is not clear which rank is the cause: compare the stacks first."
     if not diagnosis.nodes:
         return text + "No single node is the cause: read the stacks first."
     nodes, job = ",".join(diagnosis.nodes), environ.get("SLURM_JOB_ID")
@@ -158,15 +151,7 @@ def _advice(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
 def _diagnosis(everyone: tuple[PeerStatus, ...], blamed: Sequence[PeerStatus], why: str) -> Diagnosis:
     if len(blamed) == len(everyone) > 1 and not why:
         why = "none of them in MPI; compare their stacks"
-    return Diagnosis(everyone, _ranks(blamed), why)
-
-
-def _ranks(peers: Iterable[PeerStatus]) -> tuple[int, ...]:
-    return tuple(peer.rank for peer in peers)
-
-
-def _differ_in_ticks(peers: Iterable[PeerStatus]) -> bool:
-    return len({peer.heartbeat.ticks for peer in peers if peer.heartbeat}) > 1
+    return Diagnosis(everyone, tuple(peer.rank for peer in blamed), why)
 
 
 def _waits(peer: PeerStatus) -> bool:
@@ -177,11 +162,6 @@ def _hosts(peers: Iterable[PeerStatus]) -> set[str]:
     return {peer.heartbeat.host if peer.heartbeat else "?" for peer in peers}
 
 
-def _who(peers: Sequence[PeerStatus]) -> str:
-    """'rank 5 on n1'; 'ranks 4-7 on n1'; 'ranks 0, 3-5 on n0 and n1'"""
-    return f"{format_ranks([peer.rank for peer in peers])} on {' and '.join(sorted(_hosts(peers)))}"
-
-
 def format_ranks(ranks: Sequence[int]) -> str:
     """'rank 5'; 'ranks 0, 3-5'"""
     spans = []
@@ -189,10 +169,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
         numbers = [rank for _, rank in span]
         spans.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"
-
-
-def _verb(peers: Sequence[PeerStatus]) -> str:
-    return "is" if len(peers) == 1 else "are"
 
 
 def _places(peers: Sequence[PeerStatus]) -> str:
@@ -231,23 +207,8 @@ POLL = 0.1  # seconds
 SECONDS_TO_REPORT = 1.0  # launchers drop output that is still in their pipes when the first rank exits
 
 
-class WatchdogLimits(Protocol):
-    """`run.watchdog`; hpcrl.config.schema has it."""
-
-    @property
-    def enable(self) -> bool: ...
-    @property
-    def publish_seconds(self) -> float: ...
-    @property
-    def min_seconds(self) -> float: ...
-    @property
-    def factor(self) -> float: ...
-    @property
-    def first_seconds(self) -> float: ...
-
-
-def start(run_dir: Path, rank: int, size: int, status: RankStatus, limits: WatchdogLimits) -> None:
-    """Start this rank's watchdog, a daemon thread that runs until the process ends."""
+def start(run_dir: Path, rank: int, size: int, status: RankStatus, limits: Any) -> None:
+    """Start this rank's watchdog, a daemon thread that runs until the process ends. `limits`: config `run.watchdog`."""
     if not limits.enable:
         return
     folder = run_dir / rank_status.FOLDER
@@ -284,7 +245,7 @@ class ProgressTimer:
     longest silence of the phase does not depend on it.
     """
 
-    def __init__(self, status: RankStatus, limits: WatchdogLimits) -> None:
+    def __init__(self, status: RankStatus, limits: Any) -> None:
         self._status = status
         self._limits = limits
         self._longest: dict[str, float] = {}  # "role.phase" -> seconds
@@ -318,7 +279,7 @@ class ProgressTimer:
 
 
 class Watchdog:
-    def __init__(self, run_dir: Path, rank: int, size: int, status: RankStatus, limits: WatchdogLimits) -> None:
+    def __init__(self, run_dir: Path, rank: int, size: int, status: RankStatus, limits: Any) -> None:
         self._run_dir = run_dir
         self._folder = run_dir / rank_status.FOLDER
         self._rank = rank
@@ -439,12 +400,13 @@ class Watchdog:
         self._report_state, self._has_dumped = 0, False
 
     def _end(self, diagnosis: Diagnosis) -> NoReturn:
-        stacks = {rank: self._stacks_of(rank) for rank in diagnosis.culprits}
+        stacks = {rank: _text_of(rank_status.stacks_path(self._folder, rank)) for rank in diagnosis.culprits}
+        slow = _text_of(self._run_dir / STRAGGLERS_FILE).splitlines()[-5:]
         first = diagnosis.first
         role, phase = (first.role, first.phase) if first else (None, None)
         target = self._run_dir / "verdict.md"
         try:
-            text = render(diagnosis, stacks, os.environ, time.ctime(), self._slow_before())
+            text = render(diagnosis, stacks, os.environ, time.ctime(), slow)
             target.write_text(text, encoding="utf-8")
         except OSError as error:
             log.error("cannot write %s: %s", target, error.strerror)
@@ -456,17 +418,13 @@ class Watchdog:
         self.publish()
         _exit(SECONDS_TO_REPORT)
 
-    def _slow_before(self) -> list[str]:
-        try:
-            return (self._run_dir / STRAGGLERS_FILE).read_text(encoding="utf-8").splitlines()[-5:]
-        except OSError:
-            return []
 
-    def _stacks_of(self, rank: int) -> str:
-        try:
-            return rank_status.stacks_path(self._folder, rank).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
+def _text_of(path: Path) -> str:
+    """The content, or "" if the file cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _has_dumped(peer: PeerStatus) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
+from hpcrl.model.router import NOT_RECORDED
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import kv_cache_bytes
 from hpcrl.rewards.manager import REWARD_MANAGERS
@@ -34,7 +35,7 @@ from hpcrl.runtime.mpi import create_group
 from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.workers.model_worker import DTYPES
 from hpcrl.workers.response_journal import ResponseJournal
-from hpcrl.workers.response_stream import Response, ResponseStream, response_columns
+from hpcrl.workers.response_stream import Response, ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
 
 if TYPE_CHECKING:
@@ -338,3 +339,47 @@ def _response_scorer(team: Team) -> ResponseScorer:
         params = parameters(config, "reward", chosen.name)
         manager = chosen.function(config.reward, params, config.data.max_response_length, str(log_path))
     return ResponseScorer(manager, team.inputs.tokenizer, team.inputs.prompts)
+
+
+def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
+    """Sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry per response token,
+    `routed_experts`, if responses have them, a row per token of the sequence."""
+    prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
+    response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
+    ids = [
+        part
+        for request, found in zip(requests, trajectories, strict=True)
+        for part in (request.prompt_ids, found.token_ids)
+    ]
+    columns: Columns = {
+        "input_ids": _column(ids, np.int32, prompt_length + response_length),
+        "response_mask": _column([found.mask for found in trajectories], np.int32, response_length),
+        "rollout_log_probs": _column([found.log_probs for found in trajectories], np.float32, response_length),
+    }
+    if trajectories and trajectories[0].routed_experts is not None:
+        parts = [found.routed_experts for found in trajectories]
+        columns["routed_experts"] = _experts(parts, prompt_length + response_length)
+    samples = {
+        "prompt_length": prompt_length,
+        "response_length": response_length,
+        "finish_reason": np.array([found.finish_reason for found in trajectories], dtype=object),
+    }
+    return DataProto(columns, samples, {})
+
+
+def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
+    """See `hpcrl.engine.microbatch`; tokens that were not run, such as the last, have no recording."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses have no routed_experts")
+    width = known[0].shape[1]
+    values = np.full((int(lengths.sum()), width), NOT_RECORDED, np.int16)
+    ends = lengths.cumsum().tolist()
+    for part, end, length in zip(known, ends, lengths.tolist(), strict=True):
+        values[end - length :][: len(part)] = part
+    return Ragged.from_lengths(values.reshape(-1), lengths * width)
+
+
+def _column(parts: Sequence[np.ndarray | list[int]], dtype: type, lengths: np.ndarray) -> Ragged:
+    values = np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.zeros(0, dtype)
+    return Ragged.from_lengths(values, lengths)

@@ -57,7 +57,7 @@ def test_an_import_that_fails_on_one_rank_ends_the_job(run: Callable, tmp_path: 
     (tmp_path / "tensorrt_llm.py").write_text(LOST)
     start = {"job": JOB, "check": "from hpcrl.cli import main\nmain(['check', '--trtllm'])\n"}[program]
     (tmp_path / "program.py").write_text(
-        "from hpcrl.runtime import trtllm\ntrtllm.unsupported_mpi = lambda library, thread_multiple: None\n" + start
+        "from hpcrl.runtime import mpi\nmpi.unsupported_mpi = lambda library, thread_multiple: None\n" + start
     )
     ended = run(MPIEXEC, "-n", "3", *RANK, "program.py")
     assert ended.code == 2, ended.stdout + ended.stderr
