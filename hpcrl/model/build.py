@@ -139,7 +139,7 @@ def disable_head_communication(output_layer: ColumnParallelLinear) -> None:
 
 def local_shards(shape: ModelShape, groups: RoleGroups, head: Head, lora: Lora | None = None) -> list[Shard]:
     """Return this rank's part of each parameter."""
-    return params.rank_shards(shape, groups.layout, groups.rank, head=head, lora=lora)
+    return params.shards(shape, groups.layout, groups.rank, head=head, lora=lora)
 
 
 def transformer_config(

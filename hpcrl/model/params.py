@@ -23,6 +23,7 @@ from hpcrl.model.shape import (
 from hpcrl.runtime.exits import InputError
 
 Head = Literal["lm", "value", "reward"]
+ONE_RANK = Layout((0,))
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -70,15 +71,7 @@ def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
     if role == "rollout" and shape.num_experts:
         grid["etp"] = grid["tp"]
     layout = Layout(**grid)
-    check_layout(
-        shape,
-        tp_size=layout.tp,
-        pp_size=layout.pp,
-        vpp_size=layout.vpp,
-        ep_size=layout.ep,
-        etp_size=layout.etp,
-        role=f"placement.{role}",
-    )
+    check_layout(shape, layout, f"placement.{role}")
     for stage in range(layout.pp if shape.num_experts else 0):
         chunks = [chunk_layers(shape.num_layers, stage, layout.pp, chunk, layout.vpp) for chunk in range(layout.vpp)]
         if not any(shape.is_moe_layer(layer) for layers in chunks for layer in layers):
@@ -89,17 +82,9 @@ def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
     return layout
 
 
-def check_layout(
-    shape: ModelShape,
-    *,
-    tp_size: int,
-    pp_size: int,
-    vpp_size: int = 1,
-    ep_size: int = 1,
-    etp_size: int = 1,
-    role: str = "model",
-) -> None:
+def check_layout(shape: ModelShape, layout: Layout, role: str = "model") -> None:
     """Raise InputError if a size does not fit the model; the message names `role`."""
+    tp_size, pp_size, vpp_size = layout.tp, layout.pp, layout.vpp
     divided = {
         "num_query_groups": shape.num_query_groups,
         "ffn_hidden_size": shape.ffn_hidden_size,
@@ -124,7 +109,7 @@ def check_layout(
             f"{role}.vpp*pp={vpp_size}*{pp_size} is more than num_layers={shape.num_layers}; "
             f"use a vpp of at most {shape.num_layers // pp_size}"
         )
-    _check_experts(shape, ep_size, etp_size, role)
+    _check_experts(shape, layout.ep, layout.etp, role)
 
 
 def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
@@ -134,7 +119,7 @@ def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
         raise InputError(f"model.lora_rank={lora.rank} with DeepSeek's latent attention is not supported; use 0")
     kinds = set()
     for stage in range(layout.pp):
-        found = rank_shards(shape, layout, layout.rank_of(pp=stage), lora=lora)
+        found = shards(shape, layout, layout.rank_of(pp=stage), lora=lora)
         kinds.add(frozenset(shard.is_expert for shard in found if is_adapter(shard.name)))
     if len(kinds) > 1:
         raise InputError(
@@ -177,70 +162,37 @@ def chunk_layers(num_layers: int, pp_rank: int, pp_size: int, chunk: int, vpp_si
 
 def shards(
     shape: ModelShape,
+    layout: Layout = ONE_RANK,
+    rank: int = 0,
     *,
-    tp_rank: int,
-    tp_size: int,
-    pp_rank: int,
-    pp_size: int,
-    vpp_size: int = 1,
-    ep_rank: int = 0,
-    ep_size: int = 1,
-    etp_rank: int = 0,
-    etp_size: int = 1,
     head: Head = "lm",
     part: Literal["all", "dense", "experts"] = "all",
     lora: Lora | None = None,
 ) -> list[Shard]:
-    """Return the parameters of a rank, chunk by chunk, in the order of the model; adapters follow their matrix.
+    """Return the parameters of world rank `rank`, chunk by chunk, in the order of the model; adapters follow their
+    matrix. By default the whole model.
 
     Tied embeddings are also held by the last chunk of the last stage. `part`: only what the dense grid (tp, pp) splits,
     or only the experts, which the expert grid (etp, ep, pp) splits.
     """
-    check_layout(shape, tp_size=tp_size, pp_size=pp_size, vpp_size=vpp_size, ep_size=ep_size, etp_size=etp_size)
+    check_layout(shape, layout)
+    coord, expert = layout.coord(rank), layout.expert_coord(rank)
     return [
         shard
-        for chunk in range(vpp_size)
+        for chunk in range(layout.vpp)
         for shard in _Chunk(
             shape,
-            first=(pp_rank, chunk) == (0, 0),
-            last=(pp_rank, chunk) == (pp_size - 1, vpp_size - 1),
-            layers=chunk_layers(shape.num_layers, pp_rank, pp_size, chunk, vpp_size),
-            dense=_Split(tp_rank, tp_size, chunk),
-            experts=_Split(etp_rank, etp_size, chunk, is_expert=True),
-            ep_rank=ep_rank,
-            ep_size=ep_size,
+            first=(coord.pp, chunk) == (0, 0),
+            last=(coord.pp, chunk) == (layout.pp - 1, layout.vpp - 1),
+            layers=chunk_layers(shape.num_layers, coord.pp, layout.pp, chunk, layout.vpp),
+            dense=_Split(coord.tp, layout.tp, chunk),
+            experts=_Split(expert.etp, layout.etp, chunk, is_expert=True),
+            ep_rank=expert.ep,
+            ep_size=layout.ep,
             head=head,
             lora=lora,
         ).shards(part)
     ]
-
-
-def rank_shards(
-    shape: ModelShape,
-    layout: Layout,
-    rank: int,
-    *,
-    head: Head = "lm",
-    part: Literal["all", "dense", "experts"] = "all",
-    lora: Lora | None = None,
-) -> list[Shard]:
-    """Return `shards` of world rank `rank` in a layout."""
-    coord, expert = layout.coord(rank), layout.expert_coord(rank)
-    return shards(
-        shape,
-        tp_rank=coord.tp,
-        tp_size=layout.tp,
-        pp_rank=coord.pp,
-        pp_size=layout.pp,
-        vpp_size=layout.vpp,
-        ep_rank=expert.ep,
-        ep_size=layout.ep,
-        etp_rank=expert.etp,
-        etp_size=layout.etp,
-        head=head,
-        part=part,
-        lora=lora,
-    )
 
 
 @dataclass(frozen=True)

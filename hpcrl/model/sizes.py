@@ -64,7 +64,7 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int, 
 @cache
 def _weights(shape: ModelShape) -> tuple[float, int]:
     """Return the matrix weights that a token uses in the layers, and in the head."""
-    whole = shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+    whole = shards(shape)
     share = shape.moe_topk / shape.num_experts if shape.num_experts else 0.0
     layers = sum(
         math.prod(shard.global_shape) * (share if shard.is_expert else 1.0)

@@ -81,7 +81,7 @@ def staged_bytes(job: TrainingPlan) -> int:
 
 def _numel(model: RoleModel, *, trained: bool = False) -> int:
     """Of all parameters, or of those that are trained."""
-    found = shards(model.shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head=model.head, lora=model.lora)
+    found = shards(model.shape, head=model.head, lora=model.lora)
     return sum(math.prod(shard.global_shape) for shard in found if not trained or model.is_trained(shard))
 
 

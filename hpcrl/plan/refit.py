@@ -103,9 +103,7 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str] = ()) -> l
 
 def _heading(path: str, asked: Question) -> list[str]:
     config, shape, itemsize = asked.config, asked.resharding.shape, asked.resharding.itemsize
-    parameters = sum(
-        math.prod(shard.global_shape) for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
-    )
+    parameters = sum(math.prod(shard.global_shape) for shard in shards(shape))
     job = config.job
     dtypes = config.model.dtype, config.rollout.dtype or config.model.dtype
     lines = [

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hpcrl.config.roles import HOST_BLOCK, Part
 from hpcrl.config.schema import OptimConfig
 from hpcrl.grid.layout import Layout
-from hpcrl.model.params import SCALAR_HEADS, Head, Shard, rank_shards
+from hpcrl.model.params import SCALAR_HEADS, Head, Shard, shards
 from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter, matrix_of
 
 # Megatron's alignment of a buffer that its distributed optimizer divides, in elements.
@@ -81,7 +81,7 @@ class RoleModel:
     def shards(self, stage: int) -> list[Shard]:
         """Of a rank of a pipeline stage; their sizes are the same on all of them."""
         rank = self.layout.rank_of(pp=stage)
-        return rank_shards(self.shape, self.layout, rank, head=self.head, lora=self.lora)
+        return shards(self.shape, self.layout, rank, head=self.head, lora=self.lora)
 
     def is_trained(self, shard: Shard) -> bool:
         return self.optim is not None and not shard.is_frozen and (self.lora is None or is_adapter(shard.name))

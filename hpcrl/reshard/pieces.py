@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.files import peft_shards, plan_files
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, rank_shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, shards
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
 
@@ -168,8 +168,8 @@ def megatron_shard_groups(shape: ModelShape, layout: Layout, head: Head, lora: L
     """Return the groups of the dense grid (tp fastest, then pp), then those of the expert grid (etp, ep, pp)."""
     dense, experts = layout.groups("cp", "dp"), layout.groups("edp") if shape.num_experts else []
     return [
-        *(_named_globally(r, rank_shards(shape, layout, r[0], head=head, part="dense", lora=lora)) for r in dense),
-        *(_named_globally(r, rank_shards(shape, layout, r[0], part="experts", lora=lora)) for r in experts),
+        *(_named_globally(r, shards(shape, layout, r[0], head=head, part="dense", lora=lora)) for r in dense),
+        *(_named_globally(r, shards(shape, layout, r[0], part="experts", lora=lora)) for r in experts),
     ]
 
 

@@ -123,9 +123,9 @@ class Resharding:
     lora: Lora | None = None
 
     def __post_init__(self) -> None:
-        self._check(self.source, "placement.actor")
+        check_layout(self.shape, self.source, "placement.actor")
         if self.destination_format == "megatron":
-            self._check(self.destination, "placement.rollout")
+            check_layout(self.shape, self.destination, "placement.rollout")
             return
         if self.destination_format in ("hugging_face", "peft"):
             return
@@ -209,17 +209,6 @@ class Resharding:
     @cached_property
     def _routes(self) -> Routes:
         return Routes(self.source_groups, self.destination_groups, self.nodes, self.itemsize)
-
-    def _check(self, layout: Layout, side: str) -> None:
-        check_layout(
-            self.shape,
-            tp_size=layout.tp,
-            pp_size=layout.pp,
-            vpp_size=layout.vpp,
-            ep_size=layout.ep,
-            etp_size=layout.etp,
-            role=side,
-        )
 
     def _plan(self, transfers: list[Transfer]) -> Plan:
         transfers.sort(key=lambda t: (t.target.rank, t.target.group, t.piece.number, t.first))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpcrl.grid.layout import Layout
 from hpcrl.model.exact import check_exact
 from hpcrl.model.hf.directory import Safetensors, load_weights, open_weights
 from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
@@ -56,7 +57,7 @@ def test_ranks_get_their_slices_and_together_they_are_the_files(name: str, tp_si
     shape, theirs = read_shape(tmp_path), load_file(tmp_path / "model.safetensors")
     back = {its.local_name: torch.full(its.local_shape, torch.nan) for its in hf_shards(shape)}
     for tp_rank in range(tp_size):
-        table = shards(shape, tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1)
+        table = shards(shape, Layout(tuple(range(tp_size)), tp=tp_size), tp_rank)
         weights = {shard.name: torch.full(shard.local_shape, torch.nan) for shard in table}
         load_weights(shape, Safetensors(tmp_path), table, weights)
         for shard in table:

@@ -32,18 +32,18 @@ def make_shape(**changes: object) -> ModelShape:
 def held(shape: ModelShape, tp_size: int, pp_size: int, head: str = "lm") -> dict[str, np.ndarray]:
     """How often each element of each global parameter is held by the ranks of one replica."""
     counts: dict[str, np.ndarray] = {}
-    for pp_rank in range(pp_size):
-        for tp_rank in range(tp_size):
-            for shard in shards(shape, tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size, head=head):
-                cols = shard.global_shape[1] if len(shard.global_shape) == 2 else 1
-                count = counts.setdefault(shard.name, np.zeros((shard.global_shape[0], cols), dtype=int))
-                local = np.zeros((shard.local_shape[0], shard.local_shape[1] if len(shard.local_shape) == 2 else 1))
-                for box in shard.boxes:
-                    count[slice(*box.global_rows), slice(*box.global_cols)] += 1
-                    rows = box.global_rows[1] - box.global_rows[0]
-                    width = box.global_cols[1] - box.global_cols[0]
-                    local[box.local_row : box.local_row + rows, box.local_col : box.local_col + width] += 1
-                assert (local == 1).all(), shard
+    layout = Layout(tuple(range(tp_size * pp_size)), tp=tp_size, pp=pp_size)
+    for rank in layout.ranks:
+        for shard in shards(shape, layout, rank, head=head):
+            cols = shard.global_shape[1] if len(shard.global_shape) == 2 else 1
+            count = counts.setdefault(shard.name, np.zeros((shard.global_shape[0], cols), dtype=int))
+            local = np.zeros((shard.local_shape[0], shard.local_shape[1] if len(shard.local_shape) == 2 else 1))
+            for box in shard.boxes:
+                count[slice(*box.global_rows), slice(*box.global_cols)] += 1
+                rows = box.global_rows[1] - box.global_rows[0]
+                width = box.global_cols[1] - box.global_cols[0]
+                local[box.local_row : box.local_row + rows, box.local_col : box.local_col + width] += 1
+            assert (local == 1).all(), shard
     return counts
 
 
@@ -68,12 +68,19 @@ def test_experts_are_tiled_by_the_expert_grid(
     tp_size: int, stages: tuple[int, int], ep_size: int, etp_size: int, dense_layers: tuple[int, ...]
 ) -> None:
     shape = make_shape(num_layers=5, num_experts=4, moe_ffn_hidden_size=6, dense_layers=dense_layers)
-    sizes = {"tp_size": tp_size, "pp_size": stages[0], "vpp_size": stages[1], "ep_size": ep_size, "etp_size": etp_size}
+    ranks = tuple(range(stages[0] * math.lcm(tp_size, ep_size * etp_size)))
+    layout = Layout(ranks, tp=tp_size, pp=stages[0], vpp=stages[1], ep=ep_size, etp=etp_size)
 
     def rank(pp: int, tp: int = 0, ep: int = 0, etp: int = 0, part: str = "all") -> list[Shard]:
-        return shards(shape, tp_rank=tp, pp_rank=pp, ep_rank=ep, etp_rank=etp, part=part, **sizes)  # type: ignore[arg-type]
+        places = {rank: (layout.coord(rank), layout.expert_coord(rank)) for rank in ranks}
+        found = next(
+            rank
+            for rank, (dense, expert) in places.items()
+            if dense.pp == pp and ((expert.ep, expert.etp) == (ep, etp) if part == "experts" else dense.tp == tp)
+        )
+        return shards(shape, layout, found, part=part)  # type: ignore[arg-type]
 
-    whole = shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+    whole = shards(shape)
     counts = {shard.name: 0 for shard in whole}
     for pp in range(stages[0]):
         for ep, etp in itertools.product(range(ep_size), range(etp_size)):
@@ -106,7 +113,7 @@ def test_adapters_of_experts_alone_on_some_stages_are_refused() -> None:
 
 def test_names_of_experts_count_over_the_model() -> None:
     shape = make_shape(num_experts=4, moe_ffn_hidden_size=6, dense_layers=(1, 3))
-    its = shards(shape, tp_rank=0, tp_size=2, pp_rank=1, pp_size=2, ep_rank=1, ep_size=2)
+    its = shards(shape, Layout((0, 1, 2, 3), tp=2, pp=2, ep=2), 3)
     names = {shard.name: shard.local_name for shard in its if ".mlp." in shard.name}
     assert names == {
         "decoder.layers.2.mlp.router.weight": "decoder.layers.0.mlp.router.weight",
@@ -145,7 +152,7 @@ def test_chunks_hold_the_layers_that_megatron_gives_them(num_layers: int, data: 
             shape = make_shape(num_layers=num_layers)
             its = [
                 shard.local_name
-                for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=stage, pp_size=pp_size, vpp_size=vpp_size)
+                for shard in shards(shape, Layout(tuple(range(pp_size)), pp=pp_size, vpp=vpp_size), stage)
                 if shard.chunk == chunk
             ]
             assert ("embedding.word_embeddings.weight" in its) == ("embedding" in kinds)
@@ -154,7 +161,7 @@ def test_chunks_hold_the_layers_that_megatron_gives_them(num_layers: int, data: 
 
 
 def test_names_are_megatrons_with_global_layer_numbers() -> None:
-    names = [(s.name, s.local_name) for s in shards(make_shape(), tp_rank=0, tp_size=2, pp_rank=1, pp_size=2)]
+    names = [(s.name, s.local_name) for s in shards(make_shape(), Layout((0, 1, 2, 3), tp=2, pp=2), 2)]
     assert names == [
         (f"decoder.layers.2.{name}.weight", f"decoder.layers.0.{name}.weight")
         for name in (
@@ -169,7 +176,7 @@ def test_names_are_megatrons_with_global_layer_numbers() -> None:
 
 
 def test_value_head_is_whole_on_every_tp_rank_of_the_last_stage() -> None:
-    last = shards(make_shape(), tp_rank=1, tp_size=2, pp_rank=1, pp_size=2, head="value")[-1]
+    last = shards(make_shape(), Layout((0, 1, 2, 3), tp=2, pp=2), 3, head="value")[-1]
     assert (last.name, last.local_name, last.local_shape) == ("value_head.weight", "output_layer.weight", (1, 8))
     assert last.tp_replicated
 
@@ -181,7 +188,7 @@ def test_tied_embedding_has_a_copy_on_the_last_stage(pp_size: int) -> None:
     assert "output_layer.weight" not in counts
     assert (counts["embedding.word_embeddings.weight"] == pp_size).all()
     if pp_size == 2:
-        last = shards(shape, tp_rank=0, tp_size=2, pp_rank=1, pp_size=2)[-1]
+        last = shards(shape, Layout((0, 1, 2, 3), tp=2, pp=2), 2)[-1]
         assert (last.name, last.local_name) == ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -198,4 +205,4 @@ def test_first_stages_hold_the_remainder(num_layers: int, data: st.DataObject) -
 @pytest.mark.parametrize(("tp_size", "pp_size", "found"), [(3, 1, "actor.tp=3"), (1, 4, "actor.pp=4")])
 def test_a_layout_that_does_not_fit_is_one_clear_line(tp_size: int, pp_size: int, found: str) -> None:
     with pytest.raises(InputError, match=found):
-        check_layout(make_shape(), tp_size=tp_size, pp_size=pp_size, role="actor")
+        check_layout(make_shape(), Layout(tuple(range(tp_size * pp_size)), tp=tp_size, pp=pp_size), "actor")

@@ -18,10 +18,10 @@ from hpcrl.algorithms.metrics import Metric, finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.config.derive import check
-from hpcrl.config.schema import Config
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
+from hpcrl.jobs.train import Train
 from hpcrl.model.params import VALUE_HEAD, role_layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
@@ -83,7 +83,7 @@ def name_of(layout: Layout) -> str:
 
 
 SAMPLES = 9
-CONFIG = Config.model_validate(
+CONFIG = Train.schema().model_validate(
     {
         "model": {"moe": {"aux_loss_coeff": 0.3, "z_loss_coeff": 0.1}},
         "data": {"train_files": ["none"], "max_prompt_length": 30, "max_response_length": 30},

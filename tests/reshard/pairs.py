@@ -34,23 +34,6 @@ def make_shape(**changes: object) -> ModelShape:
     return ModelShape(**(sizes | changes))  # type: ignore[arg-type]
 
 
-def rank_shards(shape: ModelShape, layout: Layout, rank: int) -> list[Shard]:
-    """What the table says that a rank holds; the place in the expert grid is counted here."""
-    coord, index = layout.coord(rank), layout.ranks.index(rank)
-    return shards(
-        shape,
-        tp_rank=coord.tp,
-        tp_size=layout.tp,
-        pp_rank=coord.pp,
-        pp_size=layout.pp,
-        vpp_size=layout.vpp,
-        ep_rank=index // layout.etp % layout.ep,
-        ep_size=layout.ep,
-        etp_rank=index % layout.etp,
-        etp_size=layout.etp,
-    )
-
-
 def two_dimensional(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape if len(shape) == 2 else (shape[0], 1)  # type: ignore[return-value]
 
@@ -58,7 +41,7 @@ def two_dimensional(shape: tuple[int, ...]) -> tuple[int, int]:
 @cache
 def global_tensors(shape: ModelShape) -> Tensors:
     tensors, start = {}, 0
-    for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1):
+    for shard in shards(shape):
         rows, cols = two_dimensional(shard.global_shape)
         tensors[shard.name] = np.arange(start, start + rows * cols, dtype=np.int64).reshape(rows, cols)
         start += rows * cols
@@ -69,7 +52,7 @@ def megatron_tensors(shape: ModelShape, layout: Layout) -> dict[int, Tensors]:
     """Every rank's local tensors by global name."""
     whole = global_tensors(shape)
     return {
-        rank: {shard.name: _local(whole[shard.name], shard) for shard in rank_shards(shape, layout, rank)}
+        rank: {shard.name: _local(whole[shard.name], shard) for shard in shards(shape, layout, rank)}
         for rank in layout.ranks
     }
 

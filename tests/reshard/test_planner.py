@@ -21,8 +21,8 @@ from tests.reshard.pairs import (
     global_tensors,
     make_shape,
     megatron_tensors,
-    rank_shards,
     reshardings,
+    shards,
 )
 
 LLAMA_70B = ModelShape(
@@ -232,7 +232,7 @@ def test_equal_layouts_move_nothing_and_share_all() -> None:
     resharding = Resharding(make_shape(), layout, layout, itemsize=4)
     plan = resharding.plan()
     assert all(move.is_local for move in plan.moves)
-    names = [shard.name for shard in rank_shards(resharding.shape, layout, 3)]
+    names = [shard.name for shard in shards(resharding.shape, layout, 3)]
     assert [(its.name, its.dst_name) for its in resharding.shared(3)] == [(name, name) for name in names]
     assert sum(its.nbytes for its in resharding.shared(3)) == plan.bytes_copied[3]
 

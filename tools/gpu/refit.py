@@ -69,7 +69,7 @@ def named(layout: Layout) -> str:
 def speed(world: World) -> str:
     """Of one rank's 1.5B weights into an engine's own buffers, beside a copy of as many bytes."""
     model, layout = shape(), Layout((world.rank,))
-    table = shards(model, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+    table = shards(model)
     source = {shard.name: torch.empty(shard.local_shape, dtype=torch.bfloat16, device=world.device) for shard in table}
     for weight in source.values():
         weight.normal_()

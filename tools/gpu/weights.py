@@ -27,7 +27,7 @@ def whole_weights(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
         shard.name: 0.02 * torch.randn(shard.global_shape, generator=generator)
         if len(shard.global_shape) > 1
         else torch.ones(shard.global_shape)
-        for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+        for shard in shards(shape)
     }
 
 
@@ -37,8 +37,7 @@ def held(
     """What `rank` trains under `layout`, by global names; nothing where it has no part in it."""
     if rank not in layout:
         return {}
-    coord = layout.coord(rank)
-    table = shards(shape, tp_rank=coord.tp, tp_size=layout.tp, pp_rank=coord.pp, pp_size=layout.pp)
+    table = shards(shape, layout, rank)
     return {shard.name: cut(whole[shard.name], shard).to(device, dtype) for shard in table}
 
 

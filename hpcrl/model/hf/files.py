@@ -54,7 +54,7 @@ def _by_query_group(shape: ModelShape, hf_names: list[str]) -> Iterator[Span]:
 
 def unsharded(shape: ModelShape) -> list[Shard]:
     """Return Megatron's parameters on one rank, each once."""
-    return shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+    return shards(shape)
 
 
 def hf_shards(shape: ModelShape) -> list[Shard]:
@@ -204,7 +204,7 @@ def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
     those of dense layers.
     """
     found = []
-    for shard in shards(shape, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, lora=lora):
+    for shard in shards(shape, lora=lora):
         if is_adapter(shard.name):
             rows, cols = shard.global_shape
             box = Box((0, rows), (0, cols), 0, 0)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from hpcrl.grid.layout import Layout
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
 from hpcrl.kernels.linear_log_prob import product
@@ -143,17 +144,10 @@ class Decoder:
         self._linear = linear
         self._rotation = rotation
         self._num_groups = shape.num_query_groups // tp.size
+        layout = Layout(tuple(range(tp.size)), tp=tp.size, etp=tp.size if shape.num_experts else 1)
         self.weights = {
             shard.name: torch.zeros(shard.local_shape, dtype=dtype, device=device)
-            for shard in shards(
-                shape,
-                tp_rank=tp.rank,
-                tp_size=tp.size,
-                pp_rank=0,
-                pp_size=1,
-                etp_rank=tp.rank if shape.num_experts else 0,
-                etp_size=tp.size if shape.num_experts else 1,
-            )
+            for shard in shards(shape, layout, tp.rank)
         }
         self._bind()
 

@@ -111,8 +111,7 @@ def trained(shape: ModelShape, ours: dict[str, Tensor], layout: Layout) -> dict[
     """Each training rank's shards by their global names."""
     held: dict[int, dict[str, Tensor]] = {}
     for rank in layout.ranks:
-        coord = layout.coord(rank)
-        table = shards(shape, tp_rank=coord.tp, tp_size=layout.tp, pp_rank=coord.pp, pp_size=layout.pp)
+        table = shards(shape, layout, rank)
         held[rank] = {}
         for shard in table:
             local = torch.zeros(shard.local_shape)
