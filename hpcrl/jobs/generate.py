@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.rollout_source.scoring import score
+from hpcrl.rollout_source.scoring import failed_scores, score
 from hpcrl.rollout_source.source import sampling_params
 from hpcrl.run.inference import DerivedGenerate, GenerationFile, Key, SamplingJob, check_inference
 from hpcrl.run.start import flatten
@@ -106,7 +105,7 @@ class Generate(SamplingJob):
         """Draw and write the samples that the file lacks, a chunk at a time."""
         file, totals = self.output, self.output.totals
         done, tokens_before, began = totals.num_samples, totals.num_tokens, time.perf_counter()
-        drawing, num_failed = 0.0, 0.0  # seconds; scores
+        drawing, num_failed = 0.0, 0  # seconds; scores
         progress = Progress(file.num_samples, "generate", done + 1, unit="sample")
         shown: dict[str, float] = {}
         size = self._chunk_size()
@@ -119,8 +118,7 @@ class Generate(SamplingJob):
             if self.derived.is_scored:
                 batch = score(controller, batch, with_model=self.derived.needs_reward_model)
             self._write(controller, batch)
-            failed = finish(merge(batch.metrics)) if batch.metrics else {}
-            num_failed += sum(count for name, count in failed.items() if name.startswith("reward/"))
+            num_failed += sum(failed_scores(batch).values())
             shown |= {"ktokens/s": (totals.num_tokens - tokens_before) / drawing / 1e3, "length": totals.length}
             shown |= {"score": totals.score} if totals.num_scored else {}
             progress.update(last, shown)
@@ -130,7 +128,7 @@ class Generate(SamplingJob):
         log.info(
             "%d samples with %d tokens in %s, %.0f tokens/s while generating\n%s\nwritten to %s",
             *(num_samples, num_tokens, duration(time.perf_counter() - began), num_tokens / drawing),
-            *(self._summary(int(num_failed)), file.path),
+            *(self._summary(num_failed), file.path),
         )
 
     def _chunk_size(self) -> int:

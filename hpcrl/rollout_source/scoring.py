@@ -72,6 +72,12 @@ def scoring(controller: Controller, batch: DataProto, *, with_model: bool) -> St
     return batch.union((yield "reward", controller["scorer"].score(batch)))
 
 
+def failed_scores(batch: DataProto) -> dict[str, int]:
+    """`reward/<how>` -> number of the batch's scores that failed in that way, if there are any."""
+    counts = finish(merge(batch.metrics)) if batch.metrics else {}
+    return {name: int(count) for name, count in counts.items() if name.startswith("reward/") and count}
+
+
 class FirstSamples:
     """Fails early if every score of the first samples failed: as many samples as a step has, or as are scored at once
     if these are more. Later ones may all fail, because a service that scores may be down for a while."""
@@ -88,8 +94,7 @@ class FirstSamples:
         """InputError where all scores so far have failed."""
         if self.has_scores or not len(batch):
             return
-        counts = finish(merge(batch.metrics))
-        failed = {name: int(count) for name, count in counts.items() if name.startswith("reward/") and count}
+        failed = failed_scores(batch)
         self.has_scores = sum(failed.values()) < len(batch)
         self.failed.update(failed)
         if not self.has_scores and self.failed.total() >= self.size:

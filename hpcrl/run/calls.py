@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.algorithms.metrics import finish, finish_over_steps, merge
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.controller.controller import Future, WorkerGroup
-from hpcrl.controller.register import Registration, registration_of
+from hpcrl.controller.register import registration_of
 
-
-class CallLog(Protocol):
-    """What a run does around the calls of its loop."""
-
-    def before_call(self, registration: Registration) -> None:
-        """Called before a call is issued; may raise StopRequested."""
-        ...
-
-    def timers(self, phase: str) -> AbstractContextManager[None]: ...
-
-    def add_call(self, call: Call) -> None:
-        """Remember a call that was issued, so that the step ends after it."""
-        ...
-
-    def log(self, metrics: dict[str, float]) -> None: ...
+if TYPE_CHECKING:
+    from hpcrl.run.run import Run
 
 
 class Call:
     """A worker method that was issued on all ranks of a role. `get()` waits for its result, and logs its metrics."""
 
-    def __init__(self, log: CallLog, phase: str, future: Future[Any], prefix: str = "") -> None:
+    def __init__(self, run: Run, phase: str, future: Future[Any], prefix: str = "") -> None:
         self.phase = phase
-        self._log = log
+        self._run = run
         self._future = future
         self._prefix = prefix  # of the metrics' keys
         self._columns: DataProto | None = None
@@ -41,11 +27,11 @@ class Call:
     def get(self) -> DataProto:
         """The columns that the method returned; none if it returned metrics only."""
         if self._columns is None:
-            with self._log.timers(self.phase):
+            with self._run.timers(self.phase):
                 result = self._future.get()
             columns = result if isinstance(result, DataProto) else DataProto({}, {}, {"metrics": result})
             metrics = metrics_of(columns.meta_info.pop("metrics", []))
-            self._log.log({_prefixed(self._prefix, name): value for name, value in metrics.items()})
+            self._run.log({_prefixed(self._prefix, name): value for name, value in metrics.items()})
             self._columns = columns
         return self._columns
 
@@ -80,8 +66,8 @@ class Role:
     """Calls the methods of a role's workers: `actor.update_actor(batch)`. A role that the job does without (`group` is
     None) returns every batch as it is."""
 
-    def __init__(self, log: CallLog, group: WorkerGroup | None) -> None:
-        self._log = log
+    def __init__(self, run: Run, group: WorkerGroup | None) -> None:
+        self._run = run
         self._group = group
 
     def __getattr__(self, method: str) -> Callable[..., PendingBatch]:
@@ -89,7 +75,7 @@ class Role:
             raise AttributeError(method)
         group = self._group
         if group is None:
-            return lambda batch, *args, **kwargs: as_pending(batch)
+            return lambda batch, *_, **__: batch if isinstance(batch, PendingBatch) else PendingBatch(batch)
         registration = registration_of(group.worker, method)
         spec = getattr(group.worker, "spec", None)
         prefix = spec.metric_prefix if spec is not None else ""
@@ -98,17 +84,13 @@ class Role:
             batch = batch.get() if isinstance(batch, PendingBatch) else batch
             if registration.skip_if is not None and batch.meta_info.get(registration.skip_if):
                 return PendingBatch(batch)
-            self._log.before_call(registration)
+            self._run.before_call(registration)
             future = getattr(group, method)(batch, *args, **kwargs)
-            issued = Call(self._log, registration.phase or method, future, prefix)
-            self._log.add_call(issued)
+            issued = Call(self._run, registration.phase or method, future, prefix)
+            self._run.add_call(issued)
             return PendingBatch(batch, [issued])
 
         return call
-
-
-def as_pending(batch: DataProto | PendingBatch) -> PendingBatch:
-    return batch if isinstance(batch, PendingBatch) else PendingBatch(batch)
 
 
 def metrics_of(parts: list[Any]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from hpcrl.config.schema import Config, DataConfig, ValKwargs
 from hpcrl.controller.controller import Controller
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.rollout.protocol import SamplingParams
-from hpcrl.rollout_source.scoring import score
+from hpcrl.rollout_source.scoring import failed_scores, score
 from hpcrl.telemetry.writer import generations_table, write_generations
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ def _blocks(prompts: Sequence[Sequence[int]], variables: Variables) -> Iterator[
             values[key].append([of_prompt[name][0] for name in names])
             preds = of_prompt[names[0]][1]
             if preds is not None:
-                votes[key].append(_codes(preds))
+                known: dict[Value, int] = {}
+                votes[key].append([known.setdefault(pred, len(known)) for pred in preds])
     for key, rows_of_values in values.items():
         array = np.array(rows_of_values, np.float64).transpose(1, 0, 2)
         yield Block(key[0], array, np.array(votes[key], np.int64) if key[2] else None)
@@ -212,12 +213,6 @@ def _preds(rows: Sequence[int], variables: Variables, count: int) -> list[Value]
     if column is None or len(rows) != count or any(column[row] is None for row in rows):
         return None
     return [column[row] for row in rows]
-
-
-def _codes(preds: Sequence[Value]) -> list[int]:
-    """Numbers that are equal where preds are equal."""
-    known: dict[Value, int] = {}
-    return [known.setdefault(pred, len(known)) for pred in preds]
 
 
 log = logging.getLogger(__name__)
@@ -292,7 +287,7 @@ class Validator:
                 values = {"min": turns.min(), "max": turns.max(), "mean": turns.mean()}
                 found |= {f"val-aux/num_turns/{name}": float(value) for name, value in values.items()}
             metrics |= {tag: value for tag, value in found.items() if tag not in metrics}
-            for name, count in _failures(batch).items():
+            for name, count in failed_scores(batch).items():
                 failures[f"val-aux/{name}"] += count
             if shown:
                 label = f"n = {way.n}, temperature {temperature_of(way):g}"
@@ -372,13 +367,3 @@ def variables_of(samples: Mapping[str, np.ndarray]) -> Variables:
         "acc": [None if np.isnan(acc) else acc for acc in samples["acc"].tolist()],
         **{name: [extra.get(name) for extra in extras] for name in names},
     }
-
-
-def _failures(batch: DataProto) -> dict[str, float]:
-    """How many scores failed, summed over replicas."""
-    counts: dict[str, float] = defaultdict(float)
-    for part in batch.metrics:
-        for name, metric in part.items():
-            if name.startswith("reward/"):
-                counts[name] += metric.finish()
-    return dict(counts)

@@ -22,9 +22,7 @@ class PolicyWorker(ModelWorker):
 
     spec = POLICY
 
-    def __init__(
-        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
-    ) -> None:
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
         super().__init__(groups, shape, config, lora=Lora.from_config(config.model))
 
     @register(Dispatch.ONE_TO_ALL)
@@ -111,9 +109,7 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
 class TeacherWorker(ModelWorker):
     spec = TEACHER
 
-    def __init__(
-        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Derived, total_steps: int = 0
-    ) -> None:
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
         """`shape` is the teacher's, by `teacher_shape`."""
         super().__init__(groups, shape, config)
         loss = config.distillation.distillation_loss

@@ -19,9 +19,7 @@ from hpcrl.telemetry.writer import json_line
 from hpcrl.workers.scorer import response_text, responses_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hpcrl.workers.team import Team
+    from hpcrl.workers.team import Inputs, Team
 
 
 TOKENS = (
@@ -109,23 +107,12 @@ class GenerationsWorker(Worker):
 
     @classmethod
     def build(cls, team: Team, role: str) -> GenerationsWorker | None:
-        layout, rank, inputs = team.layouts[role], team.world.rank, team.inputs
-        if rank not in layout:
-            return None
-        return cls(layout, rank, inputs.prompts, inputs.tokenizer, team.config.section("generate").log_probs)
+        layout, rank = team.layouts[role], team.world.rank
+        return cls(layout, rank, team.inputs, team.config.section("generate").log_probs) if rank in layout else None
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        prompts: dict[str, PromptDataset],
-        tokenizer: PreTrainedTokenizerBase,
-        log_probs: bool,
-    ) -> None:
+    def __init__(self, layout: Layout, rank: int, inputs: Inputs, log_probs: bool) -> None:
         super().__init__(layout, rank)
-        self.prompts = prompts
-        self.tokenizer = tokenizer
-        self.log_probs = log_probs
+        self.prompts, self.tokenizer, self.log_probs = inputs.prompts, inputs.tokenizer, log_probs
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,

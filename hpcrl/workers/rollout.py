@@ -105,18 +105,11 @@ class RolloutWorker(Worker):
         self.prompts = prompts
         self.scorer = scorer
         self.agent = agent
-        self.seed = config.run.seed
-        self.free_cache = config.rollout.free_cache_engine
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
         self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
-        self.stream = ResponseStream(
-            self,
-            scorer,
-            "train",
-            capacity=config.rollout.max_num_seqs,
-            interrupts=config.async_training.partial_rollout,
-        )
+        capacity, interrupts = config.rollout.max_num_seqs, config.async_training.partial_rollout
+        self.stream = ResponseStream(self, scorer, "train", capacity=capacity, interrupts=interrupts)
 
     @classmethod
     def build(cls, team: Team, role: str) -> RolloutWorker | None:
@@ -127,10 +120,6 @@ class RolloutWorker(Worker):
         engine = make_engine(team.groups[role], team.inputs.shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent)
-
-    @property
-    def journal(self) -> ResponseJournal | None:
-        return self.stream.journal
 
     @register(Dispatch.ONE_TO_ALL)
     def keep_responses(self, origin: str, recalled_version: int | None) -> None:
@@ -153,7 +142,7 @@ class RolloutWorker(Worker):
         `weight_version`, that of the engine's weights, responses are kept (see `keep_responses`)."""
         start = time.perf_counter()
         split, rows, requests = batch.meta_info["split"], batch.samples["row"].tolist(), self._requests(batch)
-        journal = self.journal if "weight_version" in batch.meta_info else None
+        journal = self.stream.journal if "weight_version" in batch.meta_info else None
         known, left = self._recalled(requests, sampling, batch.meta_info)
         metrics: dict[str, Metric] = {}
         if known:
@@ -198,9 +187,9 @@ class RolloutWorker(Worker):
         known: dict[int, Trajectory] = {}
         version = meta.get("weight_version")
         recall = version is not None and version == self.recalled_version
-        if self.journal is not None and version is not None:
-            self.journal.begin(sampling, step=meta["step"], version=version, recall=recall)
-            found = [self.journal.recall(request) for request in requests]
+        if self.stream.journal is not None and version is not None:
+            self.stream.journal.begin(sampling, step=meta["step"], version=version, recall=recall)
+            found = [self.stream.journal.recall(request) for request in requests]
             known = {index: done for index, done in enumerate(found) if done is not None}
         skipped = set(self.context.broadcast(self.layout, list(known) if self.is_leader else None)) if recall else set()
         return known, [index for index in range(len(requests)) if index not in skipped]
@@ -215,15 +204,16 @@ class RolloutWorker(Worker):
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
         """New responses, in the order of the requests, and metrics of tools."""
         self.engine.wake()
-        options = {"seed": self.seed, "step": meta["step"], "on_finished": on_finished, "on_step": self._on_step}
+        seed = self.config.run.seed
+        options = {"step": meta["step"], "on_finished": on_finished, "on_step": self._on_step}
         metrics: dict[str, Metric] = {}
         if self.agent is not None:
             records = [self.prompts[meta["split"]].record(row) for row in rows] if self.is_leader else None
-            trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, **options)
+            trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, seed=seed, **options)
         else:
-            completions = self.engine.generate(requests, sampling, **options)
+            completions = self.engine.generate(requests, sampling, seed=seed, **options)
             trajectories = [Trajectory.from_completion(completion) for completion in completions]
-        if self.free_cache:
+        if self.config.rollout.free_cache_engine:
             self.engine.sleep()
         return trajectories, metrics
 
@@ -231,12 +221,7 @@ class RolloutWorker(Worker):
     def submit(self, batch: DataProto) -> None:
         """Add samples to the stream, all of each prompt; `prompt` is the number in the notifications to rank 0."""
         prompts, rows = batch.samples["prompt"].tolist(), batch.samples["row"].tolist()
-        self.stream.add(
-            [
-                Response(request, prompt, row)
-                for request, prompt, row in zip(self._requests(batch), prompts, rows, strict=True)
-            ]
-        )
+        self.stream.add([Response(*sample) for sample in zip(self._requests(batch), prompts, rows, strict=True)])
 
     @register(Dispatch.ORDER_ALL)
     def go_on(self, sampling: SamplingParams, version: int) -> None:
@@ -246,10 +231,10 @@ class RolloutWorker(Worker):
         attempt drew with these weights are not drawn again.
         """
         self.engine.wake()
-        if self.journal is not None:
+        if self.stream.journal is not None:
             recall = version == self.recalled_version
-            self.journal.begin(sampling, step=version + 1, version=version, recall=recall)
-        self.stream.run(self.engine, sampling, seed=self.seed, version=version)
+            self.stream.journal.begin(sampling, step=version + 1, version=version, recall=recall)
+        self.stream.run(self.engine, sampling, seed=self.config.run.seed, version=version)
 
     @register(
         Dispatch.DP_COMPUTE_PROTO, reads=("prompt", "sample_index"), writes=WRITTEN, leader_only=True, reentrant=True
@@ -259,9 +244,7 @@ class RolloutWorker(Worker):
         in order of their index."""
         prompts = batch.samples["prompt"].tolist()
         responses = [response for prompt in dict.fromkeys(prompts) for response in self.stream.pop(prompt)]
-        found = response_columns(
-            [response.request for response in responses], [response.trajectory() for response in responses]
-        )
+        found = response_columns([each.request for each in responses], [each.trajectory() for each in responses])
         versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
         found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
         num_recalled = sum(response.is_recalled for response in responses)
@@ -278,11 +261,7 @@ class RolloutWorker(Worker):
         `scores` reads their scores too.
         """
         needs_experts = self.config.actor.router_replay.mode == "R3"
-        names = [
-            *RECORDED,
-            *(["token_level_scores"] if scores else []),
-            *(["routed_experts?"] if needs_experts else []),
-        ]
+        names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
         tokens, samples, _ = read_step(step_path(Path(folder), batch.meta_info["step"]), names)
         if needs_experts and "routed_experts" not in tokens:
             raise InputError(

@@ -56,7 +56,7 @@ class ResponseScorer:
         record = self.prompts[split].record(row)
         request = ScoreRequest(
             record["data_source"],
-            self.text(response),
+            response_text(self.tokenizer, response),
             record["ground_truth"],
             {**record["extra_info"], **turns},
             finish_reason,
@@ -86,12 +86,6 @@ class ResponseScorer:
             if self.manager.submitted(key) < wanted[key]:
                 self.begin(split, row, response, reason)
         return self.manager.collect(keys)
-
-    def text(self, response: np.ndarray) -> str:
-        return response_text(self.tokenizer, response)
-
-    def prompt_text(self, split: str, row: int) -> str:
-        return self.prompts[split].prompt_text(row)
 
     def close(self) -> None:
         if self.manager is not None:
@@ -138,16 +132,15 @@ class ScorerWorker(Worker):
         scores, extras, counts = self.scorer.take(split, rows, responses, reasons)
         acc = np.array([found if isinstance(found := extra.get("acc"), float) else np.nan for extra in extras])
         if "rm_score" in batch.samples:
-            scores = self._add_model(scores, extras, batch.samples["rm_score"])
-            refuse_infinite(scores, extras, rows)
+            scores = self._add_model(scores, extras, batch.samples["rm_score"], rows)
         values = np.zeros(int(lengths.sum()), np.float32)
         values[lengths.cumsum()[lengths > 0] - 1] = scores[lengths > 0]
         samples = {"score": scores, "acc": acc.astype(np.float32), "extras": np.array(extras, object)}
         if "show" in batch.samples:
-            shown = batch.samples["show"].tolist()
+            prompts, tokenizer = self.scorer.prompts[split], self.scorer.tokenizer
             texts = [
-                (self.scorer.prompt_text(split, row), self.scorer.text(response)) if wanted else ("", "")
-                for row, response, wanted in zip(rows, responses, shown, strict=True)
+                (prompts.prompt_text(row), response_text(tokenizer, response)) if wanted else ("", "")
+                for row, response, wanted in zip(rows, responses, batch.samples["show"].tolist(), strict=True)
             ]
             samples["prompt_text"], samples["response_text"] = np.array(texts, object).reshape(-1, 2).T
         return DataProto(
@@ -156,10 +149,18 @@ class ScorerWorker(Worker):
             {"metrics": {name: Sum(count) for name, count in counts.items()}},
         )
 
-    def _add_model(self, scores: np.ndarray, extras: list[dict[str, float | str]], rm_score: np.ndarray) -> np.ndarray:
+    def _add_model(
+        self, scores: np.ndarray, extras: list[dict[str, float | str]], rm_score: np.ndarray, rows: Sequence[int]
+    ) -> np.ndarray:
         for extra, rule, model in zip(extras, scores.tolist(), rm_score.tolist(), strict=True):
             extra |= {"rule_score": rule, "rm_score": model}
-        return (self.cfg.rule_weight * scores + self.cfg.weight * rm_score).astype(np.float32)
+        scores = (self.cfg.rule_weight * scores + self.cfg.weight * rm_score).astype(np.float32)
+        for bad in np.flatnonzero(~np.isfinite(scores))[:1]:  # it would spoil the whole batch
+            raise InputError(
+                f"the reward model gave rm_score={rm_score[bad]} for a response to row {rows[bad]}, whose score is "
+                f"{scores[bad]} with it; expected a finite number: check reward.reward_model's checkpoint and dtype"
+            )
+        return scores
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -174,15 +175,6 @@ def response_text(tokenizer: PreTrainedTokenizerBase, response: np.ndarray) -> s
     """
     ids = response.tolist()
     return str(tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids))
-
-
-def refuse_infinite(scores: np.ndarray, extras: Sequence[dict[str, float | str]], rows: Sequence[int]) -> None:
-    """InputError where a score with a reward model's part in it is NaN or infinite: it would spoil the whole batch."""
-    for bad in np.flatnonzero(~np.isfinite(scores))[:1]:
-        raise InputError(
-            f"the reward model gave rm_score={extras[bad]['rm_score']} for a response to row {rows[bad]}, whose score "
-            f"is {scores[bad]} with it; expected a finite number: check reward.reward_model's checkpoint and dtype"
-        )
 
 
 def key_of(split: str, row: int, response: np.ndarray, finish_reason: str) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,15 +40,7 @@ class SftDataWorker(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=("input_ids", "response_mask"), phase="data")
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of the rows, prompt then answer; the mask covers the answer."""
-        pairs = [self.answers.pair(row) for row in batch.samples["row"].tolist()]
-        sequences = [np.concatenate(pair) for pair in pairs]
-        lengths = [len(answer) for _, answer in pairs]
-        return DataProto(
-            {
-                "input_ids": Ragged.from_rows(sequences, np.int32),
-                "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.int32), lengths),
-            }
-        )
+        return answer_columns([self.answers.pair(row) for row in batch.samples["row"].tolist()])
 
 
 class SftActorWorker(ModelWorker):
@@ -56,9 +48,7 @@ class SftActorWorker(ModelWorker):
 
     spec = ACTOR
 
-    def __init__(
-        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
-    ) -> None:
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
         sft, lora = config.section("sft"), Lora.from_config(config.model)
         super().__init__(groups, shape, config, optim=sft.optim, total_updates=sft.total_training_steps, lora=lora)
         self.max_tokens = sft.max_token_len_per_gpu
@@ -83,9 +73,7 @@ class PreferenceWorker(ModelWorker):
 
     spec = REWARD
 
-    def __init__(
-        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object = None, total_steps: int = 0
-    ) -> None:
+    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
         rm = config.section("rm")
         super().__init__(
             groups,
@@ -138,17 +126,19 @@ class PreferenceDataWorker(Worker):
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of (row, side) of meta_info["split"]: prompt, then answer, which the mask covers."""
         pairs = self.pairs[batch.meta_info["split"]]
-        sequences, lengths = [], []
-        for row, side in zip(batch.samples["row"].tolist(), batch.samples["side"].tolist(), strict=True):
-            answer = pairs.response(row, side)
-            sequences.append(np.concatenate([pairs.prompt_ids(row), answer]))
-            lengths.append(len(answer))
-        return DataProto(
-            {
-                "input_ids": Ragged.from_rows(sequences, np.int32),
-                "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.int32), lengths),
-            }
-        )
+        rows = zip(batch.samples["row"].tolist(), batch.samples["side"].tolist(), strict=True)
+        return answer_columns([(pairs.prompt_ids(row), pairs.response(row, side)) for row, side in rows])
+
+
+def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
+    """`input_ids`, prompt then answer, and `response_mask`, of (prompt, answer), int32 ids each."""
+    lengths = [len(answer) for _, answer in pairs]
+    return DataProto(
+        {
+            "input_ids": Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.int32),
+            "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.int32), lengths),
+        }
+    )
 
 
 def pair_loss(scores: torch.Tensor, num_pairs: float, split: str) -> tuple[torch.Tensor, dict[str, Metric]]:

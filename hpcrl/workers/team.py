@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.derive import RoleLayouts
@@ -80,41 +80,24 @@ def build_team(
     specs = {spec.name: spec for spec in roles}
     team = Team(world, config, derived, inputs, total_steps, specs, dict(layouts), groups)
     for role, spec in specs.items():
-        worker_class = team.worker_classes[role] = _class_of(spec.worker)
-        if spec.on:
-            team.layouts[role] = _layout_of_all(team, spec.on)
+        worker_class: type[Worker] = resolve_name(spec.worker) if isinstance(spec.worker, str) else spec.worker
+        team.worker_classes[role] = worker_class
+        if len(spec.on) == 1:
+            team.layouts[role] = team.layouts[spec.on[0]]
+        elif spec.on:  # single ranks over those of several roles
+            team.layouts[role] = Layout(tuple(sorted({rank for on in spec.on for rank in team.layouts[on].ranks})))
         worker = worker_class.build(team, role)
         if worker is not None:
             team.workers[role] = worker
     return team
 
 
-def _class_of(named: str | type) -> type[Worker]:
-    if not isinstance(named, str):
-        return named
-    module, _, name = named.partition(":")
-    found: type[Worker] = getattr(import_module(module), name)
-    return found
-
-
-def _layout_of_all(team: Team, roles: tuple[str, ...]) -> Layout:
-    """The layout of one role, or one of single ranks over those of several."""
-    if len(roles) == 1:
-        return team.layouts[roles[0]]
-    return Layout(tuple(sorted({rank for role in roles for rank in team.layouts[role].ranks})))
-
-
 def read_training_inputs(config: Config, world: World) -> Inputs:
     """Tokenizer, prompts and shapes of all models; collective, because the ranks share the work."""
-    tokenizer, shape = read_model(config)
-    data = data_config(config)
-    prompts = {"train": PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, world)}
-    inputs = Inputs(shape, tokenizer, prompts)
+    inputs = read_generation_inputs(config, "train", world)
     add_validation_prompts(inputs, config, world)
     if config.distillation.enabled:
-        inputs.shapes["teacher"] = teacher_shape(config, shape)
-    if config.reward.reward_model.enable:
-        inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
+        inputs.shapes["teacher"] = teacher_shape(config, inputs.shape)
     return inputs
 
 
@@ -123,24 +106,27 @@ def add_validation_prompts(inputs: Inputs, config: Config, world: World) -> None
     data = data_config(config)
     if data.val_files:
         inputs.prompts["val"] = PromptDataset(data.val_files, inputs.tokenizer, data, data.val_max_samples, world)
-    sources = [source for dataset in inputs.prompts.values() for source in dataset.data_sources()]
-    if config.reward.uses_rules:
-        check_rewards(config.reward, sources)
+    _check_scorers(inputs, config)
 
 
 def read_generation_inputs(config: Config, split: str, world: World, *, scored: bool = True) -> Inputs:
-    """As `read_training_inputs`, for the one data set that samples are drawn for. Collective."""
+    """As `read_training_inputs`, of the one data set for which samples are drawn. Collective."""
     tokenizer, shape = read_model(config)
     data = data_config(config)
     files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}[split]
     prompts = PromptDataset(files[0], tokenizer, data, files[1], world)
     inputs = Inputs(shape, tokenizer, {split: prompts}, is_scored=scored)
     if scored:
-        if config.reward.uses_rules:
-            check_rewards(config.reward, prompts.data_sources())
+        _check_scorers(inputs, config)
         if config.reward.reward_model.enable:
             inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
     return inputs
+
+
+def _check_scorers(inputs: Inputs, config: Config) -> None:
+    if config.reward.uses_rules:
+        sources = [source for dataset in inputs.prompts.values() for source in dataset.data_sources()]
+        check_rewards(config.reward, sources)
 
 
 def data_config(config: Config) -> DataConfig:
@@ -148,8 +134,8 @@ def data_config(config: Config) -> DataConfig:
     multi_turn = config.rollout.multi_turn
     if not multi_turn.enable or multi_turn.function_tool_path is None:
         return config.data
-    told = {"tools": tool_schemas(multi_turn.function_tool_path)} | config.data.apply_chat_template_kwargs
-    return config.data.model_copy(update={"apply_chat_template_kwargs": told})
+    options = {"tools": tool_schemas(multi_turn.function_tool_path)} | config.data.apply_chat_template_kwargs
+    return config.data.model_copy(update={"apply_chat_template_kwargs": options})
 
 
 def read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
