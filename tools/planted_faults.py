@@ -243,9 +243,9 @@ FAULTS = [
     Fault(
         "trained-twice",
         "no prompt is trained twice",
-        "trainer/stream.py",
-        "self.surplus = ready[~taken] if not taken.all() else None",
-        "self.surplus = ready if not taken.all() else None",
+        "rollout_source/streaming.py",
+        "self.pool.surplus = ready[~taken] if not taken.all() else None",
+        "self.pool.surplus = ready if not taken.all() else None",
         0,
         "tests/rollout_source/test_streaming.py::test_no_sample_is_older_than_the_bound_and_none_is_lost",
     ),
@@ -343,7 +343,7 @@ FAULTS = [
     Fault(
         "validation-statistics",
         "validation statistics give verl's numbers",
-        "run/validation_metrics.py",
+        "run/validation.py",
         "self.values.std(axis=2)",
         "self.values.std(axis=2, ddof=1)",
         0,
@@ -400,7 +400,7 @@ FAULTS = [
     Fault(
         "scorer-forks",
         "a scorer that forks leaves nothing",
-        "sandbox/worker_process.py",
+        "sandbox/worker.py",
         "    for orphan in process_tree.children_of(parent):",
         "    for orphan in ():",
         0,
@@ -427,7 +427,7 @@ FAULTS = [
     Fault(
         "scorer-prints",
         "what a scorer prints is bounded",
-        "sandbox/worker_supervisor.py",
+        "sandbox/worker.py",
         "elif log is not None and num_logged < LOG_BYTES:",
         "elif log is not None:",
         0,
@@ -465,7 +465,7 @@ FAULTS = [
     Fault(
         "kill-9",
         "kill -9 of a rank ends the job and leaves no process of a reward function",
-        "sandbox/worker_supervisor.py",
+        "sandbox/worker.py",
         "if rank in ready or (",
         "if (",
         0,
@@ -474,8 +474,8 @@ FAULTS = [
     Fault(
         "slurm-stops",
         "a run stopped in each phase and resumed has the metrics of an unbroken one",
-        "trainer/ppo.py",
-        'self.kl_controller.load_state_dict(start.state["kl_ctrl"])',
+        "jobs/train.py",
+        'self.kl_controller.load_state_dict(state["kl_ctrl"])',
         "pass",
         SLURM,
         "tests/slurm/test_slices.py::test_a_run_stopped_in_each_phase_equals_an_unbroken_one",
@@ -483,8 +483,8 @@ FAULTS = [
     Fault(
         "slurm-kills",
         "a run of which a rank is killed in each phase has the metrics of an unbroken one",
-        "trainer/ppo.py",
-        'self.kl_controller.load_state_dict(start.state["kl_ctrl"])',
+        "jobs/train.py",
+        'self.kl_controller.load_state_dict(state["kl_ctrl"])',
         "pass",
         SLURM,
         "tests/slurm/test_kills.py::test_a_kill_costs_what_came_after_the_last_checkpoint",
@@ -565,9 +565,9 @@ FAULTS = [
     Fault(
         "old-log-probs-warm-up",
         "a step without an update of the actor has a pass for old log-probs",
-        "trainer/ppo.py",
-        "at_once = updates_actor and is_one_update and self.derived.old_log_prob_in_update",
-        "at_once = is_one_update and self.derived.old_log_prob_in_update",
+        "jobs/train.py",
+        'self.derived.old_log_prob_in_update and is_one_update and self.updates_actor(batch.meta_info["step"])',
+        "self.derived.old_log_prob_in_update and is_one_update",
         2,
         "tests/mpi/test_old_log_probs.py::test_metrics_and_archive_are_those_of_a_pass_of_their_own",
     ),
