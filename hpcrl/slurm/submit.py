@@ -23,7 +23,7 @@ from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import Batch, render
 
 MARGIN = 1.2  # nodes differ, and a shared file system has bad hours
-TIMES = "times.json"  # written by a run's first slice into its folder
+TIMES = "times.json"  # as hpcrl.run.time_budget writes it
 
 
 def check_slice(job: JobConfig, run_dir: Path) -> None:
