@@ -130,16 +130,16 @@ def rows_between(location: Location, destination: np.ndarray, sender: int, recei
 
 def receivers_of(reads: Iterable[Read], destination: np.ndarray, sender: int) -> list[int]:
     """Ranks other than `sender` to which it sends rows of any column."""
-    receivers = [destination[read.location.rank == sender] for read in reads]
-    found = set(np.unique(np.concatenate(receivers)).tolist()) if receivers else set()
-    return sorted(found - {sender})
+    return _ranks_in((destination[read.location.rank == sender] for read in reads), without=sender)
 
 
 def senders_of(reads: Iterable[Read], destination: np.ndarray, receiver: int) -> list[int]:
     """Ranks other than `receiver` that send it rows of any column."""
-    senders = [read.location.rank[destination == receiver] for read in reads]
-    found = set(np.unique(np.concatenate(senders)).tolist()) if senders else set()
-    return sorted(found - {receiver})
+    return _ranks_in((read.location.rank[destination == receiver] for read in reads), without=receiver)
+
+
+def _ranks_in(parts: Iterable[np.ndarray], without: int) -> list[int]:
+    return sorted({rank for part in parts for rank in np.unique(part).tolist()} - {without})
 
 
 class ColumnStore:

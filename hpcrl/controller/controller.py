@@ -168,15 +168,8 @@ class Controller:
         ranks = layout.leaders if registration.leader_only else layout.ranks
         call = _Call(self._number(), method, reporters, runs_here=self._wire.rank in ranks)
         for rank in ranks:
-            command = Command(
-                call.id,
-                group.role,
-                method,
-                args,
-                kwargs,
-                reports=rank in reporters,
-                leader_only=registration.leader_only,
-            )
+            reports, leader_only = rank in reporters, registration.leader_only
+            command = Command(call.id, group.role, method, args, kwargs, reports=reports, leader_only=leader_only)
             if plan is not None:
                 command = plan.onto(command, batch, layout.coord(rank).dp)
             self._issue(rank, command)
@@ -293,13 +286,12 @@ class Controller:
                 self._issue(rank, Command(command, None, "send rows", reads=plan.reads, destination=plan.destination))
 
     def _issue(self, rank: int, command: Command) -> None:
-        free = tuple(self._unreferenced.pop(rank, ()))
-        if free:
+        if free := tuple(self._unreferenced.pop(rank, ())):
             command = replace(command, free=free)
         if rank == self._wire.rank:
             self._own.append(command)
-            return
-        self._wire.send(encode(command), rank, COMMANDS)
+        else:
+            self._wire.send(encode(command), rank, COMMANDS)
 
     def _run_own(self) -> None:
         result = self._executor.run(self._own.popleft())
@@ -307,7 +299,7 @@ class Controller:
             self._results[result.command][result.rank] = result
 
     def _receive_result(self) -> None:
-        message: Result | Notification | Shutdown = decode(self._wire.receive_any(RESULTS))
+        message: Result | Notification | Shutdown = decode(self._wire.receive(None, RESULTS))
         if isinstance(message, Result):
             self._results[message.command][message.rank] = message
         elif isinstance(message, Shutdown):
@@ -399,13 +391,10 @@ def _assignment(batch: DataProto, layout: Layout, group_by: str | None) -> np.nd
             return assignment
     size = len(batch)
     if group_by is None:
-        return np.repeat(np.arange(layout.dp, dtype=np.int32), _even(size, layout.dp))
+        parts = [len(part) for part in np.array_split(np.arange(size), layout.dp)]
+        return np.repeat(np.arange(layout.dp, dtype=np.int32), parts)
     _, groups = np.unique(batch.samples[group_by], return_inverse=True)
     return balanced_assignment(np.ones(size, np.int64), layout.dp, groups=groups)
-
-
-def _even(total: int, parts: int) -> list[int]:
-    return [total // parts + (index < total % parts) for index in range(parts)]
 
 
 def _keeps_together(assignment: np.ndarray, groups: np.ndarray) -> bool:

@@ -119,7 +119,10 @@ class Executor:
 
     def serve(self) -> None:
         """Run commands of rank 0 until STOP."""
-        while (command := self._next()).method != STOP:
+        while True:
+            command = self._received.popleft() if self._received else decode(self.wire.receive(0, COMMANDS))
+            if command.method == STOP:
+                break
             self._run_and_report(command)
         self.wire.send(encode(Shutdown(self.wire.rank)), to=0, tag=RESULTS)
 
@@ -170,9 +173,6 @@ class Executor:
         for comm in self._replicas.values():
             comm.Free()
         self.wire.close()
-
-    def _next(self) -> Command:
-        return self._received.popleft() if self._received else decode(self.wire.receive(0, COMMANDS))
 
     def _run_and_report(self, command: Command) -> None:
         result = self.run(command)

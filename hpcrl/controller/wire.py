@@ -31,35 +31,29 @@ class Wire:
         self.bytes_sent[tag] += len(data)
         self._sends.append((self.comm.Isend(data, dest=to, tag=tag), data))
 
-    def receive(self, source: int, tag: int) -> np.ndarray:
-        """The next message of `source` under `tag`, as uint8."""
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        found: list[MPI.Message] = []
+    def receive(self, source: int | None, tag: int) -> np.ndarray:
+        """Wait for the next message of `source` (None: of any rank) under `tag`; returns it as uint8."""
+        found: list[tuple[MPI.Message, MPI.Status]] = []
 
         def arrived() -> bool:
-            message = self.comm.Improbe(source=source, tag=tag, status=status)
-            if message is not None:
-                found.append(message)
-            return message is not None
+            found.extend(self._probe(source, tag))
+            return bool(found)
 
         wait_for_ranks(arrived)
-        return self._take(found[0], status, tag)
+        return self._take(*found[0], tag)
 
     def receive_if_there(self, source: int, tag: int) -> np.ndarray | None:
-        """As `receive` when a message has arrived, else None."""
+        """As `receive` if a message has arrived, otherwise None."""
+        found = self._probe(source, tag)
+        return self._take(*found[0], tag) if found else None
+
+    def _probe(self, source: int | None, tag: int) -> list[tuple[MPI.Message, MPI.Status]]:
+        """The next message, which then is no longer in MPI's queue, if one has arrived."""
         from mpi4py import MPI
 
         status = MPI.Status()
-        message = self.comm.Improbe(source=source, tag=tag, status=status)
-        return None if message is None else self._take(message, status, tag)
-
-    def receive_any(self, tag: int) -> np.ndarray:
-        """The next message of any rank under `tag`."""
-        from mpi4py import MPI
-
-        return self.receive(MPI.ANY_SOURCE, tag)
+        message = self.comm.Improbe(source=MPI.ANY_SOURCE if source is None else source, tag=tag, status=status)
+        return [] if message is None else [(message, status)]
 
     def _take(self, message: MPI.Message, status: MPI.Status, tag: int) -> np.ndarray:
         from mpi4py import MPI

@@ -92,14 +92,9 @@ class RewardModel(SupervisedJob):
         files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
         for split, (paths, max_samples) in files.items():
             if split == "train" or rm.eval_freq > 0:
+                keys = {"chosen_key": rm.chosen_key, "rejected_key": rm.rejected_key}
                 pairs[split] = PreferenceDataset(
-                    paths,
-                    tokenizer,
-                    data,
-                    chosen_key=rm.chosen_key,
-                    rejected_key=rm.rejected_key,
-                    max_samples=max_samples,
-                    world=self.world,
+                    paths, tokenizer, data, **keys, max_samples=max_samples, world=self.world
                 )
         return Inputs(shape, tokenizer, pairs=pairs)
 

@@ -150,39 +150,25 @@ class TrainingPlan:
             return Phase(name, role, kind, self._work(role, self.specs[role].token_budget(config), samples, entropy))
 
         entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or derived.old_log_prob_in_update
-        wanted = {
-            "old_log_prob": derived.needs_old_log_prob
-            and (not derived.old_log_prob_in_update or (derived.needs_critic and config.trainer.critic_warmup > 0)),
-            "ref": derived.needs_ref,
-            "teacher": derived.needs_teacher,
-            "reward": derived.needs_reward_model,
-            "values": derived.needs_critic,
-            "update_critic": derived.needs_critic,
-        }
-        passes = [
-            ("old_log_prob", "actor", "forward", step, False),
-            ("ref", "actor" if derived.ref_in_actor else "ref", "forward", step, False),
-            ("teacher", "teacher", "forward", step, False),
-            ("reward", "reward", "forward", step, False),
-            *((spec.name, spec.name, "forward", step, False) for spec in self._own_models()),
-            ("values", "critic", "forward", step, False),
-            *(
-                (f"update_{spec.name}", spec.name, "train", derived.actor_mini_batch_samples, False)
-                for spec in self._own_models()
-                if spec.trains
-            ),
-            ("update_critic", "critic", "train", derived.critic_mini_batch_samples, False),
-            ("update_actor", "actor", "train", derived.actor_mini_batch_samples, entropy),
-        ]
-        return [
-            Phase("rollout", "rollout", "generate"),
-            *(phase(*each) for each in passes if wanted.get(each[0], True)),  # type: ignore[arg-type]
-            Phase("refit", "rollout", "refit"),
-            *(Phase(f"save_{role}", role, "save") for role, model in self.models.items() if model.optim is not None),
-        ]
-
-    def _own_models(self) -> list[RoleSpec]:
-        return [spec for spec in self.own_roles if spec.name in self.specs and spec not in PLACED]
+        in_update = derived.old_log_prob_in_update and not (derived.needs_critic and config.trainer.critic_warmup > 0)
+        own = [spec for spec in self.own_roles if spec.name in self.specs and spec not in PLACED]
+        phases = [Phase("rollout", "rollout", "generate")]
+        if derived.needs_old_log_prob and not in_update:
+            phases.append(phase("old_log_prob", "actor", "forward", step))
+        if derived.needs_ref:
+            phases.append(phase("ref", "actor" if derived.ref_in_actor else "ref", "forward", step))
+        frozen = {"teacher": derived.needs_teacher, "reward": derived.needs_reward_model}
+        phases += [phase(role, role, "forward", step) for role, is_needed in frozen.items() if is_needed]
+        phases += [phase(spec.name, spec.name, "forward", step) for spec in own]
+        if derived.needs_critic:
+            phases.append(phase("values", "critic", "forward", step))
+        mini_batch = derived.actor_mini_batch_samples
+        phases += [phase(f"update_{spec.name}", spec.name, "train", mini_batch) for spec in own if spec.trains]
+        if derived.needs_critic:
+            phases.append(phase("update_critic", "critic", "train", derived.critic_mini_batch_samples))
+        phases += [phase("update_actor", "actor", "train", mini_batch, entropy), Phase("refit", "rollout", "refit")]
+        saved = [role for role, model in self.models.items() if model.optim is not None]
+        return phases + [Phase(f"save_{role}", role, "save") for role in saved]
 
     def rows(self) -> list[Row]:
         """Of every phase and the places that take part in it."""
@@ -190,13 +176,8 @@ class TrainingPlan:
             self._row(phase, place)
             for phase in self.phases
             for place in self.places
-            if not place.stages.keys().isdisjoint(self._taking_part(phase))
+            if not place.stages.keys().isdisjoint({"actor", "rollout"} if phase.kind == "refit" else {phase.role})
         ]
-
-    def _taking_part(self, phase: Phase) -> set[str]:
-        if phase.kind == "refit":
-            return {"actor", "rollout"}
-        return {phase.role}
 
     def on_device(self, phase: Phase, place: Place) -> list[State]:
         """Of each of the place's roles, what of it is there in a phase."""

@@ -57,12 +57,8 @@ class Question:
     @property
     def aliases(self) -> bool:
         """Whether the engine may share weights with the actor, and is one that owns none."""
-        config = self.config
-        return (
-            shares_weights(config)
-            and config.rollout.engine == "native"
-            and config.rollout.dtype in (None, config.model.dtype)
-        )
+        rollout, dtypes = self.config.rollout, (None, self.config.model.dtype)
+        return shares_weights(self.config) and rollout.engine == "native" and rollout.dtype in dtypes
 
 
 def question(config: Config) -> Question:
@@ -168,13 +164,11 @@ def job_shape(config: Config) -> ModelShape:
         return read_shape(Path(model.path))
     if model.vocab_size is None and model.tokenizer is None:
         raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
-    return shape_from_yaml(model, model.vocab_size or _tokens(model.tokenizer or ""))
-
-
-def _tokens(tokenizer: str) -> int:
+    if model.vocab_size is not None:
+        return shape_from_yaml(model, model.vocab_size)
     from hpcrl.data.tokenizer import load_tokenizer  # takes seconds, and most large templates name vocab_size
 
-    return len(load_tokenizer(tokenizer))
+    return shape_from_yaml(model, len(load_tokenizer(model.tokenizer or "")))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -254,14 +254,8 @@ class TrainingJob(Job):
 
         world, config = self.world, self.config
         self.inputs = world.run_collectively(self.read_inputs)
-        start: Start = find_start(
-            world,
-            config,
-            needs_ref=self.needs_start_weights,
-            frozen=self.frozen_weights(),
-            trained=self.trained_role,
-            job=self.name,
-        )
+        frozen, trained, needs_ref = self.frozen_weights(), self.trained_role, self.needs_start_weights
+        start: Start = find_start(world, config, needs_ref, frozen, trained, self.name)
         total = self.total_steps()
         check_time(world, config, start, 0 if start.state.get("reached") else total)
         team = build_team(world, config, self.derived, self.inputs, self.all_roles(), total)

@@ -59,13 +59,9 @@ def assign_to_replicas(batch: DataProto, config: Config, derived: Derived) -> di
     """
     samples, num_prompts = batch.samples, batch.meta_info["num_prompts"]
     tokens = (samples["prompt_length"] + samples["response_length"]).astype(np.int64)
+    actor, seed, step = config.actor, config.run.seed, batch.meta_info["step"]
     of_prompt = mini_batch_of(
-        num_prompts,
-        config.actor.ppo_mini_batch_size,
-        seed=config.run.seed,
-        step=batch.meta_info["step"],
-        ppo_epoch=0,
-        shuffle=config.actor.shuffle,
+        num_prompts, actor.ppo_mini_batch_size, seed=seed, step=step, ppo_epoch=0, shuffle=actor.shuffle
     )
     mini_batch = of_prompt[samples["prompt"]]
     for dp in sorted({role.dp for role in derived.roles.values()}):

@@ -8,7 +8,6 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +26,7 @@ from hpcrl.run.time_budget import StopRequested, TimeBudget
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, write_exit
 from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.launcher import version_of
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 from hpcrl.runtime.world import World
 from hpcrl.telemetry.archive import discard_from
@@ -66,19 +66,17 @@ class Run:
         self.writer = MetricsWriter(self.folder, first_step=first_line)
         self.progress = Progress(total_steps, job.label, start.step + 1)
         self.timers = PhaseTimers(announce=controller.phase)
-        is_sync = self.config.async_training.mode == "sync"
+        trainer, is_sync = self.config.trainer, self.config.async_training.mode == "sync"
         self.stragglers = Stragglers(controller, self.folder, waits=is_sync)
-        self.profiled = ProfiledSteps(controller, self.folder, self.config.trainer.profile_steps, waits=is_sync)
+        self.profiled = ProfiledSteps(controller, self.folder, trainer.profile_steps, waits=is_sync)
         saved_step = None if start.folder is None else start.step
-        self.saver = Saver(
-            world.key_value_store, self.config.trainer, self.folder / "checkpoints", self.timers, saved_step
-        )
+        self.saver = Saver(world.key_value_store, trainer, self.folder / "checkpoints", self.timers, saved_step)
         self.budget = TimeBudget(
             self.folder,
             self.timers,
             requested=world.stop.found if world.stop is not None else lambda: None,
             ends_at=world.ends_at,
-            margin=self.config.trainer.walltime_margin,
+            margin=trainer.walltime_margin,
             # A save that is under way has to end before the one with which the run stops.
             num_saves=lambda: 1 if self.saver.step_under_way is None else 2,
         )
@@ -86,7 +84,7 @@ class Run:
             self.folder / "rollouts",
             resumed_at=start.step,
             num_ahead=1 if self.config.async_training.mode == "one_step_off" else 0,
-            enabled=self.config.trainer.reuse_rollouts,
+            enabled=trainer.reuse_rollouts,
         )
         self.device_name = accelerator.name_of(world.device)
         self._can_stop = False  # whether the step can be made again from what it began with
@@ -204,11 +202,8 @@ class Run:
             self.step, self._state, self.unlogged = step, self._take_state(), self._line(step)
             final = self._close_step(step) or final
             # After the log: a kill in between repeats the step, where the other order would lose its line.
-            if (
-                self.is_complete
-                or self._is_due(step, self.config.trainer.save_freq)
-                or (step == self.total_steps and self.job.saves_last)
-            ):
+            is_last = self.is_complete or (step == self.total_steps and self.job.saves_last)
+            if is_last or self._is_due(step, self.config.trainer.save_freq):
                 with self.timers("save_checkpoint"):
                     self._save()
             self.durable.step_ended(step, saved=self.saver.saved_step or 0, saving=self.saver.step_under_way)
@@ -249,9 +244,8 @@ class Run:
                 found[f"timing_per_token_ms/{phase}"] = 1e3 * found[name] / max(tokens, 1)
         seconds = found["timing_s/step"]
         found["perf/time_per_step"] = seconds
-        found["perf/throughput"] = (
-            self.metrics.get("perf/total_num_tokens", 0.0) / seconds / self.job.derived.world_size
-        )
+        num_tokens = self.metrics.get("perf/total_num_tokens", 0.0)
+        found["perf/throughput"] = num_tokens / seconds / self.job.derived.world_size
         found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         found |= self.job.step_metrics(self, found, self._lengths, self._num_response_tokens)
         refit = self.rollouts.weights.metrics if self.rollouts is not None else {}
@@ -372,10 +366,5 @@ def config_hash(config: Config) -> str:
 
 def versions() -> dict[str, str]:
     """Of what a checkpoint was written with."""
-    found = {"python": sys.version.split()[0]}
-    for package in ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+    packages = ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy")
+    return {"python": sys.version.split()[0]} | {package: version_of(package) or "unknown" for package in packages}

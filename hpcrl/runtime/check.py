@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.runtime import exits, gpus
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.launcher import is_first_launched, library_name
+from hpcrl.runtime.launcher import is_first_launched, library_name, version_of
 from hpcrl.runtime.mpi import all_gather_object, broadcast_object
 from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import finish, start_mpi
@@ -125,14 +125,6 @@ def python() -> Finding:
     found = f"{platform.python_version()} ({sys.executable})"
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
     return Finding("python", found, None if fits else "Python 3.10 to 3.12 is needed; make .venv with one of them")
-
-
-def version_of(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def package(name: str, *, absent: str = "not installed", needed: bool = False) -> Finding:

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import numpy as np
 
 from hpcrl.runtime import exits
-from hpcrl.runtime.check import GIB, Finding, report, version_of
+from hpcrl.runtime.check import GIB, Finding, report
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name
+from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name, version_of
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, wait, wait_all
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import own_address

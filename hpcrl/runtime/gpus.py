@@ -5,6 +5,7 @@ Copies between host and device then stay within a NUMA node.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import importlib.util
@@ -108,10 +109,8 @@ def read_cpu_list(path: Path) -> list[int]:
 def bind(cpus: Sequence[int]) -> None:
     """Bind all threads of this process, and the child processes that it starts from now on."""
     for thread in os.listdir("/proc/self/task"):
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(int(thread), cpus)
-        except ProcessLookupError:
-            pass  # it has ended
     fork_server.bind(cpus)
 
 

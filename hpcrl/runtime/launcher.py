@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from importlib import metadata
 
 SQUEUE_TIMEOUT = 20.0  # seconds, for a busy slurmctld
 
@@ -18,6 +19,14 @@ SQUEUE_TIMEOUT = 20.0  # seconds, for a busy slurmctld
 def node_name() -> str:
     """Name of this node: Slurm's, so that it can be excluded from a job, otherwise the host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def launched_rank(environ: Mapping[str, str]) -> str | None:

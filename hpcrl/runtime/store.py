@@ -8,6 +8,7 @@ So signals are blocked, a thread waits for them and reports them through the sto
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import resource
 import signal
@@ -167,7 +168,5 @@ class StopRequests:
     def _publish(self) -> None:
         if self._store is None or self._received is None:
             return
-        try:
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the job ends with it
             self._store.set(KEY, self._received)
-        except RuntimeError:
-            pass  # rank 0 has ended, and the job ends with it

@@ -341,10 +341,8 @@ class TokenBucket:
 
         The level may become negative: later calls wait for what earlier ones have taken.
         """
-        if self.time is None:
-            self.level = self.rate
-        else:
-            self.level = min(self.rate, self.level + (now - self.time) * self.rate)
+        seconds = float("inf") if self.time is None else now - self.time
+        self.level = min(self.rate, self.level + seconds * self.rate)
         self.time = now
         start = now + max(0.0, (amount - self.level) / self.rate)
         self.level -= amount

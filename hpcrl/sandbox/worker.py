@@ -9,6 +9,7 @@ Imported in the child: standard library only, so that a worker starts fast and s
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -111,10 +112,8 @@ def _close_all_but(kept: tuple[int, ...]) -> None:
     for name in os.listdir("/proc/self/fd"):
         file = int(name)
         if file > 2 and file not in kept:
-            try:
+            with contextlib.suppress(OSError):
                 os.close(file)
-            except OSError:
-                pass
 
 
 HIGH = 512  # first file descriptor for saved streams, above those that a careless function closes
@@ -208,10 +207,8 @@ def kill_leftovers() -> None:
         kept = {process.pid for process in multiprocessing.active_children()}
         for child in set(children) - kept:
             process_tree.kill_tree(child)
-            try:
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, 0)
-            except ChildProcessError:
-                pass
 
 
 def describe(error: BaseException) -> str:

@@ -134,9 +134,7 @@ def _choose_run(batch: Batch) -> Sequence[str]:
     bundles = [quote(name) for name in batch.bundles] or ["bundle"] * len(runs)
     if not batch.is_array:
         return [f"run={runs[0]}", f"bundle={bundles[0]}"]
-    lists = [
-        line
-        for name, words in (("runs", runs), ("bundles", bundles))
-        for line in (f"{name}=(", *(f"    {word}" for word in words), ")")
-    ]
+    lists: list[str] = []
+    for name, words in (("runs", runs), ("bundles", bundles)):
+        lists += [f"{name}=(", *(f"    {word}" for word in words), ")"]
     return [*lists, "run=${runs[$SLURM_ARRAY_TASK_ID]}", "bundle=${bundles[$SLURM_ARRAY_TASK_ID]}"]

@@ -106,28 +106,16 @@ class ActorWorker(ModelWorker):
         return batch.union(DataProto(tokens)), dict(corrected.metrics)
 
     def _corrected(self, batch: DataProto, old_log_probs: Ragged) -> Corrected:
-        return correct_rollout(
-            old_log_probs.padded(),
-            batch.padded("rollout_log_probs"),
-            batch.padded("response_mask").float(),
-            self.objective.correction,
-            self.sum_over_replicas,
-        )
+        rollout, mask = batch.padded("rollout_log_probs"), batch.padded("response_mask").float()
+        settings = self.objective.correction
+        return correct_rollout(old_log_probs.padded(), rollout, mask, settings, self.sum_over_replicas)
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=(
-            "response_mask",
-            "token_level_scores",
-            "rollout_log_probs",
-            "old_log_probs?",
-            "ref_log_prob?",
-            "values?",
-            "sum_pi_squared?",
-            "prompt",
-            "prompt_length",
-            "reward_components?",
-            "reward_baseline?",
+            *("response_mask", "token_level_scores", "rollout_log_probs"),
+            *("old_log_probs?", "ref_log_prob?", "values?", "sum_pi_squared?"),
+            *("prompt", "prompt_length", "reward_components?", "reward_baseline?"),
         ),
         writes=("token_level_rewards", "advantages", "returns", "rollout_is_weights?", "loss_mask?"),
         group_by="prompt",
@@ -151,37 +139,23 @@ class ActorWorker(ModelWorker):
         rewards = scores
         metrics: dict[str, Metric] = {}
         if algorithm.use_kl_in_reward:
-            rewards, metrics = apply_kl_in_reward(
-                scores,
-                batch.padded("old_log_probs"),
-                batch.padded("ref_log_prob"),
-                mask,
-                beta=kl_coef,
-                kind=algorithm.kl_penalty,
-            )
-        advantages, returns = self.estimator(
-            rewards,
-            counted,
-            params=self.estimator_params,
-            reduce=self.sum_over_replicas,
-            **self._estimator_tensors(batch),
+            old, ref = batch.padded("old_log_probs"), batch.padded("ref_log_prob")
+            rewards, metrics = apply_kl_in_reward(scores, old, ref, mask, beta=kl_coef, kind=algorithm.kl_penalty)
+        tensors, reduce = self._estimator_tensors(batch), self.sum_over_replicas
+        advantages, returns = self.estimator(rewards, counted, params=self.estimator_params, reduce=reduce, **tensors)
+        statistics = response_statistics(
+            prompt_length=torch.from_numpy(batch.samples["prompt_length"]),
+            response_length=torch.from_numpy(column.lengths),
+            max_prompt_length=data.max_prompt_length,
+            max_response_length=data.max_response_length,
+            token_level_scores=scores,
+            token_level_rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+            response_mask=counted,
+            values=padded_if_there(batch, "values"),
         )
-        metrics = (
-            correction
-            | metrics
-            | response_statistics(
-                prompt_length=torch.from_numpy(batch.samples["prompt_length"]),
-                response_length=torch.from_numpy(column.lengths),
-                max_prompt_length=data.max_prompt_length,
-                max_response_length=data.max_response_length,
-                token_level_scores=scores,
-                token_level_rewards=rewards,
-                advantages=advantages,
-                returns=returns,
-                response_mask=counted,
-                values=padded_if_there(batch, "values"),
-            )
-        )
+        metrics = correction | metrics | statistics
         written = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         tokens: Columns = {name: Ragged.from_padded(padded.float(), column.lengths) for name, padded in written.items()}
         tokens |= {name: batch.tokens[name] for name in ("rollout_is_weights", "loss_mask") if name in batch.tokens}
@@ -208,20 +182,9 @@ class ActorWorker(ModelWorker):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=(
-            "input_ids",
-            "response_mask",
-            "loss_mask?",
-            "rollout_log_probs",
-            "old_log_probs?",
-            "advantages",
-            "ref_log_prob?",
-            "rollout_is_weights?",
-            "teacher_log_prob?",
-            "teacher_topk_log_probs?",
-            "teacher_topk_ids?",
-            "routed_experts?",
-            "prompt",
-            "sample_index",
+            *("input_ids", "response_mask", "loss_mask?", "rollout_log_probs", "old_log_probs?", "advantages"),
+            *("ref_log_prob?", "rollout_is_weights?", "teacher_log_prob?", "teacher_topk_log_probs?"),
+            *("teacher_topk_ids?", "routed_experts?", "prompt", "sample_index"),
         ),
         writes=("old_log_probs?",),
         updates=True,

@@ -66,14 +66,9 @@ class ActorObjective:
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         actor, mask, log_probs = self.actor, training_mask(micro), outputs["log_probs"]
         old_log_probs = _old_log_probs(outputs, micro)
+        advantages, weights = micro.padded("advantages"), padded_if_there(micro, "rollout_is_weights")
         token_losses = self.policy_loss(
-            log_probs,
-            old_log_probs,
-            micro.padded("advantages"),
-            mask,
-            self.policy_params,
-            padded_if_there(micro, "rollout_is_weights"),
-            generator,
+            log_probs, old_log_probs, advantages, mask, self.policy_params, weights, generator
         )
         total = aggregate(token_losses, mask, actor.loss_agg_mode, norm)
         deviation = (log_probs.detach() - old_log_probs).exp().sub(1).abs()

@@ -142,16 +142,10 @@ class ModelWorker(Worker):
             return
         from hpcrl.checkpoint.sharded_load import load_sharded
 
-        source = Path(folder) / (role or self.groups.role)
+        source, whole = Path(folder) / (role or self.groups.role), not weights_only
+        adapters = whole or self.engine.optimizer is None
         with self.engine.offload.on_device("parameters", "optimizer"):
-            load_sharded(
-                self.engine,
-                source,
-                self.groups,
-                optimizer=not weights_only,
-                strict=not weights_only,
-                adapters=not weights_only or self.engine.optimizer is None,
-            )
+            load_sharded(self.engine, source, self.groups, optimizer=whole, strict=whole, adapters=adapters)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_frozen(self, folder: str) -> None:

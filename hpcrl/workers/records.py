@@ -23,39 +23,14 @@ if TYPE_CHECKING:
 
 
 TOKENS = (
-    "input_ids",
-    "response_mask",
-    "rollout_log_probs",
-    "routed_experts",
-    "old_log_probs",
-    "ref_log_prob",
-    "values",
-    "token_level_scores",
-    "token_level_rewards",
-    "advantages",
-    "returns",
-    "rollout_is_weights",
-    "loss_mask",
+    *("input_ids", "response_mask", "rollout_log_probs", "routed_experts", "old_log_probs", "ref_log_prob", "values"),
+    *("token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights", "loss_mask"),
     "teacher_log_prob",
 )
 SAMPLES = (
-    "position",
-    "prompt",
-    "row",
-    "epoch",
-    "sample_index",
-    "prompt_length",
-    "response_length",
-    "finish_reason",
-    "weight_version_min",
-    "weight_version_max",
-    "score",
-    "acc",
-    "extras",
-    "rm_score?",
-    "reward_baseline?",
-    "num_turns?",
-    "tool_call_counts?",
+    *("position", "prompt", "row", "epoch", "sample_index", "prompt_length", "response_length", "finish_reason"),
+    *("weight_version_min", "weight_version_max", "score", "acc", "extras"),
+    *("rm_score?", "reward_baseline?", "num_turns?", "tool_call_counts?"),
 )
 
 

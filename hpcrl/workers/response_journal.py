@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -89,11 +90,9 @@ class ResponseJournal:
             )
 
     def _close(self) -> None:
-        try:
-            if self._log is not None:
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # `write` has logged it
                 self._log.close()
-        except OSError:
-            pass  # `write` has told
         self._log = None
 
     def _hash(self, request: Request) -> str:
@@ -103,13 +102,17 @@ class ResponseJournal:
         return digest.hexdigest()
 
     def _record(self, request: Request, done: Trajectory) -> Record:
+        experts = done.routed_experts
+        routing = (
+            {"routed_experts": experts.astype("<i2").tobytes(), "num_run": len(experts)} if experts is not None else {}
+        )
         return {
             "uid": request.uid,
             "sample_index": request.sample_index,
             "weight_version": self._version,
             "drawn_by": self._hash(request),
             **{name: getattr(done, name).astype(dtype).tobytes() for name, dtype in ARRAYS.items()},
-            **_packed(done.routed_experts),
+            **routing,
             "finish_reason": done.finish_reason,
             "num_turns": done.num_turns,
             "num_tool_calls": done.num_tool_calls,
@@ -129,27 +132,20 @@ class ResponseJournal:
         return found
 
 
-def _packed(experts: np.ndarray | None) -> dict[str, Any]:
-    return {} if experts is None else {"routed_experts": experts.astype("<i2").tobytes(), "num_run": len(experts)}
-
-
-def _unpacked(record: Mapping[str, Any]) -> np.ndarray | None:
-    if "routed_experts" not in record:
-        return None
-    return np.frombuffer(record["routed_experts"], "<i2").reshape(int(record["num_run"]), -1).copy()
-
-
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
     """None where the record is not one of ours: a log may come from anywhere."""
     try:
         arrays = {name: np.frombuffer(record[name], dtype).copy() for name, dtype in ARRAYS.items()}
+        experts = None
+        if "routed_experts" in record:
+            experts = np.frombuffer(record["routed_experts"], "<i2").reshape(int(record["num_run"]), -1).copy()
         done = Trajectory(
             **arrays,
             finish_reason=record["finish_reason"],
             num_turns=int(record["num_turns"]),
             num_tool_calls=int(record["num_tool_calls"]),
             turn_scores=tuple(float(score) for score in record["turn_scores"]),
-            routed_experts=_unpacked(record),
+            routed_experts=experts,
         )
         is_whole = len({len(array) for array in arrays.values()}) == 1 and done.finish_reason in FINISH_REASONS
     except (KeyError, TypeError, ValueError):

@@ -53,14 +53,8 @@ class RefitWorker(Worker):
         refit = make_refit(team.world, team.config, team.inputs.shape, layouts[source], layouts[target])
         if refit is None:
             return None
-        return cls(
-            layouts[role],
-            team.world.rank,
-            refit,
-            workers.get(source),  # type: ignore[arg-type]
-            workers.get(target),  # type: ignore[arg-type]
-            alias=shares_weights(team.config),
-        )
+        actor, rollout = workers.get(source), workers.get(target)
+        return cls(layouts[role], team.world.rank, refit, actor, rollout, alias=shares_weights(team.config))  # type: ignore[arg-type]
 
     def __init__(
         self,
