@@ -566,7 +566,7 @@ FAULTS = [
         "old-log-probs-warm-up",
         "a step without an update of the actor has a pass for old log-probs",
         "jobs/train.py",
-        'self.derived.old_log_prob_in_update and is_one_update and self.updates_actor(batch.meta_info["step"])',
+        'self.derived.old_log_prob_in_update and is_one_update and self.trains_actor(batch.meta_info["step"])',
         "self.derived.old_log_prob_in_update and is_one_update",
         2,
         "tests/mpi/test_old_log_probs.py::test_metrics_and_archive_are_those_of_a_pass_of_their_own",

@@ -53,7 +53,7 @@ class RewardModel(SupervisedJob):
 
     def loop(self, run: Run) -> None:
         data, reward = run.roles("data", "reward")
-        for step in run.steps():
+        for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             rows = self.next_rows(run, step, self.pair_lengths["train"])
             batch = data.load(self.pairs("train", rows))  # chosen and rejected, next to each other
             reward.update(batch)

@@ -52,7 +52,7 @@ class Sft(SupervisedJob):
 
     def loop(self, run: Run) -> None:
         data, actor = run.roles("data", "actor")
-        for step in run.steps():
+        for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             rows = self.next_rows(run, step, self.inputs.answers.lengths)
             batch = data.load(self.balanced(rows, step))  # sequences of prompt and answer
             actor.update(batch)

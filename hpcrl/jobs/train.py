@@ -52,51 +52,63 @@ class Train(TrainingJob):
     derived: Derived
 
     def loop(self, run: Run) -> None:
+        """Rank 0's part of the job; the roles' ranks run what it calls.
+
+        A call returns at once: its batch, with the columns that it adds still pending. `|` joins such batches, so calls
+        of roles on different ranks overlap. A call waits for the batch that it is given, and `.get()` waits for all
+        columns. A role that the job does without adds none.
+        """
         actor, critic, ref, teacher = run.roles("actor", "critic", "ref", "teacher")
         rollouts, kl = self.rollouts, self.kl_controller
-        for step in run.steps():
-            batch: Any = rollouts.next(step)  # prompts -> responses -> scores
-            run.log(self.balance_batch(batch))
+        for step in run.steps():  # between two steps: wait for all calls, log, validate, save, stop if asked to
+            batch: Any = rollouts.next(step)  # wait for samples: prompts -> responses -> scores
+            self.balance_batch(run, batch)
             batch = (
-                actor.compute_log_prob(batch)
+                actor.compute_log_prob(batch)  # skipped if the update adds them
                 | ref.compute_ref_log_prob(batch)
                 | teacher.compute_teacher_log_prob(batch)
                 | critic.compute_values(batch)
             )
             batch = actor.compute_advantage(batch, kl_coef=kl.value).get()
-            if "actor/reward_kl_penalty" in run.metrics:
-                kl.update(run.metrics["actor/reward_kl_penalty"], len(batch))
-            trained = self.resample(batch) if self.config.algorithm.use_pf_ppo else batch
-            critic.update_critic(trained)
-            if self.updates_actor(step):
-                batch |= actor.update_actor(trained)
-            self.log_gradient_variance(run, actor, batch)
-            rollouts.update_weights(step)
+            self.update_kl_coef(run, batch)
+            train_batch = self.resample(batch) if self.config.algorithm.use_pf_ppo else batch
+            critic.update_critic(train_batch)
+            if self.trains_actor(step):
+                batch |= actor.update_actor(train_batch)  # adds old log-probs, if it computes them
+            self.compute_variance_proxy(run, actor, batch)
+            rollouts.update_weights(step)  # from the actor to the rollout engine
             run.archive(batch)
 
     # parts of a step
 
-    def updates_actor(self, step: int) -> bool:
-        """The first trainer.critic_warmup steps train the critic only."""
+    def trains_actor(self, step: int) -> bool:
+        """False in the first trainer.critic_warmup steps of a job with a critic."""
         return step > self.config.trainer.critic_warmup or not self.derived.needs_critic
 
-    def balance_batch(self, batch: DataProto) -> dict[str, float]:
-        """Assign samples to replicas, and decide whether the step's only update supplies the old log-probs."""
-        is_one_update = batch.meta_info["num_prompts"] <= self.config.actor.ppo_mini_batch_size  # recorded: any number
+    def balance_batch(self, run: Run, batch: DataProto) -> None:
+        """Assign samples to replicas, and decide whether the step's only update computes the old log-probs."""
+        # A recorded batch may have any number of prompts.
+        is_one_update = batch.meta_info["num_prompts"] <= self.config.actor.ppo_mini_batch_size
         batch.meta_info["old_log_prob_in_update"] = (
-            self.derived.old_log_prob_in_update and is_one_update and self.updates_actor(batch.meta_info["step"])
+            self.derived.old_log_prob_in_update and is_one_update and self.trains_actor(batch.meta_info["step"])
         )
-        return assign_to_replicas(batch, self.config, self.derived)
+        run.log(assign_to_replicas(batch, self.config, self.derived))
+
+    def update_kl_coef(self, run: Run, batch: DataProto) -> None:
+        """Adapt the weight of the KL penalty in the reward, if there is one."""
+        penalty = run.metrics.get("actor/reward_kl_penalty")
+        if penalty is not None:
+            self.kl_controller.update(penalty, len(batch))
 
     def resample(self, batch: DataProto) -> DataProto:
-        """PF-PPO: as many rows, drawn with replacement by their scores."""
+        """PF-PPO: as many rows as the batch has, drawn with replacement by their scores."""
         pf_ppo, step = self.config.algorithm.pf_ppo, batch.meta_info["step"]
         key = np.random.SeedSequence(self.config.run.seed % 2**64, spawn_key=(PF_PPO_STREAM, step))
         uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
         return batch[pf_ppo_rows(batch.samples["score"], uniforms, pf_ppo)]
 
-    def log_gradient_variance(self, run: Run, actor: Role, batch: Any) -> None:
-        """Log variance_proxy/*, which need the norm of the update's gradient."""
+    def compute_variance_proxy(self, run: Run, actor: Role, batch: Any) -> None:
+        """Compute variance_proxy/*. Waits for the update, whose gradient norm it needs: None in a warm-up step."""
         if self.derived.needs_sum_pi_squared:
             run.wait()
             actor.variance_proxy(batch, run.metrics.get("actor/grad_norm"))

@@ -67,11 +67,11 @@ def test_keys_exist(page: Path) -> None:
 
 
 def test_the_loop_is_that_of_train() -> None:
-    """Logging, critic warm-up and PF-PPO, whose batch is `trained`, are left out."""
+    """Logging, critic warm-up and PF-PPO, whose batch is `train_batch`, are left out."""
     source = (
         (ROOT / "hpcrl" / "jobs" / "train.py")
         .read_text(encoding="utf-8")
-        .replace("(trained)", "(batch)")
+        .replace("(train_batch)", "(batch)")
         .replace(": Any", "")
     )
     lines = {line.split("  #")[0].strip() for line in source.splitlines()}
