@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.02  # between two looks for a part
 
 
 class SaveError(Exception):
-    """A save has failed; one line for each rank that has a problem."""
+    """A failed save, with one line for each rank that has a problem."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -43,7 +43,7 @@ class SaveError(Exception):
 
 @dataclass(frozen=True)
 class Save:
-    """One that is under way. plans: role -> world rank -> what that rank writes. start: of time.perf_counter."""
+    """A save in progress. plans: role -> world rank -> what that rank writes. start: of time.perf_counter."""
 
     step: int
     key: str
@@ -55,8 +55,8 @@ class Save:
 
 
 class Saver:
-    """Lives on rank 0. At most one save is under way. Its thread waits for the parts of all ranks on the board and
-    makes the checkpoint count, whatever the loop is doing meanwhile."""
+    """Writes checkpoints. Lives on rank 0. At most one save is in progress. A thread waits until the parts of all ranks
+    are reported in the key-value store, and then commits the checkpoint while training continues."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Saver:
         timers: PhaseTimers,
         saved_step: int | None = None,
     ) -> None:
-        """`saved_step`: the newest one with a checkpoint."""
+        """`saved_step`: step of the newest checkpoint."""
         self._key_values = key_values
         self.saved_step = saved_step
         self._options = trainer.checkpoint
@@ -81,7 +81,7 @@ class Saver:
 
     @property
     def step_under_way(self) -> int | None:
-        """The step of the save that is under way."""
+        """Step of the save in progress, or None."""
         return self._under_way[0].step if self._under_way is not None else None
 
     def begin(
@@ -92,9 +92,9 @@ class Saver:
         metrics: Mapping[str, float],
         files: Callable[[Path], dict[str, Any]],
     ) -> None:
-        """Save these roles as they are after `step`; the loop may go on when this returns.
+        """Begin to save these roles as they are after `step`. Training may continue when this returns.
 
-        `files(folder)` writes more into the checkpoint, and gives what trainer.json holds.
+        `files(folder)` writes further files into the checkpoint and returns the contents of trainer.json.
         """
         self.wait()
         start = time.perf_counter()
@@ -122,24 +122,24 @@ class Saver:
             self.wait()
 
     def poll(self) -> None:
-        """Take note of a save that has ended."""
+        """Finish a save whose thread has ended. Does not wait."""
         if self._under_way is not None and self._under_way[1].done():
             self._end(*self._under_way)
 
     def wait(self) -> bool:
-        """Until no save is under way. Gives whether the last one that was begun is a checkpoint now."""
+        """Wait for the save in progress. Returns whether the last save succeeded."""
         if self._under_way is not None:
             self._end(*self._under_way)
         return not self._last_failed
 
     def metrics(self) -> dict[str, float]:
-        """Of the saves that have ended: seconds that the last one took, beside the loop or not, and how many failed."""
+        """Metrics of saves that have ended: seconds of the last one, and the number that failed."""
         found = {"perf/save_seconds": self._seconds} if self._seconds is not None else {}
         self._seconds = None
         return found | ({"perf/failed_saves": float(self._num_failed)} if self._num_failed else {})
 
     def _commit(self, save: Save) -> float:
-        """On the thread: gives the seconds that the save took."""
+        """Wait for all parts and commit the checkpoint, on the thread. Returns the seconds of the save."""
         from hpcrl.checkpoint.sharded_save import describe
 
         parts = {role: [self._part(save, role, rank) for rank in plans] for role, plans in save.plans.items()}
@@ -154,7 +154,7 @@ class Saver:
         return time.perf_counter() - save.start
 
     def _part(self, save: Save, role: str, rank: int) -> SavedPart:
-        """Waits for it."""
+        """Wait for a rank's part."""
         key = f"{save.key}/{role}/{rank}"
         while (text := self._key_values.get(key)) is None:
             time.sleep(LOOK_SECONDS)
@@ -214,7 +214,7 @@ def retention(trainer: TrainerConfig) -> Retention:
 
 
 def export(controller: Controller, config: Config, folder: Path) -> None:
-    """The policy as a Hugging Face directory, `folder`, which is made. On rank 0; raises OSError."""
+    """Write the policy as a Hugging Face directory to `folder`, which is made. On rank 0; raises OSError."""
     folder.mkdir(parents=True)
     shape = controller["export"].shape().get()[0]
     _raise(controller["export"].write(str(folder)).get())
@@ -226,7 +226,7 @@ def export(controller: Controller, config: Config, folder: Path) -> None:
 
 
 def export_adapter(controller: Controller, config: Config, folder: Path) -> None:
-    """The policy's adapters in PEFT's format in `folder`, which is made. On rank 0; raises OSError."""
+    """Write the policy's adapters in PEFT's format to `folder`, which is made. On rank 0; raises OSError."""
     folder.mkdir(parents=True)
     shape, lora = controller["export"].shape().get()[0], Lora.from_config(config.model)
     assert lora is not None

@@ -29,7 +29,7 @@ SLICES_KEPT = 100
 
 
 class StopRequested(Exception):
-    """The run has to save and stop before the next phase; the message says why. The next slice continues it."""
+    """The run must save and stop before the next phase; the message is the reason. The next slice continues it."""
 
 
 class TimeBudget:
@@ -90,7 +90,7 @@ class TimeBudget:
             )
 
     def write_times(self) -> None:
-        """Write what was measured, for later slices."""
+        """Write the measured times, for later slices."""
         longest = self._before | self.timers.longest
         self._times |= {name: longest[phase] for name, phase in PLANNED.items() if phase in longest}
         self._times["phases"] = longest
@@ -102,8 +102,8 @@ def check_progress(
 ) -> None:
     """Raise InputError if this slice cannot make progress; called before anything is built.
 
-    It cannot if the time left is shorter than a step and a save, as they were measured before, or if the slices of this
-    job before it saved nothing newer than they had found. `found_step`: the newest checkpoint, -1 for none.
+    It cannot if the remaining time is shorter than a step and a save, as measured before, or if the slices of this job
+    before it saved nothing newer than they had found. `found_step`: the newest checkpoint, -1 for none.
     """
     job = environ.get("SLURM_JOB_ID")
     if job is not None:
@@ -134,7 +134,7 @@ def check_progress(
 
 
 def read_json(path: Path, absent: Any) -> Any:
-    """The content; `absent` if the file is missing or damaged, because it only helps to plan."""
+    """Contents of the file; `absent` if it is missing or damaged, because it is only used for planning."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -47,8 +47,8 @@ def checkout() -> Path:
 def stage(config: Config, root: Path, made_later: Collection[Path], report: Callable[[str], None]) -> Path:
     """Make the bundle of a run in its folder; returns the bundle.
 
-    `made_later` are folders of runs that an earlier job of a chain makes: what lies in them is left where it will be.
-    An equal bundle of an earlier submission is taken again.
+    `made_later` are folders of runs that an earlier job of a chain makes: files in them are not staged. An equal bundle
+    of an earlier submission is reused.
     """
     run_dir = run_directory(config)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def stage(config: Config, root: Path, made_later: Collection[Path], report: Call
 
 
 def _describe(draft: Path, config: Config, places: dict[str, Path], final: Path, root: Path) -> None:
-    """Write the files that say where things are once the draft is `final`."""
+    """Write config.yaml and origin.json, with the paths that files have once the draft is `final`."""
     staged = {path: str(final / place) for path, place in places.items()}
     origin = {"commit": _commit(root), "inputs": staged}
     texts = (yaml_core.dump(with_paths(config, staged)), json.dumps(origin, indent=1) + "\n")
@@ -78,7 +78,7 @@ def _describe(draft: Path, config: Config, places: dict[str, Path], final: Path,
 
 
 def _keep(draft: Path, final: Path) -> None:
-    """Give the draft its name, unless an equal bundle has it."""
+    """Rename the draft to `final`, unless an equal bundle exists."""
     if not final.exists():
         draft.rename(final)
         return
@@ -89,7 +89,7 @@ def _keep(draft: Path, final: Path) -> None:
 
 
 def _point(link: Path, final: Path) -> None:
-    """Lead `link` to `final`, without a moment at which it leads nowhere."""
+    """Make `link` lead to `final`, atomically."""
     fresh = link.with_name(f"{link.name}.link")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(final.name)
@@ -97,8 +97,8 @@ def _point(link: Path, final: Path) -> None:
 
 
 def with_paths(config: Config, staged: dict[str, str]) -> dict[str, Any]:
-    """What the template says, with absolute folders and staged paths. Keys that it leaves out stay out: a preset
-    gives values to those alone."""
+    """The template's tree, with absolute folders and staged paths. Keys that it leaves out stay out, because a preset
+    fills in only those."""
     tree = config.model_dump(exclude_unset=True)
     tree.setdefault("run", {})["dir"] = str(run_directory(config).parent)
     for key in {given.key for given in inputs(config)}:
@@ -114,7 +114,7 @@ def with_paths(config: Config, staged: dict[str, str]) -> dict[str, Any]:
 
 
 def _moved(key: str, value: str, staged: dict[str, str]) -> str:
-    """`value` with its path replaced; what follows the path, a function's name, stays."""
+    """`value` with its path replaced; a function's name after the path stays."""
     path = file_of(key, value)
     return staged.get(path, os.path.abspath(path)) + value[len(path) :]
 
@@ -128,7 +128,7 @@ def _copy_code(root: Path, target: Path) -> None:
 
 
 def code_files(root: Path) -> list[str]:
-    """What git would keep of hpcrl/, kernels/ and slurm/, relative to `root`; without git all but caches."""
+    """Files of hpcrl/, kernels/ and slurm/ that git would keep, relative to `root`; without git, all but caches."""
     listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "--", *CODE)
     if listed:
         return [name for name in listed.splitlines() if (root / name).is_file()]
@@ -170,8 +170,8 @@ def is_made_later(path: str, made_later: Collection[Path]) -> bool:
 
 
 def _relative(path: Path) -> Path:
-    """Where a path goes below inputs/: as from the working directory, else as from the root. Folders' names are kept,
-    for prompts are named after their files, with as many folders as tell these apart."""
+    """Path of a file below inputs/: relative to the working directory or else to the root. Folder names are kept,
+    because prompts are named after their files and as many folders as make these distinct."""
     absolute = Path(os.path.abspath(path))
     try:
         return absolute.relative_to(Path.cwd())
@@ -193,7 +193,7 @@ def _stage(source: Path, target: Path) -> None:
 
 
 def linked_folders(source: Path) -> set[Path]:
-    """Folders of the files that links of the bundle lead to, wherever links on the way there went."""
+    """Folders of the files to which the bundle has links, with links resolved."""
     return {path.resolve().parent for path in _files(source) if _is_large(path)}
 
 
@@ -202,7 +202,7 @@ def _is_large(path: Path) -> bool:
 
 
 def _files(source: Path) -> list[Path]:
-    """What is staged for an input: the files of a folder, or the file; with code, what that may import."""
+    """Files that are staged for an input: those of a folder, or the file; with code, the modules that it may import."""
     if source.is_dir():
         return [path for path in sorted(source.rglob("*")) if path.is_file()]
     if source.suffix != ".py":
@@ -215,8 +215,8 @@ def _files(source: Path) -> list[Path]:
 
 
 def _modules(folder: Path) -> Iterator[Path]:
-    """The Python files of a folder and of the packages in it: folders that hold such files themselves, so that a walk
-    does not go through data and runs. Environments hold what is installed, not what a person wrote."""
+    """Python files of a folder and of the packages in it: folders with Python files of their own, so that data and runs
+    are not walked. Virtual environments are left out."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.is_file():
             yield path

@@ -24,7 +24,7 @@ def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[l
 
 
 def _names(choices: Sequence[Sequence[str]]) -> list[str]:
-    """A folder's name for each choice. Containers' mounts are lists with ',' and ':', so no name has these."""
+    """Folder names of the choices, without ',' and ':', which containers' mounts cannot have."""
     names: list[str] = []
     for choice in choices:
         plain = re.sub("[/,:]", "_", "+".join(choice))
@@ -44,13 +44,13 @@ def _axis(array: str) -> list[str]:
 
 
 def sbatch_command(script: Path, after: str | None) -> list[str]:
-    """The sbatch line. A job that was requeued has not ended; one that failed takes those after it off the queue."""
+    """The sbatch command. A requeued job has not ended; a failed one removes those after it from the queue."""
     dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     return ["sbatch", "--parsable", *dependency, str(script)]
 
 
 def submit_chain(scripts: Sequence[Path]) -> list[str]:
-    """Submit each script from its own folder; job ids. When one is refused, those before it are cancelled."""
+    """Submit each script from its own folder; returns the job ids. If sbatch fails, the jobs before are cancelled."""
     ids: list[str] = []
     for script in scripts:
         line = sbatch_command(script, ids[-1] if ids else None)

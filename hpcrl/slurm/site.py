@@ -32,12 +32,12 @@ def _without_variables(text: str) -> str:
 
 
 def _path(path: str) -> str:
-    """As the person who submits means it: the script quotes it, and starts elsewhere."""
+    """An absolute path, because the script quotes it and starts in another folder."""
     return os.path.abspath(os.path.expanduser(_without_variables(path)))
 
 
 def _image(image: str) -> str:
-    """A file's path, or a name such as docker://ubuntu, which stays as it is."""
+    """An absolute path of a file; a name such as docker://ubuntu is not changed."""
     is_file = image.startswith(("/", "~", "./", "../")) or os.path.exists(image)
     return _path(image) if is_file else _without_variables(image)
 
@@ -48,7 +48,8 @@ def _mount(mount: str) -> str:
 
 
 def _path_on_node(path: str) -> str:
-    """It goes between double quotes into the script: names of variables are all that a shell may find in it."""
+    """A path that may contain variables: it is put between double quotes in the script, so nothing else may be
+    expanded."""
     if not re.fullmatch(r"(?=[/$])([A-Za-z0-9_./-]|\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})+", path):
         raise ValueError(
             f"found {path!r}; expected an absolute path of letters, digits, _ . / - and $NAME or ${{NAME}}"
@@ -67,7 +68,8 @@ class ContainerConfig(Section):
 
 
 class SiteConfig(Section):
-    """Values of `job:` win over those here. Paths may begin with ~ or be relative to where submit runs."""
+    """Defaults for one machine; `job:` overrides them. Paths may begin with ~ or be relative to the folder of
+    submit."""
 
     account: SlurmValue | None = Field(None, description="account that pays")
     partition: SlurmValue | None = Field(None, description="partition")
@@ -103,7 +105,7 @@ def find_site(option: str | None, environ: Mapping[str, str]) -> Path | None:
 
 
 def load_site(path: Path | None) -> SiteConfig:
-    """The site file's content, or defaults; ConfigError with one line for a file that is wrong."""
+    """Contents of the site file, or defaults. Raises ConfigError, one line, for a wrong file."""
     if path is None:
         return SiteConfig()
     try:

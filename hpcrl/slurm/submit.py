@@ -27,7 +27,7 @@ TIMES = "times.json"  # as hpcrl.run.time_budget writes it
 
 
 def check_slice(job: JobConfig, run_dir: Path) -> None:
-    """InputError when a slice cannot make progress: its end must lie behind set-up, one step and one save.
+    """Raise InputError if a slice cannot make progress: it must be longer than set-up, one step and one save.
 
     The three are known once the run's first slice has measured them.
     """
@@ -69,7 +69,7 @@ class Planned:
 
 
 def main(arguments: list[str], load_job: LoadJob, check: Check, commands: Sequence[str]) -> NoReturn:
-    """The subcommand. `commands` are the built-in jobs that can be submitted."""
+    """Run the subcommand. `commands` are the built-in jobs that can be submitted."""
     try:
         run(parse(arguments, commands, (__doc__ or "").split(": ", 1)[1]), load_job, check)
     except Exception as error:
@@ -108,7 +108,7 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
 
 
 def runs_before(plans: Sequence[Planned]) -> list[list[Path]]:
-    """For each stage the runs of those before it; InputError when two stages would write to one run."""
+    """Runs of the stages before each stage. Raises InputError if two stages would write to one run."""
     before: list[list[Path]] = [[]]
     for planned in plans:
         twice = set(planned.batch.run_dirs).intersection(before[-1])
@@ -119,7 +119,7 @@ def runs_before(plans: Sequence[Planned]) -> list[list[Path]]:
 
 
 def absent(planned: Planned, made_later: Collection[Path]) -> list[str]:
-    """A line for each file that the job would read and that nobody has made."""
+    """A line for each file that the job would read and that does not exist."""
     found = (given for config in planned.configs for given in missing(config))
     return [
         f"{key}={path} is not here; make it first, or name another"
@@ -129,7 +129,7 @@ def absent(planned: Planned, made_later: Collection[Path]) -> list[str]:
 
 
 def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check: Check) -> Planned:
-    """The stage's job, checked for the ranks that it asks for, and for the length of a slice."""
+    """Check the stage's job for its ranks and for the length of a slice."""
     overrides = [*stage.overrides, *job_overrides]
     base = job.read_config(stage.config, overrides)
     variants = array_elements(stage.arrays, base.run.dir, base.run.name) if stage.arrays else [[]]
@@ -144,7 +144,7 @@ def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check:
 
 
 def cost(batch: Batch, site: SiteConfig) -> str:
-    """What a slice of the job takes from the account, at most."""
+    """A line with the largest cost of a slice of the job."""
     job, hours = batch.job, batch.job.node_hours * len(batch.run_dirs)
     elements = f"{len(batch.run_dirs)} x " if batch.is_array else ""
     charged = f", {hours * site.charge_factor:.1f} charged" if site.charge_factor != 1.0 else ""
@@ -153,7 +153,8 @@ def cost(batch: Batch, site: SiteConfig) -> str:
 
 
 def _mounts(configs: Sequence[Config]) -> tuple[Path, ...]:
-    """Folders outside the bundle's code that a container must see: the runs', and those of files that are linked to."""
+    """Folders that a container needs besides the bundle's code: those of the runs, and of files to which there are
+    links."""
     found = [run_directory(config).parent for config in configs]
     paths = {Path(path) for config in configs for _, path in inputs(config)}
     real = {path.resolve().parent for path in paths}

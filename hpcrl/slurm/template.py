@@ -36,7 +36,7 @@ class Batch:
 
 
 def render(batch: Batch, site: SiteConfig, venv: str) -> str:
-    """The script; `venv` is the environment that it starts Python from, unless the site has another or a container."""
+    """The script. `venv`: environment from which it starts Python, unless the site has another one or a container."""
     words = [*map(str, batch.run_dirs), *map(str, batch.mounts), venv, *site.environment.values()]
     words += [word for word in (site.venv, site.scratch, site.container.image, *site.container.mounts) if word]
     for word in words:
@@ -64,7 +64,7 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
 
 
 def _check_mounts(batch: Batch, site: SiteConfig) -> None:
-    """Containers take mounts as a list with ',' between them and ':' in each, and know no way to quote these."""
+    """Raise InputError for paths with ',' or ':', which separate mounts and cannot be quoted."""
     wrong = [path for path in map(str, (*batch.run_dirs, *batch.mounts)) if "," in path or ":" in path]
     wrong += [mount for mount in site.container.mounts if "," in mount]
     if wrong:
@@ -72,7 +72,7 @@ def _check_mounts(batch: Batch, site: SiteConfig) -> None:
 
 
 def job_name(run_name: str) -> str:
-    """The run's name in characters that Slurm's file names and tables take."""
+    """The run's name in characters that Slurm accepts in file names and tables."""
     return re.sub(r"[^A-Za-z0-9_.+-]", "_", run_name)[:LONGEST_NAME]
 
 
