@@ -55,7 +55,7 @@ class RewardModel(SupervisedJob):
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> DerivedSupervised:
-        """It trains on the reward model's ranks."""
+        """Check the job; it trains on the reward model's ranks."""
         rm = config.rm
         check_no_lora(config, "rm")
         roles = place(config, [REWARD], num_ranks)

@@ -41,13 +41,13 @@ class Sft(SupervisedJob):
             actor.update(batch)
 
     def balanced(self, rows: np.ndarray, step: int) -> DataProto:
-        """The rows as a batch, with as many tokens on each replica."""
+        """The rows as a batch, with balanced tokens on the replicas."""
         lengths, dp = self.inputs.answers.lengths[rows], self.derived.roles["actor"].dp
         return DataProto({}, {"row": rows, replica_column(dp): balanced_assignment(lengths, dp)}, {"step": step})
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> DerivedSupervised:
-        """It trains on the actor's ranks, and samples on the rollout's."""
+        """Check the job; it trains on the actor's ranks, and samples on the rollout's."""
         sft = config.sft
         samples = sft.eval_freq > 0
         roles = place(config, [ACTOR, ROLLOUT] if samples else [ACTOR], num_ranks)

@@ -90,7 +90,7 @@ class Train(TrainingJob):
         return assign_to_replicas(batch, self.config, self.derived)
 
     def resample(self, batch: DataProto) -> DataProto:
-        """PF-PPO: as many rows, drawn with replacement by their scores."""
+        """PF-PPO: equally many rows, drawn with replacement by their scores."""
         pf_ppo, step = self.config.algorithm.pf_ppo, batch.meta_info["step"]
         key = np.random.SeedSequence(self.config.run.seed % 2**64, spawn_key=(PF_PPO_STREAM, step))
         uniforms = (np.random.Philox(key).random_raw(len(batch)) >> np.uint64(11)) * 2.0**-53
@@ -205,7 +205,7 @@ class Train(TrainingJob):
         self.kl_controller.load_state_dict(state["kl_ctrl"])
 
     def _check_recording(self) -> None:
-        """A run cannot replay itself: it overwrites what it would read."""
+        """Raise InputError if the recording is missing or the run's own, which would be overwritten."""
         recorded = self.config.trainer.rollouts_from
         if recorded is None:
             return

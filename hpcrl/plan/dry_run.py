@@ -134,7 +134,7 @@ def disagreements(layouts: Mapping[str, Layout], places: Sequence[Place]) -> lis
         for rank in layout.ranks:
             coord = places[rank].coords.get(role)
             if coord is None or layout.rank_of(*coord) != rank:
-                lines.append(f"wrong: rank {rank} takes itself for {role} {coord}, rank 0 for {layout.coord(rank)}")
+                lines.append(f"wrong: rank {rank} is {role} {coord} by itself, and {layout.coord(rank)} by rank 0")
         for name, dims in GROUP_DIMS.items():
             for group in layout.groups(*dims):
                 odd = [rank for rank in group if places[rank].groups.get((role, name)) != digest(group)]

@@ -101,7 +101,7 @@ class FirstSamples:
             how = ", ".join(f"{name} {count}" for name, count in self.failed.items())
             raise InputError(
                 f"all of the first {self.failed.total()} scores failed ({how}); logs/rank_*.log and "
-                "logs/scorer_*.log say why; mend the scorer or its data"
+                "logs/scorer_*.log have the reasons; fix the scorer or its data"
             )
 
     def check_metric(self, batch: DataProto) -> None:

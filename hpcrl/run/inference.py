@@ -140,7 +140,7 @@ class SamplingJob(Job):
             log.warning("model.init_from and model.path are null: these are random weights")
         else:
             log.info("weights of %s", named)
-        # a template names the weights that training starts from, which are seldom the ones meant
+        # a template names the weights that training starts from, which are seldom meant here
         own = self.run_folder / "checkpoints"
         if own.is_dir() and (named is None or own.resolve() not in named.resolve().parents):
             log.warning("%s has checkpoints of its own; for those, model.init_from=%s", own.parent, own.parent)
@@ -278,7 +278,7 @@ class GenerationFile:
             for number, (text, key) in enumerate(zip(file, keys, strict=False), 1):
                 line = _parsed(text)
                 if line is None:
-                    log.warning("%s: line %d is torn; going on from there", self.path, number)
+                    log.warning("%s: line %d is incomplete; continuing from there", self.path, number)
                     break
                 if (line["uid"], line["sample_index"]) != (key.uid, key.sample_index):
                     raise InputError(
@@ -288,8 +288,8 @@ class GenerationFile:
                 for name, value in key.prompt.items():
                     if line.get(name) != value:
                         raise InputError(
-                            f"{self.path}: line {number} has another {name} than {key.uid} has now: the data files are "
-                            f"others, or have changed; {WAY_OUT}"
+                            f"{self.path}: line {number} has another {name} than {key.uid} has now: the data files "
+                            f"have changed; {WAY_OUT}"
                         )
                 self.totals.add(len(line["response_ids"]), line["finish_reason"], line.get("score"))
                 end += len(text)

@@ -85,7 +85,7 @@ def folder_of(source: str, target: str) -> str:
     path = Path(os.path.abspath(source))
     taken = Path(target, "checkpoints") if is_hugging_face(path) else Path(target)
     if taken.exists():
-        raise InputError(f"{taken} is there already; remove it, or name another target")
+        raise InputError(f"{taken} exists already; remove it, or name another target")
     if is_hugging_face(path):
         return target
     run = _run_of(path)

@@ -79,12 +79,12 @@ def memory_metrics(reports: Sequence[BusyReport]) -> dict[str, float]:
 
 log = logging.getLogger(__name__)
 
-RATIO = 1.3  # times the median of its like
-EXCESS = 0.5  # seconds a step, at least, before it is worth a word
-STEPS = 10  # that are looked at together
+RATIO = 1.3  # times the median of its peers
+EXCESS = 0.5  # seconds per step, at least, before it is logged
+STEPS = 10  # that are evaluated together
 FEWEST = 3  # ranks that can be compared
 
-# Who does the same work in a phase as others: (phase, rank) -> anything that is equal for them.
+# (phase, rank) -> a key that is equal for peers, which do the same work in a phase
 Likeness = Callable[[str, int], Hashable]
 
 
@@ -142,7 +142,7 @@ class Stragglers:
         self._waits = waits
         self._asked: Future[list[BusyReport]] | None = None
         self._history: deque[dict[Slow, float]] = deque(maxlen=STEPS)
-        self._told: set[Slow] = set()
+        self._logged: set[Slow] = set()
 
     def observe(self, step: int) -> dict[str, float]:
         """Busy seconds and memory of the ranks since the last call, validation and saves included; {} while reports are
@@ -154,22 +154,22 @@ class Stragglers:
         self._asked = None if self._waits else self._controller.ask_busy()
         reports = asked.get()
         self._history.append(slow_ranks(reports, self._likeness))
-        self._tell(step)
+        self._warn(step)
         return busy_metrics(reports) | memory_metrics(reports)
 
-    def _tell(self, step: int) -> None:
+    def _warn(self, step: int) -> None:
         found = list(lasting(self._history))
         for slow, count, ratio in found:
-            if slow in self._told:
+            if slow in self._logged:
                 continue
             log.warning(
-                "rank %d on %s is busy %.1f times as long as its like in %s, in %d of the last %d steps; if that goes "
-                "on, leave the node out: sbatch --exclude=%s",
-                *(slow.rank, slow.node, ratio, slow.phase, count, len(self._history), slow.node),
+                "rank %d on %s is %.0f%% slower than its peers in %s, in %d of the last %d steps; if this continues, "
+                "exclude the node: sbatch --exclude=%s",
+                *(slow.rank, slow.node, 100 * (ratio - 1), slow.phase, count, len(self._history), slow.node),
             )
             with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **slow._asdict(), "ratio": round(ratio, 2)}) + "\n")
-        self._told = {slow for slow, _, _ in found}
+        self._logged = {slow for slow, _, _ in found}
 
     def _likeness(self, phase: str, rank: int) -> Hashable:
         """A key that is equal for peers: pipeline stages differ in layers, and leaders do more work than other ranks of

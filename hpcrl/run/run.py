@@ -173,7 +173,7 @@ class Run:
             self._steps.close()  # type: ignore[attr-defined]
             code = self._stop(why)
         except Exception:
-            self.saver.wait()  # the job is lost, but the checkpoint under way need not be
+            self.saver.wait()  # the job ends, but the checkpoint in progress is completed
             raise
         else:
             code = self._end(DONE)
@@ -330,7 +330,7 @@ class Run:
                 self.saver.poll()
         found = self.saver.metrics()
         if "perf/save_seconds" in found:
-            self.budget.write_times()  # so that a slice that is killed leaves them, too
+            self.budget.write_times()  # so that a killed slice leaves them as well
         return found
 
     def _stop(self, why: StopRequested) -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.02  # between two looks for a part
+POLL_SECONDS = 0.02  # between two tests for a part
 
 
 class SaveError(Exception):
@@ -76,7 +76,7 @@ class Saver:
         self._num_begun = 0
         self._last_failed = False
         self._num_failed = 0
-        self._seconds: float | None = None  # of the save that was committed last, until they are told
+        self._seconds: float | None = None  # of the last save, until they are returned
         self._knows_metric = True
 
     @property
@@ -108,7 +108,7 @@ class Saver:
             return
         self._num_begun += 1
         key, scratch = f"save/{self._num_begun}", self._options.scratch_dir
-        # While training goes on, the copy has to have room beside it in any case; scratch is there to make it short.
+        # During training the copy needs memory besides anyway; scratch is for a short pause.
         keep_memory = self._options.async_save and scratch is None
         calls = {role: controller[role].begin_save(str(pending), key, scratch, keep_memory) for role in roles}
         plans = {
@@ -157,7 +157,7 @@ class Saver:
         """Wait for a rank's part."""
         key = f"{save.key}/{role}/{rank}"
         while (text := self._key_values.get(key)) is None:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         self._key_values.delete(key)
         return SavedPart.from_json(text)
 
@@ -171,7 +171,7 @@ class Saver:
             self._fail(save.step, [f"rank 0: {told(error)}"])
             return
         self.saved_step, self._under_way, self._last_failed = save.step, None, False
-        self._timers.took("save_checkpoint", self._seconds)  # what a save takes for which the loop has to wait
+        self._timers.took("save_checkpoint", self._seconds)  # of a save that the loop waits for
         log.info("saved %s", self._store.folder(save.step))
 
     def _fail(self, step: int, problems: list[str]) -> None:
@@ -181,8 +181,13 @@ class Saver:
         more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
         newest = self._store.newest()
         log.warning(
-            "the checkpoint of step %d cannot be written: %s%s; the run goes on, %s",
-            *(step, problems[0], more, f"{newest} stays the newest checkpoint" if newest else "without a checkpoint"),
+            "the checkpoint of step %d could not be written: %s%s; training continues, %s",
+            *(
+                step,
+                problems[0],
+                more,
+                f"{newest} is still the newest checkpoint" if newest else "without a checkpoint",
+            ),
         )
 
     def _metric(self, step: int, metrics: Mapping[str, float]) -> float | None:

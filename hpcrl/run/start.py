@@ -59,7 +59,7 @@ def find_start(
         found = CheckpointStore(folder).newest_valid(log.warning)
         if found and config.trainer.resume_mode == "disable":
             raise InputError(
-                f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start anew beside it; "
+                f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start a new run beside it; "
                 "choose another run.name, or remove that folder"
             )
         roles = found[2].get("roles", [trained]) if found else [trained]
@@ -107,7 +107,7 @@ def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to r
     aside.mkdir()
     for path in written:
         path.rename(aside / path.name)
-    log.warning("%s; what an earlier attempt wrote is in %s", why, aside)
+    log.warning("%s; the files of an earlier attempt are in %s", why, aside)
     return aside
 
 
@@ -120,7 +120,7 @@ def warn_of_changes(folder: Path, config: Config) -> None:
     now = flatten(config.model_dump())
     for key in sorted(now):
         if before.get(key) != now[key]:
-            log.warning("resuming with another %s: %s, was %s", key, now[key], before.get(key))
+            log.warning("resuming with changed %s: %s, was %s", key, now[key], before.get(key))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -109,7 +109,7 @@ def check_progress(
     if job is not None:
         restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
         this = {"job": job, "restart": restart, "step": found_step}
-        # Of several tries in one allocation, which a person makes, the last one counts.
+        # Of several attempts in one allocation, the last one counts.
         slices = [one for one in read_json(folder / SLICES_FILE, []) if (one["job"], one["restart"]) != (job, restart)]
         before = [(one["job"], one["step"]) for one in slices[-SLICES_WITHOUT_PROGRESS:]]
         if before == [(job, found_step)] * SLICES_WITHOUT_PROGRESS:
@@ -117,7 +117,7 @@ def check_progress(
             raise InputError(
                 f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {found}, and so does this one; "
                 f"expected each to save a newer one: see {folder / 'logs'} for the reason, give the job more time, or "
-                "submit it anew to try all the same"
+                "submit it again to try anyway"
             )
         write_json(folder / SLICES_FILE, [*slices, this][-SLICES_KEPT:])
     if ends_at is None:

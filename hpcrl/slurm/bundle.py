@@ -85,7 +85,9 @@ def _keep(draft: Path, final: Path) -> None:
     equal = _manifest(final) == _manifest(draft)
     shutil.rmtree(draft)
     if not equal:
-        raise InputError(f"{final} is not what was staged under this name; remove it once no job in the queue needs it")
+        raise InputError(
+            f"{final} differs from what was staged under this name; remove it once no job in the queue needs it"
+        )
 
 
 def _point(link: Path, final: Path) -> None:

@@ -57,12 +57,12 @@ def submit_chain(scripts: Sequence[Path]) -> list[str]:
         try:
             answer = subprocess.run(line, cwd=script.parent, capture_output=True, text=True)
         except FileNotFoundError:
-            raise InputError("no sbatch here; run submit where jobs are submitted, or use --dry-run") from None
+            raise InputError("sbatch not found; run submit where jobs are submitted, or use --dry-run") from None
         if answer.returncode:
             if ids:
                 subprocess.run(["scancel", *ids], capture_output=True)
             said = " ".join(answer.stderr.split())
-            raise InputError(f"sbatch refused {script}: {said}{'; the jobs before it are cancelled' if ids else ''}")
+            raise InputError(f"sbatch rejected {script}: {said}{'; the jobs before it are cancelled' if ids else ''}")
         ids.append(answer.stdout.strip().split(";")[0])
     return ids
 

@@ -46,7 +46,7 @@ def check_slice(job: JobConfig, run_dir: Path) -> None:
     if needed > length:
         said = " + ".join(f"{name} {value:.0f} s" for name, value in parts.items())
         raise InputError(
-            f"job.time={job.time} is {length} s, and a slice of {run_dir.name} needs {needed:.0f} s to get anywhere "
+            f"job.time={job.time} is {length} s, and a slice of {run_dir.name} needs {needed:.0f} s to make progress "
             f"({said}, and a fifth more); use a longer job.time"
         )
 

@@ -169,7 +169,7 @@ def check_longest(shape: ModelShape, config: Config) -> None:
     if longest > shape.max_position_embeddings:
         raise InputError(
             f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
-            f"{shape.max_position_embeddings} tokens that model.path={config.model.path} attends to; shorten them"
+            f"{shape.max_position_embeddings} tokens that model.path={config.model.path} supports; shorten them"
         )
 
 
