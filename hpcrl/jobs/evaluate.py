@@ -68,7 +68,8 @@ class Evaluate(SamplingJob):
 
 
 def _keep_earlier(folder: Path, step: int, names: list[str]) -> None:
-    """Evaluations of rising steps make one curve; another one of the same step, or of an earlier one, starts anew."""
+    """Move the files of an earlier evaluation of this step or a later one: only evaluations of increasing steps form a
+    curve."""
     try:
         last = max(read_run(folder).rows)
     except RunError:
@@ -78,7 +79,7 @@ def _keep_earlier(folder: Path, step: int, names: list[str]) -> None:
 
 
 def table(metrics: dict[str, float]) -> str:
-    """The core metrics, the means of the others, and how many scores failed, one a line."""
+    """The core metrics, the means of the others, and the numbers of failed scores, one per line."""
     shown = [name for name in metrics if name.startswith("val-core/")]
     shown += [name for name in sorted(metrics) if re.fullmatch("val-aux/(?!.*acc_success_only).*/mean@[0-9]+", name)]
     shown += [name for name, count in metrics.items() if name.startswith("val-aux/reward/") and count]

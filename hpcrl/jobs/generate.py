@@ -73,7 +73,7 @@ class Generate(SamplingJob):
         return bool(self.world.broadcast_object(file is not None and file.is_complete))
 
     def _open_file(self) -> GenerationFile:
-        """The output, opened behind the samples that it has."""
+        """Open the output after the samples that it has."""
         config, n = self.config, self.config.rollout.n
         names = config.data.val_files if self.split == "val" else config.data.train_files
         num_prompts = len(self.inputs.prompts[self.split])
@@ -92,7 +92,7 @@ class Generate(SamplingJob):
         return file
 
     def _keys(self) -> Iterator[Key]:
-        """The samples in the order of the file: that of the prompts."""
+        """The samples in the order of the file, which is that of the prompts."""
         prompts = self.inputs.prompts[self.split]
         for row in range(len(prompts)):
             record = {"prompt_ids": prompts.prompt_ids(row).tolist(), **prompts.record(row)}
@@ -153,7 +153,7 @@ class Generate(SamplingJob):
         own_rollout.on_response = on_response
 
     def _draw(self, controller: Controller, numbers: np.ndarray) -> DataProto:
-        """Samples by their place in the file, on which alone their random numbers depend."""
+        """Draw samples by their position in the file, on which only their random numbers depend."""
         n = self.config.rollout.n
         samples = {"row": numbers // n, "epoch": np.zeros(len(numbers), np.int64), "sample_index": numbers % n}
         sampling = sampling_params(self.config, (int(self.inputs.tokenizer.eos_token_id),))
@@ -169,7 +169,7 @@ class Generate(SamplingJob):
             self.output.totals.add(length, reason, score_of_sample)
 
     def _summary(self, num_failed: int) -> str:
-        """Of all samples in the file."""
+        """A line about all samples in the file."""
         totals, limit = self.output.totals, self.config.data.max_response_length
         parts = [f"length {totals.length:.1f} on average, {totals.longest} at most"]
         parts.append(f"{totals.num_cut / totals.num_samples:.1%} cut at data.max_response_length={limit}")

@@ -100,7 +100,8 @@ class Score(WeightsJob):
 
 
 def read_sequences(path: Path, vocab_size: int, longest: int) -> list[np.ndarray]:
-    """int32 token ids, one array per line; InputError for a line that has none, or some that the model lacks."""
+    """int32 token ids, one array per line. Raises InputError for a line without ids, or with ids that the model
+    lacks."""
     try:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +120,7 @@ def read_sequences(path: Path, vocab_size: int, longest: int) -> list[np.ndarray
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise InputError(f"{path}, line {number}: the model has token ids 0 to {vocab_size - 1}, found others")
         if len(tokens) > longest:
-            raise InputError(f"{path}, line {number}: {len(tokens)} tokens, and the model attends to {longest}")
+            raise InputError(f"{path}, line {number}: {len(tokens)} tokens, more than the model's {longest}")
         found.append(tokens.astype(np.int32))
     if not found:
         raise InputError(f'--tokens {path} is empty; expected {{"tokens": [ids]}} per line')
@@ -137,7 +138,8 @@ def waves(sequences: list[np.ndarray], num_tokens: int) -> Iterator[range]:
 
 
 def log_probs_of(policy: PolicyWorker, sequences: list[np.ndarray], dp: int, budget: int) -> dict[int, np.ndarray]:
-    """Place in `sequences` -> log-probs fp32 of all tokens but the first, of those that this replica's leader has."""
+    """Index in `sequences` -> fp32 log-probs of all tokens but the first, of the sequences of this replica, on its
+    leader."""
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     mine = np.flatnonzero(balanced_assignment(lengths, dp) == policy.groups.coord.dp)
     responses = lengths[mine] - 1

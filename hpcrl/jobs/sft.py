@@ -58,7 +58,7 @@ class Sft(SupervisedJob):
             actor.update(batch)
 
     def balanced(self, rows: np.ndarray, step: int) -> DataProto:
-        """The rows as a batch, with as many tokens on each replica."""
+        """The rows as a batch, with balanced tokens on the replicas."""
         lengths, dp = self.inputs.answers.lengths[rows], self.derived.roles["actor"].dp
         return DataProto({}, {"row": rows, replica_column(dp): balanced_assignment(lengths, dp)}, {"step": step})
 

@@ -216,7 +216,7 @@ class Train(TrainingJob):
         self.kl_controller.load_state_dict(state["kl_ctrl"])
 
     def _check_recording(self) -> None:
-        """A run cannot replay itself: it overwrites what it would read."""
+        """Raise InputError if the recording is missing or the run's own, which would be overwritten."""
         recorded = self.config.trainer.rollouts_from
         if recorded is None:
             return

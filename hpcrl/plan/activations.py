@@ -20,7 +20,7 @@ INT16, INT64 = 2, 8
 
 
 class Logits(NamedTuple):
-    """Bytes. raw: of the head's output. kept: for the backward pass. forward, backward: at most during each pass, with
+    """Bytes of logits. raw: the head's output. kept: for the backward pass. forward, backward: peak of each pass, with
     what is kept."""
 
     raw: int
@@ -32,11 +32,11 @@ class Logits(NamedTuple):
 def logits_bytes(
     rows: int, columns: int, itemsize: int, *, entropy: bool, chunk_tokens: int | None = None, widest: int | None = None
 ) -> Logits:
-    """Of `rows` log-probs over a rank's `columns` of the vocabulary, of which the head computes `widest`, with padding.
+    """Memory of `rows` log-probs over a rank's `columns` of the vocabulary; the head computes `widest`, with padding.
 
     The head's output, its value in fp32, and the exponentials in fp32; the second is kept. Backward adds the
-    probabilities in fp32, with the entropy a factor, the padded gradient, and that in the head's dtype.
-    chunk_tokens: rows that the head computes at once, keeping nothing of them; None: all.
+    probabilities in fp32, with the entropy a factor, the padded gradient, and that in the head's dtype. chunk_tokens:
+    rows that the head computes at once, without keeping anything of them; None: all.
     """
     chunk = rows if chunk_tokens is None else min(rows, chunk_tokens)
     raw = chunk * (widest or columns) * itemsize
@@ -85,7 +85,7 @@ class Pass:
         return self._all_hidden if self.model.lora is None else 0
 
     def pieces(self, stage: int) -> range:
-        """Of a pipeline stage, the first chunk first."""
+        """Pieces of a pipeline stage, the first chunk first."""
         layout = self.model.layout
         return range(stage, layout.pp * layout.vpp, layout.pp)
 
@@ -97,7 +97,7 @@ class Pass:
         return stage_layers(self.model.shape.num_layers, piece, self._last + 1)
 
     def kept(self, piece: int) -> int:
-        """Of one micro-batch between its forward and its backward pass, without logits."""
+        """Bytes that one micro-batch keeps between its forward and backward pass, without logits."""
         model, shape = self.model, self.model.shape
         units, whole = self._units(piece)
         total = len(units) * self._hidden + self._kept_of_layers(whole)
@@ -111,7 +111,7 @@ class Pass:
         return total
 
     def _units(self, piece: int) -> tuple[list[range], range]:
-        """Successive layers of a piece that are computed again together, and those that keep everything."""
+        """Successive layers of a piece that are recomputed together, and those that keep everything."""
         layers = self._layers(piece)
         again = self.recompute
         if again is None or again.granularity != "full":
@@ -123,8 +123,8 @@ class Pass:
         ]
 
     def _again(self, piece: int) -> int:
-        """What a unit, or a part of a layer, holds while it is computed again, beside its input and what is kept: by
-        then the layers behind it have been through their backward passes."""
+        """Bytes that a unit, or a part of a layer, holds during recomputation, besides its input and what is kept: the
+        layers after it have finished their backward passes by then."""
         is_moe = self.model.shape.is_moe_layer
         if self._parts_again:
             last = is_moe(self._layers(piece)[-1])
@@ -134,7 +134,7 @@ class Pass:
         return max(0, largest - self._hidden - self._kept_of_layers(whole))
 
     def logits(self, piece: int) -> Logits:
-        """All 0 where the piece has no language-model head."""
+        """Logits of the piece; all 0 if it has no language-model head."""
         model = self.model
         if model.head != "lm" or piece < self._last:
             return Logits(0, 0, 0, 0)
@@ -151,7 +151,7 @@ class Pass:
         )
 
     def in_flight(self, stage: int) -> int:
-        """At most at once, of micro-batches that wait for their backward pass: what their pieces keep.
+        """Peak of what micro-batches keep while they wait for their backward pass.
 
         Under 1F1B, and under the interleaved schedule, in which a stage runs pp micro-batches of one chunk before it
         turns to the next (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
@@ -171,9 +171,9 @@ class Pass:
         return most
 
     def training(self, stage: int) -> tuple[int, int]:
-        """At most at once in forward and backward passes: activations, logits.
+        """Peak of forward and backward passes: activations, logits.
 
-        At the largest moment, which is the head's backward pass or that of the stage's last layer.
+        It is reached in the head's backward pass or in that of the stage's last layer.
         """
         resident = self.inputs() + self.gathered() + self.in_flight(stage)
         logits = self.logits(self.pieces(stage)[-1])
@@ -185,8 +185,7 @@ class Pass:
         return (resident, at_head) if at_head >= at_layer else (resident + at_layer, 0)
 
     def forward(self, stage: int) -> tuple[int, int]:
-        """At most at once without gradients: activations, logits. What the stage gave for the micro-batch before is
-        still there."""
+        """Peak without gradients: activations, logits. The stage's output for the micro-batch before still exists."""
         shape, pieces = self.model.shape, self.pieces(stage)
         logits = self.logits(pieces[-1])
         resident = self.inputs() + self.gathered()
@@ -220,22 +219,22 @@ class Pass:
 
     @property
     def _all_hidden(self) -> int:
-        """That of all ranks' tokens, where tensor-parallel ranks share them."""
+        """Hidden states of all ranks' tokens, if tensor-parallel ranks share them."""
         return self._hidden * self.model.layout.tp if self._shares_tokens else 0
 
     @property
     def _head_itemsize(self) -> int:
-        """Of what the head multiplies: critics and reward models do so in fp32."""
+        """Itemsize of the head's input: critics and reward models multiply in fp32."""
         return self.model.itemsize if self.model.head == "lm" else FP32
 
     @property
     def _wanted(self) -> int:
-        """Hidden states of the tokens whose head output is wanted: what a stage with a language-model head gives."""
+        """Hidden states of the tokens whose head output is needed: the output of a stage with a language-model head."""
         return self.rows * self.model.shape.hidden_size * self.model.itemsize
 
     @property
     def _norm_keeps_input(self) -> bool:
-        """As it is; else as a copy in fp32."""
+        """Whether a norm keeps its input itself; otherwise it keeps a copy in fp32."""
         return self.on_gpu or self.model.itemsize == FP32
 
     def _norm(self, rows: int, width: int) -> int:
@@ -250,7 +249,7 @@ class Pass:
 
     @property
     def _parts_again(self) -> set[str]:
-        """Of a layer, those that are computed again while the rest is kept."""
+        """Parts of a layer that are recomputed while the rest is kept."""
         again = self.recompute
         return set(again.modules) if again is not None and again.granularity == "selective" else set()
 
@@ -264,7 +263,7 @@ class Pass:
         return norms + self._kept_of_attention() + self._kept_of_mlp(is_moe) + self._adapters(is_moe)
 
     def _kept_of_attention(self) -> int:
-        """Computed again, it keeps queries, keys and values as they go into it, and the output."""
+        """Bytes kept of an attention. If it is recomputed: queries, keys and values as its inputs, and the output."""
         if "core_attn" not in self._parts_again:
             return self._attention()
         shape, tp = self.model.shape, self.model.layout.tp
@@ -275,7 +274,8 @@ class Pass:
         return 0 if ("moe" if is_moe else "mlp") in self._parts_again else self._mlp(is_moe)
 
     def _adapters(self, is_moe: bool) -> int:
-        """What A gives is kept for B. The inputs of a matrix without adapters, counted elsewhere, are not kept."""
+        """Bytes kept for adapters: the output of A is kept for B. Inputs of a matrix without adapters, counted
+        elsewhere, are not kept."""
         model, shape, layout = self.model, self.model.shape, self.model.layout
         if model.lora is None:
             return 0
@@ -316,8 +316,8 @@ class Pass:
 
     @property
     def _tails(self) -> list[tuple[int, int]]:
-        """Queries of sequences that began in an earlier chunk, and the keys that they look at: those of the rank with
-        most (see `hpcrl.model.packed`)."""
+        """Queries of sequences that began in an earlier chunk, and their keys, on the rank with most of them (see
+        `hpcrl.model.packed`)."""
         cp, length = self.model.layout.cp, self.longest
         if cp == 1:
             return []
@@ -328,13 +328,14 @@ class Pass:
         return max(of_ranks, key=lambda tails: sum(queries * keys for queries, keys in tails))
 
     def _latents(self, mla: LatentAttention) -> int:
-        """Their norms; in the input of one of them, the projection's output, lies the shared key."""
+        """Norms of latent attention; the projection's output, an input of one of them, contains the shared key."""
         queries = self._norm(self._local, mla.q_lora_rank) if mla.q_lora_rank else 0
         shared_key = self._local * mla.qk_rope_head_dim * self.model.itemsize
         return queries + self._norm(self._local, mla.kv_lora_rank) + shared_key
 
     def _attention_forward(self) -> int:
-        """With the projection's output; the CPU's norm of queries has four copies of them in fp32."""
+        """Bytes of an attention's forward pass with the projection's output; the CPU's norm of queries has four copies
+        of them in fp32."""
         shape, tp = self.model.shape, self.model.layout.tp
         query, key = (n // tp * shape.head_dim for n in (shape.num_attention_heads, shape.num_query_groups))
         projected = self.tokens * (query + 2 * key) * self.model.itemsize
@@ -371,8 +372,8 @@ class Pass:
         return routing + copies * (expert * itemsize + FP32) + shared
 
     def _update(self, is_moe: bool) -> int:
-        """Of a model with adapters: the gathered input, and what an adapter of gate or up makes beside what it is added
-        to, more than SwiGLU holds later. Experts come one after another."""
+        """Bytes of a model with adapters: the gathered input, and the output of an adapter of gate or up before it is
+        added, which is more than SwiGLU holds later. Experts run one after another."""
         model = self.model
         if is_moe or model.lora is None:
             return 0
@@ -381,7 +382,8 @@ class Pass:
         return self._all_hidden + is_adapted * self.tokens * width * model.itemsize
 
     def _backward(self, piece: int) -> int:
-        """Beside what is kept, in the backward pass of the last layer of a piece, at its end, or in the embedding."""
+        """Bytes besides what is kept, in the backward pass of the last layer of a piece, at its end, or in the
+        embedding."""
         model, shape, layout = self.model, self.model.shape, self.model.layout
         is_moe = shape.is_moe_layer(self._layers(piece)[-1])
         width = shape.moe_ffn_hidden_size // layout.etp if is_moe else shape.ffn_hidden_size // layout.tp

@@ -30,7 +30,8 @@ RESPONSE_COLUMNS = 7  # of the rollout archive, in fp32 or int32, beside the ref
 
 
 def checkpoint_bytes(job: TrainingPlan) -> dict[str, int]:
-    """By role: weights and optimizer state of what is trained; and the Hugging Face directory, where there is one."""
+    """Bytes by role: weights and optimizer state of trained models; also of the Hugging Face directory and the
+    adapter."""
     roles = {role: _saved(model) for role, model in job.models.items() if model.optim is not None}
     if job.config.trainer.save_hf:
         actor = job.models["actor"]
@@ -43,7 +44,7 @@ def checkpoint_bytes(job: TrainingPlan) -> dict[str, int]:
 
 
 def kept_checkpoints(job: TrainingPlan) -> int | None:
-    """How many there are at once at most, with the one that is being written; None where that is not known."""
+    """Largest number of checkpoints that exist at once, the one being written included; None if it is not known."""
     trainer, options = job.config.trainer, job.config.trainer.checkpoint
     if trainer.save_freq == -1:
         return 0
@@ -58,7 +59,7 @@ def kept_checkpoints(job: TrainingPlan) -> int | None:
 
 
 def rollout_bytes(job: TrainingPlan) -> int:
-    """Of the tokens of a step's archive at most."""
+    """Largest size of a step's archive, of its tokens."""
     config, derived = job.config, job.derived
     columns = RESPONSE_COLUMNS + derived.needs_ref + derived.needs_critic + derived.needs_teacher
     response = config.data.max_response_length
@@ -67,7 +68,7 @@ def rollout_bytes(job: TrainingPlan) -> int:
 
 
 def staged_bytes(job: TrainingPlan) -> int:
-    """Host memory of a rank into which a save copies its part; shared over the replicas."""
+    """Host memory of a rank into which a save copies its part, which is divided over the replicas."""
     per_rank = 0
     for role, model in job.models.items():
         if model.optim is not None:
@@ -86,7 +87,7 @@ def _numel(model: RoleModel, *, trained: bool = False) -> int:
 
 
 def _saved(model: RoleModel) -> int:
-    """Adam: the weights in fp32 and two moments beside the weights; SGD: what it has of these."""
+    """Bytes of a saved model. Adam: the weights, a copy in fp32, two moments; SGD: those of them that it has."""
     assert model.optim is not None
     if model.optim.optimizer == "adam":
         state = FP32 + ITEMSIZE[model.optim.exp_avg_dtype] + ITEMSIZE[model.optim.exp_avg_sq_dtype]
@@ -99,7 +100,7 @@ COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV 
 
 
 def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoReturn:
-    """The subcommand; exit code 2 with one line for a config that cannot run."""
+    """Run the subcommand; ends with code 2 and one line for a config that cannot run."""
     parser = exits.ArgumentParser(prog="hpcrl plan", description=(__doc__ or "").split(": ", 1)[1])
     parser.add_argument("--refit", action="store_true", help="bytes and memory of a refit alone")
     parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
@@ -113,7 +114,7 @@ def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoR
 
 
 def describe(described: JobDescription, path: str, overrides: Sequence[str] = ()) -> list[str]:
-    """The table, line by line."""
+    """The lines of the table."""
     job = TrainingPlan(described.read_config(path, overrides), tuple(described.own_specs()))
     rows = job.rows()
     in_gib = tightest(rows).total >= GIB
@@ -165,7 +166,7 @@ def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterato
 
 
 def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Places of equal numbers share a line."""
+    """Lines of the phases; places with equal numbers share a line."""
     for phase in job.phases:
         groups: dict[tuple[int, ...], list[Row]] = {}
         for row in rows:
@@ -177,7 +178,7 @@ def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[in
 
 
 def _stages(phase: Phase, rows: Sequence[Row]) -> str:
-    """Of the role that works."""
+    """Pipeline stages of the role that works."""
     stages = sorted({row.place.stages[phase.role] for row in rows if phase.role in row.place.stages})
     return format_ranks(stages) if stages and phase.work else "-"
 
@@ -228,7 +229,7 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
 
 
 def _built(job: TrainingPlan) -> Iterator[str]:
-    """Every distinct rank of every model, on the meta device."""
+    """Build every distinct rank of every model on the meta device, and compare the bytes."""
     if not (find_spec("torch") and find_spec("megatron")):
         yield f"  {'models':<22}not built: torch or megatron-core is missing here"
         return

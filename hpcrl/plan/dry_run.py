@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 class Placement(NamedTuple):
-    """What rank 0 has read; plain data, so that no other rank needs YAML or the schema."""
+    """The placement that rank 0 has read, as plain data: no other rank needs YAML or the schema."""
 
     layouts: dict[str, dict[str, Any]]  # role -> fields of Layout
     asked: int  # job.nodes * job.ntasks_per_node
@@ -39,7 +39,7 @@ class Placement(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One rank's own view."""
+    """One rank's coordinates and groups."""
 
     node: str
     coords: dict[str, Coord]  # role -> coordinates, of the roles that it is in
@@ -82,7 +82,7 @@ def _run(comm: MPI.Intracomm, read: Callable[[], Placement]) -> int:
 
 
 def started_by_launcher(environ: Mapping[str, str]) -> int | None:
-    """How many ranks the launcher says that it started; None where it does not say."""
+    """Number of ranks that the launcher started, None if it does not set it."""
     if "OMPI_COMM_WORLD_SIZE" in environ:  # mpirun: Slurm's variables are those of its proxies
         return int(environ["OMPI_COMM_WORLD_SIZE"])
     count = environ.get("PMI_SIZE", environ.get("SLURM_STEP_NUM_TASKS", ""))
@@ -90,7 +90,7 @@ def started_by_launcher(environ: Mapping[str, str]) -> int | None:
 
 
 def _read(arguments: Sequence[str], job: JobDescription, world_size: int, environ: Mapping[str, str]) -> Placement:
-    """The job's placement, checked as far as that goes without torch."""
+    """The job's placement, with the checks that need no torch."""
 
     started = started_by_launcher(environ)
     if started is not None and started != world_size:
@@ -128,13 +128,13 @@ def digest(ranks: Sequence[int]) -> str:
 
 
 def disagreements(layouts: Mapping[str, Layout], places: Sequence[Place]) -> list[str]:
-    """A line for every rank whose coordinates or groups are not those that the others have for it."""
+    """A line for every rank whose coordinates or groups differ from those that other ranks compute for it."""
     lines = []
     for role, layout in layouts.items():
         for rank in layout.ranks:
             coord = places[rank].coords.get(role)
             if coord is None or layout.rank_of(*coord) != rank:
-                lines.append(f"wrong: rank {rank} takes itself for {role} {coord}, rank 0 for {layout.coord(rank)}")
+                lines.append(f"wrong: rank {rank} is {role} {coord} by itself, and {layout.coord(rank)} by rank 0")
         for name, dims in GROUP_DIMS.items():
             for group in layout.groups(*dims):
                 odd = [rank for rank in group if places[rank].groups.get((role, name)) != digest(group)]
@@ -177,7 +177,7 @@ def table(
 
 
 def _span(layout: Layout, name: str, nodes: Sequence[str]) -> str:
-    """Of how many ranks a group is, and over how many nodes the widest one goes."""
+    """Ranks of a group, and the nodes of the group that spans most."""
     groups = layout.groups(*GROUP_DIMS[name])
     size = len(groups[0])
     if size == 1:

@@ -14,7 +14,7 @@ def tightest(rows: list[Row]) -> Row:
 
 
 def cheapest_fix(job: TrainingPlan) -> tuple[dict[str, object], Row] | None:
-    """The first change that makes the job fit, as config keys, and the tightest row then; None where none does.
+    """The first change that makes the job fit, as config keys, and its tightest row; None if there is none.
 
     In this order: the layout of the role that takes most, micro-batches, the KV cache, offload, several of these, more
     nodes.
@@ -85,7 +85,7 @@ def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
 
 
 def _more_offload(job: TrainingPlan) -> Iterator[dict[str, object]]:
-    """Frozen models alone, and everything."""
+    """Offload of frozen models, then of everything."""
     can_move = [spec for spec in job.specs.values() if hasattr(spec.config_of(job.config), KEYS["parameters"])]
     changes: dict[str, object] = {f"{spec.path}.{KEYS['parameters']}": True for spec in can_move if not spec.trains}
     if changes:
@@ -141,7 +141,7 @@ def advice(
 
 
 def _size(config: Config, num_ranks: int) -> dict[str, object]:
-    """The job as it was started, which `job` need not say."""
+    """Config keys of the job's actual size, which section `job` may not have."""
     per_node = config.job.ntasks_per_node
     if num_ranks % per_node:
         per_node = num_ranks
@@ -154,7 +154,7 @@ def _figures(row: Row) -> str:
 
 
 def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
-    """Keys that make the phase need less, the cheapest first."""
+    """Config keys that reduce the phase's memory, the cheapest first."""
     config, role = job.config, phase.role
     if phase.kind == "generate":
         yield "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs"
@@ -171,7 +171,7 @@ def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
 
 
 def _offloads(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
-    """Of the roles on the rank, what this phase does not need and what is on the device all the same."""
+    """Keys that offload what this phase does not need and the rank's roles still keep on the device."""
     for role, model in job.models.items():
         if role not in row.place.stages:
             continue

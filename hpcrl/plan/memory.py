@@ -49,7 +49,7 @@ class Phase(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Ranks that hold the same, and the pipeline stage that they have in each of their roles."""
+    """Ranks with the same memory, and their pipeline stage in each of their roles."""
 
     ranks: tuple[int, ...]
     stages: Mapping[str, int]
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training job. Raises ConfigError or InputError, one line, where it cannot run."""
+    """The memory of a training job. Raises ConfigError or InputError, one line, if it cannot run."""
 
     config: Config
     own_roles: tuple[RoleSpec, ...] = ()
@@ -87,7 +87,7 @@ class TrainingPlan:
 
     @cached_property
     def specs(self) -> dict[str, RoleSpec]:
-        """Of the roles that megatron builds a model for."""
+        """Roles for which megatron builds a model."""
         built_in = {spec.name: spec for spec in PLACED}
         known = built_in | {spec.name: spec for spec in self.own_roles}
         return {role: known[role] for role in self.derived.roles if known[role].head is not None}
@@ -102,7 +102,7 @@ class TrainingPlan:
 
     @property
     def capacity(self) -> int | None:
-        """Bytes of a rank's GPU; None where it has none."""
+        """Bytes of a rank's GPU; None without a GPU."""
         return int(self.config.job.gpu_memory_gib * GIB) if self.on_gpu else None
 
     @cached_property
@@ -142,7 +142,7 @@ class TrainingPlan:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """In the order of a step."""
+        """Phases in the order of a step."""
         config, derived = self.config, self.derived
         step, actor = derived.samples_per_step, config.actor
 
@@ -171,7 +171,7 @@ class TrainingPlan:
         return phases + [Phase(f"save_{role}", role, "save") for role in saved]
 
     def rows(self) -> list[Row]:
-        """Of every phase and the places that take part in it."""
+        """Rows of every phase and the places that take part in it."""
         return [
             self._row(phase, place)
             for phase in self.phases
@@ -180,7 +180,7 @@ class TrainingPlan:
         ]
 
     def on_device(self, phase: Phase, place: Place) -> list[State]:
-        """Of each of the place's roles, what of it is there in a phase."""
+        """State on the device in a phase, of each of the place's roles."""
         found = []
         for role in self._roles(place):
             needed: tuple[Part, ...] = ()
@@ -191,14 +191,14 @@ class TrainingPlan:
         return found
 
     def on_host(self, place: Place) -> int:
-        """Bytes of a rank's host memory that are kept for what is offloaded."""
+        """Bytes of a rank's host memory that hold offloaded state."""
         return sum(
             self.state(role, place.stages[role]).on_host(offloaded(self.config, self.specs[role]))
             for role in self._roles(place)
         )
 
     def on_hosts(self) -> dict[int, int]:
-        """The same of every node."""
+        """Bytes of `on_host` by node."""
         found: dict[int, int] = {}
         for place in self.places:
             nbytes = self.on_host(place)
@@ -220,7 +220,7 @@ class TrainingPlan:
         return {}
 
     def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass:
-        """Micro-batches as full as they can be, of prompts and responses as long as they may be."""
+        """Micro-batches that are as full as possible, of prompts and responses of the largest length."""
         data, model, longest = self.config.data, self.models[role], self.derived.max_sequence_length
         layout = model.layout
         of_replica = math.ceil(samples / layout.dp)
@@ -275,7 +275,7 @@ class TrainingPlan:
 
     @cached_property
     def _engine(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
-        """By place: buffers of a refit, the engine's own weights, and those that it has before the first refit."""
+        """By place: buffers of a refit, the engine's own weights, and its weights before the first refit."""
         asked = self.refit
         traffic, bucket = _traffic(asked.resharding), self.config.rollout.checkpoint_engine
         limit = bucket.update_weights_bucket_megabytes * 2**20
@@ -293,7 +293,8 @@ class TrainingPlan:
         return found
 
     def _kv_cache(self, taken: int, weights: int) -> int:
-        """Of a rank, besides `taken` bytes and the engine's `weights`; at least one sequence has to fit."""
+        """Bytes of a rank's KV cache, besides `taken` bytes and the engine's `weights`; at least one sequence has to
+        fit."""
         rollout, shape = self.config.rollout, self.refit.resharding.shape
         itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
         tp, longest = self.layouts["rollout"].tp, self.derived.max_sequence_length
@@ -356,5 +357,5 @@ def with_keys(config: Config, changes: Mapping[str, object]) -> Config:
 
 
 def binary(nbytes: int) -> str:
-    """In MiB or GiB."""
+    """A size in MiB or GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

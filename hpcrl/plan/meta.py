@@ -28,7 +28,7 @@ DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 class OwnGroups(GroupCache):
-    """The groups that one rank is in; nobody else is there to help making the others."""
+    """The groups of one rank, made without the other ranks."""
 
     def get(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         if self._rank not in ranks:
@@ -40,7 +40,7 @@ class OwnGroups(GroupCache):
 
 @contextmanager
 def fake_rank(layout: Layout, rank: int) -> Iterator[RoleGroups]:
-    """This process as a rank of a layout, in a world that ends with the layout's last rank."""
+    """Context in which this process is a rank of a layout, in a world that ends with the layout's last rank."""
     hook = sys.excepthook  # torch puts its own around it each time
     dist.init_process_group("fake", rank=rank, world_size=max(layout.ranks) + 1, store=FakeStore())
     try:
@@ -51,7 +51,8 @@ def fake_rank(layout: Layout, rank: int) -> Iterator[RoleGroups]:
 
 
 def parameter_bytes(model: RoleModel, stage: int) -> int:
-    """Of megatron's modules of a pipeline stage, built; InputError where megatron refuses the model or the layout."""
+    """Bytes of the parameters that megatron builds for a pipeline stage. Raises InputError if megatron rejects the
+    model or the layout."""
     with fake_rank(model.layout, model.layout.rank_of(pp=stage)) as groups, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

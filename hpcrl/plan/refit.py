@@ -32,8 +32,7 @@ NAMED = 4  # ranks that a row names
 
 
 def show(plan: Callable[[], list[str]]) -> NoReturn:
-    """Print the plan's lines, on the first launched process only; exit code 2 with one line where it raises an input
-    error."""
+    """Print the lines of a plan, on the first launched process only. An input error ends with code 2 and one line."""
     try:
         lines = plan()
     except Exception as error:
@@ -47,7 +46,7 @@ def show(plan: Callable[[], list[str]]) -> NoReturn:
 
 @dataclass(frozen=True)
 class Question:
-    """A job's refit: the two roles that it joins, and what the planner is asked."""
+    """A job's refit: its two roles, and the resharding between them."""
 
     config: Config
     actor: PlacedRole
@@ -56,13 +55,13 @@ class Question:
 
     @property
     def aliases(self) -> bool:
-        """Whether the engine may share weights with the actor, and is one that owns none."""
+        """Whether the engine shares weights with the actor instead of having its own."""
         rollout, dtypes = self.config.rollout, (None, self.config.model.dtype)
         return shares_weights(self.config) and rollout.engine == "native" and rollout.dtype in dtypes
 
 
 def question(config: Config) -> Question:
-    """Raises ConfigError or InputError, one line, where the job's layouts are refused."""
+    """The refit of a job. Raises ConfigError or InputError, one line, for invalid layouts."""
     world_size = config.job.nodes * config.job.ntasks_per_node
     roles = place(config, [ACTOR, ROLLOUT], world_size)
     shape = job_shape(config)
@@ -78,7 +77,7 @@ def question(config: Config) -> Question:
 
 
 def describe(job: JobDescription, path: str, overrides: Sequence[str] = ()) -> list[str]:
-    """The table, line by line."""
+    """The lines of the table."""
     asked = question(job.read_config(path, overrides))
     start = time.perf_counter()
     traffic = asked.resharding.traffic()
@@ -156,7 +155,7 @@ def _summary(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
 
 
 def job_shape(config: Config) -> ModelShape:
-    """The policy's, by its Hugging Face directory where the config names one."""
+    """The policy's shape, from its Hugging Face directory if the config names one."""
     model = config.model
     if model.path is not None:
         from hpcrl.model.hf.families import read_shape
@@ -172,13 +171,13 @@ def job_shape(config: Config) -> ModelShape:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """The first few, and how many more."""
+    """The first ranks, and the number of the others."""
     more = len(ranks) - NAMED
     return ", ".join(map(str, ranks[:NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def size(nbytes: float) -> str:
-    """In units of powers of 1000."""
+    """A size in units of powers of 1000."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.2f} {name}"

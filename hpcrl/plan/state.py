@@ -22,7 +22,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 class State(NamedTuple):
-    """scalars: bytes of what a megatron optimizer keeps beside, which is a part of `optimizer` and never offloaded."""
+    """Bytes of a role's state on a rank. scalars: small tensors of a megatron optimizer, a part of `optimizer` that is
+    never offloaded."""
 
     parameters: int = 0
     gradients: int = 0
@@ -34,7 +35,7 @@ class State(NamedTuple):
         return self.parameters + self.gradients + self.optimizer
 
     def without(self, away: Collection[Part]) -> State:
-        """What is left on the device."""
+        """The state that is left on the device."""
         return State(
             self.parameters * ("parameters" not in away),
             self.gradients * ("gradients" not in away),
@@ -43,20 +44,20 @@ class State(NamedTuple):
         )
 
     def on_host(self, away: Collection[Part]) -> int:
-        """Host memory for it; gradients are not kept."""
+        """Host memory for the offloaded parts; gradients are not kept."""
         kept = (self.parameters * ("parameters" in away), (self.optimizer - self.scalars) * ("optimizer" in away))
         return sum(_up(nbytes, HOST_BLOCK) for nbytes in kept)
 
 
 class Bucket(NamedTuple):
-    """A part of a buffer that is divided over the replicas; places in elements."""
+    """A part of a buffer that is divided over the replicas; positions in elements."""
 
     start: int
     end: int
     parameters: tuple[tuple[int, int], ...]  # first and behind the last element of each
 
     def owned(self, replica: int, replicas: int) -> list[int]:
-        """Elements of each parameter that a replica's optimizer has a part of."""
+        """Elements of each parameter that belong to a replica's part of the optimizer."""
         size = (self.end - self.start) // replicas
         first = self.start + replica * size
         parts = (min(end, first + size) - max(start, first) for start, end in self.parameters)
@@ -79,7 +80,7 @@ class RoleModel:
     lora: Lora | None = None
 
     def shards(self, stage: int) -> list[Shard]:
-        """Of a rank of a pipeline stage; their sizes are the same on all of them."""
+        """Shards of a rank of a pipeline stage; all ranks of the stage have the same sizes."""
         rank = self.layout.rank_of(pp=stage)
         return shards(self.shape, self.layout, rank, head=self.head, lora=self.lora)
 
@@ -87,7 +88,7 @@ class RoleModel:
         return self.optim is not None and not shard.is_frozen and (self.lora is None or is_adapter(shard.name))
 
     def state(self, stage: int, rank: int | None = None) -> State:
-        """Of a rank of a stage: of `rank`, or the most over all of them."""
+        """State of a rank of a stage: of `rank`, or the largest one."""
         if self.optim is None or self.optim.optimizer != "adam":
             return self._undivided(stage)
         frozen = [shard for shard in self.shards(stage) if not self.is_trained(shard)]
@@ -108,7 +109,7 @@ class RoleModel:
         return State(parameters, FP32 * sum(numel.values()), most + scalars, scalars)
 
     def merged(self, stage: int) -> int:
-        """What it takes to merge adapters, a matrix at a time: in fp32, and rounded."""
+        """Bytes to merge adapters, one matrix at a time: in fp32, and rounded."""
         if self.lora is None:
             return 0
         targets = self.lora.targets
@@ -121,7 +122,7 @@ class RoleModel:
         return largest * (FP32 + (self.itemsize if self.itemsize < FP32 else 0))
 
     def _undivided(self, stage: int) -> State:
-        """Frozen, or under SGD, which every replica holds whole."""
+        """State of a frozen model, or under SGD, which every replica holds completely."""
         parameters = gradients = optimizer = 0
         parts = set()
         for shard in self.shards(stage):
@@ -137,7 +138,7 @@ class RoleModel:
 
     @property
     def _scalars(self) -> int:
-        """A loss scale and, of Adam without bf16, an overflow flag."""
+        """Bytes of a loss scale and, with Adam in fp32, an overflow flag."""
         if self.optim is None:
             return 0
         return 8 if self.optim.optimizer == "adam" and self.itemsize == FP32 else 4
@@ -146,8 +147,7 @@ class RoleModel:
         return FP32 if shard.name in SCALAR_HEADS.values() else self.itemsize
 
     def _buffers(self, stage: int) -> Iterator[_Buffer]:
-        """One of each chunk and dtype and of dense weights and experts, as megatron's DistributedDataParallel makes
-        them."""
+        """Buffers of megatron's DistributedDataParallel: one for each chunk, dtype, and dense or expert weights."""
         groups: dict[tuple[int, bool, int], list[Shard]] = {}
         for shard in filter(self.is_trained, _as_made(self.shards(stage))):
             groups.setdefault((shard.chunk, shard.is_expert, self._itemsize(shard)), []).append(shard)
@@ -165,7 +165,7 @@ class _Buffer:
     replicas: int
 
     def adam(self, replica: int) -> int:
-        """Bytes: two moments and a step counter per parameter, and a copy in fp32 of weights that are not."""
+        """Bytes of two moments and a step counter per parameter, and of a copy in fp32 of other weights."""
         optim = self.model.optim
         assert optim is not None
         owned = [part for bucket in self.buckets for part in bucket.owned(replica, self.replicas)]
@@ -174,7 +174,7 @@ class _Buffer:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """From the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
+        """Buckets from the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
         made: list[Bucket] = []
         inside: list[tuple[int, int]] = []
         start = place = 0
@@ -205,7 +205,7 @@ class _Buffer:
 
 
 def _as_made(table: list[Shard]) -> list[Shard]:
-    """In the order of megatron's modules: of an attention, the output projection is made first."""
+    """Shards in the order in which megatron makes modules: of an attention, the output projection is first."""
     made: list[Shard] = []
     for shard in table:
         place = len(made)

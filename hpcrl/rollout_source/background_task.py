@@ -15,7 +15,7 @@ Steps: TypeAlias = Generator[tuple[str, Future[Any]], Any, T]
 
 
 class BackgroundTask(Generic[T]):
-    """Runs a generator of futures. It begins at once; `in_background` lets it advance whenever rank 0 waits.
+    """Runs a generator of futures. It begins at once; with `in_background` it advances whenever rank 0 waits.
 
     Only `get` waits, and only its waiting counts as time of a phase.
     """
@@ -34,7 +34,7 @@ class BackgroundTask(Generic[T]):
         return self
 
     def advance(self) -> None:
-        """Run as far as that is possible without waiting."""
+        """Run as far as possible without waiting."""
         while not self._is_stepping and self._future is not None and self._future.is_ready:
             self._step(self._future.get())
 

@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 class DurableRollouts:
     """Lives on rank 0; the generation logs of all ranks in `folder` (hpcrl/telemetry/archive.py).
 
-    A restart goes on from checkpoint c and can use what the weights of c have drawn: responses of step c + 1, and of
-    the next `num_ahead` steps where generation is so far ahead of training. The logs of a step under way stay, too: a
-    planned stop in the middle of it saves the checkpoint before it.
+    A restart continues from checkpoint c and can use responses that the weights of c have drawn: those of step c + 1,
+    and of the next `num_ahead` steps if generation is ahead of training. Logs of the current step are kept as well,
+    because a planned stop in the middle of it saves the checkpoint before it.
     """
 
     def __init__(self, folder: Path, *, resumed_at: int, num_ahead: int = 0, enabled: bool = True) -> None:
@@ -29,19 +29,19 @@ class DurableRollouts:
         self._resumed_at = resumed_at
 
     def resume(self) -> int | None:
-        """Removes what this attempt cannot use. Gives the version of the weights whose responses it can, None where
-        there are none."""
+        """Remove logs that this attempt cannot use. Returns the version of the weights whose responses it can use, or
+        None."""
         self._keep(lambda step: self._enabled and self._is_after(step, self._resumed_at))
         return self._resumed_at if any(generation_logs(self._folder)) else None
 
     def step_ended(self, step: int, *, saved: int, saving: int | None = None) -> None:
-        """`saved`: step of the newest checkpoint that is whole, 0 without one. `saving`: of one that is being written,
-        which may yet fail."""
+        """Remove logs that a restart would not use. `saved`: step of the newest complete checkpoint, 0 without one.
+        `saving`: of one that is being written, which may still fail."""
         bases = [saved, *([saving] if saving is not None else [])]
         self._keep(lambda other: other > step or any(self._is_after(other, base) for base in bases))
 
     def run_ended(self) -> None:
-        """All steps are done."""
+        """Remove all logs, because all steps are done."""
         self._keep(lambda step: False)
 
     def _is_after(self, step: int, checkpoint: int) -> bool:
@@ -57,14 +57,14 @@ class DurableRollouts:
 
 
 def bring_back(aside: Path, folder: Path) -> None:
-    """Generation logs from a folder that was set aside: a run that starts anew has the same start weights."""
+    """Move generation logs back from a folder that was set aside: a run that starts anew has the same start weights."""
     for _, path in generation_logs(aside):
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
 
 
 def origin_of(start_weights: Path | None) -> str:
-    """Names the weights in a checkpoint by their hash: another job may have written that folder since."""
+    """A name for the weights in a checkpoint: their hash, because another job may have overwritten the folder."""
     manifest = start_weights / MANIFEST if start_weights is not None else None
     if manifest is None or not manifest.is_file():
         return str(start_weights)

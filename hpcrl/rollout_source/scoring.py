@@ -18,11 +18,11 @@ from hpcrl.telemetry.progress import PhaseTimers
 
 
 def differing(batch: DataProto, metric: str) -> np.ndarray:
-    """bool (N,): the rows of prompts whose samples do not all have the same `metric`, and of prompts with one sample.
-    Samples without a number of that name make no difference.
+    """bool (N,): rows of prompts whose samples differ in `metric`, and of prompts with one sample. Samples without that
+    number do not count.
 
-    Verl asks whether the standard deviation is 0; rounding can make it 1e-17 for equal values, so this asks whether
-    the largest and the smallest differ.
+    verl tests whether the standard deviation is 0; rounding can make it 1e-17 for equal values, so the largest and the
+    smallest value are compared here.
     """
     values = metric_values(batch.samples, metric, required=False)
     _, group, size = np.unique(batch.samples["prompt"], return_inverse=True, return_counts=True)
@@ -34,16 +34,16 @@ def differing(batch: DataProto, metric: str) -> np.ndarray:
 
 
 def metric_values(samples: Mapping[str, np.ndarray], metric: str, *, required: bool) -> np.ndarray:
-    """float64 (N,): the score as `reward`, or what the scorer returned under that key; NaN where there is none.
+    """float64 (N,): the score for `reward`, otherwise what the scorer returned under that key; NaN where there is none.
 
-    InputError where no sample has one and that is `required`.
+    Raises InputError if no sample has one and it is `required`.
     """
     key = "score" if metric in ("reward", "seq_reward", "seq_final_reward") else metric
     return numbers_of(samples, key, "algorithm.filter_groups.metric", np.nan, required)
 
 
 def numbered(batch: DataProto, step: int) -> DataProto:
-    """The samples as those of a step, their prompts counted from 0."""
+    """The samples as those of a step, with their prompts numbered from 0."""
     prompts, prompt = np.unique(batch.samples["prompt"], return_inverse=True)
     places: dict[str, np.ndarray] = {
         "prompt": prompt.astype(np.int32),
@@ -58,14 +58,14 @@ def num_prompts(batch: DataProto) -> int:
 
 
 def score(controller: Controller, batch: DataProto, *, with_model: bool) -> DataProto:
-    """Wait for `scoring`."""
+    """Run `scoring` and wait for it."""
     return BackgroundTask(scoring(controller, batch, with_model=with_model), PhaseTimers()).get()
 
 
 def scoring(controller: Controller, batch: DataProto, *, with_model: bool) -> Steps[DataProto]:
     """The batch with `token_level_scores`, `score`, `acc` and `extras`; with a model, `rm_score` is part of the score.
 
-    Rules have run since the first response was finished; the model runs beside them.
+    Rules have been running since the first response was finished; the model runs at the same time.
     """
     if with_model:
         batch = batch.union((yield "reward", controller["reward"].compute_rm_score(batch)))
@@ -79,8 +79,8 @@ def failed_scores(batch: DataProto) -> dict[str, int]:
 
 
 class FirstSamples:
-    """Fails early if every score of the first samples failed: as many samples as a step has, or as are scored at once
-    if these are more. Later ones may all fail, because a service that scores may be down for a while."""
+    """Ends the job early if every score of the first samples failed. These are as many samples as a step has, or as are
+    scored at once if that is more. Later ones may all fail, because a scoring service may be down for a while."""
 
     def __init__(self, config: Config) -> None:
         self.size = config.data.train_batch_size * config.rollout.n
@@ -91,7 +91,7 @@ class FirstSamples:
         self.num_without_metric = 0  # samples before that
 
     def check_scores(self, batch: DataProto) -> None:
-        """InputError where all scores so far have failed."""
+        """Raise InputError if all scores so far have failed."""
         if self.has_scores or not len(batch):
             return
         failed = failed_scores(batch)
@@ -101,11 +101,11 @@ class FirstSamples:
             how = ", ".join(f"{name} {count}" for name, count in self.failed.items())
             raise InputError(
                 f"all of the first {self.failed.total()} scores failed ({how}); logs/rank_*.log and "
-                "logs/scorer_*.log say why; mend the scorer or its data"
+                "logs/scorer_*.log have the reasons; fix the scorer or its data"
             )
 
     def check_metric(self, batch: DataProto) -> None:
-        """InputError where no sample so far has a number that filter_groups.metric names."""
+        """Raise InputError if no sample so far has the number of filter_groups.metric."""
         if self.has_metric:
             return
         self.num_without_metric += len(batch)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class WeightSync:
-    """Lives on rank 0. `version`: steps that the engine's weights have been trained for; None: it has none."""
+    """Copies weights to the rollout engine. Lives on rank 0. `version`: step of the engine's weights, None if it has
+    none."""
 
     def __init__(self, controller: Controller, timers: PhaseTimers) -> None:
         self.controller = controller
@@ -51,7 +52,8 @@ class WeightSync:
 
 
 def refit_metrics(reports: Sequence[RefitReport]) -> dict[str, float]:
-    """Of one refit, from the reports of all ranks: bytes are summed, times and memory are those of the worst rank."""
+    """Metrics of one refit, from the reports of all ranks: bytes are summed; times and memory are those of the worst
+    rank."""
     seconds = max(report.seconds for report in reports)
     received, copied, aliased = (
         sum(getattr(report, name) for report in reports) for name in ("bytes_received", "bytes_copied", "bytes_aliased")
@@ -70,8 +72,8 @@ def refit_metrics(reports: Sequence[RefitReport]) -> dict[str, float]:
 def staleness_metrics(samples: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
     """Metrics of the samples that an update of the weights of `version` trains on.
 
-    Staleness is `version - weight_version_min`: from the weights that drew the first token to those that are trained.
-    A span is `weight_version_max - weight_version_min`; a response with one went on under new weights.
+    Staleness is `version - weight_version_min`: from the weights that drew the first token to those that are trained. A
+    span is `weight_version_max - weight_version_min`; a response with a span continued under new weights.
     """
     oldest, newest = samples["weight_version_min"], samples["weight_version_max"]
     spans = newest - oldest
@@ -90,8 +92,8 @@ def _statistics(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def idle_metrics(waited: float, busy: float, step: float, num_replicas: int) -> dict[str, float]:
-    """Shares of a step's seconds: `waited` by the trainer for samples, and left over by the replicas, which together
-    were `busy` generating for so long."""
+    """Idle shares of a step's seconds: the trainer's, which `waited` for samples, and that of the replicas, which
+    generated for `busy` seconds together."""
     return {
         "fully_async/trainer/idle_ratio": waited / step,
         "fully_async/rollouter/idle_ratio": max(0.0, 1.0 - busy / (step * num_replicas)),
@@ -99,14 +101,14 @@ def idle_metrics(waited: float, busy: float, step: float, num_replicas: int) -> 
 
 
 class Counts:
-    """What adds up over a run."""
+    """Counts over the whole run, for metrics."""
 
     def __init__(self) -> None:
         self.generated = 0
         self.stale = 0
 
     def add(self, samples: Mapping[str, np.ndarray], version: int, num_generated: int) -> dict[str, float]:
-        """Counts a step's samples, and gives the sums."""
+        """Count a step's samples; returns the totals."""
         self.generated += num_generated
         self.stale += int((samples["weight_version_min"] < version).sum())
         return {
@@ -133,7 +135,7 @@ Collected = tuple[DataProto, dict[str, float]]  # a step's samples, and its metr
 
 
 class RolloutState(NamedTuple):
-    """What a step begins with: what a checkpoint of the step before holds."""
+    """The state at the beginning of a step, which the checkpoint of the step before holds."""
 
     state: dict[str, Any]
     surplus: DataProto | None
@@ -145,7 +147,7 @@ def _ignore(*_: Any) -> None:
 
 @dataclass
 class RolloutContext:
-    """What every source works with."""
+    """Arguments that all sources share."""
 
     controller: Controller
     config: Config
@@ -165,14 +167,14 @@ class RolloutContext:
         return sampling_params(self.config, self.eos_token_ids, routed_experts=routed_experts)
 
     def deliver(self, collected: Collected) -> DataProto:
-        """The samples of a step; its metrics so far are logged."""
+        """Log the metrics of a step's samples so far, and return the samples."""
         batch, metrics = collected
         self.log(metrics | {"training/epoch": float(batch.samples["epoch"][0])})
         return batch
 
 
 def sampling_params(config: Config, eos_token_ids: tuple[int, ...], routed_experts: bool = False) -> SamplingParams:
-    """How `rollout` samples."""
+    """The sampling parameters of section `rollout`."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=config.data.max_response_length,
@@ -187,7 +189,7 @@ def sampling_params(config: Config, eos_token_ids: tuple[int, ...], routed_exper
 
 @dataclass
 class Gathering:
-    """Groups that wait for a step, and what was seen while they were made."""
+    """Prompts that are collected for a step, with counts and metrics of their generation."""
 
     groups: list[DataProto] = field(default_factory=list)  # one batch per generation, whole prompts
     metrics: list[dict[str, Metric]] = field(default_factory=list)
@@ -203,7 +205,7 @@ class Gathering:
 
     @property
     def next_prompt(self) -> int:
-        """A number above those of all prompts so far, without the dropped ones."""
+        """A number above those of all kept prompts."""
         return max((int(part.samples["prompt"].max()) + 1 for part in self.groups if len(part)), default=0)
 
 
@@ -218,7 +220,7 @@ class SamplePool:
         self._sampler_state()
 
     def filtered(self, batch: DataProto, found: Gathering) -> DataProto:
-        """The prompts whose samples differ in the metric of filter_groups; `found` counts the other samples."""
+        """The prompts whose samples differ in the metric of filter_groups; counts the other samples in `found`."""
         self.first_samples.check_metric(batch)
         kept = differing(batch, self.context.config.algorithm.filter_groups.metric)
         found.num_evicted += int((~kept).sum())
@@ -263,7 +265,8 @@ class SamplePool:
         return RolloutState({"sampler": self._sampler_state(), "counts": self.counts.state_dict()}, self.surplus)
 
     def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
-        """Samples that wait for training go into files, because no weights will draw them again."""
+        """Write samples that wait for training to files, because no weights will draw them again. Returns the state,
+        for JSON."""
         if kept.surplus is not None:
             self.write(kept.surplus, folder / "surplus", step)
         return {**kept.state, "surplus": kept.surplus is not None}
@@ -276,7 +279,7 @@ class SamplePool:
         self._warn_of_dropped(state, folder, step)
 
     def _warn_of_dropped(self, state: dict[str, Any], folder: Path, step: int) -> None:
-        """The sampler is past prompts that only the mode of the checkpoint continues with."""
+        """Warn of prompts that only the checkpoint's mode would continue with: the sampler is past them."""
         mode = self.context.config.async_training.mode
         if "ahead" in state and mode != "one_step_off":
             before, dropped = "one_step_off", num_prompts(recorded_samples(folder / "ahead", step + 1))
@@ -315,7 +318,7 @@ class SamplePool:
 
 
 class RolloutSource:
-    """Gives a loop the scored samples of each step, and decides when the engine gets new weights. Lives on rank 0."""
+    """Returns the scored samples of each step, and decides when the engine gets new weights. Lives on rank 0."""
 
     # Whether a step that is stopped before its update can be made again from what it began with.
     can_repeat: ClassVar[bool] = False
@@ -329,7 +332,7 @@ class RolloutSource:
         raise NotImplementedError
 
     def update_weights(self, step: int) -> None:
-        """Called once the actor has the weights of `step`."""
+        """Note that the actor has the weights of `step` now."""
         raise NotImplementedError
 
     def paused(self, step: int) -> AbstractContextManager[None]:
@@ -337,11 +340,11 @@ class RolloutSource:
         raise NotImplementedError
 
     def between_steps(self) -> RolloutState:
-        """The state, taken between two steps, and saved then or in the middle of the next one."""
+        """The state between two steps, for a checkpoint that is written then or during the next step."""
         return self.pool.state()
 
     def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
-        """Write what a resumed run needs; samples go into files in `folder`, the rest is returned, for JSON."""
+        """Write what a resumed run needs: samples to files in `folder`; the rest is returned, for JSON."""
         return self.pool.save(folder, step, kept)
 
     def load(self, state: dict[str, Any], folder: Path, step: int) -> None:

@@ -35,7 +35,7 @@ FIRST_WARNING = 10  # generations of one step after which a line says that it co
 
 
 class StepGenerator:
-    """Generates the samples of a step. What is left over of one step is kept in the pool for the next one."""
+    """Generates the samples of a step. Surplus samples stay in the pool for the next step."""
 
     def __init__(self, context: RolloutContext, pool: SamplePool) -> None:
         self.context = context
@@ -45,7 +45,7 @@ class StepGenerator:
     def gather(self, step: int) -> Steps[Collected]:
         """Generate until the step has its samples.
 
-        With filter_groups, prompts whose samples do not differ in its metric are dropped and others drawn, until
+        With filter_groups, prompts whose samples do not differ in its metric are dropped and others are drawn, until
         data.train_batch_size prompts remain or max_num_gen_batches generations are done.
         """
         config, pool = self.context.config, self.pool
@@ -123,7 +123,7 @@ class StepGenerator:
         return batch
 
     def _first(self, step: int, wanted: int, found: Gathering) -> DataProto:
-        """The first `wanted` prompts; the others are the next step's."""
+        """The first `wanted` prompts; the others are kept for the next step."""
         batch = DataProto.concat(found.groups)
         _, place = np.unique(batch.samples["prompt"], return_inverse=True)
         late = place >= wanted
@@ -173,8 +173,8 @@ T = TypeVar("T")
 class OneStepOff(RolloutSource):
     """Step k trains on samples that the weights of step k - 2 have drawn; step 1 on those of the start weights.
 
-    What is drawn does not depend on timing, so a resumed run has the numbers of an uninterrupted one: a checkpoint
-    holds the samples of the step that comes next.
+    The samples do not depend on timing, so a resumed run has the numbers of an uninterrupted one: a checkpoint holds
+    the samples of the next step.
     """
 
     def __init__(self, context: RolloutContext) -> None:
@@ -193,7 +193,7 @@ class OneStepOff(RolloutSource):
         return self.context.deliver(found)
 
     def update_weights(self, step: int) -> None:
-        """The engine gets the weights of `step` once the samples of the next one are drawn: see `next`."""
+        """Do nothing: the engine gets the weights of `step` once the samples of the next one are drawn, in `next`."""
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
@@ -222,7 +222,7 @@ class OneStepOff(RolloutSource):
         return BackgroundTask(steps, self.context.timers).in_background(self.context.controller)
 
     def _spare(self, step: int) -> Steps[Collected | None]:
-        """As `gather`, for the step after the last one: a run without that step does not fail for lack of samples."""
+        """As `gather`, for the step after the last one: the run does not fail if there are no samples for it."""
         try:
             return (yield from self.generator.gather(step))
         except InputError as error:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
-    """One whose samples are being drawn. version: that of the engine's weights when it was submitted, or less."""
+    """A prompt whose samples are being drawn. version: of the engine's weights when it was submitted, or lower."""
 
     row: int
     epoch: int
@@ -86,12 +86,12 @@ class Streaming(RolloutSource):
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
-        """Any command that needs the engine interrupts generation."""
+        """Context for other use of the engine: any command that needs it interrupts generation."""
         yield
         self._generate()
 
     def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
-        """Finished prompts are kept; unfinished ones are listed, to be drawn again."""
+        """Save finished prompts, and list unfinished ones, which will be drawn again."""
         self._take(step)
         state = self.pool.save(folder, step, self.between_steps())
         under_way = [self.prompts[number] for number in sorted(self.prompts)]
@@ -109,7 +109,7 @@ class Streaming(RolloutSource):
             self._warn_of_overdue(step)
 
     def _warn_of_overdue(self, step: int) -> None:
-        """Prompts that were drawn under a larger bound or batch size, or in another mode."""
+        """Warn of prompts that were drawn under a larger bound or batch size, or in another mode."""
         versions, cfg = sorted(self._ready_versions()), self.config
         threshold, size = cfg.async_training.staleness_threshold, cfg.data.train_batch_size
         # The oldest come first: the place in the order says in which step.
@@ -136,7 +136,7 @@ class Streaming(RolloutSource):
         self._submit()
 
     def _submit(self) -> None:
-        """As many prompts as the bound and the replicas take, each to the replica with the fewest samples under way."""
+        """Submit prompts up to the bound, each to the replica with the fewest running samples."""
         n, size = self.config.rollout.n, self.config.data.train_batch_size
         assert self.weights.version is not None
         steps = min(self.weights.version + 1 + self.config.async_training.staleness_threshold, self.context.total_steps)
@@ -163,7 +163,7 @@ class Streaming(RolloutSource):
         return old + list(zip(rows.tolist(), epochs.tolist(), strict=True))
 
     def _batch_of(self, numbers: range | list[int]) -> DataProto:
-        """The samples of these prompts, without anything that was drawn."""
+        """The samples of these prompts, without drawn columns."""
         prompts = [self.prompts[number] for number in numbers]
         samples: dict[str, np.ndarray] = {
             "prompt": np.array(numbers, np.int32),
@@ -177,11 +177,11 @@ class Streaming(RolloutSource):
         return batch
 
     def _ready_versions(self) -> list[int]:
-        """The version of each prompt that can be trained."""
+        """Versions of the prompts that can be trained."""
         return _versions(self.pool.surplus)[1].tolist() if self.pool.surplus is not None else []
 
     def _has_to_wait(self, step: int, here: list[int]) -> bool:
-        """Whether the step cannot do with prompts of these versions."""
+        """Whether the step needs more prompts than those of these versions."""
         size, threshold = self.config.data.train_batch_size, self.config.async_training.staleness_threshold
         if len(here) < size:
             return True
@@ -194,7 +194,7 @@ class Streaming(RolloutSource):
         return False
 
     def _take(self, step: int) -> None:
-        """What is finished, with its scores, from the replicas."""
+        """Take finished samples and their scores from the replicas."""
         if not self.finished:
             return
         numbers, self.finished = sorted(self.finished), set()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """A worker method that was issued on all ranks of a role. `get()` waits for its result, and logs its metrics."""
+    """A worker method that was issued on all ranks of a role. `get()` waits for its result and logs its metrics."""
 
     def __init__(self, run: Run, phase: str, future: Future[Any], prefix: str = "") -> None:
         self.phase = phase
@@ -37,7 +37,7 @@ class Call:
 
 
 def _prefixed(prefix: str, name: str) -> str:
-    """Times and sizes stay under perf/."""
+    """The key of a metric with the role's prefix; times and sizes stay under perf/."""
     return f"perf/{prefix}{name.removeprefix('perf/')}" if name.startswith("perf/") else f"{prefix}{name}"
 
 
@@ -63,8 +63,8 @@ class PendingBatch:
 
 
 class Role:
-    """Calls the methods of a role's workers: `actor.update_actor(batch)`. A role that the job does without (`group` is
-    None) returns every batch as it is."""
+    """Calls the methods of a role's workers: `actor.update_actor(batch)`. If the job does not have the role (`group` is
+    None), every call returns its batch unchanged."""
 
     def __init__(self, run: Run, group: WorkerGroup | None) -> None:
         self._run = run
@@ -94,7 +94,8 @@ class Role:
 
 
 def metrics_of(parts: list[Any]) -> dict[str, float]:
-    """One number per key, of what each replica reports: metrics by key, or a list of such, one per optimizer step."""
+    """One number per key, from the reports of all replicas: metrics by key, or a list of such, one per optimizer
+    step."""
     if parts and isinstance(parts[0], list):
         return finish_over_steps(merge(of_step) for of_step in zip(*parts, strict=True))
     return finish(merge(parts))

@@ -140,7 +140,7 @@ class SamplingJob(Job):
             log.warning("model.init_from and model.path are null: these are random weights")
         else:
             log.info("weights of %s", named)
-        # a template names the weights that training starts from, which are seldom the ones meant
+        # a template names the weights that training starts from, which are seldom meant here
         own = self.run_folder / "checkpoints"
         if own.is_dir() and (named is None or own.resolve() not in named.resolve().parents):
             log.warning("%s has checkpoints of its own; for those, model.init_from=%s", own.parent, own.parent)
@@ -175,7 +175,7 @@ WAY_OUT = "choose another generate.output_path, or remove the file"
 
 
 class Key(NamedTuple):
-    """What a line is of. prompt: what it holds of its prompt, by name; files of other data may have the same uids."""
+    """The sample that a line holds. prompt: fields of the prompt; files of other data may have the same uids."""
 
     uid: str
     sample_index: int
@@ -184,7 +184,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Totals:
-    """What the samples of a file add up to."""
+    """Sums over the samples of a file."""
 
     num_samples: int = 0
     num_tokens: int = 0  # of responses
@@ -204,7 +204,7 @@ class Totals:
 
     @property
     def length(self) -> float:
-        """Tokens of a response, on average."""
+        """Mean tokens of a response."""
         return self.num_tokens / self.num_samples
 
     @property
@@ -213,9 +213,11 @@ class Totals:
 
 
 class GenerationFile:
-    """One JSON object per sample, in the order of `keys`. What is in `<name>.settings.json` decides the samples: a file
-    of other settings is refused, one of the same is gone on with. A line that a kill has torn, and what follows it, is
-    dropped: random numbers are keyed by the sample, so nothing is lost by drawing it again.
+    """One JSON object per sample, in the order of `keys`.
+
+    `<name>.settings.json` holds what determines the samples. A file of other settings is an error; one of the same
+    settings is continued. A line that a kill has cut off, and what follows it, is dropped: random numbers are keyed by
+    the sample, so the same sample is drawn again.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], keys: Iterator[Key], num_samples: int) -> None:
@@ -243,7 +245,7 @@ class GenerationFile:
         return self.totals.num_samples == self.num_samples
 
     def append(self, lines: list[str]) -> None:
-        """On return they survive a kill."""
+        """Append lines; when this returns, they survive a kill."""
         # A lone surrogate, which UTF-8 lacks, becomes JSON's own way of writing it.
         self._file.write("".join(lines).encode("utf-8", "backslashreplace"))
         self._file.flush()
@@ -270,13 +272,13 @@ class GenerationFile:
         os.replace(draft, self.settings_path)
 
     def _scan(self, keys: Iterator[Key]) -> int:
-        """Bytes of the whole lines at the start of the file, which go into the totals."""
+        """Size in bytes of the complete lines at the start of the file; adds them to the totals."""
         end = 0
         with open(self.path, "rb") as file:
             for number, (text, key) in enumerate(zip(file, keys, strict=False), 1):
                 line = _parsed(text)
                 if line is None:
-                    log.warning("%s: line %d is torn; going on from there", self.path, number)
+                    log.warning("%s: line %d is incomplete; continuing from there", self.path, number)
                     break
                 if (line["uid"], line["sample_index"]) != (key.uid, key.sample_index):
                     raise InputError(
@@ -286,8 +288,8 @@ class GenerationFile:
                 for name, value in key.prompt.items():
                     if line.get(name) != value:
                         raise InputError(
-                            f"{self.path}: line {number} has another {name} than {key.uid} has now: the data files are "
-                            f"others, or have changed; {WAY_OUT}"
+                            f"{self.path}: line {number} has another {name} than {key.uid} has now: the data files "
+                            f"have changed; {WAY_OUT}"
                         )
                 self.totals.add(len(line["response_ids"]), line["finish_reason"], line.get("score"))
                 end += len(text)
@@ -295,7 +297,7 @@ class GenerationFile:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """None for a line that a kill has torn."""
+    """The line's object, or None for a line that a kill has cut off."""
     try:
         line = json.loads(text) if text.endswith(b"\n") else None
     except ValueError:

@@ -43,8 +43,8 @@ def builtin_jobs() -> dict[str, type[Job]]:
 class Job:
     """A subcommand that runs on all ranks, `hpcrl <name> CONFIG [key=value ...]`.
 
-    Importing a built-in job's file must not import torch: a login node may have none. What builds models is imported in
-    the methods that run on ranks.
+    Importing a built-in job's file must not import torch, because a login node may not have it. Modules that build
+    models are imported in the methods that run on ranks.
     """
 
     name: ClassVar[str]
@@ -95,7 +95,7 @@ class Job:
 
     @classmethod
     def read_config(cls, path: str, overrides: Sequence[str] = ()) -> Config:
-        """The config of a YAML file and overrides, as it is written."""
+        """The config of a YAML file and overrides, without values filled in."""
         own = [f"run.job_file={quoted(cls.file)}"] if cls.file is not None else []
         return load_config(path, [*overrides, *own], cls.schema())
 
@@ -111,7 +111,7 @@ class Job:
 
     @classmethod
     def check_with_torch(cls, config: Config, num_ranks: int) -> RoleLayouts:
-        """The same with what only torch can check; on every rank, and on login nodes that have torch."""
+        """As `check`, with what only torch can check; on every rank, and on login nodes that have torch."""
         return cls.check(config, num_ranks)
 
     @classmethod
@@ -124,7 +124,8 @@ class Job:
         raise NotImplementedError(f"{type(self).__name__} has no main()")
 
     def run_program(self, team: Team, program: Any) -> Any:
-        """Run `program(controller)` on rank 0 while the other ranks serve its calls; its result, None elsewhere."""
+        """Run `program(controller)` on rank 0 while the other ranks serve its calls. Returns its result, None
+        elsewhere."""
         from hpcrl.controller.controller import run_program
 
         return run_program(self.world, team.workers, team.worker_classes, team.layouts, program)
@@ -180,17 +181,17 @@ class TrainingJob(Job):
         raise NotImplementedError
 
     def all_roles(self) -> list[RoleSpec]:
-        """`roles()`, with those of `own_roles` added, or in place of the built-in roles of the same names."""
+        """`roles()`, with those of `own_roles` added or in place of built-in roles of the same name."""
         own = {spec.name: spec for spec in self.own_specs()}
         return [*(own.pop(spec.name, spec) for spec in self.roles()), *own.values()]
 
     def stands_for(self, role: str) -> str:
-        """The role whose workers answer for `role`."""
+        """The role whose workers are called for `role`."""
         return role
 
     @property
     def saved_roles(self) -> tuple[str, ...]:
-        """Roles that checkpoints hold: those that are trained."""
+        """Roles that checkpoints hold: the trained ones."""
         return tuple(spec.name for spec in self.all_roles() if spec.trains)
 
     @property
@@ -236,7 +237,7 @@ class TrainingJob(Job):
         return {}
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The few numbers of the progress line."""
+        """The numbers of the progress line."""
         return {}
 
     def state(self, step: int) -> dict[str, Any]:
@@ -279,7 +280,7 @@ class DerivedSupervised(RoleLayouts):
 
 
 class SupervisedJob(TrainingJob):
-    """A job that trains on given answers, as its config section, which has the name of the job, says."""
+    """A job that trains on given answers. Its config section has the name of the job."""
 
     derived: DerivedSupervised
 

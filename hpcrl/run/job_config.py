@@ -25,9 +25,9 @@ ASYNCHRONOUS = "decoupled_token_is"  # truncated importance sampling, token by t
 
 
 def with_presets(config: Config) -> Config:
-    """`config` with the values of algorithm.rollout_correction.preset where the template gives none of its own.
+    """`config` with the values of algorithm.rollout_correction.preset, where the template gives none of its own.
 
-    An asynchronous mode trains on samples of older weights: a template that chooses no correction there gets
+    An asynchronous mode trains on samples of older weights. If the template chooses no correction there, it gets
     ASYNCHRONOUS; `preset: disabled` is a choice.
 
     Raises ConfigError for an unknown preset and for values that do not go together.
@@ -46,7 +46,7 @@ def with_presets(config: Config) -> Config:
 
 
 def derive(config: Config, world_size: int, own_roles: Sequence[RoleSpec] = ()) -> Derived:
-    """Derived values of `hpcrl train`; ConfigError for what config, estimator and losses cannot do together."""
+    """Derived values of `hpcrl train`. Raises ConfigError if config, estimator and losses do not go together."""
     from hpcrl.workers.actor_objective import ActorObjective  # with torch
 
     derived = check(config, world_size, own_roles=own_roles)
@@ -66,7 +66,7 @@ def _in_section(section: str, make: Callable[[], T]) -> T:
 def config_of(source: str, folder: str, overrides: list[str], schema: type[Config]) -> Config:
     """Of a job on the weights of `source`, a Hugging Face directory, a run or a checkpoint, that logs into `folder`.
 
-    A run's configuration says what its model is like; all else, such as the layout of a larger job, is left behind.
+    The model section comes from the run's config; the other sections, such as the layout of a larger job, do not.
     """
     path, target = Path(os.path.abspath(source)), Path(os.path.abspath(folder))
     name = [f"run.dir={quoted(str(target.parent))}", f"run.name={quoted(target.name)}"]
@@ -80,11 +80,12 @@ def config_of(source: str, folder: str, overrides: list[str], schema: type[Confi
 
 
 def folder_of(source: str, target: str) -> str:
-    """Of a conversion's logs: a new run's own, or <run>/convert. InputError where it would write over something."""
+    """Log folder of a conversion: a new run's own, or <run>/convert. Raises InputError if it would overwrite
+    something."""
     path = Path(os.path.abspath(source))
     taken = Path(target, "checkpoints") if is_hugging_face(path) else Path(target)
     if taken.exists():
-        raise InputError(f"{taken} is there already; remove it, or name another target")
+        raise InputError(f"{taken} exists already; remove it, or name another target")
     if is_hugging_face(path):
         return target
     run = _run_of(path)
@@ -92,5 +93,5 @@ def folder_of(source: str, target: str) -> str:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run that a run's folder, its checkpoints folder or one step folder is of."""
+    """The run to which a run folder, checkpoints folder or step folder belongs, or None."""
     return next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)

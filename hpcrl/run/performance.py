@@ -31,11 +31,13 @@ def mfu_metrics(
     seconds: Mapping[str, float],
     peak: float,
 ) -> dict[str, float]:
-    """verl's `perf/mfu/{actor,actor_infer,critic}`, of the phases that the step had.
+    """verl's `perf/mfu/{actor,actor_infer,critic}`, of the phases that the step had: model FLOPs utilisation (Chowdhery
+    et al. 2022, arXiv:2204.02311, section 4.1), the least operations of a phase's matrix products as a share of what
+    its devices could have done in the seconds that the controller waited for it.
 
     lengths: tokens of each sample; num_responses: response tokens of all. seconds: by `timing_s/<phase>`. peak: bf16
-    operations per second of one device. Phases that run at the same time on other ranks are waited for one after the
-    other, so only the first of them is told in full.
+    operations per second of one device. The controller waits for concurrent phases one after the other, so only the
+    first one's time is complete.
     """
     once = {"old_log_prob": forward_flops(shape, lengths, num_responses)}
     has_adapters = config.model.lora_rank > 0
@@ -58,9 +60,8 @@ GIB = 2**30
 
 
 def memory_metrics(reports: Sequence[BusyReport]) -> dict[str, float]:
-    """GiB of the rank that has most: `memory/<phase>/{allocated,reserved,host}_gb`, `memory/host_buffers_gb` and, over
-    all phases, `perf/max_memory_{allocated,reserved}_gb`; what is 0 everywhere, as a device that is none, is left out.
-    """
+    """GiB of the rank that uses most: `memory/<phase>/{allocated,reserved,host}_gb`, `memory/host_buffers_gb` and, over
+    all phases, `perf/max_memory_{allocated,reserved}_gb`. Values that are 0 on all ranks are left out."""
     by_phase: dict[str, MemoryUse] = {}
     for report in reports:
         for phase, used in report.memory.items():
@@ -78,12 +79,12 @@ def memory_metrics(reports: Sequence[BusyReport]) -> dict[str, float]:
 
 log = logging.getLogger(__name__)
 
-RATIO = 1.3  # times the median of its like
-EXCESS = 0.5  # seconds a step, at least, before it is worth a word
-STEPS = 10  # that are looked at together
+RATIO = 1.3  # times the median of its peers
+EXCESS = 0.5  # seconds per step, at least, before it is logged
+STEPS = 10  # that are evaluated together
 FEWEST = 3  # ranks that can be compared
 
-# Who does the same work in a phase as others: (phase, rank) -> anything that is equal for them.
+# (phase, rank) -> a key that is equal for peers, which do the same work in a phase
 Likeness = Callable[[str, int], Hashable]
 
 
@@ -107,7 +108,7 @@ def busy_metrics(reports: Sequence[BusyReport]) -> dict[str, float]:
 
 
 def slow_ranks(reports: Sequence[BusyReport], likeness: Likeness) -> dict[Slow, float]:
-    """Those that were busy for much longer than the median of their like, and how many times as long."""
+    """Ranks that were busy for much longer than the median of their peers, with the ratio."""
     alike: dict[Hashable, list[tuple[BusyReport, str]]] = defaultdict(list)
     for report in reports:
         for phase in report.seconds:
@@ -123,7 +124,7 @@ def slow_ranks(reports: Sequence[BusyReport], likeness: Likeness) -> dict[Slow, 
 
 
 def lasting(history: Sequence[dict[Slow, float]]) -> Iterator[tuple[Slow, int, float]]:
-    """Who was slow in most of the last STEPS steps, in how many, and the median of how many times as slow."""
+    """Ranks that were slow in most of the last STEPS steps, with the number of steps and the median ratio."""
     counts = Counter(slow for step in history for slow in step)
     for slow, count in sorted(counts.items()):
         if 2 * count > STEPS:
@@ -131,9 +132,9 @@ def lasting(history: Sequence[dict[Slow, float]]) -> Iterator[tuple[Slow, int, f
 
 
 class Stragglers:
-    """Lives on rank 0. waits: for all ranks' reports at the end of a step, where no rank is at work on anything then;
-    else those of an earlier moment count, as soon as all have come. folder: of the run, for STRAGGLERS_FILE.
-    """
+    """Finds ranks that are slower than their peers. Lives on rank 0. waits: whether `observe` waits for the reports of
+    all ranks at the end of a step; otherwise it uses the last complete set of reports. folder: the run's, for
+    STRAGGLERS_FILE."""
 
     def __init__(self, controller: Controller, folder: Path, *, waits: bool) -> None:
         self._controller = controller
@@ -141,11 +142,11 @@ class Stragglers:
         self._waits = waits
         self._asked: Future[list[BusyReport]] | None = None
         self._history: deque[dict[Slow, float]] = deque(maxlen=STEPS)
-        self._told: set[Slow] = set()
+        self._logged: set[Slow] = set()
 
     def observe(self, step: int) -> dict[str, float]:
-        """Metrics of what the ranks were busy with since the last call, validation and saves included, and of the
-        memory that it took; {} while some have not reported. Says who stands out, once."""
+        """Busy seconds and memory of the ranks since the last call, validation and saves included; {} while reports are
+        missing. Logs each straggler once."""
         asked = self._asked or self._controller.ask_busy()
         if not self._waits and not asked.is_ready:
             self._asked = asked
@@ -153,25 +154,26 @@ class Stragglers:
         self._asked = None if self._waits else self._controller.ask_busy()
         reports = asked.get()
         self._history.append(slow_ranks(reports, self._likeness))
-        self._tell(step)
+        self._warn(step)
         return busy_metrics(reports) | memory_metrics(reports)
 
-    def _tell(self, step: int) -> None:
+    def _warn(self, step: int) -> None:
         found = list(lasting(self._history))
         for slow, count, ratio in found:
-            if slow in self._told:
+            if slow in self._logged:
                 continue
             log.warning(
-                "rank %d on %s is busy %.1f times as long as its like in %s, in %d of the last %d steps; if that goes "
-                "on, leave the node out: sbatch --exclude=%s",
-                *(slow.rank, slow.node, ratio, slow.phase, count, len(self._history), slow.node),
+                "rank %d on %s is %.0f%% slower than its peers in %s, in %d of the last %d steps; if this continues, "
+                "exclude the node: sbatch --exclude=%s",
+                *(slow.rank, slow.node, 100 * (ratio - 1), slow.phase, count, len(self._history), slow.node),
             )
             with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **slow._asdict(), "ratio": round(ratio, 2)}) + "\n")
-        self._told = {slow for slow, _, _ in found}
+        self._logged = {slow for slow, _, _ in found}
 
     def _likeness(self, phase: str, rank: int) -> Hashable:
-        """Pipeline stages differ in layers, and leaders do more work than the other ranks of their replica."""
+        """A key that is equal for peers: pipeline stages differ in layers, and leaders do more work than other ranks of
+        a replica."""
         layout = self._controller[phase.split(".")[0]].layout
         coord = layout.coord(rank)
         return coord.pp, rank == layout.leader(coord.dp)
@@ -181,9 +183,10 @@ PROFILE_FOLDER = "profile"
 
 
 class ProfiledSteps:
-    """Lives on rank 0. `with profiled(step): ...` surrounds each step.
+    """Writes a trace on every rank in the steps of `trainer.profile_steps`: `with profiled(step): ...`. Lives on rank
+    0.
 
-    folder: of the run. waits: whether a step ends only when all its traces are written.
+    folder: the run's. waits: whether a step ends only when all its traces are written.
     """
 
     def __init__(self, controller: Controller, folder: Path, steps: Collection[int], *, waits: bool) -> None:
@@ -217,7 +220,7 @@ class ProfiledSteps:
         return self._folder / f"step_{step:08d}"
 
     def _report(self) -> None:
-        """Log where the traces of a step are, or a warning that some are missing."""
+        """Log where the traces of a step are, and warn if some are missing."""
         while self._written and (self._waits or self._written[0][1].is_ready):
             step, written = self._written.popleft()
             outcomes = written.get()

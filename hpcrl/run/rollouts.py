@@ -32,7 +32,7 @@ SOURCES = {
 
 
 def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer: Any) -> RolloutSource:
-    """Make the source of a run's samples; `tokenizer` says which token ends a response."""
+    """Make the source of a run's samples; `tokenizer` has the token that ends a response."""
     config, mode = run.config, run.config.async_training.mode
     context = RolloutContext(
         run.controller,
@@ -53,7 +53,7 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
 
 
 def assign_to_replicas(batch: DataProto, config: Config, derived: Derived) -> dict[str, float]:
-    """Adds a column for each data-parallel degree, once for the step; returns `global_seqlen/*`, in tokens.
+    """Add a column for each data-parallel degree, once per step. Returns `global_seqlen/*`, in tokens.
 
     The samples of a prompt stay together; tokens are balanced inside each mini-batch of the first pass.
     """

@@ -42,7 +42,7 @@ WRITTEN = ("metrics.jsonl", "tensorboard", "rollouts", PROFILE_FOLDER, STRAGGLER
 
 
 class StateAfterStep(NamedTuple):
-    """What a checkpoint of a step holds besides models, taken before the next step begins."""
+    """The contents of a step's checkpoint besides models, taken before the next step begins."""
 
     job: dict[str, Any]
     rollouts: Any  # of the source
@@ -97,11 +97,11 @@ class Run:
     # what a loop uses
 
     def roles(self, *names: str) -> list[Role]:
-        """The named roles, for calls; one that this job does without changes no batch."""
+        """The named roles, for calls. A role that this job does not have leaves batches unchanged."""
         return [Role(self, self.controller.groups.get(self.job.stands_for(name))) for name in names]
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, from 1. Between two of them: metrics, validation, checkpoint, time budget."""
+        """The remaining steps, counted from 1. Between two steps: metrics, validation, checkpoint, time budget."""
         self._steps = self._take_steps()
         return self._steps
 
@@ -122,7 +122,7 @@ class Run:
         self.metrics["perf/total_num_tokens"] = float(sum(self._lengths))
 
     def archive(self, batch: DataProto | PendingBatch) -> None:
-        """Write the step's samples with all their columns into rollouts/, if trainer.save_rollouts says so."""
+        """Write the step's samples with all columns to rollouts/, if trainer.save_rollouts is set."""
         batch = batch.get() if isinstance(batch, PendingBatch) else batch
         self.wait()
         self.account(batch)
@@ -137,14 +137,15 @@ class Run:
                 log.warning("the rollouts of step %d are not archived: %s", step, error)
 
     def complete(self, reason: str) -> None:
-        """End the run after this step, before its last one."""
+        """End the run after this step, before total_steps."""
         self.is_complete = True
         log.info("stopped at step %d: %s", self.step, reason)
 
     # called by Role
 
     def before_call(self, registration: Registration) -> None:
-        """Stop here if there is no time, as long as the step can be repeated: until the first update of a model."""
+        """Raise StopRequested if there is no time, while the step can still be repeated: until the first update of a
+        model."""
         if not self._can_stop:
             return
         if registration.updates:
@@ -154,7 +155,7 @@ class Run:
             self.budget.check(*(call.phase for call in self._calls), registration.phase)
 
     def before_phase(self, phase: str) -> None:
-        """The same before a phase that is no call of a role."""
+        """As `before_call`, before a phase that is not a call of a role."""
         if self._can_stop:
             self.budget.check(phase)
 
@@ -172,7 +173,7 @@ class Run:
             self._steps.close()  # type: ignore[attr-defined]
             code = self._stop(why)
         except Exception:
-            self.saver.wait()  # the job is lost, but the checkpoint under way need not be
+            self.saver.wait()  # the job ends, but the checkpoint in progress is completed
             raise
         else:
             code = self._end(DONE)
@@ -234,7 +235,7 @@ class Run:
         return found
 
     def _line(self, step: int) -> dict[str, float]:
-        """The step's metrics, times and sizes."""
+        """Metrics, times and sizes of the step."""
         self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(step)
         found, of_samples = self.timers.collect(), sum(self._lengths)
         for name in [name for name in found if name.startswith("timing_s/")] if of_samples else []:
@@ -268,7 +269,7 @@ class Run:
         (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
 
     def _restore(self) -> None:
-        """Load weights, optimizers and counters as the start says, and bring the weights into the rollout engine."""
+        """Load weights, optimizers and counters of the start, and copy the weights to the rollout engine."""
         workers, start, job = self.controller, self.start, self.job
         for role in job.loaded_roles:
             if start.folder is not None and role in job.saved_roles:
@@ -305,7 +306,7 @@ class Run:
         return StateAfterStep(loop | self.job.state(self.step), source, self.metrics)
 
     def _save(self) -> None:
-        """Begin a checkpoint of the last step trained, whether it is logged or not."""
+        """Begin a checkpoint of the last trained step, whether it is logged or not."""
         step, state, config = self.step, self._state, self.config
         line = {} if self.unlogged is None else {"unlogged": without_nan(self.unlogged)}
         roles = self.job.saved_roles
@@ -329,7 +330,7 @@ class Run:
                 self.saver.poll()
         found = self.saver.metrics()
         if "perf/save_seconds" in found:
-            self.budget.write_times()  # so that a slice that is killed leaves them, too
+            self.budget.write_times()  # so that a killed slice leaves them as well
         return found
 
     def _stop(self, why: StopRequested) -> int:
@@ -345,7 +346,7 @@ class Run:
         return code
 
     def _end(self, code: int) -> int:
-        """Close all files. Returns another code if the last checkpoint, which the run was for, could not be written."""
+        """Close all files. Returns OTHER in place of `code` if the last checkpoint could not be written."""
         with self.timers("save_checkpoint"):
             is_saved = self.saver.wait()
         self.profiled.close()
@@ -365,6 +366,6 @@ def config_hash(config: Config) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what a checkpoint was written with."""
+    """Versions of Python and of the packages that write a checkpoint."""
     packages = ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy")
     return {"python": sys.version.split()[0]} | {package: version_of(package) or "unknown" for package in packages}

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.02  # between two looks for a part
+POLL_SECONDS = 0.02  # between two tests for a part
 
 
 class SaveError(Exception):
-    """A save has failed; one line for each rank that has a problem."""
+    """A failed save, with one line for each rank that has a problem."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -42,7 +42,7 @@ class SaveError(Exception):
 
 @dataclass(frozen=True)
 class Save:
-    """One that is under way. plans: role -> world rank -> what that rank writes. start: of time.perf_counter."""
+    """A save in progress. plans: role -> world rank -> what that rank writes. start: of time.perf_counter."""
 
     step: int
     key: str
@@ -54,8 +54,8 @@ class Save:
 
 
 class Saver:
-    """Lives on rank 0. At most one save is under way. Its thread waits for the parts of all ranks on the board and
-    makes the checkpoint count, whatever the loop is doing meanwhile."""
+    """Writes checkpoints. Lives on rank 0. At most one save is in progress. A thread waits until the parts of all ranks
+    are reported in the key-value store, and then commits the checkpoint while training continues."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Saver:
         timers: PhaseTimers,
         saved_step: int | None = None,
     ) -> None:
-        """`saved_step`: the newest one with a checkpoint."""
+        """`saved_step`: step of the newest checkpoint."""
         self._key_values = key_values
         self.saved_step = saved_step
         self._options = trainer.checkpoint
@@ -80,7 +80,7 @@ class Saver:
 
     @property
     def step_under_way(self) -> int | None:
-        """The step of the save that is under way."""
+        """Step of the save in progress, or None."""
         return self._under_way[0].step if self._under_way is not None else None
 
     def begin(
@@ -91,9 +91,9 @@ class Saver:
         metrics: Mapping[str, float],
         files: Callable[[Path], dict[str, Any]],
     ) -> None:
-        """Save these roles as they are after `step`; the loop may go on when this returns.
+        """Begin to save these roles as they are after `step`. Training may continue when this returns.
 
-        `files(folder)` writes more into the checkpoint, and gives what trainer.json holds.
+        `files(folder)` writes further files into the checkpoint and returns the contents of trainer.json.
         """
         self.wait()
         start = time.perf_counter()
@@ -107,7 +107,7 @@ class Saver:
             return
         self._num_begun += 1
         key, scratch = f"save/{self._num_begun}", self._options.scratch_dir
-        # While training goes on, the copy has to have room beside it in any case; scratch is there to make it short.
+        # During training the copy needs memory besides anyway; scratch is for a short pause.
         keep_memory = self._options.async_save and scratch is None
         calls = {role: controller[role].begin_save(str(pending), key, scratch, keep_memory) for role in roles}
         plans = {
@@ -121,24 +121,24 @@ class Saver:
             self.wait()
 
     def poll(self) -> None:
-        """Take note of a save that has ended."""
+        """Finish a save whose thread has ended. Does not wait."""
         if self._under_way is not None and self._under_way[1].done():
             self._end(*self._under_way)
 
     def wait(self) -> bool:
-        """Until no save is under way. Gives whether the last one that was begun is a checkpoint now."""
+        """Wait for the save in progress. Returns whether the last save succeeded."""
         if self._under_way is not None:
             self._end(*self._under_way)
         return not self._last_failed
 
     def metrics(self) -> dict[str, float]:
-        """Of the saves that have ended: seconds that the last one took, beside the loop or not, and how many failed."""
+        """Metrics of saves that have ended: seconds of the last one, and the number that failed."""
         found = {"perf/save_seconds": self._seconds} if self._seconds is not None else {}
         self._seconds = None
         return found | ({"perf/failed_saves": float(self._num_failed)} if self._num_failed else {})
 
     def _commit(self, save: Save) -> float:
-        """On the thread: gives the seconds that the save took."""
+        """Wait for all parts and commit the checkpoint, on the thread. Returns the seconds of the save."""
         from hpcrl.checkpoint.sharded_save import describe
 
         parts = {role: [self._part(save, role, rank) for rank in plans] for role, plans in save.plans.items()}
@@ -153,10 +153,10 @@ class Saver:
         return time.perf_counter() - save.start
 
     def _part(self, save: Save, role: str, rank: int) -> SavedPart:
-        """Waits for it."""
+        """Wait for a rank's part."""
         key = f"{save.key}/{role}/{rank}"
         while (text := self._key_values.get(key)) is None:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         self._key_values.delete(key)
         return SavedPart.from_json(text)
 
@@ -170,7 +170,7 @@ class Saver:
             self._fail(save.step, [f"rank 0: {error_line(error)}"])
             return
         self.saved_step, self._under_way, self._last_failed = save.step, None, False
-        self._timers.took("save_checkpoint", self._seconds)  # what a save takes for which the loop has to wait
+        self._timers.took("save_checkpoint", self._seconds)  # of a save that the loop waits for
         log.info("saved %s", self._store.folder(save.step))
 
     def _fail(self, step: int, problems: list[str]) -> None:
@@ -180,8 +180,13 @@ class Saver:
         more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
         newest = self._store.newest()
         log.warning(
-            "the checkpoint of step %d cannot be written: %s%s; the run goes on, %s",
-            *(step, problems[0], more, f"{newest} stays the newest checkpoint" if newest else "without a checkpoint"),
+            "the checkpoint of step %d could not be written: %s%s; training continues, %s",
+            *(
+                step,
+                problems[0],
+                more,
+                f"{newest} is still the newest checkpoint" if newest else "without a checkpoint",
+            ),
         )
 
     def _metric(self, step: int, metrics: Mapping[str, float]) -> float | None:
@@ -213,7 +218,7 @@ def retention(trainer: TrainerConfig) -> Retention:
 
 
 def export(controller: Controller, config: Config, folder: Path) -> None:
-    """The policy as a Hugging Face directory, `folder`, which is made. On rank 0; raises OSError."""
+    """Write the policy as a Hugging Face directory to `folder`, which is made. On rank 0; raises OSError."""
     folder.mkdir(parents=True)
     shape = controller["export"].shape().get()[0]
     _raise(controller["export"].write(str(folder)).get())
@@ -225,7 +230,7 @@ def export(controller: Controller, config: Config, folder: Path) -> None:
 
 
 def export_adapter(controller: Controller, config: Config, folder: Path) -> None:
-    """The policy's adapters in PEFT's format in `folder`, which is made. On rank 0; raises OSError."""
+    """Write the policy's adapters in PEFT's format to `folder`, which is made. On rank 0; raises OSError."""
     folder.mkdir(parents=True)
     shape, lora = controller["export"].shape().get()[0], Lora.from_config(config.model)
     assert lora is not None

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """`folder`: the checkpoint that is continued; `init_from`: weights that the run begins with; or neither."""
+    """The start of a run. `folder`: the checkpoint that is continued; `init_from`: initial weights; or neither."""
 
     step: int  # steps done
     folder: Path | None
@@ -33,7 +33,7 @@ class Start:
 
     @property
     def unlogged(self) -> dict[str, float] | None:
-        """Metrics of `step`, whose validation and whose line in metrics.jsonl are still to come; None: it has both."""
+        """Metrics of `step` if its validation and its line in metrics.jsonl are still missing, otherwise None."""
         found = self.state.get("unlogged")
         return None if found is None else with_nan(found)
 
@@ -48,8 +48,8 @@ def find_start(
 ) -> Start:
     """Look for the start on rank 0, and return it on all ranks. Collective.
 
-    A resumed run keeps the start weights and the frozen models that its checkpoint names, because what the config names
-    may mean newer ones by now; only a reference still needs the start weights to exist.
+    A resumed run keeps the start weights and frozen models that its checkpoint names, because the paths in the config
+    may have newer contents now. Only a reference needs the start weights to exist still.
     """
 
     def look() -> Start | None:
@@ -59,7 +59,7 @@ def find_start(
         found = CheckpointStore(folder).newest_valid(log.warning)
         if found and config.trainer.resume_mode == "disable":
             raise InputError(
-                f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start anew beside it; "
+                f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start a new run beside it; "
                 "choose another run.name, or remove that folder"
             )
         roles = found[2].get("roles", [trained]) if found else [trained]
@@ -97,8 +97,8 @@ def check_time(world: World, config: Config, start: Start, total_steps: int) -> 
 
 
 def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to resume from") -> Path | None:
-    """Move what an earlier attempt without a checkpoint wrote, so that a new start does not overwrite it. Returns the
-    folder it is in now."""
+    """Move the files of an earlier attempt without a checkpoint, so that a new start does not overwrite them. Returns
+    their new folder, or None."""
     written = [folder / name for name in names if (folder / name).exists()]
     if not written:
         return None
@@ -107,12 +107,12 @@ def set_aside(folder: Path, names: Sequence[str], why: str = "no checkpoint to r
     aside.mkdir()
     for path in written:
         path.rename(aside / path.name)
-    log.warning("%s; what an earlier attempt wrote is in %s", why, aside)
+    log.warning("%s; the files of an earlier attempt are in %s", why, aside)
     return aside
 
 
 def warn_of_changes(folder: Path, config: Config) -> None:
-    """Log every value that a resumed run has another one of."""
+    """Log every config value that differs from the run's config.yaml."""
     try:
         before = flatten(load_config(str(folder / "config.yaml"), (), type(config)).model_dump())
     except ValueError:
@@ -120,7 +120,7 @@ def warn_of_changes(folder: Path, config: Config) -> None:
     now = flatten(config.model_dump())
     for key in sorted(now):
         if before.get(key) != now[key]:
-            log.warning("resuming with another %s: %s, was %s", key, now[key], before.get(key))
+            log.warning("resuming with changed %s: %s, was %s", key, now[key], before.get(key))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -29,7 +29,7 @@ SLICES_KEPT = 100
 
 
 class StopRequested(Exception):
-    """The run has to save and stop before the next phase; the message says why. The next slice continues it."""
+    """The run must save and stop before the next phase; the message is the reason. The next slice continues it."""
 
 
 class TimeBudget:
@@ -90,7 +90,7 @@ class TimeBudget:
             )
 
     def write_times(self) -> None:
-        """Write what was measured, for later slices."""
+        """Write the measured times, for later slices."""
         longest = self._before | self.timers.longest
         self._times |= {name: longest[phase] for name, phase in PLANNED.items() if phase in longest}
         self._times["phases"] = longest
@@ -102,14 +102,14 @@ def check_progress(
 ) -> None:
     """Raise InputError if this slice cannot make progress; called before anything is built.
 
-    It cannot if the time left is shorter than a step and a save, as they were measured before, or if the slices of this
-    job before it saved nothing newer than they had found. `found_step`: the newest checkpoint, -1 for none.
+    It cannot if the remaining time is shorter than a step and a save, as measured before, or if the slices of this job
+    before it saved nothing newer than they had found. `found_step`: the newest checkpoint, -1 for none.
     """
     job = environ.get("SLURM_JOB_ID")
     if job is not None:
         restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
         this = {"job": job, "restart": restart, "step": found_step}
-        # Of several tries in one allocation, which a person makes, the last one counts.
+        # Of several attempts in one allocation, the last one counts.
         slices = [one for one in read_json(folder / SLICES_FILE, []) if (one["job"], one["restart"]) != (job, restart)]
         before = [(one["job"], one["step"]) for one in slices[-SLICES_WITHOUT_PROGRESS:]]
         if before == [(job, found_step)] * SLICES_WITHOUT_PROGRESS:
@@ -117,7 +117,7 @@ def check_progress(
             raise InputError(
                 f"the last {SLICES_WITHOUT_PROGRESS} slices of job {job} began with {found}, and so does this one; "
                 f"expected each to save a newer one: see {folder / 'logs'} for the reason, give the job more time, or "
-                "submit it anew to try all the same"
+                "submit it again to try anyway"
             )
         write_json(folder / SLICES_FILE, [*slices, this][-SLICES_KEPT:])
     if ends_at is None:
@@ -134,7 +134,7 @@ def check_progress(
 
 
 def read_json(path: Path, absent: Any) -> Any:
-    """The content; `absent` if the file is missing or damaged, because it only helps to plan."""
+    """Contents of the file; `absent` if it is missing or damaged, because it is only used for planning."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

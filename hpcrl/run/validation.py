@@ -164,7 +164,7 @@ def majority(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
 
 
 def _blocks(prompts: Sequence[Sequence[int]], variables: Variables) -> Iterator[Block]:
-    """The samples of one data source, given as rows per prompt."""
+    """Blocks of the samples of one data source, given as rows per prompt."""
     acc = variables.get("acc")
     has_acc = acc is not None and any(acc[row] is not None for rows in prompts for row in rows)
     values: dict[tuple[tuple[str, ...], int, bool], list[list[list[float]]]] = defaultdict(list)
@@ -189,7 +189,7 @@ def _blocks(prompts: Sequence[Sequence[int]], variables: Variables) -> Iterator[
 def _values_of_prompt(
     rows: Sequence[int], variables: Variables, has_acc: bool
 ) -> dict[str, tuple[list[float], list[Value] | None]]:
-    """Variable -> (its numbers, the preds that go with them or None); without variables that have none, or text."""
+    """Variable -> (its numbers, their preds or None); variables without values, or with text, are left out."""
     found = {}
     for name, column in variables.items():
         scored = [row for row in rows if column[row] is not None]
@@ -208,7 +208,7 @@ def _numbers(values: Sequence[Value]) -> list[float]:
 
 
 def _preds(rows: Sequence[int], variables: Variables, count: int) -> list[Value] | None:
-    """The preds of these rows, None unless there are `count` of them."""
+    """The preds of these rows, or None unless there are `count` of them."""
     column = variables.get("pred")
     if column is None or len(rows) != count or any(column[row] is None for row in rows):
         return None
@@ -219,10 +219,11 @@ log = logging.getLogger(__name__)
 
 
 class Validator:
-    """Runs on rank 0. The same random numbers are used at every validation, so that a change is the model's.
+    """Samples and scores the validation prompts. Runs on rank 0. Every validation uses the same random numbers, so a
+    difference comes from the model.
 
-    num_prompts: validate on the first ones only. num_shown: samples of each way in the table. folder: where every
-    sample is written as `<step>.jsonl`.
+    num_prompts: use only the first ones. num_shown: samples of each way in the table. folder: where every sample is
+    written as `<step>.jsonl`.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Validator:
 
     @classmethod
     def of_job(cls, controller: Controller, config: Config, inputs: Inputs, folder: Path) -> Validator:
-        """The validation that the template asks for; `folder` is where validation_data_dir goes."""
+        """The validation of the job's template; `folder` is where validation_data_dir is."""
         generations = config.trainer.validation_data_dir
         return cls(
             controller,
@@ -269,8 +270,8 @@ class Validator:
     def run(self, step: int) -> tuple[dict[str, float], str]:
         """Metrics, and Markdown tables of some samples.
 
-        Metrics are those of `validation_metrics`; where two ways of sampling give the same one, such as worst@2, it is
-        that of the way with fewer samples.
+        Metrics are those of `validation_metrics`. If two ways of sampling have the same metric, such as worst@2, that
+        of the way with fewer samples is used.
         """
         metrics: dict[str, float] = {}
         failures: dict[str, float] = defaultdict(float)
@@ -351,15 +352,15 @@ def temperature_of(way: ValKwargs) -> float:
 
 
 def shown_rows(text_rank: np.ndarray, n: int, count: int) -> list[int]:
-    """Samples in the table, of n samples of each prompt, as verl takes them: the first `count` of all samples sorted by
-    prompt text (`text_rank`: each prompt's place in that order) and then shuffled, in the same way every time."""
+    """Samples in the table, of n samples of each prompt, as in verl: the first `count` of all samples, sorted by prompt
+    text (`text_rank`: each prompt's position in that order) and then shuffled with a fixed seed."""
     order = np.argsort(np.repeat(text_rank, n), kind="stable").tolist()
     np.random.RandomState(SEED).shuffle(order)
     return order[:count]
 
 
 def variables_of(samples: Mapping[str, np.ndarray]) -> Variables:
-    """What metrics are made of: `reward`, `acc`, and all else that the scorer returned; None where it did not."""
+    """Variables for metrics: `reward`, `acc`, and everything else that the scorer returned; None where it did not."""
     extras = samples["extras"].tolist()
     names = dict.fromkeys(name for extra in extras for name in extra if name not in ("reward", "acc"))
     return {

@@ -56,9 +56,10 @@ class ActorWorker(ModelWorker):
         skip_if="old_log_prob_in_update",
     )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Log-probs under the policy before this step's update, their entropy, and how far the rollout engine's are.
+        """Log-probs under the policy before this step's update, their entropy, and their difference from the rollout
+        engine's.
 
-        In bypass mode they are the rollout's, and nothing is computed.
+        In bypass mode they are the rollout engine's, and nothing is computed.
         """
         if self.objective.correction.bypass_mode:
             return DataProto({"old_log_probs": batch.fetch("rollout_log_probs")})
@@ -88,14 +89,14 @@ class ActorWorker(ModelWorker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",), phase="ref")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Of a policy with adapters: what they started from is the reference, without a second model."""
+        """Log-probs of the reference of a policy with adapters: its base model, without a second model."""
         temperature = self.config.rollout.temperature
         with self.engine.without_adapters():
             return self.log_prob_column("ref_log_prob", batch, max_tokens=self.ref_max_tokens, temperature=temperature)
 
     def _with_correction(self, batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
-        """The batch with importance weights of training against rollout, and with the response mask without rejected
-        tokens; and metrics."""
+        """The batch with importance weights of training against rollout and a response mask without rejected tokens,
+        and metrics."""
         lengths = batch.fetch("response_mask").lengths
         corrected = self._corrected(batch, batch.fetch("old_log_probs"))
         tokens: Columns = {}
@@ -162,7 +163,7 @@ class ActorWorker(ModelWorker):
         return DataProto(tokens, {}, {"metrics": to_floats(metrics)})
 
     def _estimator_tensors(self, batch: DataProto) -> dict[str, Any]:
-        """What the estimator asks for, by verl's names."""
+        """Tensors that the estimator takes, by verl's names."""
         samples, keys = batch.samples, self.config.algorithm.gdpo_reward_keys
         sources: dict[str, Callable[[], Any]] = {
             "index": lambda: torch.from_numpy(samples["prompt"].astype(np.int64)),
@@ -223,7 +224,7 @@ class ActorWorker(ModelWorker):
         leader_only=True,
     )
     def variance_proxy(self, batch: DataProto, grad_norm: float | None) -> dict[str, Metric]:
-        """How noisy the step's gradient was; `grad_norm` is its update's, None where there was none."""
+        """Metrics of the noise of the step's gradient; `grad_norm` is that of its update, None without one."""
         found = variance_proxy_statistics(
             old_log_probs=batch.padded("old_log_probs"),
             sum_pi_squared=batch.padded("sum_pi_squared"),

@@ -25,11 +25,11 @@ STREAM = 0x6C6F  # keeps these numbers apart from others keyed by the same seed
 class ActorObjective:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + coef * distillation loss.
 
-    Each is aggregated over the global mini-batch. Without distillation_loss.use_task_rewards the last stands alone.
+    Each is aggregated over the global mini-batch. Without distillation_loss.use_task_rewards only the last one is used.
     """
 
     def __init__(self, config: Config, derived: Derived) -> None:
-        """Raises ValueError for settings that the losses do not take."""
+        """Raises ValueError for settings that the losses reject."""
         self.actor = config.actor
         self.seed = config.run.seed
         self.correction = config.algorithm.rollout_correction
@@ -46,7 +46,8 @@ class ActorObjective:
         return self.actor.entropy_coeff != 0 or self.actor.calculate_entropy
 
     def normalised(self, norm: LossNorm, *, key: tuple[int, int]) -> Loss:
-        """The loss of a micro-batch as a share of the mini-batch's; `key` (step, mini-batch) keys what it draws."""
+        """The loss of a micro-batch as a share of the mini-batch's; `key` (step, mini-batch) keys its random
+        numbers."""
 
         def loss(outputs: Outputs, micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
             total = outputs["log_probs"].new_zeros(())
@@ -115,13 +116,14 @@ class ActorObjective:
         return total, {**metrics, "distillation/loss": Sum(total.detach())}
 
     def _generator(self, key: tuple[int, int], micro: TensorBatch) -> torch.Generator:
-        """Random numbers of a micro-batch, the same on all ranks of a replica, whichever it is."""
+        """Random numbers of a micro-batch, the same on all ranks of a replica and in any layout."""
         first = (int(micro.samples["prompt"][0]), int(micro.samples["sample_index"][0]))
         words = np.random.SeedSequence(self.seed % 2**64, spawn_key=(STREAM, *key, *first)).generate_state(2)
         return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
 
 
 def _old_log_probs(outputs: Outputs, micro: TensorBatch) -> torch.Tensor:
-    """The column; without it the update is the first from these weights, and its own log-probs are the old ones."""
+    """The column `old_log_probs`; without it the update is the first one from these weights, whose own log-probs are
+    the old ones."""
     found = padded_if_there(micro, "old_log_probs")
     return outputs["log_probs"].detach() if found is None else found

@@ -27,7 +27,7 @@ class PolicyWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def release(self) -> None:
-        """Gives the weights up after the last refit; those that the rollout engine has adopted live on there."""
+        """Free the weights after the last refit; the rollout engine keeps those that it shares."""
         del self.engine
         gc.collect()  # modules hold each other
 
@@ -53,7 +53,7 @@ class RewardModelWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load_frozen(self, folder: str) -> None:
-        """The weights of a step folder of `hpcrl rm`, head included."""
+        """Load the weights of a step folder of `hpcrl rm`, head included."""
         from hpcrl.checkpoint.sharded_load import load_sharded
 
         with self.engine.offload.on_device("parameters"):
@@ -61,7 +61,7 @@ class RewardModelWorker(ModelWorker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids",))
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Per sample `rm_score`, float32: the head's number at the last token of prompt and response."""
+        """Per sample `rm_score`, float32: the head's output at the last token of prompt and response."""
         scores = self.engine.scores(batch, max_tokens=self.max_tokens)
         return DataProto({}, {"rm_score": scores.numpy()}) if self.is_leader and scores is not None else DataProto()
 
@@ -83,7 +83,7 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
         return policy
     if own.init_from is not None or own.tokenizer is not None:
         raise InputError(
-            "teacher.model gives init_from or tokenizer; it takes an architecture or a path alone: the tokenizer is "
+            "teacher.model gives init_from or tokenizer; it takes an architecture or a path only: the tokenizer is "
             "the policy's, and weights are named by teacher.init_from"
         )
     if own.vocab_size not in (None, policy.vocab_size):

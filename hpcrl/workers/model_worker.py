@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Updates:
-    """How a step's samples become optimizer steps.
+    """Division of a step's samples into optimizer steps.
 
     mini_batch_size: prompts per optimizer step. epochs: passes. Membership is keyed by (seed, step, pass).
     """
@@ -59,7 +59,7 @@ class Updates:
 
 
 class ModelWorker(Worker):
-    """A megatron model and, where it is trained, its optimizer, as `spec` and the role's config section say."""
+    """A megatron model and, if it is trained, its optimizer, according to `spec` and the role's config section."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class ModelWorker(Worker):
         exact: bool = False,
     ) -> None:
         """optim: that of the role's section unless given. total_updates: optimizer steps of the run, one per step
-        unless given, for the learning-rate schedule. lora: adapters, which are
-        then all that is trained. exact: log-probs with the bits of the rollout engine's."""
+        unless given, for the learning-rate schedule. lora: adapters, the only weights that are trained then. exact:
+        log-probs with the bits of the rollout engine's."""
         super().__init__(groups.layout, groups.rank)
         self.config = config
         spec, model = self.spec, self.spec.architecture(config)
@@ -110,16 +110,16 @@ class ModelWorker(Worker):
         return cls(groups, team.shape_of(role), team.config, team.derived, team.total_steps)
 
     def host_buffers(self) -> int:
-        """For what is offloaded, and for the copy of a save."""
+        """Bytes of host memory for offloaded state and for the copy of a save."""
         return self.engine.offload.host_bytes + sum(tensor.nbytes for tensor in self._save_memory)
 
     @register(Dispatch.ONE_TO_ALL)
     def begin_save(self, folder: str, key: str, scratch: str | None = None, keep_memory: bool = False) -> SavePlan:
-        """Start writing the role's weights and optimizer state as they are now into <folder>/<role>; `folder` exists.
+        """Start writing the role's current weights and optimizer state to <folder>/<role>; `folder` exists.
 
-        What comes next may change them. A SavedPart comes on the board under <key>/<role>/<rank> when this rank's part
-        is written. scratch: see `checkpoint.scratch`. keep_memory: of the copy, for the next save. What is offloaded is
-        on the device until it is copied.
+        Later updates do not affect it. A SavedPart is published under <key>/<role>/<rank> when this rank's part is
+        written. scratch: see `checkpoint.scratch`. keep_memory: keep the copy's memory for the next save. Offloaded
+        state is on the device until it is copied.
         """
         from hpcrl.checkpoint.sharded_save import ShardedSave  # a second of imports, for runs that save
 
@@ -134,9 +134,9 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:
-        """Read what was saved, under any layout. With `weights_only`, the weights of another role's model may be
-        taken, or those of a Hugging Face directory; a head that the other model lacks keeps its initial weights. What
-        is to be trained starts with adapters of its own, which no other model has merged."""
+        """Read a checkpoint, of any layout. With `weights_only`, weights of another role's model or of a Hugging Face
+        directory can be read; a head that the other model lacks keeps its initial weights. A trained model starts with
+        adapters of its own, and those of the other model are merged."""
         if weights_only and is_hugging_face(Path(folder)):
             self.engine.load_hugging_face(open_weights(Path(folder), self.engine.shape))
             return
@@ -149,7 +149,8 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load_frozen(self, folder: str) -> None:
-        """Load the weights of a model that is not trained: a policy's, of a checkpoint or a Hugging Face directory."""
+        """Load the weights of a model that is not trained: those of a policy, from a checkpoint or a Hugging Face
+        directory."""
         self.load(folder, role="actor", weights_only=True)
 
     def log_prob_column(self, name: str, batch: DataProto, *, max_tokens: int, temperature: float) -> DataProto:
@@ -162,7 +163,7 @@ class ModelWorker(Worker):
     ) -> dict[str, Metric]:
         """One optimizer step on a mini-batch; `objective(norm)` is the loss, normalised by the global mini-batch.
 
-        No step, and no metrics, where it has no samples on any replica: Adam would move the weights all the same.
+        Without samples on any replica there is no step and no metrics, because Adam would still move the weights.
         """
         norm = self.global_norm(mini, loss_scale_factor)
         if norm.global_batch_size == 0:

@@ -76,7 +76,7 @@ class ArchiveWorker(Worker):
 
 
 class GenerationsWorker(Worker):
-    """`log_probs`: whether a line holds them."""
+    """Renders samples as lines. log_probs: whether a line has them."""
 
     spec = GENERATIONS
 

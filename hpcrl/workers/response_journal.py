@@ -27,11 +27,12 @@ class ResponseJournal:
     """One leader's log of responses. Each record has a hash of everything that determines a response: the weights'
     version, seed and step, the sampling parameters, and the prompt's tokens. A record with another hash is not used.
 
-    Scores are not kept: they are made again.
+    Scores are not stored; they are computed again.
     """
 
     def __init__(self, folder: Path, rank: int, config: Config, origin: str = "") -> None:
-        """`origin` tells the weights of version 0 from others; later ones are told by the checkpoints between."""
+        """`origin` identifies the weights of version 0; later versions are identified by the checkpoints before
+        them."""
         self._folder = folder
         self._rank = rank
         self._settings = {
@@ -49,7 +50,7 @@ class ResponseJournal:
         self.num_stale = 0  # responses asked for since `begin` that a log has, of other weights or settings
 
     def begin(self, sampling: SamplingParams, *, step: int, version: int, recall: bool) -> None:
-        """The responses that follow are of this step and drawn so; with `recall`, logs of an earlier attempt count."""
+        """Begin the responses of a step; with `recall`, those in logs of an earlier attempt are used."""
         if step != self._step:
             self._close()
             self._step, self._has_failed, self._found = step, False, None
@@ -63,7 +64,7 @@ class ResponseJournal:
             self._found = self._read(step)
 
     def recall(self, request: Request) -> Trajectory | None:
-        """What an earlier attempt has drawn for this request."""
+        """The response that an earlier attempt has drawn for this request, or None."""
         if self._found is None:
             return None
         known = self._found.get((request.uid, str(request.sample_index)), {})
@@ -72,7 +73,7 @@ class ResponseJournal:
         return found
 
     def write(self, request: Request, done: Trajectory) -> None:
-        """Failing costs durability, not the run."""
+        """Write a response; on failure, log a warning and stop writing for this step."""
         if self._has_failed or self._step is None:
             return
         path = generation_log(self._folder, self._step, self._rank)
@@ -120,7 +121,7 @@ class ResponseJournal:
         }
 
     def _read(self, step: int) -> dict[tuple[str, str], dict[str, Trajectory]]:
-        """All ranks' records: this attempt may have another layout."""
+        """Records of all ranks, because this attempt may have another layout."""
         found: dict[tuple[str, str], dict[str, Trajectory]] = {}
         paths = [path for its_step, path in generation_logs(self._folder) if its_step == step]
         for path in paths:
@@ -133,7 +134,7 @@ class ResponseJournal:
 
 
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
-    """None where the record is not one of ours: a log may come from anywhere."""
+    """The record's trajectory; None for a record in another format."""
     try:
         arrays = {name: np.frombuffer(record[name], dtype).copy() for name, dtype in ARRAYS.items()}
         experts = None

@@ -134,7 +134,7 @@ class ResponseStream:
         self._given = []
 
     def take(self, idle: bool) -> Sequence[Request] | None:
-        """See `RequestSource`: the requests that the leader has received by now, within the capacity."""
+        """The requests that the leader has received by now, within the capacity; see `RequestSource`."""
         decision = self._decide(idle) if self.worker.is_leader else None
         decision = self.worker.context.broadcast(self.worker.layout, decision)
         if decision is None:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_on_node: int) -> RolloutEngine:
-    """Collective over the ranks of a replica. What training needs should be allocated already: the KV cache takes a
-    share of what is free."""
+    """Make the engine. Collective over the ranks of a replica. Training should have allocated its memory before,
+    because the KV cache takes a share of the free memory."""
     rollout, device = config.rollout, platform.device()
     if rollout.engine == "tensorrt_llm":
         from hpcrl.rollout.tensorrt_llm.engine import make_engine as make_tensorrt_llm
@@ -86,7 +86,7 @@ WRITTEN = (*RECORDED, "routed_experts?")
 
 
 class RolloutWorker(Worker):
-    """Generates responses. scorer: scores them as they finish, on leaders. agent: answers the model between turns."""
+    """Generates responses. scorer: scores finished responses, on leaders. agent: answers the model between turns."""
 
     spec = ROLLOUT
 
@@ -256,9 +256,9 @@ class RolloutWorker(Worker):
         Dispatch.DP_COMPUTE_PROTO, reads=("position",), writes=(*WRITTEN, "token_level_scores?"), leader_only=True
     )
     def replay(self, batch: DataProto, folder: str, *, scores: bool = False) -> DataProto:
-        """Recorded responses of meta_info["step"] in place of new ones; `position` is the row in the archive.
+        """Recorded responses of meta_info["step"] instead of new ones; `position` is the row in the archive.
 
-        `scores` reads their scores too.
+        `scores`: read their scores as well.
         """
         needs_experts = self.config.actor.router_replay.mode == "R3"
         names = [*RECORDED, *["token_level_scores"] * scores, *["routed_experts?"] * needs_experts]
@@ -293,7 +293,7 @@ class RolloutWorker(Worker):
         ]
 
     def _on_step(self) -> None:
-        """Between two tokens: advance scoring, and send other ranks the rows that they need."""
+        """Called between two tokens: advance scoring, and send other ranks the rows that they need."""
         self.tick()
         if self.scorer is not None:
             self.scorer.pump()
@@ -302,7 +302,7 @@ class RolloutWorker(Worker):
 
 
 def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
-    """Collective over the ranks of each replica."""
+    """Make the loop of agents. Collective over the ranks of each replica."""
     world, config = team.world, team.config
     replica = rollout.replica(rollout.coord(world.rank).dp)
     comm = create_group(world.comm, replica) if len(replica) > 1 else None
@@ -321,8 +321,8 @@ def _response_scorer(team: Team) -> ResponseScorer:
 
 
 def response_columns(requests: Sequence[Request], trajectories: Sequence[Trajectory]) -> DataProto:
-    """Sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry per response token,
-    `routed_experts`, if responses have them, a row per token of the sequence."""
+    """Responses as columns: sequences are prompt then response; `response_mask` and `rollout_log_probs` have an entry
+    per response token, `routed_experts`, if responses have them, a row per token of the sequence."""
     prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
     response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
     ids = [
@@ -347,7 +347,8 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
 
 
 def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
-    """See `hpcrl.engine.microbatch`; tokens that were not run, such as the last, have no recording."""
+    """Column `routed_experts` (see `hpcrl.engine.microbatch`); tokens that were not run, such as the last one, have no
+    record."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         raise ValueError(f"{len(parts) - len(known)} of {len(parts)} responses have no routed_experts")

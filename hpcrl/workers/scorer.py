@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class ResponseScorer:
-    """Scores of token ids, on a leader. The rollout role starts the scoring, the scorer role takes the scores.
+    """Scores responses on a leader. The rollout role starts the scoring, the scorer role takes the scores.
 
-    Without a manager every score is 0, to which a reward model's is added.
+    Without a manager every score is 0, to which a reward model's score is added.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ResponseScorer:
 
 
 class ScorerWorker(Worker):
-    """`scorer` is None on ranks that are not leaders: they have nothing to score."""
+    """Returns scores as columns. `scorer` is None on ranks that are not leaders."""
 
     spec = SCORER
 
@@ -169,17 +169,17 @@ class ScorerWorker(Worker):
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, response: np.ndarray) -> str:
-    """A response, int32 (length,), without the end-of-sequence token that closed it.
+    """A response, int32 (length,), as text, without the end-of-sequence token at its end.
 
-    Other special tokens stay and show: a scorer must not take an answer with one inside for a clean one.
+    Other special tokens are shown, so that a scorer does not accept an answer that contains one.
     """
     ids = response.tolist()
     return str(tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids))
 
 
 def key_of(split: str, row: int, response: np.ndarray, finish_reason: str) -> Hashable:
-    """Identifies what is scored, not the sample: the same response to the same prompt has the same score, so a score
-    that was not taken cannot go to another response."""
+    """A key of what is scored, not of the sample: equal responses to one prompt have equal scores, so a score that was
+    not taken cannot go to another response."""
     return split, row, finish_reason, np.asarray(response, np.int32).tobytes()
 
 

@@ -44,7 +44,7 @@ class SftDataWorker(Worker):
 
 
 class SftActorWorker(ModelWorker):
-    """The policy of `hpcrl sft`: the same engine, a cross-entropy on the answer's tokens."""
+    """The policy of `hpcrl sft`: the actor's engine, with cross-entropy on the answer's tokens."""
 
     spec = ACTOR
 
@@ -98,7 +98,7 @@ class PreferenceWorker(ModelWorker):
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"))
     def evaluate(self, batch: DataProto) -> dict[str, Metric]:
-        """What `update` would report, under `val/` and without a step."""
+        """Metrics of `update` under `val/`, without a step."""
         num_pairs = self.global_norm(batch, 1.0).global_batch_size / 2
         scores = self.engine.scores(batch, max_tokens=self.max_tokens)
         return {} if scores is None else to_floats(pair_loss(scores, num_pairs, "val")[1])
@@ -131,7 +131,7 @@ class PreferenceDataWorker(Worker):
 
 
 def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
-    """`input_ids`, prompt then answer, and `response_mask`, of (prompt, answer), int32 ids each."""
+    """Columns `input_ids`, prompt then answer, and `response_mask`. pairs: (prompt, answer), int32 ids each."""
     lengths = [len(answer) for _, answer in pairs]
     return DataProto(
         {

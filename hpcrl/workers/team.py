@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Inputs:
-    """What every rank reads from files before anything is built. Bad files end the job here, with one line."""
+    """What every rank reads from files before models are built. Bad files end the job with one line."""
 
     shape: ModelShape  # the policy's, or that of the only model
     tokenizer: PreTrainedTokenizerBase | Any = None
@@ -150,7 +150,7 @@ def read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
 
 
 def check_experts(shape: ModelShape, config: Config) -> None:
-    """InputError where the job wants something of experts that the model does not have."""
+    """Raise InputError if the job has settings for experts and the model has none."""
     mode, moe = config.actor.router_replay.mode, config.model.moe
     wanted = {
         f"actor.router_replay.mode={mode}": mode != "disabled",
@@ -163,18 +163,18 @@ def check_experts(shape: ModelShape, config: Config) -> None:
 
 
 def check_longest(shape: ModelShape, config: Config) -> None:
-    """InputError where sequences may get longer than the model attends to."""
+    """Raise InputError if sequences may be longer than the model's context."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     if longest > shape.max_position_embeddings:
         raise InputError(
             f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
-            f"{shape.max_position_embeddings} tokens that model.path={config.model.path} attends to; shorten them"
+            f"{shape.max_position_embeddings} tokens that model.path={config.model.path} supports; shorten them"
         )
 
 
 def policy_shape(config: Config) -> ModelShape:
-    """The policy's, for jobs without prompts: a tokenizer is read only where nothing else says how many tokens there
-    are."""
+    """The policy's shape, for jobs without prompts. The tokenizer is only read if nothing else defines the vocabulary's
+    size."""
     model = config.model
     counts = model.path is None and model.vocab_size is None and model.tokenizer is not None
     return shape_of(model, len(load_tokenizer(model.tokenizer or "")) if counts else 0)

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class RefitWorker(Worker):
-    """Copies the actor's weights into the engine's buffers, on the ranks of both.
+    """Copies the actor's weights to the engine's buffers, on the ranks of both.
 
-    With `alias` the engine takes the actor's own tensors where they are the same: actor and rollout must take turns,
+    With `alias` the engine uses the actor's own tensors where they are equal. Then actor and rollout must take turns,
     the actor's parameters stay on the device, and it has no adapters, whose updates are in none of its tensors.
     """
 
@@ -74,7 +74,7 @@ class RefitWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def update_weights(self) -> RefitReport:
-        """Every rank's report, in rank order."""
+        """Run the refit. Returns every rank's report, in rank order."""
         source: Mapping[str, Tensor] = self.actor.engine.merged_shards() if self.actor else {}
         engine: RolloutEngine | None = self.rollout.engine if self.rollout else None
         with (
@@ -120,7 +120,7 @@ Problem = tuple[int | None, str, str]  # the arguments of an OSError
 
 
 class ExportWorker(Worker):
-    """All the policy's ranks are writers, so none holds more than its share of the whole tensors."""
+    """Writes the policy to files. All ranks of the policy write, so none holds more than its share of the tensors."""
 
     spec = EXPORT
 
@@ -182,7 +182,7 @@ class ExportWorker(Worker):
             refit.close()
 
     def _save(self, files: Mapping[Path, list[str]], tensors: dict[str, torch.Tensor]) -> Problem | None:
-        """The named tensors into each file; they are let go as they are written."""
+        """Write the named tensors to each file, and free them. Returns the arguments of an OSError, or None."""
         for path, names in files.items():
             try:
                 save_file({name: tensors.pop(name).cpu() for name in names}, path, metadata={"format": "pt"})

@@ -36,7 +36,7 @@ def test_ranks_that_agree() -> None:
 def test_a_rank_that_disagrees_is_named() -> None:
     moved = places()
     moved[5].coords["critic"] = LAYOUTS["critic"].coord(6)
-    assert any("rank 5 takes itself for critic" in line for line in disagreements(LAYOUTS, moved))
+    assert any("rank 5 is critic" in line for line in disagreements(LAYOUTS, moved))
     other = places()
     other[6].groups["actor", "tp"] = digest((6, 5))
     assert disagreements(LAYOUTS, other) == ["wrong: actor's group tp of ranks (6, 7) is another one for ranks [6]"]

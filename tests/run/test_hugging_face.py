@@ -69,7 +69,7 @@ def test_scores_are_those_of_transformers_in_every_form_of_the_weights(models: P
     assert before.keys() == after.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     again = hpcrl(tmp_path, 1, "convert", "runs/converted", "back")
-    assert again.returncode == 2 and again.stderr.startswith("hpcrl: error: back is there already")
+    assert again.returncode == 2 and again.stderr.startswith("hpcrl: error: back exists already")
 
 
 @pytest.mark.slow

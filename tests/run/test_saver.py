@@ -121,7 +121,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path: Path, unbroken:
     for step, newest, line in zip((2, 4), (1, 3), told, strict=True):
         assert f"the checkpoint of step {step} cannot" in line and "rank 1 on " in line
         assert f"step_{step:08d}.tmp/actor/__1_0.distcp: File too large" in line
-        assert f"the run goes on, step_{newest:08d} stays the newest checkpoint" in line
+        assert f"training continues, step_{newest:08d} is still the newest checkpoint" in line
     # The last save is what the run was for.
     assert code == 1
     end = json.loads((run_folder(tmp_path) / "exit.json").read_text())

@@ -72,7 +72,7 @@ def test_who_stands_out_is_told_once_with_its_node(tmp_path: Path, caplog: pytes
     for step in range(1, 2 * STEPS):
         assert stragglers.observe(step)[f"perf/busy_s/{UPDATE}/max"] == 3.0
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"rank 2 on n1 is busy 3.0 times as long as its like in {UPDATE}, in 6 of the last 6")
+    assert line.startswith(f"rank 2 on n1 is 200% slower than its peers in {UPDATE}, in 6 of the last 6")
     assert line.endswith("--exclude=n1")
     assert (tmp_path / "stragglers.jsonl").read_text().count("\n") == 1
 
