@@ -201,7 +201,7 @@ class Train(TrainingJob):
             sizes = (self.config, self.derived, self.inputs.shape, lengths, num_response_tokens)
             found |= mfu_metrics(*sizes, seconds, self.peak_flops)
         if self.config.async_training.mode != "sync":
-            busy = run.metrics.get("perf/rollout_busy_s", 0.0)  # missing where the surplus alone made the step
+            busy = run.metrics.get("perf/rollout_busy_s", 0.0)  # missing if surplus samples were enough for the step
             waited, step = seconds.get("timing_s/gen", 0.0), seconds["timing_s/step"]
             found |= idle_metrics(waited, busy, step, self.derived.roles["rollout"].dp)
         return found

@@ -2,7 +2,7 @@
 
 The job is as large as `job.nodes` x `job.ntasks_per_node` says; nothing of it runs. Where torch and megatron-core are
 installed, every stage of every model is built on torch's meta device, which takes no memory. With --refit: bytes and
-memory of a refit alone.
+memory only of a refit.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV 
 def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoReturn:
     """Run the subcommand; ends with code 2 and one line for a config that cannot run."""
     parser = exits.ArgumentParser(prog="hpcrl plan", description=(__doc__ or "").split(": ", 1)[1])
-    parser.add_argument("--refit", action="store_true", help="bytes and memory of a refit alone")
+    parser.add_argument("--refit", action="store_true", help="bytes and memory only of a refit")
     parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     parsed = parser.parse_intermixed_args(arguments)

@@ -187,12 +187,12 @@ class _Buffer:
 
         for shard in reversed(self.shards):
             place = _up(place, PARAMETER_MULTIPLE)
-            alone = self._is_tied(shard)
-            if alone and inside:
+            is_tied = self._is_tied(shard)
+            if is_tied and inside:
                 close()
             inside.append((place, place + math.prod(shard.local_shape)))
             place = inside[-1][1]
-            if alone:
+            if is_tied:
                 close()
         if inside:
             close()

@@ -76,7 +76,7 @@ class Saver:
         self._last_failed = False
         self._num_failed = 0
         self._seconds: float | None = None  # of the save that was committed last, until they are reported
-        self._knows_metric = True
+        self._has_metric = True
 
     @property
     def step_under_way(self) -> int | None:
@@ -195,14 +195,14 @@ class Saver:
             return None
         if name in metrics:
             return metrics[name] if math.isfinite(metrics[name]) else None
-        if self._knows_metric:
+        if self._has_metric:
             validated = ", ".join(key for key in metrics if key.startswith(("val-core/", "val/"))) or "none"
             log.warning(
                 "trainer.checkpoint.best_metric=%s is not among the metrics of step %d, so its checkpoint is none of "
                 "the best; validation metrics of that step: %s",
                 *(name, step, validated),
             )
-        self._knows_metric = False
+        self._has_metric = False
         return None
 
 

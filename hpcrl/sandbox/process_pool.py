@@ -51,7 +51,7 @@ class _Job:
     message: bytes  # (number, request), pickled
     timeout: float  # seconds
     start_at: float  # monotonic time, as all times here
-    alone: bool = False  # one of several that a worker was running when it crashed: it is run again without others
+    is_retried: bool = False  # one of several that a worker was running when it crashed: it is run again without others
     sent: float = 0.0
     deadline: float = float("inf")  # until its worker runs it
 
@@ -95,10 +95,10 @@ class _Worker:
 
     def takes(self, job: _Job) -> bool:
         """Whether the worker has room for this job."""
-        if self.ready is None or any(other.alone for other in self.jobs.values()):
+        if self.ready is None or any(other.is_retried for other in self.jobs.values()):
             return False
         ahead = len(job.message) <= AHEAD_BYTES
-        return len(self.jobs) < (1 if job.alone else self.ready.at_once + ahead)
+        return len(self.jobs) < (1 if job.is_retried else self.ready.at_once + ahead)
 
     def begin(self, since: float) -> None:
         """Set the deadlines of the requests that the worker may be running since that time."""
@@ -286,7 +286,7 @@ class ProcessPool:
         self._end(worker, "timeouts", f"longer than {late.timeout:g} s")
 
     def _end(self, worker: _Worker, fate: Fate, why: str) -> None:
-        """Kill a worker. The request it was running gets this fate; if it was running several, each is run again alone.
+        """Kill a worker. The request it was running gets this fate; if it was running several, each is run again by itself.
 
         Requests that it had not begun are queued again.
         """
@@ -299,7 +299,7 @@ class ProcessPool:
             del worker.jobs[begun[0].number]
         elif begun:
             for job in begun:
-                job.alone = True
+                job.is_retried = True
         self._retire(worker)
 
     def _retire(self, worker: _Worker) -> None:

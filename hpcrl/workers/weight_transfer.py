@@ -189,7 +189,7 @@ class ExportWorker(Worker):
                 fsync(path)
             except (OSError, SafetensorError) as error:
                 said = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
-                told = f"{said} (rank {self.rank} on {socket.gethostname()})"
-                return getattr(error, "errno", None), told, str(path.parent)
+                message = f"{said} (rank {self.rank} on {socket.gethostname()})"
+                return getattr(error, "errno", None), message, str(path.parent)
             self.tick()
         return None
