@@ -179,14 +179,10 @@ class Saver:
         self._num_failed += 1
         more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
         newest = self._store.newest()
+        others = f"{newest} is still the newest checkpoint" if newest else "without a checkpoint"
         log.warning(
             "the checkpoint of step %d could not be written: %s%s; training continues, %s",
-            *(
-                step,
-                problems[0],
-                more,
-                f"{newest} is still the newest checkpoint" if newest else "without a checkpoint",
-            ),
+            *(step, problems[0], more, others),
         )
 
     def _metric(self, step: int, metrics: Mapping[str, float]) -> float | None:

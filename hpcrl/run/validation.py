@@ -307,20 +307,11 @@ class Validator:
         rows = np.repeat(self.rows, n)
         show = np.full(len(rows), self.folder is not None)
         show[shown] = True
-        samples = {
-            "row": rows,
-            "epoch": np.zeros(len(rows), np.int64),
-            "sample_index": np.tile(np.arange(n, dtype=np.int64), len(self.rows)),
-            "show": show,
-        }
+        index = np.tile(np.arange(n, dtype=np.int64), len(self.rows))
+        samples = {"row": rows, "epoch": np.zeros(len(rows), np.int64), "sample_index": index, "show": show}
         batch = DataProto({}, samples, {"split": "val", "step": 0})
-        sampling = SamplingParams(
-            max_new_tokens=self.data.max_response_length,
-            temperature=temperature_of(way),
-            top_k=way.top_k,
-            top_p=way.top_p,
-            eos_token_ids=self.eos_token_ids,
-        )
+        longest, temperature, eos = self.data.max_response_length, temperature_of(way), self.eos_token_ids
+        sampling = SamplingParams(longest, temperature, top_k=way.top_k, top_p=way.top_p, eos_token_ids=eos)
         batch = batch.union(self.controller["rollout"].generate(batch, sampling).get())
         return score(self.controller, batch, with_model=self.with_model)
 

@@ -148,12 +148,8 @@ class _Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (tensor.nbytes,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-        }
+        shape, data = (tensor.nbytes,), (tensor.data_ptr(), False)
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": "|u1", "data": data}
 
 
 def host_bytes(tensor: Tensor) -> np.ndarray:

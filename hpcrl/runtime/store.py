@@ -16,7 +16,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import broadcast_object
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # an address reserved for documentation, which takes the default route; then private networks, for nodes without one
 PROBES = ("192.0.2.1", "10.0.0.1", "172.16.0.1", "192.168.0.1")
-STORE_TIMEOUT = timedelta(minutes=10)
+STORE_OPTIONS: dict[str, Any] = {"timeout": timedelta(minutes=10), "wait_for_workers": False}
 
 
 class KeyValueStore:
@@ -71,15 +71,8 @@ def open_store(comm: MPI.Intracomm, one_node: bool) -> tuple[Store, tuple[str, i
         listener.listen(1024)
         port = listener.getsockname()[1]
         # the port is open before its number is sent, so that no other process can take it in between
-        store = TCPStore(
-            host,
-            port,
-            comm.size,
-            is_master=True,
-            timeout=STORE_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        listen = listener.detach()
+        store = TCPStore(host, port, comm.size, is_master=True, master_listen_fd=listen, **STORE_OPTIONS)
     host, port = broadcast_object(comm, (host, port))
     return (store if comm.rank == 0 else connect_store((host, port), comm.size)), (host, port)
 
@@ -88,7 +81,7 @@ def connect_store(address: tuple[str, int], size: int) -> Store:
     """Open another connection to the store: one connection serves one thread at a time."""
     from torch.distributed import TCPStore
 
-    return TCPStore(*address, size, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    return TCPStore(*address, size, is_master=False, **STORE_OPTIONS)
 
 
 def own_address(hostname: str) -> str:

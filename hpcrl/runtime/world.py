@@ -222,21 +222,8 @@ def start_torch(
         # Otherwise NCCL splits each group's communicator from the world's, which is collective over all ranks, but a
         # group of size 1 is made by its only member.
         dist.distributed_c10d._get_default_group().bound_device_id = None
-    here = status or RankStatus()
-    return World(
-        comm.rank,
-        comm.size,
-        comm,
-        local_rank,
-        local_size,
-        threads,
-        device,
-        key_value_store,
-        stop,
-        ends_at,
-        here,
-        timeout,
-    )
+    here, ranks = status or RankStatus(), (local_rank, local_size)
+    return World(comm.rank, comm.size, comm, *ranks, threads, device, key_value_store, stop, ends_at, here, timeout)
 
 
 def before_mpi_finalize(close: Callable[[], None]) -> None:

@@ -121,11 +121,8 @@ def _variables(batch: Batch, site: SiteConfig, venv: str) -> dict[str, str]:
     else:
         mounts = [f"{path}:{path}" for path in batch.mounts]
         mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
-        found |= {
-            "HPCRL_CONTAINER": container.kind,
-            "HPCRL_IMAGE": container.image,
-            "HPCRL_MOUNTS": ",".join(dict.fromkeys(mounts)),
-        }
+        unique = ",".join(dict.fromkeys(mounts))
+        found |= {"HPCRL_CONTAINER": container.kind, "HPCRL_IMAGE": container.image, "HPCRL_MOUNTS": unique}
     return {name: value for name, value in found.items() if value} | site.environment
 
 

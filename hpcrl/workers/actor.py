@@ -225,12 +225,10 @@ class ActorWorker(ModelWorker):
     )
     def variance_proxy(self, batch: DataProto, grad_norm: float | None) -> dict[str, Metric]:
         """Metrics of the noise of the step's gradient; `grad_norm` is that of its update, None without one."""
+        names = ("old_log_probs", "sum_pi_squared", "advantages")
+        columns = {name: batch.padded(name) for name in names}
+        mask, weights = training_mask(batch), padded_if_there(batch, "rollout_is_weights")
         found = variance_proxy_statistics(
-            old_log_probs=batch.padded("old_log_probs"),
-            sum_pi_squared=batch.padded("sum_pi_squared"),
-            advantages=batch.padded("advantages"),
-            response_mask=training_mask(batch),
-            rollout_is_weights=padded_if_there(batch, "rollout_is_weights"),
-            grad_norm=grad_norm,
+            **columns, response_mask=mask, rollout_is_weights=weights, grad_norm=grad_norm
         )
         return to_floats(found)

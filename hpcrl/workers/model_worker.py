@@ -135,8 +135,8 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: str, role: str | None = None, weights_only: bool = False) -> None:
         """Read a checkpoint, of any layout. With `weights_only`, weights of another role's model or of a Hugging Face
-        directory can be read; a head that the other model lacks keeps its initial weights. A trained model starts with
-        adapters of its own, and those of the other model are merged."""
+        directory can be read; a head that the other model lacks keeps its initial weights. A model that is trained
+        starts with adapters of its own, and rejects a checkpoint that has some."""
         if weights_only and is_hugging_face(Path(folder)):
             self.engine.load_hugging_face(open_weights(Path(folder), self.engine.shape))
             return

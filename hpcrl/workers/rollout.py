@@ -55,15 +55,9 @@ def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * 2**30)
     else:
-        cache = kv_cache_bytes(
-            shape,
-            tp,
-            dtype.itemsize,
-            max_num_seqs=rollout.max_num_seqs,
-            max_model_len=max_model_len,
-            free_bytes=accelerator.free_bytes(device, ranks_on_node),
-            utilization=rollout.gpu_memory_utilization,
-        )
+        limits = {"max_num_seqs": rollout.max_num_seqs, "max_model_len": max_model_len}
+        free, share = accelerator.free_bytes(device, ranks_on_node), rollout.gpu_memory_utilization
+        cache = kv_cache_bytes(shape, tp, dtype.itemsize, **limits, free_bytes=free, utilization=share)
     return NativeEngine(
         shape,
         groups.tp if tp > 1 else None,
@@ -338,11 +332,8 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
     if trajectories and trajectories[0].routed_experts is not None:
         parts = [found.routed_experts for found in trajectories]
         columns["routed_experts"] = _experts(parts, prompt_length + response_length)
-    samples = {
-        "prompt_length": prompt_length,
-        "response_length": response_length,
-        "finish_reason": np.array([found.finish_reason for found in trajectories], dtype=object),
-    }
+    reasons = np.array([found.finish_reason for found in trajectories], dtype=object)
+    samples = {"prompt_length": prompt_length, "response_length": response_length, "finish_reason": reasons}
     return DataProto(columns, samples, {})
 
 

@@ -54,14 +54,9 @@ class ResponseScorer:
         if self.manager is None:
             return
         record = self.prompts[split].record(row)
-        request = ScoreRequest(
-            record["data_source"],
-            response_text(self.tokenizer, response),
-            record["ground_truth"],
-            {**record["extra_info"], **turns},
-            finish_reason,
-            len(response),
-        )
+        text, extra = response_text(self.tokenizer, response), {**record["extra_info"], **turns}
+        source, truth = record["data_source"], record["ground_truth"]
+        request = ScoreRequest(source, text, truth, extra, finish_reason, len(response))
         self.manager.submit(key_of(split, row, response, finish_reason), request)
 
     def is_ready(self, split: str, row: int, response: np.ndarray, finish_reason: str) -> bool:
@@ -143,11 +138,8 @@ class ScorerWorker(Worker):
                 for row, response, wanted in zip(rows, responses, batch.samples["show"].tolist(), strict=True)
             ]
             samples["prompt_text"], samples["response_text"] = np.array(texts, object).reshape(-1, 2).T
-        return DataProto(
-            {"token_level_scores": Ragged.from_lengths(values, lengths)},
-            samples,
-            {"metrics": {name: Sum(count) for name, count in counts.items()}},
-        )
+        metrics = {name: Sum(count) for name, count in counts.items()}
+        return DataProto({"token_level_scores": Ragged.from_lengths(values, lengths)}, samples, {"metrics": metrics})
 
     def _add_model(
         self, scores: np.ndarray, extras: list[dict[str, float | str]], rm_score: np.ndarray, rows: Sequence[int]

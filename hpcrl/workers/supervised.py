@@ -26,6 +26,8 @@ from hpcrl.workers.model_worker import ModelWorker
 if TYPE_CHECKING:
     from hpcrl.workers.team import Team
 
+SEQUENCE = ("input_ids", "response_mask")  # columns of a prompt and its answer
+
 
 class SftDataWorker(Worker):
     @classmethod
@@ -37,7 +39,7 @@ class SftDataWorker(Worker):
         super().__init__(layout, rank)
         self.answers = answers
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=("input_ids", "response_mask"), phase="data")
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=SEQUENCE, phase="data")
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of the rows, prompt then answer; the mask covers the answer."""
         return answer_columns([self.answers.pair(row) for row in batch.samples["row"].tolist()])
@@ -53,7 +55,7 @@ class SftActorWorker(ModelWorker):
         super().__init__(groups, shape, config, optim=sft.optim, total_updates=sft.total_training_steps, lora=lora)
         self.max_tokens = sft.max_token_len_per_gpu
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"), phase="update_actor", updates=True)
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE, phase="update_actor", updates=True)
     def update(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on prompts and answers."""
 
@@ -84,7 +86,7 @@ class PreferenceWorker(ModelWorker):
         )
         self.max_tokens = rm.max_token_len_per_gpu
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"), phase="update", updates=True)
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE, phase="update", updates=True)
     def update(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on the pairs of all replicas."""
 
@@ -96,7 +98,7 @@ class PreferenceWorker(ModelWorker):
 
         return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens, unit=2)
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=("input_ids", "response_mask"))
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE)
     def evaluate(self, batch: DataProto) -> dict[str, Metric]:
         """Metrics of `update` under `val/`, without a step."""
         num_pairs = self.global_norm(batch, 1.0).global_batch_size / 2
@@ -116,13 +118,7 @@ class PreferenceDataWorker(Worker):
         super().__init__(layout, rank)
         self.pairs = pairs
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        reads=("row", "side"),
-        writes=("input_ids", "response_mask"),
-        leader_only=True,
-        phase="data",
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "side"), writes=SEQUENCE, leader_only=True, phase="data")
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of (row, side) of meta_info["split"]: prompt, then answer, which the mask covers."""
         pairs = self.pairs[batch.meta_info["split"]]

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -90,27 +90,17 @@ def make_refit(world: World, config: Config, shape: ModelShape, actor: Layout, r
     """This rank's part of the refit, None where it has neither side. Collective over the world."""
     dtype = DTYPES[config.rollout.dtype or config.model.dtype]
     nodes = tuple(nodes_of(world.comm))
-    resharding = Resharding(
-        shape,
-        actor,
-        rollout,
-        dtype.itemsize,
-        nodes=nodes,
-        destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
-    )
+    target: Literal["tensorrt_llm", "megatron"]
+    target = "tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron"
+    resharding = Resharding(shape, actor, rollout, dtype.itemsize, nodes=nodes, destination_format=target)
     ranks = sorted({*actor.ranks, *rollout.ranks})
     device_group = dist.new_group(ranks, timeout=world.nccl_timeout) if accelerator.has_nccl() else None
     if world.rank not in ranks:
         return None
     options = config.rollout.checkpoint_engine
+    bucket, verify = options.update_weights_bucket_megabytes * 2**20, options.verify
     refit = Refit(
-        resharding,
-        world.comm,
-        world.rank,
-        dtype,
-        bucket_bytes=options.update_weights_bucket_megabytes * 2**20,
-        verify=options.verify,
-        device_group=device_group,
+        resharding, world.comm, world.rank, dtype, bucket_bytes=bucket, verify=verify, device_group=device_group
     )
     before_mpi_finalize(refit.close)
     return refit
@@ -167,14 +157,9 @@ class ExportWorker(Worker):
     ) -> None:
         """Fill `tensors` from all ranks' `source`."""
         engine = self.policy.engine
-        refit = Refit(
-            Resharding(engine.shape, self.layout, writers, engine.dtype.itemsize, **options),
-            self.comm,
-            self.rank,
-            engine.dtype,
-            verify="always",
-            device_group=self.policy.groups.pgc.intra_dist_opt if accelerator.has_nccl() else None,
-        )
+        resharding = Resharding(engine.shape, self.layout, writers, engine.dtype.itemsize, **options)
+        group = self.policy.groups.pgc.intra_dist_opt if accelerator.has_nccl() else None
+        refit = Refit(resharding, self.comm, self.rank, engine.dtype, verify="always", device_group=group)
         try:
             with engine.offload.on_device("parameters"):
                 refit.run(source, tensors)
