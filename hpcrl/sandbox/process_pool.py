@@ -286,7 +286,7 @@ class ProcessPool:
         self._end(worker, "timeouts", f"longer than {late.timeout:g} s")
 
     def _end(self, worker: _Worker, fate: Fate, why: str) -> None:
-        """Kill a worker. The request it was running gets this fate; if it was running several, each is run again by itself.
+        """Kill a worker. The request it was running gets this fate; if there were several, each is run again by itself.
 
         Requests that it had not begun are queued again.
         """
