@@ -20,7 +20,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-LEFT_OUT = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+LEFT_OUT = (
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/",
+    "memory/",
+    "fully_async/trainer/idle",
+    "fully_async/rollouter/idle",
+)
 FOUR_RANKS = ("one_step_off_countdown_cpu", "ppo_countdown_cpu")
 BY_TIMING = ("async_countdown_cpu",)
 STEPS = 5
@@ -67,10 +74,11 @@ def main() -> int:
 
 
 def jobs(configs: Path) -> list[Job]:
-    """Warm starts first, as the others begin with their weights."""
+    """Warm starts first, then PPO, because other jobs begin with their weights."""
     found = []
     for path in sorted(
-        configs.glob("*_cpu.yaml"), key=lambda path: (not path.name.startswith(("sft", "rm")), path.name)
+        configs.glob("*_cpu.yaml"),
+        key=lambda path: (not path.name.startswith(("sft", "rm")), not path.name.startswith("ppo_"), path.name),
     ):
         name, kind = path.stem, path.stem.split("_")[0]
         if name in BY_TIMING:

@@ -73,9 +73,9 @@ def scoring(controller: Controller, batch: DataProto, *, with_model: bool) -> St
 
 
 def failed_scores(batch: DataProto) -> dict[str, int]:
-    """`reward/<how>` -> number of the batch's scores that failed in that way, if there are any."""
+    """`reward/<how>` -> number of the batch's scores that failed in that way."""
     counts = finish(merge(batch.metrics)) if batch.metrics else {}
-    return {name: int(count) for name, count in counts.items() if name.startswith("reward/") and count}
+    return {name: int(count) for name, count in counts.items() if name.startswith("reward/")}
 
 
 class FirstSamples:
@@ -98,7 +98,7 @@ class FirstSamples:
         self.has_scores = sum(failed.values()) < len(batch)
         self.failed.update(failed)
         if not self.has_scores and self.failed.total() >= self.size:
-            how = ", ".join(f"{name} {count}" for name, count in self.failed.items())
+            how = ", ".join(f"{name} {count}" for name, count in self.failed.items() if count)
             raise InputError(
                 f"all of the first {self.failed.total()} scores failed ({how}); logs/rank_*.log and "
                 "logs/scorer_*.log have the reasons; fix the scorer or its data"
