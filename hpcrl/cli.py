@@ -56,17 +56,13 @@ def commands() -> list[str]:
     return [*job_names(), *TOOLS]
 
 
-def help_lines() -> dict[str, str]:
-    """Command -> one line: of a job, the docstring of its file, which is read without importing it."""
+def help_text() -> str:
+    """The commands with one line each: of a job, the docstring of its file, which is read without importing it."""
     lines = {}
     for name in job_names():
         tree = ast.parse((JOBS_FOLDER / f"{name}.py").read_text(encoding="utf-8"))
         lines[name] = (ast.get_docstring(tree) or "").split("\n")[0]
-    return lines | {name: text for name, (_, text) in TOOLS.items()}
-
-
-def help_text() -> str:
-    lines = help_lines()
+    lines |= {name: text for name, (_, text) in TOOLS.items()}
     width = max(map(len, lines))
     listed = "\n".join(f"  {name:<{width}}  {text}" for name, text in lines.items())
     return (

@@ -62,19 +62,20 @@ def find_start(
                 f"{folder} holds {found[1].name}, and trainer.resume_mode=disable would start a new run beside it; "
                 "choose another run.name, or remove that folder"
             )
-        roles = found[2].get("roles", [trained]) if found else [trained]
+        saved = found[2] if found else {}
+        roles = saved.get("roles", [trained])
         if trained not in roles:
             raise InputError(
                 f"{folder} holds checkpoints of {', '.join(roles)}, of another kind of job; choose another run.name"
             )
-        before = found[2].get("job", job) if found else job
+        before = saved.get("job", job)
         if job is not None and before != job:
             raise InputError(f"{folder} holds checkpoints of `hpcrl {before}`; choose another run.name")
-        named = found[2].get("init_from") if found else config.model.init_from or config.model.path
+        named = saved.get("init_from") if found else config.model.init_from or config.model.path
         init_from = Path(named) if named else None
         if init_from is not None and (needs_ref or not found):
             init_from = load_path(init_from, log.warning)
-        kept = found[2].get("frozen", {}) if found else {}
+        kept = saved.get("frozen", {})
         others = {role: load_path(Path(kept.get(role, path)), log.warning) for role, path in (frozen or {}).items()}
         if "reward" in others and not (others["reward"] / "reward").is_dir():
             raise InputError(

@@ -218,6 +218,7 @@ def _preds(rows: Sequence[int], variables: Variables, count: int) -> list[Value]
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Validator:
     """Samples and scores the validation prompts. Runs on rank 0. Every validation uses the same random numbers, so a
     difference comes from the model.
@@ -226,30 +227,23 @@ class Validator:
     written as `<step>.jsonl`.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        prompts: PromptDataset,
-        data: DataConfig,
-        ways: Sequence[ValKwargs],
-        eos_token_ids: tuple[int, ...],
-        *,
-        num_prompts: int | None = None,
-        num_shown: int = 0,
-        folder: Path | None = None,
-        with_model: bool = False,
-    ) -> None:
-        self.controller = controller
-        self.prompts = prompts
-        self.data = data
-        self.ways = sorted(ways, key=lambda way: way.n)
-        self.eos_token_ids = eos_token_ids
-        self.rows = np.arange(min(num_prompts or len(prompts), len(prompts)), dtype=np.int64)
-        self.num_shown = num_shown
-        self.folder = folder
-        self.with_model = with_model
+    controller: Controller
+    prompts: PromptDataset
+    data: DataConfig
+    ways: Sequence[ValKwargs]
+    eos_token_ids: tuple[int, ...]
+    num_prompts: int | None = None
+    num_shown: int = 0
+    folder: Path | None = None
+    with_model: bool = False
+
+    def __post_init__(self) -> None:
+        prompts = self.prompts
+        self.ways = sorted(self.ways, key=lambda way: way.n)
+        self.rows = np.arange(min(self.num_prompts or len(prompts), len(prompts)), dtype=np.int64)
         self.sources = np.array([source or "unknown" for source in prompts.source_of_rows()], object)[self.rows]
-        texts = [prompts.prompt_text(row, skip_special_tokens=True) for row in self.rows.tolist()] if num_shown else []
+        shown = self.rows.tolist() if self.num_shown else []
+        texts = [prompts.prompt_text(row, skip_special_tokens=True) for row in shown]
         self.text_rank = np.unique(np.array(texts, object), return_inverse=True)[1]
 
     @classmethod

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import glob
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -76,12 +77,8 @@ def parse_cpu_list(text: str) -> list[int]:
 
 def format_cpu_list(cpus: Sequence[int]) -> str:
     """Convert [0, 1, 2, 8] to '0-2,8'."""
-    runs: list[list[int]] = []
-    for cpu in cpus:
-        if runs and cpu == runs[-1][-1] + 1:
-            runs[-1].append(cpu)
-        else:
-            runs.append([cpu])
+    groups = itertools.groupby(enumerate(cpus), key=lambda item: item[1] - item[0])
+    runs = [[cpu for _, cpu in group] for _, group in groups]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 

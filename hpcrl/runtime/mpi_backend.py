@@ -199,7 +199,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._pending: list[MpiWork] = []
         self._comm: MPI.Intracomm = MPI.COMM_SELF
         if self._size > 1:  # MPICH has about 2,046 communicators, and COMM_SELF costs none of them
-            self._comm = _create_comm(control, ranks, self._name)
+            tag = zlib.crc32(self._name.encode()) % 32768  # of groups that overlapping ranks make at the same time
+            self._comm = create_group(control, ranks, tag)
+            self._comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     def rank(self) -> int:
         return self._rank
@@ -434,16 +436,6 @@ class MpiProcessGroup(dist.ProcessGroup):
                 f"{call}: the whole has {whole.numel()} elements of {whole.dtype}, one of {self._size} parts has "
                 f"{part.numel()} of {part.dtype}; the whole must be {self._size} times the part, in the same dtype"
             )
-
-
-def _create_comm(control: MPI.Intracomm, ranks: list[int], name: str) -> MPI.Intracomm:
-    """Communicator of `ranks`, in that order. Collective over these ranks only."""
-    tag = (
-        zlib.crc32(name.encode()) % 32768
-    )  # distinguishes groups that overlapping sets of ranks create at the same time
-    comm = create_group(control, ranks, tag)
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    return comm
 
 
 class MpiWork(Work):

@@ -18,6 +18,18 @@ PR_SET_CHILD_SUBREAPER = 36
 HAS_CHILDREN_FILE = os.path.exists("/proc/thread-self/children")  # False for kernels without CONFIG_PROC_CHILDREN
 
 
+def wake_on_signals() -> tuple[int, int]:
+    """Have a supervisor's signals write their numbers to a pipe, and do nothing else. Returns its (reader, writer)."""
+    wake, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # Handlers that do nothing, instead of SIG_IGN: programs that are started by exec get the defaults back.
+    for signum in (signal.SIGCHLD, END, *STEP_SIGNALS):
+        signal.signal(signum, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    return wake, writer
+
+
 def adopt_orphans() -> None:
     """Make this process, not init, the parent of descendants whose own parent has ended. It must reap them."""
     libc_call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -64,12 +64,7 @@ class Child:
 def main() -> None:
     source, stdin, limits, folder, packages, network, shown = marshal.loads(sys.stdin.buffer.read())
     parent = os.getppid()
-    wake, wake_writer = os.pipe()
-    os.set_blocking(wake_writer, False)
-    for signum in (signal.SIGCHLD, process_tree.END, *process_tree.STEP_SIGNALS):
-        signal.signal(signum, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+    wake, _ = process_tree.wake_on_signals()
     process_tree.adopt_orphans()
     try:
         if network:

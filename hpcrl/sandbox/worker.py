@@ -42,14 +42,8 @@ def supervise(work: Callable[[], None], log: str | None = None) -> NoReturn:
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
-    wake, wake_writer = os.pipe()
-    os.set_blocking(wake_writer, False)
-    # Handlers that do nothing, instead of SIG_IGN: programs that `work` starts by exec get the defaults back.
-    for signum in (signal.SIGCHLD, process_tree.END, *process_tree.STEP_SIGNALS):
-        signal.signal(signum, lambda *_: None)
-    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a job; the rank handles it
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    wake, wake_writer = process_tree.wake_on_signals()
     os.setsid()
     process_tree.adopt_orphans()
     folder = tempfile.mkdtemp(prefix="hpcrl_")

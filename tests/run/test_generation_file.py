@@ -67,7 +67,7 @@ def test_samples_of_another_job_are_refused(tmp_path: Path) -> None:
     for name, value in (("prompt_ids", [9]), ("ground_truth", "8")):
         other = KEYS[2]._replace(prompt={**KEYS[2].prompt, name: value})
         with pytest.raises(
-            InputError, match=f"line 3 has another {name} than data:1:0 has now: the data files are oth"
+            InputError, match=f"line 3 has another {name} than data:1:0 has now: the data files have ch"
         ):
             opened(path, keys=[*KEYS[:2], other, *KEYS[3:]])
     (tmp_path / "out.jsonl.settings.json").unlink()
