@@ -117,9 +117,13 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path: Path, unbroken:
     assert compared(tmp_path) == compared(unbroken)
     assert [line.get("perf/failed_saves") for line in lines(tmp_path)] == [None, None, 1.0, 1.0]
     assert checkpoints(tmp_path) == ["latest", "step_00000001", "step_00000003"]
-    told = [line for line in log_of(tmp_path).splitlines() if "cannot be written" in line]
+    told = [
+        line
+        for line in log_of(tmp_path).splitlines()
+        if "the checkpoint of step" in line and "could not be written" in line
+    ]
     for step, newest, line in zip((2, 4), (1, 3), told, strict=True):
-        assert f"the checkpoint of step {step} cannot" in line and "rank 1 on " in line
+        assert f"the checkpoint of step {step} could not" in line and "rank 1 on " in line
         assert f"step_{step:08d}.tmp/actor/__1_0.distcp: File too large" in line
         assert f"training continues, step_{newest:08d} is still the newest checkpoint" in line
     # The last save is what the run was for.
@@ -153,7 +157,11 @@ def test_a_full_file_system_costs_checkpoints_and_not_the_run(
     before = ("unshare", "--map-root-user", "--mount", "sh", "-c", inside, "sh")
     assert train(tmp_path, 2, before=before) == 1
     assert compared(tmp_path) == compared(unbroken)
-    told = [line for line in log_of(tmp_path).splitlines() if "cannot be written" in line]
+    told = [
+        line
+        for line in log_of(tmp_path).splitlines()
+        if "the checkpoint of step" in line and "could not be written" in line
+    ]
     assert len(told) == 3 and all("No space left on device" in line for line in told)
     assert sorted(path.name for path in kept.iterdir()) == ["latest", "step_00000001"]
     found = CheckpointStore(kept).newest_valid(pytest.fail)

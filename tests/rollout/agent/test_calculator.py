@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcrl.config.loader import load_config
 from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.jobs.sft import Sft
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.user_code import import_file
@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[3]
 @pytest.mark.parametrize("template", ["sft_tool_countdown_cpu", "tool_countdown_cpu"])
 def test_warm_start_writes_conversations_as_they_are(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.chdir(REPOSITORY)
-    config = load_config(f"configs/{template}.yaml", [])
+    config = Sft.read_config(f"configs/{template}.yaml")
     tokenizer: Any = load_tokenizer(str(config.model.tokenizer))
     prepare = import_file("tools/prepare_countdown.py")
     rng = random.Random(5)
