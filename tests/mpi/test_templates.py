@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.loader import load_config
-from hpcrl.run.job_config import with_presets
+from hpcrl.cli import load_job
 from hpcrl.runtime.job import run_directory
 from tests.mpi.lab import run_job
 
@@ -65,14 +64,16 @@ def run_two_steps(world, template: str) -> None:
     """Run the templates whose weights this one starts with, then this one; each at most once in a session."""
     kind = template.split("_")[0]
     small = SMALL + {"sft": SMALL_SFT, "rm": SMALL_RM}.get(kind, ["trainer.total_training_steps=2"])
-    config = with_presets(load_config(f"configs/{template}.yaml", small))
+    command = kind if kind in ("sft", "rm") else "train"
+    job = load_job(command)
+    config = job.prepare(job.read_config(f"configs/{template}.yaml", small))
     saved = run_directory(config) / "checkpoints" / "step_00000002" / "manifest.json"
     if world.broadcast_object(saved.exists() if world.rank == 0 else None):
         return
     for section in (config.model, config.teacher, config.reward.reward_model):
         if section.init_from:
             run_two_steps(world, f"{Path(section.init_from).name}_cpu")
-    run_job(world, kind if kind in ("sft", "rm") else "train", config)
+    run_job(world, command, config)
     lines = [json.loads(line) for line in (run_directory(config) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     losses = [value for line in lines for name, value in line.items() if name.endswith(("/loss", "/grad_norm"))]
