@@ -2,25 +2,158 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
+from hpcrl.config.loader import quoted
 from hpcrl.config.schema import Config, JobConfig
 from hpcrl.runtime import exits
-from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.slurm import bundle
-from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import Batch, render
+
+
+def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[list[str]]:
+    """The overrides of every element: all combinations of the values, as runs `<run_dir>/<run_name>/<key=value>`,
+    joined with '+'."""
+    choices = list(itertools.product(*map(_axis, arrays)))
+    folder = f"run.dir={quoted(f'{run_dir}/{run_name}')}"
+    return [
+        [*choice, folder, f"run.name={quoted(name)}"] for choice, name in zip(choices, _names(choices), strict=True)
+    ]
+
+
+def _names(choices: Sequence[Sequence[str]]) -> list[str]:
+    """Folder names of the choices, without ',' and ':', which containers' mounts cannot have."""
+    names: list[str] = []
+    for choice in choices:
+        plain = re.sub("[/,:]", "_", "+".join(choice))
+        numbered = (f"{plain}_{number}" for number in itertools.count(2))
+        names.append(next(name for name in itertools.chain([plain], numbered) if name not in names))
+    return names
+
+
+def _axis(array: str) -> list[str]:
+    key, equals, values = array.partition("=")
+    chosen = values.split(",")
+    if not (key and equals and all(chosen)):
+        raise InputError(f"found --array {array!r}; expected key=a,b,c, such as actor.optim.lr=1e-6,2e-6")
+    if len(set(chosen)) < len(chosen):
+        raise InputError(f"--array {array} has a value twice; each is a run of its own, so name it once")
+    return [f"{key}={value}" for value in chosen]
+
+
+def sbatch_command(script: Path, after: str | None) -> list[str]:
+    """The sbatch command. A requeued job has not ended; a failed one removes those after it from the queue."""
+    dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    return ["sbatch", "--parsable", *dependency, str(script)]
+
+
+def submit_chain(scripts: Sequence[Path]) -> list[str]:
+    """Submit each script from its own folder; returns the job ids. If sbatch fails, the jobs before are cancelled."""
+    ids: list[str] = []
+    for script in scripts:
+        line = sbatch_command(script, ids[-1] if ids else None)
+        try:
+            answer = subprocess.run(line, cwd=script.parent, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise InputError("sbatch not found; run submit where jobs are submitted, or use --dry-run") from None
+        if answer.returncode:
+            if ids:
+                subprocess.run(["scancel", *ids], capture_output=True)
+            said = " ".join(answer.stderr.split())
+            raise InputError(f"sbatch rejected {script}: {said}{'; the jobs before it are cancelled' if ids else ''}")
+        ids.append(answer.stdout.strip().split(";")[0])
+    return ids
+
+
+JOB_OPTIONS = {
+    "nodes": "job.nodes",
+    "ntasks_per_node": "job.ntasks_per_node",
+    "time": "job.time",
+    "partition": "job.partition",
+}
+
+
+@dataclass
+class Stage:
+    """One job of a chain, as asked for."""
+
+    command: str  # train, sft, ..., or the Python file of a user's job
+    config: str  # YAML file
+    overrides: list[str]
+    arrays: list[str]
+
+
+@dataclass
+class Request:
+    stages: list[Stage] = field(default_factory=list)
+    job_overrides: list[str] = field(default_factory=list)  # of all stages
+    site: str | None = None
+    dry_run: bool = False
+
+
+def make_parser(description: str = "") -> ArgumentParser:
+    """A parser of the arguments of one stage of `hpcrl submit`, and of those of all stages."""
+    parser = ArgumentParser(
+        prog="hpcrl submit",
+        usage="hpcrl submit [COMMAND:]CONFIG [key=value ...] [--array key=a,b,c] [--chain [COMMAND:]CONFIG ...] "
+        "[--nodes N] [--ntasks-per-node N] [--time D-HH:MM:SS] [--partition P] [--site FILE] [--dry-run]",
+        description=description,
+        allow_abbrev=False,
+        epilog="--chain begins a further job, which starts once the one before it has ended well.",
+    )
+    parser.add_argument("config", metavar="[COMMAND:]CONFIG", help="YAML file; COMMAND is train, sft, ... or a JOB.py")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
+    parser.add_argument("--array", action="append", default=[], metavar="key=a,b,c", help="one run for each value")
+    for option, key in JOB_OPTIONS.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", help=f"{key} of all jobs")
+    parser.add_argument("--site", metavar="FILE", help="site file")
+    parser.add_argument("--dry-run", action="store_true", help="print the batch scripts and submit nothing")
+    return parser
+
+
+def parse(arguments: Sequence[str], commands: Sequence[str], description: str = "") -> Request:
+    """Parse the arguments of `hpcrl submit`; `commands` are the built-in jobs that can be submitted.
+
+    Overrides and --array belong to the stage before them, --nodes and the like to all stages.
+    """
+    stages: list[list[str]] = [[]]
+    for word in arguments:
+        if word == "--chain" or word.startswith("--chain="):
+            stages.append([word.removeprefix("--chain=")] if "=" in word else [])
+        else:
+            stages[-1].append(word)
+    request, parser = Request(), make_parser(description)
+    for words in stages:
+        parsed = parser.parse_intermixed_args(words)
+        command, colon, config = parsed.config.rpartition(":")
+        if "=" in parsed.config:
+            parser.error(f"found the override {parsed.config!r} in place of a YAML file")
+        odd = next((word for word in parsed.overrides if "=" not in word), None)
+        if odd is not None:
+            parser.error(f"found {odd!r} after {parsed.config}; a further job is --chain {odd}")
+        if colon and command not in commands and not command.endswith(".py"):
+            parser.error(f"unknown command {command!r}; expected one of {', '.join(commands)} or a JOB.py")
+        request.stages.append(Stage(command if colon else "train", config, parsed.overrides, parsed.array))
+        given = {key: getattr(parsed, option) for option, key in JOB_OPTIONS.items()}
+        request.job_overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
+        request.site, request.dry_run = parsed.site or request.site, parsed.dry_run or request.dry_run
+    return request
+
 
 MARGIN = 1.2  # nodes differ, and a shared file system has bad hours
 TIMES = "times.json"  # as hpcrl.run.time_budget writes it

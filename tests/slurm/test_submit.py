@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.loader import load_config
-from hpcrl.slurm.request import parse
+from hpcrl.slurm.submit import parse
 
 ROOT = Path(__file__).parents[2]
 SFT = f"sft:{ROOT}/configs/sft_countdown_cpu.yaml"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.slurm.request import array_elements
+from hpcrl.slurm.submit import array_elements
 
 
 def test_each_element_is_a_run_that_a_container_can_mount() -> None:
