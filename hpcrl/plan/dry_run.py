@@ -20,7 +20,7 @@ from hpcrl.grid.layout import GROUP_DIMS, Coord, Layout
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import all_gather_object, broadcast_object, run_collectively
-from hpcrl.runtime.world import abort, finish, start_mpi
+from hpcrl.runtime.world import abort, finish, finish_with_error, start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -64,9 +64,7 @@ def main(arguments: Sequence[str], load_job: Callable[[], JobDescription]) -> No
         finish(_run(comm, lambda: _read(arguments, load_job(), comm.size, launched)))
     except BaseException as error:
         if getattr(error, "everywhere", False):
-            if comm.rank == 0:
-                print(exits.one_line(error), file=sys.stderr)
-            finish(exits.BAD_INPUT)
+            finish_with_error(error, comm.rank)
         abort(error, rank=comm.rank, phase="dry run")
 
 

@@ -13,7 +13,6 @@ import re
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -31,11 +30,11 @@ from hpcrl.runtime import exits
 from hpcrl.runtime.check import GIB, Finding, report
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import is_first_launched, launched_rank, library_name, node_name, version_of
-from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, wait, wait_all
+from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively, wait, wait_all
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import own_address
 from hpcrl.runtime.watchdog import format_ranks
-from hpcrl.runtime.world import abort, finish, start_mpi
+from hpcrl.runtime.world import abort, finish, finish_with_error, start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -370,22 +369,17 @@ def bundle_findings(folder: str, verify: Callable[[str], list[str]]) -> Iterator
 
 def _agreed_folder(comm: MPI.Intracomm, find_folder: Callable[[], str]) -> str:
     """The run directory, or its nearest parent that exists, relative if the configuration has a relative path."""
-    found, line = "", None
-    if comm.rank == 0:
-        try:
-            found = find_folder()
-            while not os.path.isdir(found or "."):
-                found = os.path.dirname(found)
-        except Exception as error:
-            if not exits.is_user_error(error):
-                raise
-            line = exits.one_line(error)
-    found, line = broadcast_object(comm, (found, line))
-    if line is not None:
-        if comm.rank == 0:
-            print(line, file=sys.stderr)
-        finish(exits.BAD_INPUT)
-    return found
+
+    def look() -> str:
+        found = find_folder() if comm.rank == 0 else ""
+        while not os.path.isdir(found or "."):
+            found = os.path.dirname(found)
+        return found
+
+    try:
+        return str(broadcast_object(comm, run_collectively(comm, look)))
+    except InputError as error:
+        finish_with_error(error, comm.rank)
 
 
 def _try_folder(comm: MPI.Intracomm, folder: str) -> Folder:

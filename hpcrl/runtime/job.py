@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from hpcrl.runtime import exits, rank_status, watchdog
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import end_of_allocation, is_first_launched
-from hpcrl.runtime.mpi import broadcast_object
+from hpcrl.runtime.mpi import broadcast_object, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import StopRequests, block_signals
 from hpcrl.runtime.world import (
     World,
     abort,
     finish,
+    finish_with_error,
     set_deterministic_libraries,
     set_torch_precision,
     start_mpi,
@@ -102,10 +103,7 @@ def run_spmd(
         status.role, status.phase = None, "end"
     except BaseException as error:
         if getattr(error, "everywhere", False):
-            if comm.rank == 0:
-                exits.write_exit(run_dir, exits.BAD_INPUT, error=exits.summary(error))
-                print(exits.one_line(error), file=sys.stderr)
-            finish(exits.BAD_INPUT)
+            finish_with_error(error, comm.rank, run_dir)
         if run_dir is not None and "torch" in sys.modules:
             error = _explain_out_of_memory(error, config, run_dir, comm, status, memory_advice)
         abort(error, run_dir=run_dir, rank=comm.rank, role=status.role, phase=status.phase)
@@ -119,19 +117,16 @@ def load_once(comm: MPI.Intracomm, load: Callable[[], C]) -> C:
 
     A user error is raised on all ranks. Collective.
     """
-    config, line = None, None
-    if comm.rank == 0:
-        try:
-            config = load()
-            make_run_directory(run_directory(config))
-        except Exception as error:
-            if not exits.is_user_error(error):
-                raise
-            line = str(error)
-    config, line = broadcast_object(comm, (config, line))
-    if line is not None:
-        raise InputError(line, everywhere=True)
-    return config
+
+    def load_and_make() -> C | None:
+        if comm.rank != 0:
+            return None
+        config = load()
+        make_run_directory(run_directory(config))
+        return config
+
+    loaded: C = broadcast_object(comm, run_collectively(comm, load_and_make))
+    return loaded
 
 
 def _explain_out_of_memory(

@@ -256,6 +256,14 @@ def finish(code: int) -> NoReturn:
     raise AssertionError("exit returned")
 
 
+def finish_with_error(error: BaseException, rank: int, run_dir: str | os.PathLike[str] | None = None) -> NoReturn:
+    """End with exit code 2 after a user error that all ranks have raised. Rank 0 reports it. Collective."""
+    if rank == 0:
+        exits.write_exit(run_dir, exits.BAD_INPUT, error=exits.summary(error))
+        print(exits.one_line(error), file=sys.stderr)
+    finish(exits.BAD_INPUT)
+
+
 def abort(
     error: BaseException,
     *,
