@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from hpcrl.cli import load_job
 from hpcrl.config.schema import Config
 from hpcrl.run.inference import inside_run
 from hpcrl.run.job_config import with_presets
@@ -66,7 +67,7 @@ class Inference:
     def _config(self, job: str, name: str, placement: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
         template = self.lab.config(name, placement, {"data": self.data, **sections})
         template["data"].pop("train_files")
-        make = partial(inside_run, with_presets(Config.model_validate(template)), job)
+        make = partial(inside_run, with_presets(load_job(job).schema().model_validate(template)), job)
         config: Config = self.world.broadcast_object(make() if self.world.rank == 0 else None)
         return config
 

@@ -114,7 +114,7 @@ def folder(world: World, tmp_path_factory) -> Path:
 
 
 def make_config(folder: Path, name: str, placement: dict[str, Any], pairs: int = 64, **options: Any) -> Config:
-    return Config.model_validate(
+    return RewardModel.schema().model_validate(
         {
             "run": {"name": name, "dir": str(folder / "runs")},
             "model": {"tokenizer": str(ROOT / "configs" / "tokenizer"), "hidden_size": 64, "ffn_hidden_size": 96},
