@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
 import logging
@@ -77,7 +78,7 @@ def complete() -> None:
     """Answer the shell, which asks for completions: commands, their options, files."""
     import argcomplete
 
-    parser = ArgumentParser(prog="hpcrl")
+    parser = argparse.ArgumentParser(prog="hpcrl")  # incomplete lines are errors, which argcomplete catches
     subparsers = parser.add_subparsers()
     for name in commands():
         subparser = subparsers.add_parser(name)

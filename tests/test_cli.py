@@ -81,6 +81,18 @@ def test_help(arguments: list[str], expected: list[str], capsys: pytest.CaptureF
     assert all(word in out for word in expected)
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [("hpcrl tr", {"train"}), ("hpcrl score --", {"--tokens", "--out"}), ("hpcrl s", {"sft", "submit"})],
+)
+def test_completion(tmp_path: Path, line: str, found: set[str]) -> None:
+    """As argcomplete's hook of a shell asks for it."""
+    asks = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found")}
+    environ = environment() | asks | {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    subprocess.run([sys.executable, "-m", "hpcrl"], cwd=ROOT, env=environ, check=True)
+    assert found <= set((tmp_path / "found").read_text().replace(" ", "").split("\n"))
+
+
 def launch(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """A command line under mpiexec, as users run it."""
     mpiexec = str(Path(sys.executable).with_name("mpiexec"))
