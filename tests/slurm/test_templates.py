@@ -59,8 +59,8 @@ def test_the_main_job_runs_from_a_fresh_clone(lab: Lab, clone: Path) -> None:
 
 @pytest.mark.slow
 def test_a_submitted_chain_runs_from_its_bundles(lab: Lab, clone: Path) -> None:
-    """The second job starts from what the first one makes, under a name that a shell would stumble over. Neither
-    misses what the bundles were made from."""
+    """The second job, in a user's file, starts from what the first one makes, under a name that a shell would stumble
+    over. Neither misses what the bundles were made from."""
     subprocess.run(
         [sys.executable, "tools/prepare_countdown.py", "--out", "data/countdown", "--files", "train", "val", "sft"],
         cwd=clone,
@@ -68,7 +68,8 @@ def test_a_submitted_chain_runs_from_its_bundles(lab: Lab, clone: Path) -> None:
         stdout=subprocess.DEVNULL,
     )
     stages = ["sft:configs/sft_countdown_cpu.yaml", "sft.total_training_steps=1", "sft.eval_freq=-1"]
-    stages += ["--chain", "configs/grpo_countdown_cpu.yaml", "run.name=it's; $(touch x)"]
+    stages += ["--chain", "docs/examples/grpo_by_hand.py:configs/grpo_countdown_cpu.yaml"]
+    stages += ["run.name=it's; $(touch x)"]
     stages += ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
     ran = subprocess.run(
         [sys.executable, "-m", "hpcrl", "submit", *stages, "--nodes=1", "--ntasks-per-node=2"],
@@ -78,7 +79,7 @@ def test_a_submitted_chain_runs_from_its_bundles(lab: Lab, clone: Path) -> None:
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    for name in ("configs", "data", "slurm"):
+    for name in ("configs", "data", "docs", "slurm"):
         (clone / name).rename(clone / f"former_{name}")
     first, second = (line.split(": job ")[1].split(",")[0] for line in ran.stdout.splitlines())
     assert lab.wait(first) == "COMPLETED"
