@@ -13,7 +13,7 @@ import pytest
 from tests.slurm.conftest import Lab
 
 ROOT = Path(__file__).parents[2]
-LINKED = ("configs", "hpcrl", "slurm", "tools", ".venv")
+LINKED = ("configs", "hpcrl", "docs", "slurm", "tools", ".venv")
 
 
 @pytest.fixture
