@@ -31,10 +31,9 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # placement, se
 }
 
 
+@pytest.mark.world(2)
 @pytest.mark.parametrize("name", JOBS)
 def test_an_example_resumed_equals_uninterrupted_bitwise(world, lab: Lab, name: str) -> None:
-    if world.size != 2:
-        pytest.skip("for 2 ranks")
     placement, sections, own_metric = JOBS[name]
     job = str(EXAMPLES / f"{name}.py")
     straight = lab.run(f"{name}_straight", placement, job=job, **sections, trainer={"total_training_steps": 2})
