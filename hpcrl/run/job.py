@@ -73,10 +73,15 @@ class Job:
             cls.config_class = extended(Config, sections, placed, qualname=name, module=cls.__module__)
         return cls.config_class
 
+    @classmethod
+    def section_of(cls, config: Config) -> Any:
+        """The config section that the job declares, or the job that it extends."""
+        declaring = next(job for job in cls.__mro__ if job.__dict__.get("section") is not None)
+        return config.section(declaring.__dict__["name"])
+
     @property
     def own(self) -> Any:
-        """The config section that the job declares."""
-        return self.config.section(self.name)
+        return self.section_of(self.config)
 
     @classmethod
     def own_specs(cls) -> list[RoleSpec]:
@@ -287,7 +292,7 @@ class SupervisedJob(TrainingJob):
     @classmethod
     def check_data(cls, config: Config, columns: str) -> int:
         """Check steps, checkpoints and files; returns the longest sequence, in tokens. `columns`: what files hold."""
-        freq = config.section(cls.name).eval_freq
+        freq = cls.section_of(config).eval_freq
         check_steps(config, cls.name)
         check_checkpoints(config.trainer)
         if not config.data.train_files:
