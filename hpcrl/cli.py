@@ -119,12 +119,8 @@ def run_file(arguments: list[str]) -> NoReturn:
         run_job(arguments[0], arguments[1:])
     from hpcrl.config.loader import raw_value
 
-    try:
+    with exits.one_line_for_user_errors():
         file = raw_value(arguments[0], arguments[1:], ("run", "job_file"))
-    except Exception as error:
-        if exits.is_user_error(error):
-            exits.exit_with_error(error)
-        raise
     if not isinstance(file, str):
         fail(f"{arguments[0]} has no run.job_file, so it does not say which job it is for; use {RUN_USAGE}")
     run_job(file, arguments)

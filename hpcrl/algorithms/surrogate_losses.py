@@ -376,7 +376,7 @@ def clip_cov(
 @dataclass(frozen=True)
 class KlCov:
     kl_cov_ratio: float = param(2e-4, ge=0, le=1, help="kl_cov: share of tokens that get a KL penalty")
-    ppo_kl_coef: float | None = param(0.1, ge=0, help="kl_cov: weight of that penalty; null: 1")
+    ppo_kl_coef: float | None = param(0.1, ge=0, help="kl_cov: weight of the KL penalty; null: 1")
 
 
 @register_policy_loss("kl_cov", params=KlCov)

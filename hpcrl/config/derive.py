@@ -13,7 +13,7 @@ from typing import Protocol
 from hpcrl.algorithms.aggregation import LossAggMode
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, CRITIC, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec
+from hpcrl.config.roles import ACTOR, CRITIC, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec, with_own
 from hpcrl.config.rules import check_algorithm, check_checkpoints, check_lora, check_rollout, loss_mode
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
@@ -125,9 +125,9 @@ def check(config: Config, world_size: int, *, own_roles: Sequence[RoleSpec] = ()
         REWARD: config.reward.reward_model.enable,
         ROLLOUT: True,
     }
-    built_in = [spec for spec in PLACED if needs[spec] or spec.name in {own.name for own in own_roles}]
-    known = {spec.name for spec in built_in}
-    used = [*built_in, *(spec for spec in own_roles if not spec.on and spec.name not in known)]
+    named = {spec.name for spec in own_roles}
+    built_in = [spec for spec in PLACED if needs[spec] or spec.name in named]
+    used = [spec for spec in with_own(built_in, own_roles) if not spec.on]
     needs_critic = needs[CRITIC]
     roles = place(config, used, world_size)
     if not data.train_files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -90,6 +91,13 @@ PLACED = (
     REWARD,
     ROLLOUT,
 )  # in the order in which they are built
+
+
+def with_own(built_in: Iterable[RoleSpec], own: Iterable[RoleSpec]) -> list[RoleSpec]:
+    """`built_in`, each replaced by the own role of the same name if there is one, then the other own roles."""
+    left = {spec.name: spec for spec in own}
+    return [*(left.pop(spec.name, spec) for spec in built_in), *left.values()]
+
 
 Part = Literal["parameters", "gradients", "optimizer"]
 KEYS: dict[Part, str] = {"parameters": "param_offload", "gradients": "grad_offload", "optimizer": "optimizer_offload"}

@@ -20,6 +20,7 @@ from hpcrl.grid.layout import GROUP_DIMS, Coord, Layout
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.mpi import all_gather_object, broadcast_object, run_collectively
+from hpcrl.runtime.user_code import has_imported
 from hpcrl.runtime.world import abort, finish, finish_with_error, start_mpi
 
 if TYPE_CHECKING:
@@ -117,8 +118,7 @@ def _place(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> Place:
     }
     coords = {role: layout.coord(comm.rank) for role, layout in mine.items()}
     heavy = {"torch", "megatron", "transformers"}.intersection(sys.modules)
-    has_user_file = any(name.startswith("hpcrl_user_") for name in sys.modules)  # which may import what it needs
-    imported = [] if has_user_file else sorted(heavy)
+    imported = [] if has_imported() else sorted(heavy)  # a user's file may import what it needs
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Place(MPI.Get_processor_name(), coords, groups, imported, peak)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hpcrl.config.derive import Derived, check
-from hpcrl.config.roles import ACTOR, PLACED, REF, Part, RoleSpec, offloaded
+from hpcrl.config.roles import ACTOR, PLACED, REF, Part, RoleSpec, offloaded, with_own
 from hpcrl.config.schema import Config
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import shape_from_yaml
@@ -88,8 +88,7 @@ class TrainingPlan:
     @cached_property
     def specs(self) -> dict[str, RoleSpec]:
         """Roles for which megatron builds a model."""
-        built_in = {spec.name: spec for spec in PLACED}
-        known = built_in | {spec.name: spec for spec in self.own_roles}
+        known = {spec.name: spec for spec in with_own(PLACED, self.own_roles)}
         return {role: known[role] for role in self.derived.roles if known[role].head is not None}
 
     @cached_property
@@ -151,7 +150,8 @@ class TrainingPlan:
 
         entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or derived.old_log_prob_in_update
         in_update = derived.old_log_prob_in_update and not (derived.needs_critic and config.trainer.critic_warmup > 0)
-        own = [spec for spec in self.own_roles if spec.name in self.specs and spec not in PLACED]
+        built_in = {spec.name for spec in PLACED}
+        own = [spec for role, spec in self.specs.items() if role not in built_in]
         phases = [Phase("rollout", "rollout", "generate")]
         if derived.needs_old_log_prob and not in_update:
             phases.append(phase("old_log_prob", "actor", "forward", step))

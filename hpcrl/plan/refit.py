@@ -33,12 +33,8 @@ NAMED = 4  # ranks that a row names
 
 def show(plan: Callable[[], list[str]]) -> NoReturn:
     """Print the lines of a plan, on the first launched process only. An input error ends with code 2 and one line."""
-    try:
+    with exits.one_line_for_user_errors():
         lines = plan()
-    except Exception as error:
-        if exits.is_user_error(error):
-            exits.exit_with_error(error)
-        raise
     if is_first_launched(os.environ):
         print("\n".join(lines))
     sys.exit(exits.DONE)

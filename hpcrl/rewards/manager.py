@@ -336,7 +336,7 @@ def numbers_of(
     if required and not any(is_number):
         seen = sorted({name for extra in extras for name in extra})
         raise InputError(
-            f"{setting} names {key!r}, and no sample has a number of that name; the scorer returns "
+            f"{setting} names {key!r}, and no sample has a number with this name; the scorer returns "
             f"{', '.join(['score', *seen])}"
         )
     return np.array([value if number else missing for value, number in zip(found, is_number, strict=True)], np.float64)

@@ -15,7 +15,7 @@ import numpy as np
 from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
 from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.placement import place
-from hpcrl.config.roles import ACTOR, RoleSpec
+from hpcrl.config.roles import ACTOR, RoleSpec, with_own
 from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, Section, extended
 from hpcrl.config.yaml_core import ConfigError
@@ -187,8 +187,7 @@ class TrainingJob(Job):
 
     def all_roles(self) -> list[RoleSpec]:
         """`roles()`, with those of `own_roles` added or in place of built-in roles of the same name."""
-        own = {spec.name: spec for spec in self.own_specs()}
-        return [*(own.pop(spec.name, spec) for spec in self.roles()), *own.values()]
+        return with_own(self.roles(), self.own_specs())
 
     def stands_for(self, role: str) -> str:
         """The role whose workers are called for `role`."""

@@ -8,6 +8,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +50,17 @@ class ArgumentParser(argparse.ArgumentParser):
 def is_user_error(error: BaseException) -> bool:
     """Whether `error` is bad input. Error classes of layers that do not import this module have the attribute too."""
     return bool(getattr(error, "user_error", False))
+
+
+@contextmanager
+def one_line_for_user_errors() -> Iterator[None]:
+    """End the process with one line for a user error inside; other errors are raised."""
+    try:
+        yield
+    except Exception as error:
+        if is_user_error(error):
+            exit_with_error(error)
+        raise
 
 
 def exit_code(error: BaseException) -> int:

@@ -8,6 +8,13 @@ import sys
 from hashlib import blake2b
 from types import ModuleType
 
+PREFIX = "hpcrl_user_"  # of the modules' names
+
+
+def has_imported() -> bool:
+    """Whether this process has imported a file of the user's."""
+    return any(name.startswith(PREFIX) for name in sys.modules)
+
 
 def import_file(path: str | os.PathLike[str]) -> ModuleType:
     """Import a Python file, once in a process, and return its module. The file may import from its own folder.
@@ -15,7 +22,7 @@ def import_file(path: str | os.PathLike[str]) -> ModuleType:
     Raises ImportError if there is no such file, and any exception of the file itself.
     """
     file = os.path.realpath(path)
-    name = f"hpcrl_user_{blake2b(file.encode(), digest_size=8).hexdigest()}"
+    name = f"{PREFIX}{blake2b(file.encode(), digest_size=8).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     if not os.path.isfile(file):

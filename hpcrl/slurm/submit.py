@@ -70,12 +70,8 @@ class PlannedJob:
 
 def main(arguments: list[str], load_job: LoadJob, check: Check, commands: Sequence[str]) -> NoReturn:
     """The subcommand. `commands` are the built-in jobs that can be submitted."""
-    try:
+    with exits.one_line_for_user_errors():
         run(parse(arguments, commands, (__doc__ or "").split(": ", 1)[1]), load_job, check)
-    except Exception as error:
-        if exits.is_user_error(error):
-            exits.exit_with_error(error)
-        raise
     sys.exit(exits.DONE)
 
 

@@ -72,8 +72,8 @@ class ResponseStream:
     """The engine's `RequestSource`, on every rank of a replica. The leader decides and broadcasts its decisions.
 
     `run` returns when a command arrives that is not reentrant. It interrupts the running responses, which continue at
-    the next `run` with the weights of that time; without `interrupts` it waits for them. `capacity` bounds the number
-    of running responses, so that few have to be waited for.
+    the next `run` with the weights that the engine has then; without `interrupts` it waits for them. `capacity` bounds
+    the number of running responses, so that few have to be waited for.
 
     The journal gets only responses that weights of one version have drawn completely: after a restart, the first tokens
     of others would be older than their recorded version.

@@ -39,6 +39,13 @@ def test_a_role_of_ones_own_has_a_section_a_placement_and_memory(monkeypatch: py
     assert moved.on_host(moved.places[0]) > 0 == plan.on_host(place)
 
 
+def test_a_worker_in_place_of_a_built_in_one_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    own, built_in = load_job(str(ROOT / "docs" / "examples" / "grpo_by_hand.py")), load_job("train")
+    plans = [TrainingPlan(job.read_config(CONFIG, [VOCABULARY]), tuple(job.own_specs())) for job in (own, built_in)]
+    assert plans[0].rows() == plans[1].rows()
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -281,7 +281,7 @@ def queries_and_keys(
     x: Tensor, weights: LatentWeights, shape: ModelShape, linear: Linear, rotate: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Map `x` (n, hidden) to queries (n, 1, heads, kv_lora_rank + rope_dim) of this rank's heads and keys (n, 1,
-    kv_lora_rank + rope_dim), for an attention that divides by the square root of that width."""
+    kv_lora_rank + rope_dim), for an attention that divides by the square root of this width."""
     mla = shape.mla
     assert mla is not None
     if weights.q_down is None or weights.q_norm is None:
