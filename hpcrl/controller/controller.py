@@ -152,6 +152,11 @@ class Controller:
     def __getitem__(self, role: str) -> WorkerGroup:
         return self.groups[role]
 
+    def close_workers(self) -> None:
+        """Call `close` of every role whose workers have one, and wait: they end processes of their own."""
+        for future in [group.close() for group in self.groups.values() if hasattr(group.worker, "close")]:
+            future.get()
+
     def call(
         self, group: WorkerGroup, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:

@@ -111,8 +111,7 @@ class SamplingJob(Job):
         weights.update_to(self.step)
         actor.release().get()
         self.sample(controller, timers, weights.metrics)
-        controller["scorer"].close().get()
-        controller["rollout"].close().get()
+        controller.close_workers()
 
     def _write_config(self) -> None:
         """Write <run>/<name>/config.yaml: the config before `inside_run`."""

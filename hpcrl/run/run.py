@@ -179,9 +179,7 @@ class Run:
             code = self._end(DONE)
         if code == DONE:
             self.durable.run_ended()
-        for role in ("scorer", "rollout"):
-            if role in self.controller.groups:
-                self.controller[role].close().get()
+        self.controller.close_workers()
         return code
 
     def _take_steps(self) -> Iterator[int]:
