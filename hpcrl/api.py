@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto as DataProto
     from hpcrl.batch.ragged import Ragged as Ragged
     from hpcrl.config.roles import RoleSpec as RoleSpec
+    from hpcrl.config.schema import ModelConfig as ModelConfig
     from hpcrl.config.schema import Section as Section
     from hpcrl.controller.register import Dispatch as Dispatch
     from hpcrl.controller.register import Worker as Worker
@@ -44,6 +45,7 @@ _MODULES = {
     "Train": "hpcrl.jobs.train",
     "Run": "hpcrl.run.run",
     "Section": "hpcrl.config.schema",
+    "ModelConfig": "hpcrl.config.schema",
     "Field": "pydantic",
     # roles
     "RoleSpec": "hpcrl.config.roles",

@@ -6,13 +6,27 @@ mpiexec -n 4 python -m hpcrl run docs/examples/process_reward_model.py configs/r
 
 import torch
 
-from hpcrl.api import DataProto, Dispatch, Field, Mean, ModelWorker, Ragged, RoleSpec, Run, Section, Train, register
+from hpcrl.api import (
+    DataProto,
+    Dispatch,
+    Field,
+    Mean,
+    ModelConfig,
+    ModelWorker,
+    Ragged,
+    RoleSpec,
+    Run,
+    Section,
+    Train,
+    register,
+)
 
 
 class PrmConfig(Section):
     """Process reward model."""
 
     init_from: str | None = Field(None, description="run or checkpoint whose critic it is; null: random weights")
+    model: ModelConfig | None = Field(None, description="architecture; null: the policy's")
     weight: float = Field(0.1, description="weight of a step's reward beside the score of the response")
     step_tokens: list[int] = Field([3], description="ids of tokens that end a step")
     max_token_len_per_gpu: int = Field(16384, gt=0, description="tokens per micro-batch of one model replica")

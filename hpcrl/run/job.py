@@ -27,6 +27,7 @@ from hpcrl.runtime.world import World
 if TYPE_CHECKING:
     from hpcrl.controller.controller import Controller
     from hpcrl.controller.register import Worker
+    from hpcrl.model.shape import ModelShape
     from hpcrl.run.run import Run
     from hpcrl.run.start import Start
     from hpcrl.workers.team import Inputs, Team
@@ -189,6 +190,15 @@ class TrainingJob(Job):
         """`roles()`, with those of `own_roles` added or in place of built-in roles of the same name."""
         return with_own(self.roles(), self.own_specs())
 
+    def own_shapes(self) -> dict[str, ModelShape]:
+        """Role -> shape, of roles of `own_roles` with a model of their own that `read_inputs` did not read."""
+        from hpcrl.model.hf.directory import shape_of  # imports torch
+
+        config, inputs = self.config, self.inputs
+        models = {spec.name: spec.architecture(config) for spec in self.own_specs() if spec.head is not None}
+        own = {role: model for role, model in models.items() if model is not config.model and role not in inputs.shapes}
+        return {role: shape_of(model, inputs.shape.vocab_size) for role, model in own.items()}
+
     def stands_for(self, role: str) -> str:
         """The role whose workers are called for `role`."""
         return role
@@ -259,6 +269,7 @@ class TrainingJob(Job):
 
         world, config = self.world, self.config
         self.inputs = world.run_collectively(self.read_inputs)
+        self.inputs.shapes |= world.run_collectively(self.own_shapes)
         frozen, trained, needs_ref = self.frozen_weights(), self.trained_role, self.needs_start_weights
         start: Start = find_start(world, config, needs_ref, frozen, trained, self.name)
         total = self.total_steps()

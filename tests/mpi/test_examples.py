@@ -16,7 +16,11 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # placement, se
     "online_dpo": ({"ref": {"tp": 2}}, {"algorithm": {**NO_KL, "adv_estimator": "grpo"}}, "actor/dpo_loss"),
     "process_reward_model": (
         {"prm": {"tp": 2}},
-        {"algorithm": {**NO_KL, "adv_estimator": "reinforce_plus_plus"}, "actor": {"use_kl_loss": False}},
+        {
+            "algorithm": {**NO_KL, "adv_estimator": "reinforce_plus_plus"},
+            "actor": {"use_kl_loss": False},
+            "prm": {"model": {"num_layers": 1, "hidden_size": 64}},
+        },
         "prm/reward/mean",
     ),
     "self_play": (

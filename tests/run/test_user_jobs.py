@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +39,17 @@ def test_a_role_of_ones_own_has_a_section_a_placement_and_memory(monkeypatch: py
     assert on_device.parameters > 0 == on_device.optimizer
     moved = TrainingPlan(job.read_config(CONFIG, ["prm.param_offload=true", VOCABULARY]), plan.own_roles)
     assert moved.on_host(moved.places[0]) > 0 == plan.on_host(place)
+
+
+def test_a_role_may_have_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    job = load_job(PRM)
+    config = job.read_config(CONFIG, ["prm.model={num_layers: 1, hidden_size: 64}", VOCABULARY])
+    made = job(SimpleNamespace(), config, None, Namespace())
+    made.inputs = SimpleNamespace(shape=SimpleNamespace(vocab_size=64), shapes={})
+    shape = made.own_shapes()["prm"]
+    assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (1, 64, 64)
+    assert TrainingPlan(config, tuple(job.own_specs())).models["prm"].shape == shape
 
 
 def test_a_worker_in_place_of_a_built_in_one_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
