@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -42,6 +43,28 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"model.tokenizer={path}: no eos_token, which ends a response; set it in tokenizer_config.json"
         )
     return tokenizer
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a response: the tokenizer's eos_token, then others that generation_config.json beside it names, as
+    for `transformers.generate`."""
+    assert tokenizer.eos_token_id is not None
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *_generation_ends(str(tokenizer.name_or_path))]))
+
+
+@functools.cache
+def _generation_ends(folder: str) -> list[int]:
+    try:
+        with open(os.path.join(folder, "generation_config.json"), encoding="utf-8") as file:
+            ids = json.load(file).get("eos_token_id")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder}/generation_config.json cannot be read: {error}") from None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) for i in ids):
+        raise InputError(f"{folder}/generation_config.json: eos_token_id is {ids}; expected an id or a list of ids")
+    return ids
 
 
 def _is_plain(path: str) -> bool:

@@ -17,6 +17,7 @@ from pydantic import Field, PositiveInt
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout_source.scoring import failed_scores, score
 from hpcrl.rollout_source.source import sampling_params
 from hpcrl.run.inference import DerivedGenerate, GenerationFile, Key, SamplingJob, check_inference
@@ -156,7 +157,7 @@ class Generate(SamplingJob):
         """Draw samples by their position in the file, on which only their random numbers depend."""
         n = self.config.rollout.n
         samples = {"row": numbers // n, "epoch": np.zeros(len(numbers), np.int64), "sample_index": numbers % n}
-        sampling = sampling_params(self.config, (int(self.inputs.tokenizer.eos_token_id),))
+        sampling = sampling_params(self.config, end_token_ids(self.inputs.tokenizer))
         batch = DataProto({}, samples, {"split": self.split, "step": 0})
         return batch.union(controller["rollout"].generate(batch, sampling).get())
 

@@ -18,6 +18,7 @@ from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import SftDataset
+from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.run.job import DerivedSupervised, SupervisedJob
 from hpcrl.run.validation import Validator
 
@@ -107,7 +108,7 @@ class Sft(SupervisedJob):
                 self.inputs.prompts["val"],
                 self.config.data,
                 [ValKwargs(n=1, temperature=1.0)],
-                (int(self.inputs.tokenizer.eos_token_id),),
+                end_token_ids(self.inputs.tokenizer),
                 num_prompts=self.own.eval_samples,
             )
 

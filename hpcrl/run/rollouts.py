@@ -14,6 +14,7 @@ from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.sampler import Sampler
+from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout_source.source import RolloutContext, RolloutSource, WeightSync
 from hpcrl.rollout_source.stepwise import OneStepOff, Recorded, Synchronous
 from hpcrl.rollout_source.streaming import Streaming
@@ -40,7 +41,7 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
         derived,
         sampler,
         run.timers,
-        (int(tokenizer.eos_token_id),),
+        end_token_ids(tokenizer),
         WeightSync(run.controller, run.timers),
         run.total_steps,
         before_phase=run.before_phase,

@@ -16,7 +16,8 @@ from hpcrl.checkpoint.manifest import SavedPart, error_line
 from hpcrl.checkpoint.store import CheckpointStore, Retention, is_hugging_face
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.controller.controller import Controller
-from hpcrl.model.hf.files import ADAPTER_CONFIG, adapter_config, plan_files, write_beside
+from hpcrl.data.tokenizer import end_token_ids, load_tokenizer
+from hpcrl.model.hf.files import ADAPTER_CONFIG, TokenizerFiles, adapter_config, plan_files, write_beside
 from hpcrl.model.shape import Lora
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.runtime.exits import InputError
@@ -219,10 +220,23 @@ def export(controller: Controller, config: Config, folder: Path) -> None:
     shape = controller["export"].shape().get()[0]
     _raise(controller["export"].write(str(folder)).get())
     like = Path(config.model.path) if config.model.path is not None else None
-    tokenizer = config.model.tokenizer or config.model.path
     itemsize = ITEMSIZE[config.model.dtype]
     files = plan_files(shape, itemsize, controller["export"].layout.size)
-    write_beside(folder, files, shape, itemsize, config.model.dtype, like, Path(tokenizer) if tokenizer else None)
+    write_beside(folder, files, shape, itemsize, config.model.dtype, like, tokenizer_files(config))
+
+
+def tokenizer_files(config: Config) -> TokenizerFiles | None:
+    """What an export says of the policy's tokenizer; None if its directory is not there."""
+    named = config.model.tokenizer or config.model.path
+    if named is None or not Path(named).is_dir():
+        return None
+    tokenizer = load_tokenizer(named)
+    ends = end_token_ids(tokenizer)
+    ids: dict[str, int | list[int]] = {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
+    ids["pad_token_id"] = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if tokenizer.bos_token_id is not None:
+        ids["bos_token_id"] = tokenizer.bos_token_id
+    return TokenizerFiles(Path(named), ids, config.data.chat_template)
 
 
 def export_adapter(controller: Controller, config: Config, folder: Path) -> None:

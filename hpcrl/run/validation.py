@@ -22,6 +22,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.schema import Config, DataConfig, ValKwargs
 from hpcrl.controller.controller import Controller
 from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.scoring import failed_scores, score
 from hpcrl.telemetry.writer import generations_table, write_generations
@@ -255,7 +256,7 @@ class Validator:
             inputs.prompts["val"],
             config.data,
             config.rollout.val_kwargs,
-            (int(inputs.tokenizer.eos_token_id),),
+            end_token_ids(inputs.tokenizer),
             num_shown=config.trainer.log_val_generations,
             folder=folder / generations if generations else None,
             with_model=config.reward.reward_model.enable,

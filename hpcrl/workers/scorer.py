@@ -15,6 +15,7 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.config.roles import SCORER
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.grid.layout import Layout
 from hpcrl.rewards.manager import RewardManager, ScoreRequest
 from hpcrl.runtime.exits import InputError
@@ -161,12 +162,12 @@ class ScorerWorker(Worker):
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, response: np.ndarray) -> str:
-    """A response, int32 (length,), as text, without the end-of-sequence token at its end.
+    """A response, int32 (length,), as text, without the token that ended it.
 
     Other special tokens are shown, so that a scorer does not accept an answer that contains one.
     """
     ids = response.tolist()
-    return str(tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids))
+    return str(tokenizer.decode(ids[:-1] if ids and ids[-1] in end_token_ids(tokenizer) else ids))
 
 
 def key_of(split: str, row: int, response: np.ndarray, finish_reason: str) -> Hashable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.data.tokenizer import load_tokenizer
+from hpcrl.data.tokenizer import end_token_ids, load_tokenizer
 from hpcrl.runtime.exits import InputError
 
 CHARACTERS = "0123456789+-*/()=: <>a"
@@ -70,3 +71,19 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(InputError) as error:
             load_tokenizer(path)
         assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_response_ends_with_each_id_that_generation_config_names(tmp_path: Path) -> None:
+    def ends(folder: str, generation_config: str | None) -> tuple[int, ...]:
+        shutil.copytree(SHIPPED, tmp_path / folder)
+        if generation_config is not None:
+            (tmp_path / folder / "generation_config.json").write_text(generation_config)
+        return end_token_ids(load_tokenizer(str(tmp_path / folder)))
+
+    assert ends("none", None) == (2,)
+    assert ends("one", '{"eos_token_id": 7}') == (2, 7)
+    assert ends("more", '{"eos_token_id": [9, 2, 7]}') == (2, 9, 7)
+    with pytest.raises(InputError, match=r"names/generation_config.json: eos_token_id is \['a'\]; expected an id"):
+        ends("names", '{"eos_token_id": "a"}')
+    with pytest.raises(InputError, match=r"broken/generation_config.json cannot be read"):
+        ends("broken", "{")

@@ -126,6 +126,8 @@ TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
+CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
 
 
 class HfFile(NamedTuple):
@@ -158,6 +160,15 @@ def plan_files(shape: ModelShape, itemsize: int, num_writers: int) -> list[HfFil
     ]
 
 
+class TokenizerFiles(NamedTuple):
+    """Whose files an export copies. token_ids: of config.json and generation_config.json, such as `eos_token_id`.
+    chat_template: in place of the tokenizer's own."""
+
+    folder: Path
+    token_ids: Mapping[str, int | list[int]] = {}
+    chat_template: str | None = None
+
+
 def write_beside(
     folder: Path,
     files: list[HfFile],
@@ -165,10 +176,10 @@ def write_beside(
     itemsize: int,
     dtype: str,
     like: Path | None,
-    tokenizer: Path | None,
+    tokenizer: TokenizerFiles | None,
 ) -> None:
-    """Write index, config.json and the tokenizer's files. like: a directory of the same model, whose config.json is
-    kept except for the dtype. Raises OSError."""
+    """Write index, config.json, generation_config.json and the tokenizer's files. like: a directory of the same model,
+    whose config.json and generation_config.json are kept except for dtype and token ids. Raises OSError."""
     if len(files) > 1:
         total = sum(math.prod(shard.local_shape) * itemsize for file in files for shard in file.shards)
         weight_map = {shard.local_name: file.name for file in files for shard in file.shards}
@@ -180,11 +191,19 @@ def write_beside(
             config["num_nextn_predict_layers"] = 0  # their weights are neither read nor trained
     for key in ("dtype", "torch_dtype"):  # the newer and the older name
         config[key] = dtype
+    generation: dict[str, Any] = {}
+    if like is not None and (like / GENERATION).is_file():
+        generation = json.loads((like / GENERATION).read_text(encoding="utf-8"))
+    if tokenizer is not None:
+        config |= tokenizer.token_ids
+        generation |= tokenizer.token_ids
+        for name in TOKENIZER:
+            if (tokenizer.folder / name).is_file():
+                shutil.copyfile(tokenizer.folder / name, folder / name)
+        if tokenizer.chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")
     _write_json(folder / CONFIG, config)
-    for source, names in ((tokenizer, TOKENIZER), (like, ("generation_config.json",))):
-        for name in names:
-            if source is not None and (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+    _write_json(folder / GENERATION, generation)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
