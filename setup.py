@@ -74,6 +74,7 @@ TEST = [
     "pytest-xdist>=3.6",  # the tests without MPI on all cores
     "hypothesis>=6.100",  # property tests
     "peft>=0.21",  # reads the adapters that training writes
+    "gguf>=0.17",  # reads the file of tools/prepare_smollm2.py
     "triton>=3.5; sys_platform == 'linux'",  # kernels in its interpreter and compiler, which need no GPU
     "ruff>=0.6",  # lint and format
     "mypy>=1.11",  # types

@@ -1,4 +1,4 @@
-"""Advantages against numbers that verl 0.9.1 gave (tools/record_verl_cases.py)."""
+"""Advantages against numbers that verl 0.9.1 gave (tools/record_cases.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy losses against numbers that verl 0.9.1 gave (tools/record_verl_cases.py)."""
+"""Policy losses against numbers that verl 0.9.1 gave (tools/record_cases.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A student, a teacher and settings on which distillation is compared with verl's; see tools/record_verl_cases.py."""
+"""A student, a teacher and settings on which distillation is compared with verl's; see tools/record_cases.py."""
 
 from __future__ import annotations
 

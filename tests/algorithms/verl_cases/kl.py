@@ -1,4 +1,4 @@
-"""KL estimators, the penalty in the reward and the value loss, as verl has them; see tools/record_verl_cases.py."""
+"""KL estimators, the penalty in the reward and the value loss, as verl has them; see tools/record_cases.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches and settings on which policy losses are compared with verl's; see tools/record_verl_cases.py.
+"""Batches and settings on which policy losses are compared with verl's; see tools/record_cases.py.
 
 Outputs of a case: `loss` (5,) and `gradient` (5, B, T) by log_prob, one per aggregation mode; `names` and `metrics`.
 """

@@ -1,4 +1,4 @@
-"""Batches and settings on which rollout correction is compared with verl's; see tools/record_verl_cases.py."""
+"""Batches and settings on which rollout correction is compared with verl's; see tools/record_cases.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every named rollout correction of verl, as the fields it sets; see tools/record_verl_cases.py."""
+"""Every named rollout correction of verl, as the fields it sets; see tools/record_cases.py."""
 
 from __future__ import annotations
 

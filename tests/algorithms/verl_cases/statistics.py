@@ -1,4 +1,4 @@
-"""Batches on which the metrics of a step's data are compared with verl's; see tools/record_verl_cases.py."""
+"""Batches on which the metrics of a step's data are compared with verl's; see tools/record_cases.py."""
 
 from __future__ import annotations
 
