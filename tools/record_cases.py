@@ -2,8 +2,8 @@
 
     python tools/record_cases.py tests/algorithms/verl_cases/advantages.py ...
 
-A family is a Python file with `CASES`, name -> inputs, and `reference(name, inputs)`, which imports the package and returns
-name -> array (written to <family>.npz as `<case>/<output>`), or plain JSON values where `FORMAT = "json"`. It needs an
+A family is a Python file with `CASES`, name -> inputs, and `reference(name, inputs)`, which imports the package and
+returns name -> array (written to <family>.npz as `<case>/<output>`), or plain JSON values where `FORMAT = "json"`. It needs an
 environment that has verl 0.9.1 or TRL 1.16.0 besides torch; nothing else does.
 """
 
@@ -31,7 +31,9 @@ def record(family: Path) -> Path:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: python tools/record_cases.py FAMILY.py ...; families are in tests/*/verl_cases/ and trl_cases/")
+        sys.exit(
+            "usage: python tools/record_cases.py FAMILY.py ...; families are in tests/*/verl_cases/ and trl_cases/"
+        )
     for argument in sys.argv[1:]:
         path = record(Path(argument))
         print(f"{path}: {path.stat().st_size} bytes")
