@@ -3,8 +3,8 @@
     python tools/record_cases.py tests/algorithms/verl_cases/advantages.py ...
 
 A family is a Python file with `CASES`, name -> inputs, and `reference(name, inputs)`, which imports the package and
-returns name -> array (written to <family>.npz as `<case>/<output>`), or plain JSON values where `FORMAT = "json"`. It needs an
-environment that has verl 0.9.1 or TRL 1.16.0 besides torch; nothing else does.
+returns name -> array (written to <family>.npz as `<case>/<output>`), or plain JSON values where `FORMAT = "json"`. It
+needs an environment that has verl 0.9.1 or TRL 1.16.0 besides torch; nothing else does.
 """
 
 from __future__ import annotations

@@ -73,10 +73,21 @@ class Discopop(Beta):
     discopop_tau: float = param(0.05, gt=0, help="discopop: temperature of the blend of logistic and exponential loss")
 
 
+@dataclass(frozen=True)
+class PreferenceParameters(SimPo, Discopop):
+    """The parameters of all built-in losses on pairs."""
+
+    nll_weight: float | None = param(
+        None,
+        ge=0,
+        help="weight of the NLL of chosen, per token (rpo_alpha, cpo_alpha); null: 1 for cpo and orpo, else 0",
+    )
+
+
 class PreferenceLoss(NamedTuple):
     """function: (PairLogps, params) -> losses, (B,). reference: whether it compares with a reference policy.
     nll_weight: of the mean negative log-prob of the chosen responses' tokens that is added, unless the user sets it.
-    per_token: whether its rewards are log-probs per token."""
+    per_token: whether it compares log-probs per token."""
 
     function: Callable[..., torch.Tensor]
     params: type
