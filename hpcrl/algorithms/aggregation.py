@@ -11,10 +11,8 @@ from hpcrl.algorithms.registry import LazyModule, UnknownName
 
 if TYPE_CHECKING:
     import torch
-
-    from hpcrl.kernels import reductions as kernel
 else:
-    torch, kernel = LazyModule("torch"), LazyModule("hpcrl.kernels.reductions")
+    torch = LazyModule("torch")
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 Reduce: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"  # fp64 sums of one replica -> sums over all replicas
@@ -47,12 +45,13 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = one_repl
     integers, which shows under fp64 values. One that is not followed: under fp32 verl sums in fp32, and where all
     values are equal what it returns is that rounding error times 1e4; here it is 0.
     """
-    values = kernel.masked_values(x, mask)
-    count, total = reduce(values.sums())
+    values, outside, weight = x.double(), mask == 0, mask.double()
+    count, total = reduce(torch.stack([weight.sum(), (values.masked_fill(outside, 0.0) * weight).sum()]))
     n = count.to(torch.promote_types(mask.dtype, torch.float32))
-    squares = reduce(values.squares(total / (n + 1e-8)))[0]
+    deviation = values - total / (n + 1e-8)
+    squares = reduce((deviation.masked_fill(outside, 0.0).square() * weight).sum().reshape(1))[0]
     variance = squares / (n + 1e-8) * (n / (n - 1).clamp(min=1))
-    return values.result(torch.where(count > 1, torch.rsqrt(variance + 1e-8), 0.0))
+    return (deviation * torch.where(count > 1, torch.rsqrt(variance + 1e-8), 0.0)).to(x.dtype)
 
 
 def finite_outside(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from hpcrl.kernels import reductions as kernel
+    from hpcrl.algorithms import reductions
 else:
-    np, torch, kernel = map(LazyModule, ("numpy", "torch", "hpcrl.kernels.reductions"))
+    np, torch, reductions = map(LazyModule, ("numpy", "torch", "hpcrl.algorithms.reductions"))
 
 GroupIds: TypeAlias = "torch.Tensor | np.ndarray | list[Any] | tuple[Any, ...]"
 
@@ -138,7 +138,7 @@ def grpo_passk(
     It is R_best - R_second, over (std_g + 1e-6) with norm_adv_by_std_in_grpo. A group of one is a ValueError.
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
-    size, _, std = kernel.group_moments(score, group)
+    size, _, std = reductions.group_moments(score, group)
     if (size < 2).any():
         single = index[int((size < 2).nonzero()[0])]
         raise ValueError(f"grpo_passk needs 2 samples per group; group {single} has 1; raise rollout.n")
@@ -172,7 +172,7 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, inde
     A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g); a group of one keeps R_i.
     """
     score = _score(token_level_rewards)
-    size, mean, _ = kernel.group_moments(score, _groups(index, response_mask))
+    size, mean, _ = reductions.group_moments(score, _groups(index, response_mask))
     advantage = torch.where(size > 1, (score - mean) * size / (size - 1).clamp(min=1), score)
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
@@ -181,7 +181,7 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, inde
 def rloo_vectorized(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds) -> Result:
     """`rloo`, except (quirk of verl) that a group of one has advantage 0 instead of its score."""
     score = _score(token_level_rewards)
-    size, mean, _ = kernel.group_moments(score, _groups(index, response_mask))
+    size, mean, _ = reductions.group_moments(score, _groups(index, response_mask))
     advantage = (score - mean) * size / (size - 1).clamp(min=1)
     return _on_every_token(advantage.masked_fill(size == 1, 0.0), token_level_rewards, response_mask)
 
@@ -195,7 +195,7 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     length = response_mask.double().sum(-1)
-    baseline = kernel.group_sum(length * score, group) / kernel.group_sum(length, group).clamp(min=1)
+    baseline = reductions.group_sum(length * score, group) / reductions.group_sum(length, group).clamp(min=1)
     is_single = torch.bincount(group) == 1
     advantage = score - baseline.masked_fill(is_single, 0.0)[group]
     return _on_every_token(advantage, token_level_rewards, response_mask)
@@ -228,7 +228,7 @@ def _groups(index: GroupIds, response_mask: torch.Tensor) -> torch.Tensor:
 
 def _standardized(score: torch.Tensor, group: torch.Tensor, by_std: bool) -> torch.Tensor:
     """(R - mean_g) / (std_g + 1e-6), or R - mean_g; fp64 (B,). A group of one has mean 0 and std 1 (in fp32)."""
-    size, mean, std = kernel.group_moments(score, group)
+    size, mean, std = reductions.group_moments(score, group)
     centered = score.double() - mean.masked_fill(size == 1, 0.0)
     divisor = torch.where(size == 1, torch.ones_like(std).float() + 1e-6, std + 1e-6)
     return centered / divisor if by_std else centered
@@ -236,7 +236,7 @@ def _standardized(score: torch.Tensor, group: torch.Tensor, by_std: bool) -> tor
 
 def _mean_of_many(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """The group's mean, 0 in a group of one; fp64 (B,)."""
-    size, mean, _ = kernel.group_moments(score, group)
+    size, mean, _ = reductions.group_moments(score, group)
     return mean.masked_fill(size == 1, 0.0)
 
 

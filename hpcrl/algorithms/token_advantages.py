@@ -1,6 +1,6 @@
 """Advantage estimators with a number per token: GAE, REINFORCE++, ReMax and the optimal token baseline.
 
-A run computes them on the host, where its columns are; tensors on a GPU go through kernels.
+A run computes them on the host, where its columns are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hpcrl.algorithms.registry import LazyModule
 if TYPE_CHECKING:
     import torch
 
-    from hpcrl.kernels import reductions
+    from hpcrl.algorithms import reductions
 else:
-    torch, reductions = map(LazyModule, ("torch", "hpcrl.kernels.reductions"))
+    torch, reductions = map(LazyModule, ("torch", "hpcrl.algorithms.reductions"))
 
 
 @dataclass(frozen=True)
