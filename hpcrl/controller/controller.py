@@ -9,7 +9,7 @@ Why no order of `get()` can deadlock:
 
 So the unfinished command with the lowest number can always proceed.
 
-A long method may run later commands inside itself (`WorkerContext.poll`). These are only commands that wait for no
+A long method may run later commands inside itself (`Executor.poll`). These are only commands that wait for no
 other rank, in the order of their numbers. They always finish, so the method proceeds as if they took no time. A method
 that ends when another command arrives waits for rank 0's next call. No call may wait for such a method, so it is an
 order without a result (`Dispatch.ORDER_ALL`).
@@ -46,7 +46,7 @@ from hpcrl.controller.executor import (
     Shutdown,
 )
 from hpcrl.controller.register import Registration, Worker, registration_of
-from hpcrl.controller.wire import Wire, decode, encode
+from hpcrl.controller.wire import Wire
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.accelerator import annotated
 
@@ -129,7 +129,7 @@ class WorkerGroup:
 class Controller:
     """Runs on rank 0. `groups[role]` are the callable roles.
 
-    listener: called with (rank, value) for every `WorkerContext.notify_controller`. background: called repeatedly while
+    listener: called with (rank, value) for every `Executor.notify_controller`. background: called repeatedly while
     rank 0 waits for a result. Both may issue commands and get futures that are ready; neither may wait.
     """
 
@@ -207,7 +207,7 @@ class Controller:
 
     def ask_busy(self) -> Future[list[BusyReport]]:
         """What every rank was busy with, and its memory. Ranks report between two commands, or in a method that calls
-        `WorkerContext.poll`."""
+        `Executor.poll`."""
         return self._call_all_ranks(BUSY, BUSY)
 
     def begin_profile(self) -> None:
@@ -227,7 +227,7 @@ class Controller:
         while self._own:
             self._run_own()
         for rank in range(1, self._wire.size):
-            self._wire.send(encode(Command(self._number(), None, STOP)), rank, COMMANDS)
+            self._wire.send(Command(self._number(), None, STOP), rank, COMMANDS)
         # Receive what is still under way: a rank cannot exit before its messages have been received.
         self.listener = self.background = None
         while len(self._stopped) < self._wire.size - 1:
@@ -296,7 +296,7 @@ class Controller:
         if rank == self._wire.rank:
             self._own.append(command)
         else:
-            self._wire.send(encode(command), rank, COMMANDS)
+            self._wire.send(command, rank, COMMANDS)
 
     def _run_own(self) -> None:
         result = self._executor.run(self._own.popleft())
@@ -304,7 +304,7 @@ class Controller:
             self._results[result.command][result.rank] = result
 
     def _receive_result(self) -> None:
-        message: Result | Notification | Shutdown = decode(self._wire.receive(None, RESULTS))
+        message: Result | Notification | Shutdown = self._wire.receive(None, RESULTS)
         if isinstance(message, Result):
             self._results[message.command][message.rank] = message
         elif isinstance(message, Shutdown):

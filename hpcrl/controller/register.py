@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hpcrl.config.roles import RoleSpec
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.rank_status import RankStatus
+
+if TYPE_CHECKING:
+    from hpcrl.controller.executor import Executor
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -83,7 +86,7 @@ def register(
             replicas alike.
         group_by: a sample-level column; rows with equal entries go to the same replica.
         leader_only: run on the leader of each replica only, for work on columns that needs no model.
-        reentrant: may run inside a long method that calls `WorkerContext.poll`, if the leader has all rows that it
+        reentrant: may run inside a long method that calls `Executor.poll`, if the leader has all rows that it
             reads; it then waits for no other rank. Needs `leader_only`.
         phase: phase of a step whose time (`timing_s/<phase>`) includes the wait for the method; None: its name.
         updates: changes a model, so that a step cannot be repeated once the method has begun.
@@ -112,28 +115,6 @@ def registration_of(worker: type, method: str) -> Registration:
     return found
 
 
-class WorkerContext(Protocol):
-    """What a worker method can do while it runs, besides returning a result."""
-
-    def poll(self) -> bool:
-        """Run received commands that may run inside the current method: those registered as `reentrant`, and sends of
-        rows to other ranks. Returns True when the next command has to wait for the end of the method. Does not block.
-        """
-        ...
-
-    def notify_controller(self, value: Any) -> None:
-        """Send a small object to `Controller.listener` on rank 0. Does not block."""
-        ...
-
-    def publish(self, key: str, text: str) -> None:
-        """Publish a string to rank 0 through the c10d store. Safe from any thread."""
-        ...
-
-    def broadcast(self, layout: Layout, value: Any) -> Any:
-        """Return the leader's `value` on every rank of its replica. Collective over the replica; None is cheapest."""
-        ...
-
-
 class Worker:
     """One rank's part of a role. Methods marked with `@register` can be called from rank 0.
 
@@ -142,7 +123,7 @@ class Worker:
     """
 
     spec: ClassVar[RoleSpec]  # declaration of the role
-    context: WorkerContext  # set by the executor
+    context: Executor  # set by it
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
