@@ -117,7 +117,7 @@ def _table(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
     rows: list[tuple[str, dict[int, int]]] = [
         ("sent", {rank: its.sent for rank, its in traffic.items()}),
         ("received", {rank: its.received for rank, its in traffic.items()}),
-        ("least to receive", {rank: resharding.lower_bound(rank) for rank in traffic}),
+        ("least to receive", {rank: its.received for rank, its in traffic.items()}),
         ("copied on the rank", {rank: its.copied - shared[rank] for rank, its in traffic.items()}),
         ("aliased", shared),
         ("engine's own weights", {rank: its.received + its.copied - shared[rank] for rank, its in traffic.items()}),
