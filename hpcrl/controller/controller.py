@@ -46,7 +46,6 @@ from hpcrl.controller.executor import (
     Shutdown,
 )
 from hpcrl.controller.register import Registration, Worker, registration_of
-from hpcrl.controller.wire import Wire
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.accelerator import annotated
 
@@ -82,32 +81,6 @@ class Future(Generic[T]):
         return self._value
 
 
-class Traffic:
-    """Bytes since the last `collect`.
-
-    controller_bytes_*: rank 0's control messages, commands out and results in. rank_0_bytes_*: all its messages, with
-    columns that it owns or needs. bytes/<method>: columns that leaders received from one another; every leader that
-    reads a batch reports, so the sum is complete.
-    """
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self.columns: Counter[str] = Counter()
-
-    def collect(self) -> dict[str, float]:
-        sent, received = self._wire.bytes_sent, self._wire.bytes_received
-        found = {
-            "perf/controller_bytes_sent": sent[COMMANDS],
-            "perf/controller_bytes_received": received[RESULTS],
-            "perf/rank_0_bytes_sent": sent.total(),
-            "perf/rank_0_bytes_received": received.total(),
-            **{f"perf/bytes/{method}": count for method, count in self.columns.items()},
-        }
-        for counter in (sent, received, self.columns):
-            counter.clear()
-        return {name: float(count) for name, count in found.items()}
-
-
 class WorkerGroup:
     """A role as rank 0 sees it: every registered method of its worker class is a method here, and returns a Future."""
 
@@ -140,9 +113,9 @@ class Controller:
         self.groups = {
             role: WorkerGroup(self, role, workers[role], layout) for role, layout in executor.layouts.items()
         }
-        self.traffic = Traffic(executor.wire)
         self._executor = executor
         self._wire = executor.wire
+        self._column_bytes: Counter[str] = Counter()  # by method
         self._next_id = 0
         self._own: deque[Command] = deque()
         self._results: dict[int, dict[int, Result]] = defaultdict(dict)
@@ -204,6 +177,25 @@ class Controller:
         self._issue_to_owners(call.id, plan, {0})
         (columns,) = self._wait_for(call)
         return columns[read.column]
+
+    def collect_traffic(self) -> dict[str, float]:
+        """Bytes since the last call.
+
+        controller_bytes_*: rank 0's control messages, commands out and results in. rank_0_bytes_*: all its messages,
+        with columns that it owns or needs. bytes/<method>: columns that leaders received from one another; every leader
+        that reads a batch reports, so the sum is complete.
+        """
+        sent, received = self._wire.bytes_sent, self._wire.bytes_received
+        found = {
+            "perf/controller_bytes_sent": sent[COMMANDS],
+            "perf/controller_bytes_received": received[RESULTS],
+            "perf/rank_0_bytes_sent": sent.total(),
+            "perf/rank_0_bytes_received": received.total(),
+            **{f"perf/bytes/{method}": count for method, count in self._column_bytes.items()},
+        }
+        for counter in (sent, received, self._column_bytes):
+            counter.clear()
+        return {name: float(count) for name, count in found.items()}
 
     def ask_busy(self) -> Future[list[BusyReport]]:
         """What every rank was busy with, and its memory. Ranks report between two commands, or in a method that calls
@@ -331,7 +323,7 @@ class Controller:
         results = self._results.pop(call.id, {})
         row_bytes = sum(result.row_bytes for result in results.values())
         if row_bytes:
-            self.traffic.columns[call.method] += row_bytes
+            self._column_bytes[call.method] += row_bytes
         return [results[rank].value for rank in call.reporters]
 
     def _collector(self, plan: _Plan) -> Callable[[list[Any]], DataProto]:

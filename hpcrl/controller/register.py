@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hpcrl.config.roles import RoleSpec
@@ -52,32 +52,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Registration:
-    """The arguments of `register`."""
-
-    mode: DispatchMode
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    group_by: str | None
-    leader_only: bool
-    reentrant: bool
-    phase: str | None
-    updates: bool
-    skip_if: str | None
-
-
-def register(
-    mode: DispatchMode,
-    *,
-    reads: Sequence[str] = (),
-    writes: Sequence[str] = (),
-    group_by: str | None = None,
-    leader_only: bool = False,
-    reentrant: bool = False,
-    phase: str | None = None,
-    updates: bool = False,
-    skip_if: str | None = None,
-) -> Callable[[Method], Method]:
-    """Make a worker method callable from rank 0.
+    """How a worker method is called from rank 0; it decorates the method, under the name `register`.
 
     Args:
         mode: how the method is run on the role's ranks, and which results come back.
@@ -92,18 +67,30 @@ def register(
         updates: changes a model, so that a step cannot be repeated once the method has begun.
         skip_if: key of meta_info; in a job's loop the call is not issued for a batch that has it.
     """
-    if (reads or writes or group_by or leader_only) and not mode.takes_batch:
-        raise ValueError(f"{mode.name} moves no batch, so it has no columns to read or write")
-    if reentrant and not leader_only:
-        raise ValueError("reentrant=True is for methods that run on leaders only; set leader_only=True")
 
-    def mark(method: Method) -> Method:
-        method.registration = Registration(  # type: ignore[attr-defined]
-            mode, tuple(reads), tuple(writes), group_by, leader_only, reentrant, phase, updates, skip_if
-        )
+    mode: DispatchMode
+    _: KW_ONLY
+    reads: Sequence[str] = ()
+    writes: Sequence[str] = ()
+    group_by: str | None = None
+    leader_only: bool = False
+    reentrant: bool = False
+    phase: str | None = None
+    updates: bool = False
+    skip_if: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reads or self.writes or self.group_by or self.leader_only) and not self.mode.takes_batch:
+            raise ValueError(f"{self.mode.name} moves no batch, so it has no columns to read or write")
+        if self.reentrant and not self.leader_only:
+            raise ValueError("reentrant=True is for methods that run on leaders only; set leader_only=True")
+
+    def __call__(self, method: Method) -> Method:
+        method.registration = self  # type: ignore[attr-defined]
         return method
 
-    return mark
+
+register = Registration
 
 
 def registration_of(worker: type, method: str) -> Registration:

@@ -49,7 +49,7 @@ class Evaluate(SamplingJob):
         with timers("testing"):
             metrics, shown = validator.run(step)
         writer = MetricsWriter(folder, first_step=step)
-        writer.log(step, metrics | refit | timers.collect() | controller.traffic.collect())
+        writer.log(step, metrics | refit | timers.collect() | controller.collect_traffic())
         if shown:
             writer.text("validation/samples", step, shown)
         writer.close()

@@ -225,7 +225,7 @@ class Run:
             if core:
                 log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
         self.writer.log(step, self.unlogged | found | self.timers.collect())
-        self.controller.traffic.collect()  # of validation: a step's traffic is that of training
+        self.controller.collect_traffic()  # of validation: a step's traffic is that of training
         self.unlogged = None
         self.metrics |= found
         if step > 0:
@@ -234,7 +234,7 @@ class Run:
 
     def _line(self, step: int) -> dict[str, float]:
         """Metrics, times and sizes of the step."""
-        self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(step)
+        self.metrics |= self.controller.collect_traffic() | self.stragglers.observe(step)
         found, of_samples = self.timers.collect(), sum(self._lengths)
         for name in [name for name in found if name.startswith("timing_s/")] if of_samples else []:
             phase = name.removeprefix("timing_s/")
