@@ -165,10 +165,6 @@ def register_adv_est(name: str, params: type | None = None) -> Callable[[Callabl
     return register
 
 
-def get_adv_estimator(name: str) -> AdvEstimator:
-    return ESTIMATORS.get(name)
-
-
 def advantage(
     name: str,
     config: Mapping[str, Any] | None = None,
@@ -186,7 +182,7 @@ def advantage(
 
     >>> advantage("grpo", {"norm_adv_by_std_in_grpo": False}, token_level_rewards=r, response_mask=m, index=uid)
     """
-    estimator = get_adv_estimator(name)
+    estimator = ESTIMATORS.get(name)
     settings = flat_config(config, "algorithm", _known_keys(estimator), OTHER_KEYS)
     settings = {key.rpartition(".")[2]: value for key, value in settings.items()}
     settings |= {key: tensors.pop(key) for key in ("gamma", "lam") if key in estimator.settings and key in tensors}

@@ -10,7 +10,7 @@ from hpcrl.algorithms.aggregation import token_mean
 from hpcrl.algorithms.kl import KlEstimator, kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
 from hpcrl.algorithms.parameters import param, parameters_of
-from hpcrl.algorithms.policy_losses import Clip, DualClip, get_policy_loss
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES, Clip, DualClip
 from hpcrl.algorithms.registry import Registry
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def distillation_loss(
         return losses, metrics
     if old_log_prob is None:
         raise ValueError("use_policy_gradient is set and old_log_prob is missing; pass the column old_log_probs")
-    policy = get_policy_loss(cfg.policy_loss_mode)(
+    policy = POLICY_LOSSES.get(cfg.policy_loss_mode)(
         log_prob, old_log_prob, -losses.detach(), response_mask, cfg.policy_loss, rollout_is_weights
     )
     renamed = {key.replace("actor/", "distillation/", 1): metric for key, metric in policy.metrics.items()}

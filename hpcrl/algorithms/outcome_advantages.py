@@ -56,11 +56,7 @@ class Grpo:
 
 @register_adv_est("grpo", params=Grpo)
 def grpo(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    index: GroupIds,
-    norm_adv_by_std_in_grpo: bool,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds, norm_adv_by_std_in_grpo: bool
 ) -> Result:
     """Group-relative advantage (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
 
@@ -74,11 +70,7 @@ def grpo(
 
 @register_adv_est("grpo_vectorized", params=Grpo)
 def grpo_vectorized(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    index: GroupIds,
-    norm_adv_by_std_in_grpo: bool,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds, norm_adv_by_std_in_grpo: bool
 ) -> Result:
     """`grpo` under the name of verl's faster version of it; here both are vectorized.
 
@@ -127,11 +119,7 @@ def gdpo(
 
 @register_adv_est("grpo_passk", params=Grpo)
 def grpo_passk(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    index: GroupIds,
-    norm_adv_by_std_in_grpo: bool,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds, norm_adv_by_std_in_grpo: bool
 ) -> Result:
     """Pass@k (Tang et al. 2025, arXiv 2503.19595): only the best response of a group has an advantage.
 

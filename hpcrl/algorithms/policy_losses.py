@@ -146,10 +146,6 @@ def register_policy_loss(name: str, params: type = DualClip) -> Callable[[LossFu
     return register
 
 
-def get_policy_loss(name: str) -> PolicyLoss:
-    return POLICY_LOSSES.get(name)
-
-
 def policy_loss(
     name: str,
     *,
@@ -175,7 +171,7 @@ def policy_loss(
     at none of them. loss_agg_mode is token-mean unless given, for gspo too, where verl's function has
     seq-mean-token-mean.
     """
-    policy = get_policy_loss(name)
+    policy = POLICY_LOSSES.get(name)
     params, batch = policy.parameters(config), make(GlobalBatchInfo, _values(config))
     columns = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
     _check_shapes(response_mask, columns | {"rollout_is_weights": rollout_is_weights})

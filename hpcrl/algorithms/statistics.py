@@ -109,15 +109,8 @@ def variance_proxy_statistics(
 
 
 def _mean_max_min(prefix: str, x: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
-    return {
-        f"{prefix}/mean": Mean.of(x, mask),
-        f"{prefix}/max": Max.of(x, mask),
-        f"{prefix}/min": Min.of(x, mask),
-    }
+    return {f"{prefix}/mean": Mean.of(x, mask), f"{prefix}/max": Max.of(x, mask), f"{prefix}/min": Min.of(x, mask)}
 
 
 def _length(prefix: str, length: torch.Tensor, longest: int, counted: torch.Tensor) -> dict[str, Metric]:
-    return {
-        **_mean_max_min(prefix, length, counted),
-        f"{prefix}/clip_ratio": Mean.of(length == longest, counted),
-    }
+    return {**_mean_max_min(prefix, length, counted), f"{prefix}/clip_ratio": Mean.of(length == longest, counted)}

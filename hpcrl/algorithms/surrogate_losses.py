@@ -366,10 +366,7 @@ def clip_cov(
         drawn.view(-1)[candidates[order.to(candidates.device)]] = True
     return TokenLosses(
         values * ~drawn,
-        {
-            "actor/pg_clipfrac": token_mean(drawn, response_mask),
-            "actor/ppo_kl": token_mean(-log_ratio, response_mask),
-        },
+        {"actor/pg_clipfrac": token_mean(drawn, response_mask), "actor/ppo_kl": token_mean(-log_ratio, response_mask)},
     )
 
 

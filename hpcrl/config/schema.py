@@ -234,8 +234,7 @@ class ModelConfig(Section):
 
     path: str | None = Field(None, description="Hugging Face directory, or null for the architecture given here")
     init_from: str | None = Field(
-        None,
-        description="run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body",
+        None, description="run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body"
     )
     tokenizer: str | None = Field(None, description="tokenizer directory; null: model.path")
     family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = Field(
@@ -416,8 +415,7 @@ class RolloutConfig(Section):
     )
     trtllm: TrtllmConfig = Field(default_factory=TrtllmConfig, description="engine=tensorrt_llm")
     val_kwargs: list[ValKwargs] = Field(
-        default_factory=lambda: [ValKwargs()],
-        description="sampling of validation: one mapping, or a list of several",
+        default_factory=lambda: [ValKwargs()], description="sampling of validation: one mapping, or a list of several"
     )
 
     @field_validator("val_kwargs", mode="before")

@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.inference import DerivedGenerate, SamplingJob, check_inference
+from hpcrl.run.inference import SamplingJob, check_inference
 from hpcrl.run.start import set_aside
 from hpcrl.run.validation import Validator
 from hpcrl.runtime.job import run_directory
@@ -33,7 +34,7 @@ class Evaluate(SamplingJob):
     name = "evaluate"
 
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedGenerate:
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         if not config.data.val_files:
             raise ConfigError(
                 "data.val_files is empty; name at least one Parquet or JSONL file of prompts to evaluate on"

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt
 
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.placement import place
 from hpcrl.config.roles import REWARD, RoleSpec
 from hpcrl.config.rules import check_no_lora
@@ -19,7 +20,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import CHOSEN, REJECTED, PreferenceDataset
 from hpcrl.run.calls import metrics_of
-from hpcrl.run.job import DerivedSupervised, SupervisedJob
+from hpcrl.run.job import SupervisedJob
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run
@@ -69,7 +70,7 @@ class RewardModel(SupervisedJob):
         return DataProto({}, samples, {"split": split})
 
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedSupervised:
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the reward model's ranks."""
         rm = config.section("rm")
         check_no_lora(config, "rm")
@@ -80,7 +81,8 @@ class RewardModel(SupervisedJob):
                 f"rm.max_token_len_per_gpu={rm.max_token_len_per_gpu} holds no pair of the longest sequences, "
                 f"2 * (data.max_prompt_length + data.max_response_length) = {2 * longest}; use {2 * longest} or more"
             )
-        return DerivedSupervised(num_ranks, roles, longest, 2 * rm.batch_size)
+        rows = [("longest sequence", longest, "tokens"), ("step", 2 * rm.batch_size, "samples")]
+        return RoleLayouts(num_ranks, roles, rows)
 
     def read_inputs(self) -> Inputs:
         from hpcrl.model.hf.directory import shape_of

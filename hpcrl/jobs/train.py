@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.algorithms.kl import make_kl_controller
+from hpcrl.algorithms.kl import KLController
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
 from hpcrl.config import derive, rules
 from hpcrl.config.derive import Derived
@@ -154,7 +154,7 @@ class Train(TrainingJob):
     def frozen_weights(self) -> dict[str, str]:
         found = super().frozen_weights()
         policy = self.config.model.init_from or self.config.model.path
-        if self.derived.needs_teacher and policy is not None:
+        if self.config.distillation.enabled and policy is not None:
             found.setdefault("teacher", policy)
         return found
 
@@ -176,7 +176,7 @@ class Train(TrainingJob):
             *(run.total_steps, len(prompts["train"]), prompts["train"].num_filtered),
         )
         self.rollouts = run.rollouts = make_rollout_source(run, self.derived, self.sampler, self.inputs.tokenizer)
-        self.kl_controller = make_kl_controller(config.algorithm.kl_ctrl)
+        self.kl_controller = KLController(config.algorithm.kl_ctrl)
         self.peak_flops = peak_of(run.device_name) if run.device_name else None
         self.validator = Validator.of_job(run.controller, config, self.inputs, run.folder) if "val" in prompts else None
 

@@ -61,7 +61,7 @@ def kept_checkpoints(job: TrainingPlan) -> int | None:
 def rollout_bytes(job: TrainingPlan) -> int:
     """Largest size of a step's archive, of its tokens."""
     config, derived = job.config, job.derived
-    columns = RESPONSE_COLUMNS + derived.needs_ref + derived.needs_critic + derived.needs_teacher
+    columns = RESPONSE_COLUMNS + derived.needs_ref + derived.needs_critic + config.distillation.enabled
     response = config.data.max_response_length
     each = FP32 * (derived.max_sequence_length + columns * response)
     return config.trainer.save_rollouts * derived.samples_per_step * each

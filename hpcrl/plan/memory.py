@@ -153,11 +153,11 @@ class TrainingPlan:
         built_in = {spec.name for spec in PLACED}
         own = [spec for role, spec in self.specs.items() if role not in built_in]
         phases = [Phase("rollout", "rollout", "generate")]
-        if derived.needs_old_log_prob and not in_update:
+        if not config.algorithm.rollout_correction.bypass_mode and not in_update:
             phases.append(phase("old_log_prob", "actor", "forward", step))
         if derived.needs_ref:
             phases.append(phase("ref", "actor" if derived.ref_in_actor else "ref", "forward", step))
-        frozen = {"teacher": derived.needs_teacher, "reward": derived.needs_reward_model}
+        frozen = {"teacher": config.distillation.enabled, "reward": config.reward.reward_model.enable}
         phases += [phase(role, role, "forward", step) for role, is_needed in frozen.items() if is_needed]
         phases += [phase(spec.name, spec.name, "forward", step) for spec in own]
         if derived.needs_critic:
@@ -165,7 +165,8 @@ class TrainingPlan:
         mini_batch = derived.actor_mini_batch_samples
         phases += [phase(f"update_{spec.name}", spec.name, "train", mini_batch) for spec in own if spec.trains]
         if derived.needs_critic:
-            phases.append(phase("update_critic", "critic", "train", derived.critic_mini_batch_samples))
+            critic_mini_batch = derived.critic_mini_batch_size * config.rollout.n
+            phases.append(phase("update_critic", "critic", "train", critic_mini_batch))
         phases += [phase("update_actor", "actor", "train", mini_batch, entropy), Phase("refit", "rollout", "refit")]
         saved = [role for role, model in self.models.items() if model.optim is not None]
         return phases + [Phase(f"save_{role}", role, "save") for role in saved]

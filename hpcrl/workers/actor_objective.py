@@ -11,7 +11,7 @@ from hpcrl.algorithms.aggregation import LossNorm, agg_loss, aggregate
 from hpcrl.algorithms.distillation import Distillation, distillation_loss
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
-from hpcrl.algorithms.policy_losses import get_policy_loss
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.batch.tensors import TensorBatch, padded_if_there, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
@@ -33,11 +33,11 @@ class ActorObjective:
         self.actor = config.actor
         self.seed = config.run.seed
         self.correction = config.algorithm.rollout_correction
-        self.policy_loss = get_policy_loss(derived.loss_mode)
+        self.policy_loss = POLICY_LOSSES.get(derived.loss_mode)
         self.policy_params = parameters(config, "actor.policy_loss", derived.loss_mode)
         self.policy_loss.check(self.policy_params)
         self.distillation: Distillation | None = None
-        if derived.needs_teacher:
+        if config.distillation.enabled:
             mode = config.distillation.distillation_loss.loss_mode
             self.distillation = parameters(config, "distillation.distillation_loss", mode)
 

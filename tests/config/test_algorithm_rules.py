@@ -109,7 +109,7 @@ def test_a_preset_is_written_out_and_the_templates_own_keys_win() -> None:
 
 def test_bypass_mode_brings_its_own_loss_and_saves_the_forward_pass() -> None:
     derived = derive(with_presets(config({"algorithm": {"rollout_correction": {"preset": "bypass_pg_is"}}})), 2)
-    assert (derived.loss_mode, derived.needs_old_log_prob) == ("bypass_mode", False)
+    assert (derived.loss_mode, derived.old_log_prob_in_update) == ("bypass_mode", False)
 
 
 def test_one_clip_ratio_is_enough_and_a_side_of_its_own_goes_before_it() -> None:

@@ -86,7 +86,7 @@ def test_derived_values() -> None:
     assert (derived.critic_updates_per_step, derived.critic_mini_batch_size, derived.critic_ppo_epochs) == (4, 25, 2)
     assert derived.critic_loss_agg_mode == "token-sum"
     assert (derived.loss_scale_factor, derived.critic_loss_scale_factor) == (28.0, 28.0)
-    assert derived.ref_max_tokens == 16384
+    assert ("reference micro-batch", 16384, "tokens") in derived.rows
     table = derive.describe(derived)
     assert "critic (tail)" in table and "ranks 6-7" in table and "200 samples" in table
 
@@ -208,7 +208,7 @@ def test_sft_combinations(sections: dict[str, dict[str, Any]], line: str) -> Non
 def test_reward_model_job() -> None:
     job = {"data": {"max_prompt_length": 30, "max_response_length": 20, "val_files": ["val.parquet"]}}
     found = RewardModel.check(config(**job, rm={"batch_size": 8}, placement={"reward": {"pp": 2}}), 4)
-    assert (found.roles.keys(), found.roles["reward"].dp, found.samples_per_step) == ({"reward"}, 2, 16)
+    assert (found.roles.keys(), found.roles["reward"].dp, found.rows[-1]) == ({"reward"}, 2, ("step", 16, "samples"))
     assert "reward (all)  tp 1  pp 2  dp 2" in derive.describe(found)
     for rm, line in (
         ({"max_token_len_per_gpu": 99}, "rm.max_token_len_per_gpu=99 holds no pair .* = 100; use 100 or more"),
