@@ -73,7 +73,7 @@ def staged_bytes(job: TrainingPlan) -> int:
     for role, model in job.models.items():
         if model.optim is not None:
             stages = range(model.layout.pp)
-            state = max((job.state(role, stage) for stage in stages), key=lambda state: state.total)
+            state = max((job.states[role, stage] for stage in stages), key=lambda state: state.total)
             per_rank += state.parameters // model.layout.dp + state.optimizer
             if model.itemsize == FP32:
                 per_rank += state.gradients // model.layout.dp  # the optimizer's own copy is written, too
@@ -159,7 +159,7 @@ def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterato
     for role, model in job.models.items():
         groups: dict[tuple[int, ...], list[int]] = {}
         for stage in range(model.layout.pp):
-            groups.setdefault(job.state(role, stage), []).append(stage)
+            groups.setdefault(job.states[role, stage], []).append(stage)
         for state, stages in groups.items():
             ranks = sorted(rank for rank in model.layout.ranks if model.layout.coord(rank).pp in stages)
             yield f"  {role:<14}{format_ranks(stages):<8}{_ranks(ranks):<12}{cells(state)}"

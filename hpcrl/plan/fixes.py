@@ -72,7 +72,7 @@ def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
     roles = [role for role in job.models if role in row.place.stages]
     if not roles:
         return
-    sizes = {role: job.state(role, row.place.stages[role]).total for role in roles}
+    sizes = {role: job.states[role, row.place.stages[role]].total for role in roles}
     sizes[working] = sizes.get(working, 0) + row.activations + row.logits if working in sizes else 0
     role = max(roles, key=lambda name: sizes[name])
     layout = job.layouts[role]
@@ -137,7 +137,9 @@ def advice(
         return f"`hpcrl plan` has no figures: {error}"
     if phase is None or row is None:
         return "`hpcrl plan` has no figures for this phase"
-    return f"`hpcrl plan` expects {_figures(row)}; to need less: {', '.join(changes(job, phase, row))}"
+    parts = zip(Row._fields[2:], row[2:], strict=True)
+    figures = ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
+    return f"`hpcrl plan` expects {binary(row.total)}: {figures}; to need less: {', '.join(changes(job, phase, row))}"
 
 
 def _size(config: Config, num_ranks: int) -> dict[str, object]:
@@ -146,11 +148,6 @@ def _size(config: Config, num_ranks: int) -> dict[str, object]:
     if num_ranks % per_node:
         per_node = num_ranks
     return {"job.nodes": num_ranks // per_node, "job.ntasks_per_node": per_node, "job.gpus_per_node": per_node}
-
-
-def _figures(row: Row) -> str:
-    parts = zip(Row._fields[2:], row[2:], strict=True)
-    return f"{binary(row.total)}: " + ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
 
 
 def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:

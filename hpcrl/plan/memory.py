@@ -7,6 +7,7 @@ of the optimizer, of which the largest is taken.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.roles import ACTOR, PLACED, REF, Part, RoleSpec, offloaded, with_own
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, S
 from hpcrl.grid.layout import Layout
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import check_adapters, role_layout
@@ -188,37 +189,32 @@ class TrainingPlan:
             if role == phase.role or (role == "actor" and phase.kind == "refit"):
                 needed = NEEDED[phase.kind]
             away = [part for part in offloaded(self.config, self.specs[role]) if part not in needed]
-            found.append(self.state(role, place.stages[role]).without(away))
+            found.append(self.states[role, place.stages[role]].without(away))
         return found
 
     def on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory that hold offloaded state."""
         return sum(
-            self.state(role, place.stages[role]).on_host(offloaded(self.config, self.specs[role]))
+            self.states[role, place.stages[role]].on_host(offloaded(self.config, self.specs[role]))
             for role in self._roles(place)
         )
 
     def on_hosts(self) -> dict[int, int]:
         """Bytes of `on_host` by node."""
-        found: dict[int, int] = {}
+        found: Counter[int] = Counter()
         for place in self.places:
             nbytes = self.on_host(place)
             for rank in place.ranks:
-                node = rank // self.config.job.ntasks_per_node
-                found[node] = found.get(node, 0) + nbytes
+                found[rank // self.config.job.ntasks_per_node] += nbytes
         return found
 
     def _roles(self, place: Place) -> list[str]:
         return [role for role in self.models if role in place.stages]
 
-    def state(self, role: str, stage: int) -> State:
-        if (role, stage) not in self._states:
-            self._states[role, stage] = self.models[role].state(stage)
-        return self._states[role, stage]
-
     @cached_property
-    def _states(self) -> dict[tuple[str, int], State]:
-        return {}
+    def states(self) -> dict[tuple[str, int], State]:
+        """(role, stage) -> the state of a rank with the largest one."""
+        return {(role, n): model.state(n) for role, model in self.models.items() for n in range(model.layout.pp)}
 
     def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass:
         """Micro-batches that are as full as possible, of prompts and responses of the largest length."""
@@ -345,16 +341,13 @@ def _role_shape(config: Config, spec: RoleSpec, shape: ModelShape) -> ModelShape
 def with_keys(config: Config, changes: Mapping[str, object]) -> Config:
     """The config with other values of dotted keys."""
     for key, value in changes.items():
-        sections = key.split(".")
-        changed: object = value
-        for depth in range(len(sections) - 1, -1, -1):
-            section = config
-            for name in sections[:depth]:
-                section = getattr(section, name)
-            changed = section.model_copy(update={sections[depth]: changed})
-        assert isinstance(changed, Config)
-        config = changed
+        config = _with_key(config, key, value)
     return config
+
+
+def _with_key(section: S, key: str, value: object) -> S:
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: _with_key(getattr(section, name), rest, value) if rest else value})
 
 
 def binary(nbytes: int) -> str:

@@ -176,7 +176,7 @@ def test_sft() -> None:
     # PPO's batch sizes mean nothing to SFT
     derived = Sft.check(config(actor={"ppo_mini_batch_size": 9999}, placement={"actor": {"tp": 2}}), 4)
     assert set(derived.roles) == {"actor"}
-    assert derived.samples_per_step == 256
+    assert ("step", 256, "samples") in derived.rows
     assert "256 samples" in derive.describe(derived)
     with_eval = config(sft={"eval_freq": 5}, data={"train_files": ["a"], "val_files": ["b"]})
     assert set(Sft.check(with_eval, 4).roles) == {"actor", "rollout"}
