@@ -15,10 +15,11 @@ from hpcrl.algorithms.registry import LazyModule, Registry
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from torch import Tensor
 else:
     np, torch = LazyModule("numpy"), LazyModule("torch")
 
-Result: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # advantages and returns, both (B, T)
+Result: TypeAlias = "tuple[Tensor, Tensor]"  # advantages and returns, both (B, T)
 # The other keys of `algorithm`, which no estimator reads.
 OTHER_KEYS = (
     *("adv_estimator", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "use_pf_ppo", "pf_ppo"),
@@ -68,8 +69,8 @@ class AdvEstimator:
 
     def __call__(
         self,
-        token_level_rewards: torch.Tensor,
-        response_mask: torch.Tensor,
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
         *,
         params: Any,
         reduce: Reduce = one_replica,
@@ -124,7 +125,7 @@ def _tensor(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _check_shapes(rewards: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> None:
+def _check_shapes(rewards: Tensor, mask: Tensor, given: Mapping[str, Any]) -> None:
     if rewards.dim() != 2 or mask.shape != rewards.shape:
         found = f"token_level_rewards {tuple(rewards.shape)} and response_mask {tuple(mask.shape)}"
         raise ValueError(f"{found}; expected one shape (samples, tokens)")
@@ -169,8 +170,8 @@ def advantage(
     name: str,
     config: Mapping[str, Any] | None = None,
     *,
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     **tensors: Any,
 ) -> Result:
     """Advantages and returns, both (B, T), of a whole batch, by the estimator that the YAML calls `name`.

@@ -14,7 +14,7 @@ from hpcrl.algorithms.policy_losses import POLICY_LOSSES, Clip, DualClip
 from hpcrl.algorithms.registry import Registry
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class Distilled:
     tokens of each, for metrics.
     """
 
-    log_prob: torch.Tensor
-    response_mask: torch.Tensor
-    teacher_log_prob: torch.Tensor | None = None
-    student_topk: torch.Tensor | None = None
-    teacher_topk: torch.Tensor | None = None
-    student_topk_ids: torch.Tensor | None = None
-    teacher_topk_ids: torch.Tensor | None = None
+    log_prob: Tensor
+    response_mask: Tensor
+    teacher_log_prob: Tensor | None = None
+    student_topk: Tensor | None = None
+    teacher_topk: Tensor | None = None
+    student_topk_ids: Tensor | None = None
+    teacher_topk_ids: Tensor | None = None
 
 
 # token losses (B, T), finite where the mask is 0, and metrics
-LossFunction: TypeAlias = "Callable[[Distilled, Any], tuple[torch.Tensor, dict[str, Metric]]]"
+LossFunction: TypeAlias = "Callable[[Distilled, Any], tuple[Tensor, dict[str, Metric]]]"
 
 
 class DistillationLoss(NamedTuple):
@@ -112,16 +112,16 @@ def register_distillation_loss(
 def distillation_loss(
     cfg: Distillation,
     *,
-    log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
-    teacher_log_prob: torch.Tensor | None = None,
-    student_topk: torch.Tensor | None = None,
-    teacher_topk: torch.Tensor | None = None,
-    student_topk_ids: torch.Tensor | None = None,
-    teacher_topk_ids: torch.Tensor | None = None,
-    old_log_prob: torch.Tensor | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    log_prob: Tensor,
+    response_mask: Tensor,
+    teacher_log_prob: Tensor | None = None,
+    student_topk: Tensor | None = None,
+    teacher_topk: Tensor | None = None,
+    student_topk_ids: Tensor | None = None,
+    teacher_topk_ids: Tensor | None = None,
+    old_log_prob: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Metric]]:
     """Token losses (B, T), to be aggregated like the policy loss, and `distillation/*` but for `distillation/loss`,
     the aggregate. Tensors as in `Distilled`; where the mask is 0 they may hold anything.
 
@@ -151,7 +151,7 @@ def distillation_loss(
 
 
 @register_distillation_loss(*get_args(KlEstimator))
-def sampled_token(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tensor, dict[str, Metric]]:
+def sampled_token(inputs: Distilled, cfg: Distillation) -> tuple[Tensor, dict[str, Metric]]:
     """`kl_penalty` of the student against the teacher: estimates of the reverse KL on the sampled token."""
     if inputs.teacher_log_prob is None:
         raise ValueError(f"loss_mode={cfg.loss_mode} needs teacher_log_prob; pass the teacher's column")
@@ -162,7 +162,7 @@ def sampled_token(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tensor, d
 
 
 @register_distillation_loss("forward_kl_topk", uses_topk=True)
-def teachers_likeliest(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tensor, dict[str, Metric]]:
+def teachers_likeliest(inputs: Distilled, cfg: Distillation) -> tuple[Tensor, dict[str, Metric]]:
     """`forward_kl_topk`, cut below at 0: what lies outside of the K tokens can make the sum negative.
 
     student_mass, teacher_mass: probability of the K tokens. With the ids of both, overlap_ratio: the share of the
@@ -191,9 +191,7 @@ def teachers_likeliest(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tens
     return terms.sum(-1).clamp(min=0.0), metrics
 
 
-def forward_kl_topk(
-    student_topk: torch.Tensor, teacher_topk: torch.Tensor, log_prob_min_clamp: float | None = None
-) -> torch.Tensor:
+def forward_kl_topk(student_topk: Tensor, teacher_topk: Tensor, log_prob_min_clamp: float | None = None) -> Tensor:
     """Terms p (log p - log q) of KL(teacher | student) at the teacher's K likeliest tokens, (..., K), in nats.
 
     student_topk: log q, carries gradients; teacher_topk: log p; both (..., K), first clamped from below (no gradient

@@ -11,7 +11,7 @@ from hpcrl.algorithms.parameters import param
 from hpcrl.algorithms.registry import UnknownName
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KlKind = Literal[KlEstimator, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]  # value of one, gradient of k2
@@ -27,7 +27,7 @@ class KlCtrl:
     target_kl: float = param(0.1, gt=0, help="KL that the adaptive controller aims at")
 
 
-def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> torch.Tensor:
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy | reference) at each sampled token, shape of the inputs, in nats.
 
     With d = log_prob - ref_log_prob (Schulman, joschu.net/blog/kl-approx.html): kl, k1: d; abs: |d|; mse, k2: d^2 / 2;
@@ -56,14 +56,8 @@ def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) ->
 
 
 def apply_kl_in_reward(
-    token_level_scores: torch.Tensor,
-    log_prob: torch.Tensor,
-    ref_log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    beta: float,
-    kind: str,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    token_level_scores: Tensor, log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, *, beta: float, kind: str
+) -> tuple[Tensor, dict[str, Metric]]:
     """token_level_rewards = scores - beta kl mask, all (B, T) (Ziegler et al. 2019, arXiv 1909.08593, eq. 2).
 
     `actor/reward_kl_penalty` is the mean over sequences of each one's mean KL per token: what a controller follows.
