@@ -111,31 +111,22 @@ def register_distillation_loss(
 
 def distillation_loss(
     cfg: Distillation,
+    inputs: Distilled,
     *,
-    log_prob: Tensor,
-    response_mask: Tensor,
-    teacher_log_prob: Tensor | None = None,
-    student_topk: Tensor | None = None,
-    teacher_topk: Tensor | None = None,
-    student_topk_ids: Tensor | None = None,
-    teacher_topk_ids: Tensor | None = None,
     old_log_prob: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Token losses (B, T), to be aggregated like the policy loss, and `distillation/*` but for `distillation/loss`,
-    the aggregate. Tensors as in `Distilled`; where the mask is 0 they may hold anything.
+    the aggregate. Where the mask is 0 the tensors may hold anything.
 
     Supervised (GKD, arXiv 2306.13649): the losses themselves. use_policy_gradient (thinkingmachines.ai/blog/
     on-policy-distillation): PPO's loss with advantage -loss, which reads old_log_prob and rollout_is_weights, (B, T).
     Quirk of verl: loss_min and loss_max are taken before loss_max_clamp.
     """
-    inputs = Distilled(
-        log_prob, response_mask, teacher_log_prob, student_topk, teacher_topk, student_topk_ids, teacher_topk_ids
-    )
     losses, metrics = DISTILLATION_LOSSES.get(cfg.loss_mode).function(inputs, cfg)
     metrics = metrics | {
-        "distillation/loss_min": Min.of(losses, response_mask),
-        "distillation/loss_max": Max.of(losses, response_mask),
+        "distillation/loss_min": Min.of(losses, inputs.response_mask),
+        "distillation/loss_max": Max.of(losses, inputs.response_mask),
     }
     if cfg.loss_max_clamp is not None:
         losses = losses.clamp(-cfg.loss_max_clamp, cfg.loss_max_clamp)
@@ -144,7 +135,7 @@ def distillation_loss(
     if old_log_prob is None:
         raise ValueError("use_policy_gradient is set and old_log_prob is missing; pass the column old_log_probs")
     policy = POLICY_LOSSES.get(cfg.policy_loss_mode)(
-        log_prob, old_log_prob, -losses.detach(), response_mask, cfg.policy_loss, rollout_is_weights
+        inputs.log_prob, old_log_prob, -losses.detach(), inputs.response_mask, cfg.policy_loss, rollout_is_weights
     )
     renamed = {key.replace("actor/", "distillation/", 1): metric for key, metric in policy.metrics.items()}
     return policy.values, metrics | renamed

@@ -56,6 +56,7 @@ class Grpo:
 
 
 @register_adv_est("grpo", params=Grpo)
+@register_adv_est("grpo_vectorized", params=Grpo)
 def grpo(
     token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds, norm_adv_by_std_in_grpo: bool
 ) -> Result:
@@ -64,21 +65,11 @@ def grpo(
     A_i = (R_i - mean_g) / (std_g + 1e-6), std with n - 1.
     Without norm_adv_by_std_in_grpo: R_i - mean_g (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783).
     Quirk of verl: a group of one has mean 0 and std 1, so its advantage is its score; its 1 + 1e-6 is one of fp32.
+    `grpo_vectorized` is verl's name of a faster version. Quirks of it that are not followed: group statistics in fp32
+    under fp64 rewards, and a trainer that never hands norm_adv_by_std_in_grpo to it: leave it True for verl's result.
     """
     advantage = _standardized(_score(token_level_rewards), _groups(index, response_mask), norm_adv_by_std_in_grpo)
     return _on_every_token(advantage, token_level_rewards, response_mask)
-
-
-@register_adv_est("grpo_vectorized", params=Grpo)
-def grpo_vectorized(
-    token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds, norm_adv_by_std_in_grpo: bool
-) -> Result:
-    """`grpo` under the name of verl's faster version of it; here both are vectorized.
-
-    Quirks of verl that are not followed: group statistics in fp32 under fp64 rewards, and a trainer that never hands
-    norm_adv_by_std_in_grpo to this estimator: leave it True for verl's result.
-    """
-    return grpo(token_level_rewards, response_mask, index=index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
 
 
 @dataclass(frozen=True)

@@ -159,15 +159,6 @@ def check_lora(config: Config) -> None:
         )
 
 
-def check_no_lora(config: Config, command: str) -> None:
-    """ConfigError for a job that trains a whole model."""
-    if config.model.lora_rank > 0:
-        raise ConfigError(
-            f"model.lora_rank={config.model.lora_rank} is for the policy, and `hpcrl {command}` trains a whole model; "
-            "use model.lora_rank=0"
-        )
-
-
 TENSORRT_LLM_TOP_K = 1024  # its sampler takes larger ones for this, and only warns
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +12,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.inference import SamplingJob, check_inference
 from hpcrl.run.start import set_aside
+from hpcrl.run.time_budget import replace_json
 from hpcrl.run.validation import Validator
 from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.progress import PhaseTimers
@@ -62,9 +61,7 @@ class Evaluate(SamplingJob):
             "metrics": metrics,
         }
         path = self.run_folder / RESULT_FILE
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        replace_json(path, result)
         log.info("%s\nall metrics are in %s, %s and TensorBoard, in %s", table(metrics), path, METRICS_FILE, folder)
 
 

@@ -14,7 +14,6 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.placement import place
 from hpcrl.config.roles import REWARD, RoleSpec
-from hpcrl.config.rules import check_no_lora
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
@@ -73,7 +72,11 @@ class RewardModel(SupervisedJob):
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the reward model's ranks."""
         rm = config.section("rm")
-        check_no_lora(config, "rm")
+        if config.model.lora_rank > 0:
+            raise ConfigError(
+                f"model.lora_rank={config.model.lora_rank} is for the policy, and `hpcrl rm` trains a whole model; "
+                "use model.lora_rank=0"
+            )
         roles = place(config, [REWARD], num_ranks)
         longest = cls.check_data(config, "chosen and rejected")
         if rm.max_token_len_per_gpu < 2 * longest:

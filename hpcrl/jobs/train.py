@@ -18,7 +18,7 @@ from hpcrl.data.sampler import make_sampler, steps_for_epochs
 from hpcrl.model.sizes import peak_of
 from hpcrl.rollout_source.source import idle_metrics
 from hpcrl.run.job import TrainingJob
-from hpcrl.run.job_config import derive as derive_with_torch
+from hpcrl.run.job_config import in_section
 from hpcrl.run.performance import mfu_metrics
 from hpcrl.run.rollouts import assign_to_replicas, make_rollout_source
 from hpcrl.run.validation import Validator
@@ -121,7 +121,11 @@ class Train(TrainingJob):
 
     @classmethod
     def check_with_torch(cls, config: Config, num_ranks: int) -> Derived:
-        return derive_with_torch(config, num_ranks, cls.own_specs())
+        from hpcrl.workers.actor_objective import ActorObjective
+
+        derived = cls.check(config, num_ranks)
+        in_section("actor", lambda: ActorObjective(config, derived))
+        return derived
 
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:

@@ -11,19 +11,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.roles import ACTOR, PLACED, REF, Part, RoleSpec, offloaded, with_own
 from hpcrl.config.schema import Config, S
 from hpcrl.grid.layout import Layout
-from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import check_adapters, role_layout
-from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token, max_kv_bytes
 from hpcrl.plan.activations import Pass
-from hpcrl.plan.refit import Question, job_shape, question
+from hpcrl.plan.refit import Question, job_shape, model_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
 from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime.exits import InputError
@@ -111,13 +109,14 @@ class TrainingPlan:
         shape = job_shape(config)
         models = {}
         for role, spec in self.specs.items():
-            own = _role_shape(config, spec, shape)
+            architecture = spec.architecture(config)
+            own = shape if architecture is config.model else model_shape(architecture, shape.vocab_size)
             layout = role_layout(own, role, **self.derived.roles[role].grid)
             if own.mla and layout.cp > 1:
                 raise InputError(
                     f"placement.{role}.cp={layout.cp} with latent attention is not counted yet; plan with cp=1"
                 )
-            itemsize = ITEMSIZE[spec.architecture(config).dtype]
+            itemsize = ITEMSIZE[architecture.dtype]
             exact = config.rollout.exact and spec.path in (ACTOR.name, REF.name)
             lora = Lora.from_config(config.model) if spec.path == ACTOR.name else None
             if lora is not None:
@@ -325,17 +324,6 @@ class TrainingPlan:
 def _traffic(resharding: Resharding) -> dict[int, RankTraffic]:
     """Kept because most changes that `cheapest_fix` tries leave the two layouts as they are."""
     return resharding.traffic()
-
-
-def _role_shape(config: Config, spec: RoleSpec, shape: ModelShape) -> ModelShape:
-    model = spec.architecture(config)
-    if model is config.model:
-        return shape
-    if model.path is not None:
-        from hpcrl.model.hf.families import read_shape
-
-        return read_shape(Path(model.path))
-    return shape_from_yaml(model, shape.vocab_size)
 
 
 def with_keys(config: Config, changes: Mapping[str, object]) -> Config:

@@ -18,7 +18,7 @@ from typing import NoReturn
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.placement import PlacedRole, format_ranks, place
 from hpcrl.config.roles import ACTOR, ROLLOUT, shares_weights
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, ModelConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import role_layout, shards
@@ -152,18 +152,23 @@ def _summary(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
 
 def job_shape(config: Config) -> ModelShape:
     """The policy's shape, from its Hugging Face directory if the config names one."""
-    model = config.model
-    if model.path is not None:
-        from hpcrl.model.hf.families import read_shape
+    model, num_tokens = config.model, 0
+    if model.path is None and model.vocab_size is None:
+        if model.tokenizer is None:
+            raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
+        from hpcrl.data.tokenizer import load_tokenizer  # takes seconds, and most large templates name vocab_size
 
-        return read_shape(Path(model.path))
-    if model.vocab_size is None and model.tokenizer is None:
-        raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
-    if model.vocab_size is not None:
-        return shape_from_yaml(model, model.vocab_size)
-    from hpcrl.data.tokenizer import load_tokenizer  # takes seconds, and most large templates name vocab_size
+        num_tokens = len(load_tokenizer(model.tokenizer))
+    return model_shape(model, num_tokens)
 
-    return shape_from_yaml(model, len(load_tokenizer(model.tokenizer or "")))
+
+def model_shape(model: ModelConfig, num_tokens: int) -> ModelShape:
+    """The shape of a section `model:`, of a Hugging Face directory without a look at its weights."""
+    if model.path is None:
+        return shape_from_yaml(model, num_tokens)
+    from hpcrl.model.hf.families import read_shape
+
+    return read_shape(Path(model.path))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -87,7 +87,7 @@ class Role:
             self._run.before_call(registration)
             future = getattr(group, method)(batch, *args, **kwargs)
             issued = Call(self._run, registration.phase or method, future, prefix)
-            self._run.add_call(issued)
+            self._run.calls.append(issued)
             return PendingBatch(batch, [issued])
 
         return call

@@ -23,6 +23,7 @@ from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.source import WeightSync
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
+from hpcrl.run.time_budget import replace_json
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.progress import PhaseTimers
@@ -225,7 +226,7 @@ class GenerationFile:
                 self._check_settings(settings)
                 end = self._scan(keys)
             else:
-                self._write_settings(settings)
+                replace_json(self.settings_path, settings)
                 end = 0
             self._file = open(path, "ab")
             if not self.is_complete:
@@ -259,11 +260,6 @@ class GenerationFile:
             theirs, ours = before.get(name), now.get(name)
             if theirs != ours:
                 raise InputError(f"{self.path} holds samples of {name}={theirs}, and this job has {ours}; {WAY_OUT}")
-
-    def _write_settings(self, settings: Mapping[str, Any]) -> None:
-        draft = self.settings_path.with_name(self.settings_path.name + ".tmp")
-        draft.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, self.settings_path)
 
     def _scan(self, keys: Iterator[Key]) -> int:
         """Size in bytes of the complete lines at the start of the file; adds them to the totals."""

@@ -143,9 +143,14 @@ def read_json(path: Path, absent: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_json(path, value)
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Write a file that is either the old one or the new one."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss, aggregate
-from hpcrl.algorithms.distillation import Distillation, distillation_loss
+from hpcrl.algorithms.distillation import Distillation, Distilled, distillation_loss
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
@@ -105,12 +105,9 @@ class ActorObjective:
             }
         losses, metrics = distillation_loss(
             self.distillation,
-            log_prob=outputs["log_probs"],
-            response_mask=mask,
-            teacher_log_prob=micro.padded("teacher_log_prob"),
+            Distilled(outputs["log_probs"], mask, micro.padded("teacher_log_prob"), **topk),
             old_log_prob=_old_log_probs(outputs, micro),
             rollout_is_weights=padded_if_there(micro, "rollout_is_weights"),
-            **topk,
         )
         total = agg_loss(losses, mask, self.actor.loss_agg_mode, norm)
         return total, {**metrics, "distillation/loss": Sum(total.detach())}
