@@ -14,8 +14,6 @@ from hpcrl.config import yaml_core
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError, Node
 
-__all__ = ["ConfigError", "dump_config", "load_config", "quoted"]
-
 KeyPath = tuple[str, ...]
 
 

@@ -193,18 +193,14 @@ def _values_of_prompt(
     found = {}
     for name, column in variables.items():
         scored = [row for row in rows if column[row] is not None]
-        values = [column[row] for row in scored]
+        values: list[Any] = [column[row] for row in scored]
         if name == "acc" and has_acc:
             if scored:
-                found["acc_success_only"] = _numbers(values), _preds(scored, variables, len(scored))
+                found["acc_success_only"] = list(map(float, values)), _preds(scored, variables, len(scored))
             values += [0.0] * (len(rows) - len(scored))
         if values and not any(isinstance(value, str) for value in values):
-            found[name] = _numbers(values), _preds(rows, variables, len(values))
+            found[name] = list(map(float, values)), _preds(rows, variables, len(values))
     return found
-
-
-def _numbers(values: Sequence[Value]) -> list[float]:
-    return [float(value) for value in values if value is not None]
 
 
 def _preds(rows: Sequence[int], variables: Variables, count: int) -> list[Value] | None:
