@@ -125,21 +125,16 @@ def _weight_metrics(
     sequence_raw = masked_mean(raw, response_mask, dim=-1)
     every = torch.ones_like(sequence_mean)
     if sequence_log_ratio is None:
-        extremes: dict[str, Metric] = {
-            key + "max": Max.of(weights, response_mask),
-            key + "min": Min.of(weights, response_mask),
-            key + "ratio_fraction_high": Mean.of(raw > bounds.upper, response_mask),
-            key + "ratio_fraction_low": Mean.of(raw < lower, response_mask),
-        }
+        largest, smallest, valid = weights, weights, response_mask
+        high, low = raw > bounds.upper, raw < lower
     else:
-        extremes = {
-            key + "max": Max.of(sequence_log_ratio.clamp(max=SAFETY_BOUND).exp(), every),
-            key + "min": Min.of(sequence_log_ratio.exp(), every),
-            key + "ratio_fraction_high": Mean.of(sequence_log_ratio > math.log(bounds.upper), every),
-            key + "ratio_fraction_low": Mean.of(sequence_log_ratio < math.log(lower), every),
-        }
+        largest, smallest, valid = sequence_log_ratio.clamp(max=SAFETY_BOUND).exp(), sequence_log_ratio.exp(), every
+        high, low = sequence_log_ratio > math.log(bounds.upper), sequence_log_ratio < math.log(lower)
     return {
-        **extremes,
+        key + "max": Max.of(largest, valid),
+        key + "min": Min.of(smallest, valid),
+        key + "ratio_fraction_high": Mean.of(high, valid),
+        key + "ratio_fraction_low": Mean.of(low, valid),
         key + "mean": Mean.of(weights, response_mask),
         key + "std": Spread.of(weights, response_mask, ddof=0),
         key + "eff_sample_size": EffectiveSampleSize.of(weights, response_mask),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def load_plugins(config: Config) -> bool:
     modules = [_import("run.plugins", path) for path in config.run.plugins]
     is_complete = None not in modules
     for path, family in FAMILIES.items():
-        _check_mappings(_section(config, path), path, plugins_of(family.registry), is_complete)
+        _check_mappings(attrgetter(path)(config), path, plugins_of(family.registry), is_complete)
     sampler = config.data.sampler
     if sampler.__pydantic_extra__:
         module = _import("data.sampler.class_path", sampler.class_path) if sampler.class_path else None
@@ -114,8 +115,8 @@ def parameters(config: Config, path: str, name: str) -> Any:
     """
     family = FAMILIES[path]
     declaration = family.registry.get(name).params
-    values = inherited(declaration, *(_section(config, section) for section in family.sections))
-    own = (_section(config, path).__pydantic_extra__ or {}).get(name, {})
+    values = inherited(declaration, *(attrgetter(section)(config) for section in family.sections))
+    own = (attrgetter(path)(config).__pydantic_extra__ or {}).get(name, {})
     values |= given_parameters((*path.split("."), name), declaration, own)
     try:
         return declaration(**values)
@@ -123,13 +124,6 @@ def parameters(config: Config, path: str, name: str) -> Any:
         raise  # its line says what is unknown
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _section(config: Config, path: str) -> Any:
-    section: Any = config
-    for name in path.split("."):
-        section = getattr(section, name)
-    return section
 
 
 def sampler_parameters(sampler: SamplerConfig, declaration: type) -> Any:

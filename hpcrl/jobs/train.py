@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcrl.algorithms.kl import KLController
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
-from hpcrl.config import derive, rules
+from hpcrl.config import derive
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, EXPORT, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
 from hpcrl.config.schema import Config
@@ -129,7 +129,16 @@ class Train(TrainingJob):
 
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
-        return rules.without_effect(config)
+        algorithm, found = config.algorithm, []
+        if config.trainer.rollouts_from is not None and algorithm.filter_groups.enable:
+            found.append(
+                "trainer.rollouts_from replays all recorded prompts: algorithm.filter_groups drops none of them"
+            )
+        if config.data.gen_batch_size is not None and not algorithm.filter_groups.enable:
+            found.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
+        if algorithm.gdpo_reward_keys and algorithm.adv_estimator != "gdpo":
+            found.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
+        return found
 
     def read_inputs(self) -> Inputs:
         from hpcrl.workers.team import read_training_inputs
