@@ -103,13 +103,9 @@ class Sft(SupervisedJob):
     def set_up(self, run: Run) -> None:
         self.validator = None
         if self.own.eval_freq > 0:
+            ways = [ValKwargs(n=1, temperature=1.0)]
             self.validator = Validator(
-                run.controller,
-                self.inputs.prompts["val"],
-                self.config.data,
-                [ValKwargs(n=1, temperature=1.0)],
-                (int(self.inputs.tokenizer.eos_token_id),),
-                num_prompts=self.own.eval_samples,
+                run.controller, self.config, self.inputs, ways, num_prompts=self.own.eval_samples
             )
 
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:

@@ -79,8 +79,6 @@ class Train(TrainingJob):
             rollouts.update_weights(step)  # from the actor to the rollout engine
             run.archive(batch)
 
-    # parts of a step
-
     def trains_actor(self, step: int) -> bool:
         """False in the first trainer.critic_warmup steps of a job with a critic."""
         return step > self.config.trainer.critic_warmup or not self.derived.needs_critic
@@ -112,8 +110,6 @@ class Train(TrainingJob):
         if self.derived.needs_sum_pi_squared:
             run.wait()
             actor.variance_proxy(batch, run.metrics.get("actor/grad_norm"))
-
-    # what the job needs
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> Derived:
@@ -175,8 +171,6 @@ class Train(TrainingJob):
         trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])
         size = self.config.data.train_batch_size
         return trainer.total_training_steps or steps_for_epochs(prompts, size, trainer.total_epochs)
-
-    # around the steps
 
     @property
     def label(self) -> str:  # type: ignore[override]

@@ -176,8 +176,6 @@ class TrainingJob(Job):
 
     inputs: Inputs
 
-    # what the job needs
-
     def read_inputs(self) -> Inputs:
         """Read files, on every rank. An InputError ends the job on all of them."""
         raise NotImplementedError
@@ -226,8 +224,6 @@ class TrainingJob(Job):
     def total_steps(self) -> int:
         raise NotImplementedError
 
-    # the steps
-
     def set_up(self, run: Run) -> None:
         """Make what the loop uses, on rank 0, before state is loaded into it."""
 
@@ -259,8 +255,6 @@ class TrainingJob(Job):
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None: ...
-
-    # how it runs
 
     def main(self) -> int:
         from hpcrl.run.run import Run

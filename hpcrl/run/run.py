@@ -93,8 +93,6 @@ class Run:
         self._num_response_tokens = 0
         self._state: StateAfterStep
 
-    # what a loop uses
-
     def roles(self, *names: str) -> list[Role]:
         """The named roles, for calls. A role that this job does not have leaves batches unchanged."""
         return [Role(self, self.controller.groups.get(self.job.stands_for(name))) for name in names]
@@ -140,8 +138,6 @@ class Run:
         self.is_complete = True
         log.info("stopped at step %d: %s", self.step, reason)
 
-    # called by Role
-
     def before_call(self, registration: Registration) -> None:
         """Raise StopRequested if there is no time, while the step can still be repeated: until the first update of a
         model."""
@@ -157,8 +153,6 @@ class Run:
         """As `before_call`, before a phase that is not a call of a role."""
         if self._can_stop:
             self.budget.check(phase)
-
-    # the life-cycle
 
     def until_done(self, loop: Callable[[Run], None]) -> int:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
