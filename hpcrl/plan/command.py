@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from hpcrl.plan.memory import GIB, MIB, Phase, Row, TrainingPlan, binary
 from hpcrl.plan.refit import size
 from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel
 from hpcrl.runtime import exits
+from hpcrl.runtime.launcher import is_first_launched
 
 RESPONSE_COLUMNS = 7  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
 
@@ -110,7 +112,11 @@ def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoR
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")
     description = refit.describe if parsed.refit else describe
-    refit.show(lambda: description(load_job(job if colon else "train"), path, parsed.overrides))
+    with exits.one_line_for_user_errors():
+        lines = description(load_job(job if colon else "train"), path, parsed.overrides)
+    if is_first_launched(os.environ):
+        print("\n".join(lines))
+    sys.exit(exits.DONE)
 
 
 def describe(described: JobDescription, path: str, overrides: Sequence[str] = ()) -> list[str]:
