@@ -183,16 +183,12 @@ def advantage(
 
     >>> advantage("grpo", {"norm_adv_by_std_in_grpo": False}, token_level_rewards=r, response_mask=m, index=uid)
     """
+    from hpcrl.algorithms.token_advantages import AlgorithmParameters
+
     estimator = ESTIMATORS.get(name)
-    settings = flat_config(config, "algorithm", _known_keys(estimator), OTHER_KEYS)
+    own = [f"{name}.{parameter.name}" for parameter in parameters_of(estimator.params)]
+    known = [*(parameter.name for parameter in parameters_of(AlgorithmParameters)), *own]
+    settings = flat_config(config, "algorithm", known, OTHER_KEYS)
     settings = {key.rpartition(".")[2]: value for key, value in settings.items()}
     settings |= {key: tensors.pop(key) for key in ("gamma", "lam") if key in estimator.settings and key in tensors}
     return estimator(token_level_rewards, response_mask, params=make(estimator.params, settings), **tensors)
-
-
-def _known_keys(estimator: AdvEstimator) -> list[str]:
-    """verl's keys of all built-in estimators, and those of this one."""
-    from hpcrl.algorithms.token_advantages import AlgorithmParameters
-
-    own = [f"{estimator.name}.{parameter.name}" for parameter in parameters_of(estimator.params)]
-    return [*(parameter.name for parameter in parameters_of(AlgorithmParameters)), *own]

@@ -65,7 +65,11 @@ def load_plugins(config: Config) -> bool:
     modules = [_import("run.plugins", path) for path in config.run.plugins]
     is_complete = None not in modules
     for path, family in FAMILIES.items():
-        _check_mappings(attrgetter(path)(config), path, plugins_of(family.registry), is_complete)
+        entries = family.registry.entries().items()
+        of_plugins = {
+            name: entry.params for name, entry in entries if not entry.function.__module__.startswith("hpcrl.")
+        }
+        _check_mappings(attrgetter(path)(config), path, of_plugins, is_complete)
     sampler = config.data.sampler
     if sampler.__pydantic_extra__:
         module = _import("data.sampler.class_path", sampler.class_path) if sampler.class_path else None
@@ -97,15 +101,6 @@ def _check_mappings(section: Section, path: str, declared: Mapping[str, type], i
         elif is_complete:
             known = [*keys_of(), *((*path.split("."), plugin) for plugin in declared)]
             raise ConfigError(f"unknown key {'.'.join(keys)}; {suggest(keys, known)}")
-
-
-def plugins_of(registry: Registry[Any]) -> dict[str, type]:
-    """name -> parameter dataclass of what is registered outside of this package."""
-    return {
-        name: entry.params
-        for name, entry in registry.entries().items()
-        if not entry.function.__module__.startswith("hpcrl.")
-    }
 
 
 def parameters(config: Config, path: str, name: str) -> Any:
