@@ -12,27 +12,20 @@ from typing import Any
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, ModelConfig, RolePlacement
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.grid.layout import Layout
 
 AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
 
 
 @dataclass(frozen=True)
-class PlacedRole:
-    """Where a role runs: world ranks in ascending order, and how they are divided."""
+class PlacedRole(Layout):
+    """Where a role runs: its layout, on the ranks of a pool in ascending order."""
 
-    pool: str
-    ranks: tuple[int, ...]
-    tp: int
-    pp: int
-    dp: int
-    cp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    etp: int = 1
+    pool: str = ""
 
     @property
     def grid(self) -> dict[str, Any]:
-        """The arguments of `hpcrl.grid.layout.Layout`."""
+        """The arguments of `Layout`."""
         return {"ranks": self.ranks, **{axis: getattr(self, axis) for axis in AXES}}
 
 
@@ -70,7 +63,7 @@ def place(config: Config, used: Sequence[RoleSpec], world_size: int) -> dict[str
                     f"divide the {len(ranks)} ranks of pool {role.pool}; the product must be "
                     f"{_either(_divisors(len(ranks)))}"
                 )
-        roles[name] = PlacedRole(role.pool, ranks, dp=len(ranks) // (role.tp * role.pp * role.cp), **sizes)
+        roles[name] = PlacedRole(ranks, **sizes, pool=role.pool)
     return roles
 
 

@@ -75,8 +75,8 @@ def test_derived_values() -> None:
         ),
         8,
     )
-    assert derived.roles["actor"] == placement.PlacedRole("all", tuple(range(8)), 2, 2, 2)
-    assert derived.roles["critic"] == placement.PlacedRole("tail", (6, 7), 1, 2, 1)
+    assert derived.roles["actor"] == placement.PlacedRole(tuple(range(8)), tp=2, pp=2, pool="all")
+    assert derived.roles["critic"] == placement.PlacedRole((6, 7), pp=2, pool="tail")
     assert set(derived.roles) == {"actor", "critic", "ref", "rollout"}
     assert (derived.needs_critic, derived.needs_ref) == (True, True)
     assert derived.max_sequence_length == 128
