@@ -119,9 +119,12 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ids, chunks = [], []
         for rows in slices(len(hidden), chunk_rows):
-            top_ids, sums = _chunk_sums(hidden[rows], weight, targets[rows], softmax, entropy, sum_pi_squared, k)
-            ids.append(top_ids)
-            chunks.append(sums)
+            logits, wanted = logits_of(hidden[rows], weight), targets[rows]
+            if k:
+                ids.append(vocab_parallel_topk_ids(logits, k, group=softmax.group, vocab_size=softmax.vocab_size))
+                wanted = torch.cat([wanted, ids[-1]], dim=1)
+            chunks.append(softmax.sums(logits, wanted, entropy, sum_pi_squared)[0])
+            del logits  # before the next chunk
         whole = RowSums._make(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden, weight, targets, whole.top, whole.log_sum, whole.entropies)
         ctx.softmax, ctx.chunk_rows = softmax, chunk_rows
@@ -158,23 +161,6 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight.add_(grad.T @ hidden[rows])
             del grad
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
-
-
-def _chunk_sums(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    softmax: SplitSoftmax,
-    entropy: bool,
-    sum_pi_squared: bool,
-    k: int,
-) -> tuple[Tensor, RowSums]:
-    """Return ids of the k most likely tokens, and the sums for the targets and these."""
-    logits = logits_of(hidden, weight)
-    ids = targets[:, :0]
-    if k:
-        ids = vocab_parallel_topk_ids(logits, k, group=softmax.group, vocab_size=softmax.vocab_size)
-    return ids, softmax.sums(logits, torch.cat([targets, ids], dim=1), entropy, sum_pi_squared)[0]
 
 
 def slices(count: int, size: int) -> Iterator[slice]:

@@ -37,7 +37,6 @@ COLUMNS = ("case", "implementation", "ms", "GB/s", "TFLOP/s", "of floor", "extra
 SMALL: dict[str, dict[str, Any]] = {  # constants of the case modules in a rehearsal
     "decode_attention": {"DIVISOR": 64},
     "linear_log_prob": {"ROWS": 16, "HIDDEN": 32, "VOCABULARY": 300, "CHUNK_ROWS": 8},
-    "masked_whiten": {"SEQUENCES": 4, "TOKENS": 16},
     "pack": {"LAYERS": 2, "HIDDEN": 64},
     "rms_norm": {"ROWS": 16, "WIDTH": 64},
     "rope": {"TOKENS": 32},

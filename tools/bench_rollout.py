@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from hpcrl.model.hf.directory import Safetensors, load_weights
 from hpcrl.model.hf.families import hf_config
-from hpcrl.model.hf.files import unsharded
+from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
@@ -98,7 +98,7 @@ class Sides:
             )
             with tempfile.TemporaryDirectory() as folder:
                 self.model.save_pretrained(folder)
-                load_weights(SHAPE, Safetensors(Path(folder)), unsharded(SHAPE), self.engines[exact].weights())
+                load_weights(SHAPE, Safetensors(Path(folder)), shards(SHAPE), self.engines[exact].weights())
         return self.engines[exact]
 
     def native(self, work: Work, exact: bool) -> int:

@@ -271,7 +271,7 @@ FAULTS = [
     Fault(
         "gae",
         "estimators give verl's numbers",
-        "kernels/reductions.py",
+        "algorithms/reductions.py",
         "valid, gamma * lam)",
         "valid, lam)",
         0,
@@ -280,7 +280,7 @@ FAULTS = [
     Fault(
         "gae-by-hand",
         "each estimator has a hand-computed case",
-        "kernels/reductions.py",
+        "algorithms/reductions.py",
         "rewards + gamma * next_values - values",
         "rewards + next_values - values",
         0,

@@ -15,10 +15,11 @@ from hpcrl.algorithms.registry import LazyModule, Registry
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from torch import Tensor
 else:
     np, torch = LazyModule("numpy"), LazyModule("torch")
 
-Result: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # advantages and returns, both (B, T)
+Result: TypeAlias = "tuple[Tensor, Tensor]"  # advantages and returns, both (B, T)
 # The other keys of `algorithm`, which no estimator reads.
 OTHER_KEYS = (
     *("adv_estimator", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "use_pf_ppo", "pf_ppo"),
@@ -68,8 +69,8 @@ class AdvEstimator:
 
     def __call__(
         self,
-        token_level_rewards: torch.Tensor,
-        response_mask: torch.Tensor,
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
         *,
         params: Any,
         reduce: Reduce = one_replica,
@@ -124,7 +125,7 @@ def _tensor(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _check_shapes(rewards: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> None:
+def _check_shapes(rewards: Tensor, mask: Tensor, given: Mapping[str, Any]) -> None:
     if rewards.dim() != 2 or mask.shape != rewards.shape:
         found = f"token_level_rewards {tuple(rewards.shape)} and response_mask {tuple(mask.shape)}"
         raise ValueError(f"{found}; expected one shape (samples, tokens)")
@@ -165,16 +166,12 @@ def register_adv_est(name: str, params: type | None = None) -> Callable[[Callabl
     return register
 
 
-def get_adv_estimator(name: str) -> AdvEstimator:
-    return ESTIMATORS.get(name)
-
-
 def advantage(
     name: str,
     config: Mapping[str, Any] | None = None,
     *,
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     **tensors: Any,
 ) -> Result:
     """Advantages and returns, both (B, T), of a whole batch, by the estimator that the YAML calls `name`.
@@ -186,16 +183,12 @@ def advantage(
 
     >>> advantage("grpo", {"norm_adv_by_std_in_grpo": False}, token_level_rewards=r, response_mask=m, index=uid)
     """
-    estimator = get_adv_estimator(name)
-    settings = flat_config(config, "algorithm", _known_keys(estimator), OTHER_KEYS)
+    from hpcrl.algorithms.token_advantages import AlgorithmParameters
+
+    estimator = ESTIMATORS.get(name)
+    own = [f"{name}.{parameter.name}" for parameter in parameters_of(estimator.params)]
+    known = [*(parameter.name for parameter in parameters_of(AlgorithmParameters)), *own]
+    settings = flat_config(config, "algorithm", known, OTHER_KEYS)
     settings = {key.rpartition(".")[2]: value for key, value in settings.items()}
     settings |= {key: tensors.pop(key) for key in ("gamma", "lam") if key in estimator.settings and key in tensors}
     return estimator(token_level_rewards, response_mask, params=make(estimator.params, settings), **tensors)
-
-
-def _known_keys(estimator: AdvEstimator) -> list[str]:
-    """verl's keys of all built-in estimators, and those of this one."""
-    from hpcrl.algorithms.token_advantages import AlgorithmParameters
-
-    own = [f"{estimator.name}.{parameter.name}" for parameter in parameters_of(estimator.params)]
-    return [*(parameter.name for parameter in parameters_of(AlgorithmParameters)), *own]

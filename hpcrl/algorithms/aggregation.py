@@ -11,31 +11,30 @@ from hpcrl.algorithms.registry import LazyModule, UnknownName
 
 if TYPE_CHECKING:
     import torch
-
-    from hpcrl.kernels import reductions as kernel
+    from torch import Tensor
 else:
-    torch, kernel = LazyModule("torch"), LazyModule("hpcrl.kernels.reductions")
+    torch = LazyModule("torch")
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-Reduce: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"  # fp64 sums of one replica -> sums over all replicas
+Reduce: TypeAlias = "Callable[[Tensor], Tensor]"  # fp64 sums of one replica -> sums over all replicas
 
 
-def one_replica(sums: torch.Tensor) -> torch.Tensor:
+def one_replica(sums: Tensor) -> Tensor:
     """The `reduce` of a batch that is whole."""
     return sums
 
 
-def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x * mask (same shape), over all or along dim; what x holds where mask is 0 does not matter."""
     return (x.masked_fill(mask == 0, 0.0) * mask).sum(dim)
 
 
-def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x * mask / (sum of mask + 1e-8), over all or along dim."""
     return masked_sum(x, mask, dim) / (mask.sum(dim) + 1e-8)
 
 
-def masked_whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = one_replica) -> torch.Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, reduce: Reduce = one_replica) -> Tensor:
     """(x - mean) * rsqrt(var + 1e-8) with mean and unbiased variance of the valid tokens of all replicas.
 
     x, mask: (B, T); B may be 0 on a replica, which calls `reduce` (two times) like the others. The variance is taken
@@ -47,15 +46,16 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = one_repl
     integers, which shows under fp64 values. One that is not followed: under fp32 verl sums in fp32, and where all
     values are equal what it returns is that rounding error times 1e4; here it is 0.
     """
-    values = kernel.masked_values(x, mask)
-    count, total = reduce(values.sums())
+    values, outside, weight = x.double(), mask == 0, mask.double()
+    count, total = reduce(torch.stack([weight.sum(), (values.masked_fill(outside, 0.0) * weight).sum()]))
     n = count.to(torch.promote_types(mask.dtype, torch.float32))
-    squares = reduce(values.squares(total / (n + 1e-8)))[0]
+    deviation = values - total / (n + 1e-8)
+    squares = reduce((deviation.masked_fill(outside, 0.0).square() * weight).sum().reshape(1))[0]
     variance = squares / (n + 1e-8) * (n / (n - 1).clamp(min=1))
-    return values.result(torch.where(count > 1, torch.rsqrt(variance + 1e-8), 0.0))
+    return (deviation * torch.where(count > 1, torch.rsqrt(variance + 1e-8), 0.0)).to(x.dtype)
 
 
-def finite_outside(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def finite_outside(x: Tensor, mask: Tensor) -> Tensor:
     """x with 0 for each NaN and infinity that stands where mask is 0; finite numbers there stay, as in verl."""
     return x.masked_fill((mask == 0) & ~x.isfinite(), 0.0)
 
@@ -72,9 +72,9 @@ class TokenLosses:
     loss_agg_mode: the mode of the loss, if it has one of its own.
     """
 
-    values: torch.Tensor
+    values: Tensor
     metrics: dict[str, Metric]
-    response_mask: torch.Tensor | None = None
+    response_mask: Tensor | None = None
     loss_agg_mode: str | None = None
 
 
@@ -91,7 +91,7 @@ class LossNorm:
     loss_scale_factor: float | None = None
 
     @classmethod
-    def of_whole(cls, response_mask: torch.Tensor, loss_scale_factor: float | None = None) -> LossNorm:
+    def of_whole(cls, response_mask: Tensor, loss_scale_factor: float | None = None) -> LossNorm:
         """verl's fallback for a batch (B, T) that is the whole mini-batch: quirk, `global_batch_size` leaves
         out sequences without tokens, and `loss_scale_factor` is the padded width T."""
         with_tokens = (response_mask.sum(dim=-1) > 0).sum()
@@ -99,7 +99,7 @@ class LossNorm:
         return cls(float(response_mask.sum()), float(with_tokens), float(scale))
 
 
-def agg_loss(token_loss: torch.Tensor, response_mask: torch.Tensor, mode: str, norm: LossNorm) -> torch.Tensor:
+def agg_loss(token_loss: Tensor, response_mask: Tensor, mode: str, norm: LossNorm) -> Tensor:
     """This part's share of the loss, a scalar: the sum over all micro-batches and replicas is the loss.
 
     token_loss, response_mask: (B, T). There is no factor dp_size: gradients are summed over replicas, not averaged.
@@ -127,7 +127,7 @@ def agg_loss(token_loss: torch.Tensor, response_mask: torch.Tensor, mode: str, n
     raise UnknownName(f"unknown loss_agg_mode {mode!r}; there are {', '.join(MODES)}")
 
 
-def aggregate(losses: TokenLosses, response_mask: torch.Tensor, mode: str, norm: LossNorm) -> torch.Tensor:
+def aggregate(losses: TokenLosses, response_mask: Tensor, mode: str, norm: LossNorm) -> Tensor:
     """`agg_loss` of what a loss function returned, with its own mask and mode where it has them.
 
     Losses per sequence (B,) are summed and divided by `global_batch_size`, whatever the mode.
@@ -138,7 +138,7 @@ def aggregate(losses: TokenLosses, response_mask: torch.Tensor, mode: str, norm:
     return agg_loss(losses.values, mask, losses.loss_agg_mode or mode, norm)
 
 
-def token_mean(x: torch.Tensor, mask: torch.Tensor) -> Mean:
+def token_mean(x: Tensor, mask: Tensor) -> Mean:
     """Mean of x (B, T), any dtype, over the tokens with mask 1, in fp64; 0 without tokens.
 
     As verl's masked_mean, the weight is sum(mask) + 1e-8 in the mask's dtype.

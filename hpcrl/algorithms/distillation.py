@@ -10,11 +10,11 @@ from hpcrl.algorithms.aggregation import token_mean
 from hpcrl.algorithms.kl import KlEstimator, kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min
 from hpcrl.algorithms.parameters import param, parameters_of
-from hpcrl.algorithms.policy_losses import Clip, DualClip, get_policy_loss
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES, Clip, DualClip
 from hpcrl.algorithms.registry import Registry
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class Distilled:
     tokens of each, for metrics.
     """
 
-    log_prob: torch.Tensor
-    response_mask: torch.Tensor
-    teacher_log_prob: torch.Tensor | None = None
-    student_topk: torch.Tensor | None = None
-    teacher_topk: torch.Tensor | None = None
-    student_topk_ids: torch.Tensor | None = None
-    teacher_topk_ids: torch.Tensor | None = None
+    log_prob: Tensor
+    response_mask: Tensor
+    teacher_log_prob: Tensor | None = None
+    student_topk: Tensor | None = None
+    teacher_topk: Tensor | None = None
+    student_topk_ids: Tensor | None = None
+    teacher_topk_ids: Tensor | None = None
 
 
 # token losses (B, T), finite where the mask is 0, and metrics
-LossFunction: TypeAlias = "Callable[[Distilled, Any], tuple[torch.Tensor, dict[str, Metric]]]"
+LossFunction: TypeAlias = "Callable[[Distilled, Any], tuple[Tensor, dict[str, Metric]]]"
 
 
 class DistillationLoss(NamedTuple):
@@ -111,31 +111,22 @@ def register_distillation_loss(
 
 def distillation_loss(
     cfg: Distillation,
+    inputs: Distilled,
     *,
-    log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
-    teacher_log_prob: torch.Tensor | None = None,
-    student_topk: torch.Tensor | None = None,
-    teacher_topk: torch.Tensor | None = None,
-    student_topk_ids: torch.Tensor | None = None,
-    teacher_topk_ids: torch.Tensor | None = None,
-    old_log_prob: torch.Tensor | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    old_log_prob: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Metric]]:
     """Token losses (B, T), to be aggregated like the policy loss, and `distillation/*` but for `distillation/loss`,
-    the aggregate. Tensors as in `Distilled`; where the mask is 0 they may hold anything.
+    the aggregate. Where the mask is 0 the tensors may hold anything.
 
     Supervised (GKD, arXiv 2306.13649): the losses themselves. use_policy_gradient (thinkingmachines.ai/blog/
     on-policy-distillation): PPO's loss with advantage -loss, which reads old_log_prob and rollout_is_weights, (B, T).
     Quirk of verl: loss_min and loss_max are taken before loss_max_clamp.
     """
-    inputs = Distilled(
-        log_prob, response_mask, teacher_log_prob, student_topk, teacher_topk, student_topk_ids, teacher_topk_ids
-    )
     losses, metrics = DISTILLATION_LOSSES.get(cfg.loss_mode).function(inputs, cfg)
     metrics = metrics | {
-        "distillation/loss_min": Min.of(losses, response_mask),
-        "distillation/loss_max": Max.of(losses, response_mask),
+        "distillation/loss_min": Min.of(losses, inputs.response_mask),
+        "distillation/loss_max": Max.of(losses, inputs.response_mask),
     }
     if cfg.loss_max_clamp is not None:
         losses = losses.clamp(-cfg.loss_max_clamp, cfg.loss_max_clamp)
@@ -143,15 +134,15 @@ def distillation_loss(
         return losses, metrics
     if old_log_prob is None:
         raise ValueError("use_policy_gradient is set and old_log_prob is missing; pass the column old_log_probs")
-    policy = get_policy_loss(cfg.policy_loss_mode)(
-        log_prob, old_log_prob, -losses.detach(), response_mask, cfg.policy_loss, rollout_is_weights
+    policy = POLICY_LOSSES.get(cfg.policy_loss_mode)(
+        inputs.log_prob, old_log_prob, -losses.detach(), inputs.response_mask, cfg.policy_loss, rollout_is_weights
     )
     renamed = {key.replace("actor/", "distillation/", 1): metric for key, metric in policy.metrics.items()}
     return policy.values, metrics | renamed
 
 
 @register_distillation_loss(*get_args(KlEstimator))
-def sampled_token(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tensor, dict[str, Metric]]:
+def sampled_token(inputs: Distilled, cfg: Distillation) -> tuple[Tensor, dict[str, Metric]]:
     """`kl_penalty` of the student against the teacher: estimates of the reverse KL on the sampled token."""
     if inputs.teacher_log_prob is None:
         raise ValueError(f"loss_mode={cfg.loss_mode} needs teacher_log_prob; pass the teacher's column")
@@ -162,7 +153,7 @@ def sampled_token(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tensor, d
 
 
 @register_distillation_loss("forward_kl_topk", uses_topk=True)
-def teachers_likeliest(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tensor, dict[str, Metric]]:
+def teachers_likeliest(inputs: Distilled, cfg: Distillation) -> tuple[Tensor, dict[str, Metric]]:
     """`forward_kl_topk`, cut below at 0: what lies outside of the K tokens can make the sum negative.
 
     student_mass, teacher_mass: probability of the K tokens. With the ids of both, overlap_ratio: the share of the
@@ -191,9 +182,7 @@ def teachers_likeliest(inputs: Distilled, cfg: Distillation) -> tuple[torch.Tens
     return terms.sum(-1).clamp(min=0.0), metrics
 
 
-def forward_kl_topk(
-    student_topk: torch.Tensor, teacher_topk: torch.Tensor, log_prob_min_clamp: float | None = None
-) -> torch.Tensor:
+def forward_kl_topk(student_topk: Tensor, teacher_topk: Tensor, log_prob_min_clamp: float | None = None) -> Tensor:
     """Terms p (log p - log q) of KL(teacher | student) at the teacher's K likeliest tokens, (..., K), in nats.
 
     student_topk: log q, carries gradients; teacher_topk: log p; both (..., K), first clamped from below (no gradient

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from hpcrl.algorithms.aggregation import masked_mean
 from hpcrl.algorithms.metrics import Mean, Metric
@@ -11,7 +11,7 @@ from hpcrl.algorithms.parameters import param
 from hpcrl.algorithms.registry import UnknownName
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KlKind = Literal[KlEstimator, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]  # value of one, gradient of k2
@@ -27,7 +27,7 @@ class KlCtrl:
     target_kl: float = param(0.1, gt=0, help="KL that the adaptive controller aims at")
 
 
-def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> torch.Tensor:
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy | reference) at each sampled token, shape of the inputs, in nats.
 
     With d = log_prob - ref_log_prob (Schulman, joschu.net/blog/kl-approx.html): kl, k1: d; abs: |d|; mse, k2: d^2 / 2;
@@ -56,14 +56,8 @@ def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) ->
 
 
 def apply_kl_in_reward(
-    token_level_scores: torch.Tensor,
-    log_prob: torch.Tensor,
-    ref_log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    beta: float,
-    kind: str,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    token_level_scores: Tensor, log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, *, beta: float, kind: str
+) -> tuple[Tensor, dict[str, Metric]]:
     """token_level_rewards = scores - beta kl mask, all (B, T) (Ziegler et al. 2019, arXiv 1909.08593, eq. 2).
 
     `actor/reward_kl_penalty` is the mean over sequences of each one's mean KL per token: what a controller follows.
@@ -76,52 +70,26 @@ def apply_kl_in_reward(
     }
 
 
-class KLController(Protocol):
-    """`value` is the weight beta of the penalty."""
+class KLController:
+    """`value` is the weight beta of the penalty.
 
-    value: float
-
-    def update(self, current_kl: float, n_samples: int) -> None: ...
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-class FixedKLController:
-    def __init__(self, params: KlCtrl) -> None:
-        self.value = params.kl_coef
-
-    def update(self, current_kl: float, n_samples: int) -> None:
-        """The weight stays."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keeps the configured weight: a changed `kl_coef` takes effect on resume."""
-
-
-class AdaptiveKLController:
-    """beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n_samples / horizon (Ziegler et al. 2019, section 2.2)."""
+    Adaptive: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n_samples / horizon (Ziegler et al. 2019, section 2.2).
+    """
 
     def __init__(self, params: KlCtrl) -> None:
-        self.value = params.kl_coef
-        self.params = params
+        self.params, self.value = params, params.kl_coef
+        self.is_adaptive = params.type == "adaptive"
 
     def update(self, current_kl: float, n_samples: int) -> None:
         """current_kl: `actor/reward_kl_penalty` of the whole step; n_samples: sequences of the step."""
-        if n_samples == 0:
-            return
-        error = min(max(current_kl / self.params.target_kl - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_samples / self.params.horizon
+        if self.is_adaptive and n_samples > 0:
+            error = min(max(current_kl / self.params.target_kl - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_samples / self.params.horizon
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
+        return {"value": self.value} if self.is_adaptive else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
-def make_kl_controller(params: KlCtrl) -> KLController:
-    return FixedKLController(params) if params.type == "fixed" else AdaptiveKLController(params)
+        """A fixed weight is the configured one: a changed `kl_coef` takes effect on resume."""
+        if self.is_adaptive:
+            self.value = state["value"]

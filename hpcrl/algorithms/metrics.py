@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-Number: TypeAlias = "float | torch.Tensor"  # a 0-d tensor stays on its device until `to_floats`
+Number: TypeAlias = "float | Tensor"  # a 0-d tensor stays on its device until `to_floats`
 
 
 class Mean(NamedTuple):
@@ -19,7 +19,7 @@ class Mean(NamedTuple):
     weight: Number
 
     @classmethod
-    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Mean:
+    def of(cls, x: Tensor, mask: Tensor) -> Mean:
         """Mean of x where mask (same shape) is not 0, each entry weighing its mask."""
         x, mask = _fp64(x, mask)
         return cls((x * mask).sum(), mask.sum())
@@ -47,7 +47,7 @@ class Max(NamedTuple):
     value: Number
 
     @classmethod
-    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Max:
+    def of(cls, x: Tensor, mask: Tensor) -> Max:
         chosen = x.detach()[mask.bool()]
         return cls(chosen.max().double() if chosen.numel() else -math.inf)
 
@@ -66,7 +66,7 @@ class Min(NamedTuple):
     value: Number
 
     @classmethod
-    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Min:
+    def of(cls, x: Tensor, mask: Tensor) -> Min:
         chosen = x.detach()[mask.bool()]
         return cls(chosen.min().double() if chosen.numel() else math.inf)
 
@@ -87,7 +87,7 @@ class Std(NamedTuple):
     squares: Number  # sum of squared deviations from the mean
 
     @classmethod
-    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Std:
+    def of(cls, x: Tensor, mask: Tensor) -> Std:
         x, mask = _fp64(x, mask.bool())
         n = mask.sum()
         mean = (x * mask).sum() / n.clamp(min=1)
@@ -118,7 +118,7 @@ class Spread(NamedTuple):
     ddof: Number
 
     @classmethod
-    def of(cls, x: torch.Tensor, mask: torch.Tensor, ddof: int) -> Spread:
+    def of(cls, x: Tensor, mask: Tensor, ddof: int) -> Spread:
         return cls(Std.of(x, mask), ddof)
 
     def merge(self, other: Spread) -> Spread:
@@ -137,7 +137,7 @@ class EffectiveSampleSize(NamedTuple):
     squares: Number
 
     @classmethod
-    def of(cls, weights: torch.Tensor, mask: torch.Tensor) -> EffectiveSampleSize:
+    def of(cls, weights: Tensor, mask: Tensor) -> EffectiveSampleSize:
         weights, mask = _fp64(weights, mask)
         return cls(mask.sum(), (weights * mask).sum(), (weights.square() * mask).sum())
 
@@ -156,7 +156,7 @@ class ExplainedVariance(NamedTuple):
     target: Std
 
     @classmethod
-    def of(cls, prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> ExplainedVariance:
+    def of(cls, prediction: Tensor, target: Tensor, mask: Tensor) -> ExplainedVariance:
         return cls(Std.of(target.double() - prediction.double(), mask), Std.of(target, mask))
 
     def merge(self, other: ExplainedVariance) -> ExplainedVariance:
@@ -174,7 +174,7 @@ class Pearson(NamedTuple):
     products: Number  # sum of products of the deviations of x and y
 
     @classmethod
-    def of(cls, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Pearson:
+    def of(cls, x: Tensor, y: Tensor, mask: Tensor) -> Pearson:
         of_x, of_y = Std.of(x, mask), Std.of(y, mask)
         x, valid = _fp64(x, mask.bool())
         y, _ = _fp64(y, mask.bool())
@@ -262,7 +262,7 @@ def _floats(value: Any) -> Any:
     return type(value)(*map(_floats, value)) if isinstance(value, tuple) else float(value)
 
 
-def _fp64(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp64(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Both in fp64, x with 0 wherever the mask is 0, so that padding may hold anything."""
     return x.detach().double().masked_fill(mask == 0, 0.0), mask.detach().double()
 

@@ -11,6 +11,7 @@ from hpcrl.algorithms.registry import LazyModule
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from hpcrl.algorithms.rollout_correction import Bounds, Criterion
 else:
@@ -19,9 +20,7 @@ else:
 SAFETY_BOUND = 20.0  # of a log-ratio before exp: e^20 is 4.9e8
 
 
-def off_policy_metrics(
-    log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor
-) -> dict[str, Metric]:
+def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Metric]:
     """Perplexities, KL and chi-squared of the trained policy p against the rollout's q; all (B, T), in nats.
 
     With d = log p - log q on the sampled tokens and L the mean log-prob of a sequence:
@@ -54,19 +53,14 @@ def off_policy_metrics(
     }
 
 
-def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp(clamp(log_ratio, -20, 20)), shape and dtype of the input."""
     return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
 
 def importance_weights(
-    log_ratio: torch.Tensor,
-    response_mask: torch.Tensor,
-    level: str,
-    bounds: Bounds,
-    batch_normalize: bool,
-    reduce: Reduce,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    log_ratio: Tensor, response_mask: Tensor, level: str, bounds: Bounds, batch_normalize: bool, reduce: Reduce
+) -> tuple[Tensor, dict[str, Metric]]:
     """Weights (B, T) and `rollout_corr/rollout_is_*`; log_ratio, response_mask: (B, T), log_ratio 0 where the mask is.
 
     token: exp(log_ratio); sequence: exp(sum over its tokens), the same on each of them; exponents clamped to +-20;
@@ -97,7 +91,7 @@ def importance_weights(
     return weights, metrics
 
 
-def _mean_weight(weights: torch.Tensor, response_mask: torch.Tensor, level: str, reduce: Reduce) -> torch.Tensor:
+def _mean_weight(weights: Tensor, response_mask: Tensor, level: str, reduce: Reduce) -> Tensor:
     """fp64 scalar over all replicas; 1 where that is 1e-8 or less.
 
     Quirk of verl: at the token level it divides by count + 1e-8, in the dtype of the mask, fp32 for integers.
@@ -114,11 +108,7 @@ def _mean_weight(weights: torch.Tensor, response_mask: torch.Tensor, level: str,
 
 
 def _weight_metrics(
-    weights: torch.Tensor,
-    raw: torch.Tensor,
-    sequence_log_ratio: torch.Tensor | None,
-    response_mask: torch.Tensor,
-    bounds: Bounds,
+    weights: Tensor, raw: Tensor, sequence_log_ratio: Tensor | None, response_mask: Tensor, bounds: Bounds
 ) -> dict[str, Metric]:
     """verl's metrics of applied and raw weights, both (B, T) and 0 where the mask is.
 
@@ -135,21 +125,16 @@ def _weight_metrics(
     sequence_raw = masked_mean(raw, response_mask, dim=-1)
     every = torch.ones_like(sequence_mean)
     if sequence_log_ratio is None:
-        extremes: dict[str, Metric] = {
-            key + "max": Max.of(weights, response_mask),
-            key + "min": Min.of(weights, response_mask),
-            key + "ratio_fraction_high": Mean.of(raw > bounds.upper, response_mask),
-            key + "ratio_fraction_low": Mean.of(raw < lower, response_mask),
-        }
+        largest, smallest, valid = weights, weights, response_mask
+        high, low = raw > bounds.upper, raw < lower
     else:
-        extremes = {
-            key + "max": Max.of(sequence_log_ratio.clamp(max=SAFETY_BOUND).exp(), every),
-            key + "min": Min.of(sequence_log_ratio.exp(), every),
-            key + "ratio_fraction_high": Mean.of(sequence_log_ratio > math.log(bounds.upper), every),
-            key + "ratio_fraction_low": Mean.of(sequence_log_ratio < math.log(lower), every),
-        }
+        largest, smallest, valid = sequence_log_ratio.clamp(max=SAFETY_BOUND).exp(), sequence_log_ratio.exp(), every
+        high, low = sequence_log_ratio > math.log(bounds.upper), sequence_log_ratio < math.log(lower)
     return {
-        **extremes,
+        key + "max": Max.of(largest, valid),
+        key + "min": Min.of(smallest, valid),
+        key + "ratio_fraction_high": Mean.of(high, valid),
+        key + "ratio_fraction_low": Mean.of(low, valid),
         key + "mean": Mean.of(weights, response_mask),
         key + "std": Spread.of(weights, response_mask, ddof=0),
         key + "eff_sample_size": EffectiveSampleSize.of(weights, response_mask),
@@ -164,8 +149,8 @@ def _weight_metrics(
 
 
 def reject(
-    log_ratio: torch.Tensor, response_mask: torch.Tensor, criteria: tuple[Criterion, ...]
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    log_ratio: Tensor, response_mask: Tensor, criteria: tuple[Criterion, ...]
+) -> tuple[Tensor, dict[str, Metric]]:
     """The mask without what is rejected by one of the criteria, and `rollout_corr/rollout_rs_*`.
 
     log_ratio: training - rollout, (B, T), in nats, 0 where response_mask (B, T) is; clamped to +-20. Per token
@@ -189,7 +174,7 @@ def reject(
     return response_mask * keep, metrics
 
 
-def _statistic(log_ratio: torch.Tensor, response_mask: torch.Tensor, criterion: Criterion) -> torch.Tensor:
+def _statistic(log_ratio: Tensor, response_mask: Tensor, criterion: Criterion) -> Tensor:
     """(B, T) at the token level, else (B,); 0 for an empty sequence."""
     bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     if criterion.estimator == "k1":
@@ -209,7 +194,7 @@ def _statistic(log_ratio: torch.Tensor, response_mask: torch.Tensor, criterion: 
 
 
 def _rejection_metrics(
-    statistic: torch.Tensor, kept: torch.Tensor, response_mask: torch.Tensor, criterion: Criterion
+    statistic: Tensor, kept: Tensor, response_mask: Tensor, criterion: Criterion
 ) -> dict[str, Metric]:
     """verl's metrics of one option, over the tokens and the sequences that have tokens.
 

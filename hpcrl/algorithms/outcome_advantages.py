@@ -18,15 +18,16 @@ from hpcrl.algorithms.registry import LazyModule
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from torch import Tensor
 
-    from hpcrl.kernels import reductions as kernel
+    from hpcrl.algorithms import reductions
 else:
-    np, torch, kernel = map(LazyModule, ("numpy", "torch", "hpcrl.kernels.reductions"))
+    np, torch, reductions = map(LazyModule, ("numpy", "torch", "hpcrl.algorithms.reductions"))
 
-GroupIds: TypeAlias = "torch.Tensor | np.ndarray | list[Any] | tuple[Any, ...]"
+GroupIds: TypeAlias = "Tensor | np.ndarray | list[Any] | tuple[Any, ...]"
 
 
-def group_numbers(index: GroupIds, device: torch.device) -> torch.Tensor:
+def group_numbers(index: GroupIds, device: torch.device) -> Tensor:
     """int64 (B,): 0, 1, ... in the order in which the ids of `index` (B,) first appear; equal ids, equal numbers.
 
     Ids are anything hashable: integers, strings, both mixed; tensors, of all ids or of one, count by their values.
@@ -37,7 +38,7 @@ def group_numbers(index: GroupIds, device: torch.device) -> torch.Tensor:
     return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
 
 
-def two_best(score: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def two_best(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of each group's highest and second highest score, int64 (G,) both; the same row in a group of one.
 
     Of equal scores the earlier row comes first.
@@ -55,37 +56,20 @@ class Grpo:
 
 
 @register_adv_est("grpo", params=Grpo)
+@register_adv_est("grpo_vectorized", params=Grpo)
 def grpo(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    index: GroupIds,
-    norm_adv_by_std_in_grpo: bool,
+    token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds, norm_adv_by_std_in_grpo: bool
 ) -> Result:
     """Group-relative advantage (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
 
     A_i = (R_i - mean_g) / (std_g + 1e-6), std with n - 1.
     Without norm_adv_by_std_in_grpo: R_i - mean_g (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783).
     Quirk of verl: a group of one has mean 0 and std 1, so its advantage is its score; its 1 + 1e-6 is one of fp32.
+    `grpo_vectorized` is verl's name of a faster version. Quirks of it that are not followed: group statistics in fp32
+    under fp64 rewards, and a trainer that never hands norm_adv_by_std_in_grpo to it: leave it True for verl's result.
     """
     advantage = _standardized(_score(token_level_rewards), _groups(index, response_mask), norm_adv_by_std_in_grpo)
     return _on_every_token(advantage, token_level_rewards, response_mask)
-
-
-@register_adv_est("grpo_vectorized", params=Grpo)
-def grpo_vectorized(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    index: GroupIds,
-    norm_adv_by_std_in_grpo: bool,
-) -> Result:
-    """`grpo` under the name of verl's faster version of it; here both are vectorized.
-
-    Quirks of verl that are not followed: group statistics in fp32 under fp64 rewards, and a trainer that never hands
-    norm_adv_by_std_in_grpo to this estimator: leave it True for verl's result.
-    """
-    return grpo(token_level_rewards, response_mask, index=index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
 
 
 @dataclass(frozen=True)
@@ -96,11 +80,11 @@ class Gdpo(Grpo):
 
 @register_adv_est("gdpo", params=Gdpo)
 def gdpo(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     *,
     index: GroupIds,
-    reward_components: Mapping[str, torch.Tensor],
+    reward_components: Mapping[str, Tensor],
     gdpo_reward_keys: Sequence[str] | None,
     gdpo_reward_weights: Sequence[float] | None,
     norm_adv_by_std_in_grpo: bool,
@@ -127,18 +111,14 @@ def gdpo(
 
 @register_adv_est("grpo_passk", params=Grpo)
 def grpo_passk(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    index: GroupIds,
-    norm_adv_by_std_in_grpo: bool,
+    token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds, norm_adv_by_std_in_grpo: bool
 ) -> Result:
     """Pass@k (Tang et al. 2025, arXiv 2503.19595): only the best response of a group has an advantage.
 
     It is R_best - R_second, over (std_g + 1e-6) with norm_adv_by_std_in_grpo. A group of one is a ValueError.
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
-    size, _, std = kernel.group_moments(score, group)
+    size, _, std = reductions.group_moments(score, group)
     if (size < 2).any():
         single = index[int((size < 2).nonzero()[0])]
         raise ValueError(f"grpo_passk needs 2 samples per group; group {single} has 1; raise rollout.n")
@@ -152,7 +132,7 @@ def grpo_passk(
 
 @register_adv_est("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds, reduce: Reduce = one_replica
+    token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds, reduce: Reduce = one_replica
 ) -> Result:
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv 2501.03262), whitened over all tokens.
 
@@ -166,28 +146,28 @@ def reinforce_plus_plus_baseline(
 
 
 @register_adv_est("rloo")
-def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds) -> Result:
+def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds) -> Result:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740).
 
     A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g); a group of one keeps R_i.
     """
     score = _score(token_level_rewards)
-    size, mean, _ = kernel.group_moments(score, _groups(index, response_mask))
+    size, mean, _ = reductions.group_moments(score, _groups(index, response_mask))
     advantage = torch.where(size > 1, (score - mean) * size / (size - 1).clamp(min=1), score)
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
 
 @register_adv_est("rloo_vectorized")
-def rloo_vectorized(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds) -> Result:
+def rloo_vectorized(token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds) -> Result:
     """`rloo`, except (quirk of verl) that a group of one has advantage 0 instead of its score."""
     score = _score(token_level_rewards)
-    size, mean, _ = kernel.group_moments(score, _groups(index, response_mask))
+    size, mean, _ = reductions.group_moments(score, _groups(index, response_mask))
     advantage = (score - mean) * size / (size - 1).clamp(min=1)
     return _on_every_token(advantage.masked_fill(size == 1, 0.0), token_level_rewards, response_mask)
 
 
 @register_adv_est("opo")
-def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds) -> Result:
+def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds) -> Result:
     """On-policy optimal baseline (Hao et al. 2025, arXiv 2505.23585): A_i = R_i - sum(L R) / sum(L).
 
     L is the number of tokens the model wrote, sums are over the group. Quirk of verl: a group of one has baseline 0.
@@ -195,16 +175,14 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index
     """
     score, group = _score(token_level_rewards), _groups(index, response_mask)
     length = response_mask.double().sum(-1)
-    baseline = kernel.group_sum(length * score, group) / kernel.group_sum(length, group).clamp(min=1)
+    baseline = reductions.group_sum(length * score, group) / reductions.group_sum(length, group).clamp(min=1)
     is_single = torch.bincount(group) == 1
     advantage = score - baseline.masked_fill(is_single, 0.0)[group]
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
 
 @register_adv_est("gpg")
-def gpg(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, index: GroupIds, reduce: Reduce = one_replica
-) -> Result:
+def gpg(token_level_rewards: Tensor, response_mask: Tensor, *, index: GroupIds, reduce: Reduce = one_replica) -> Result:
     """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): A_i = alpha (R_i - mean_g).
 
     alpha = samples / samples with R != 0, over all replicas, at most the number of samples.
@@ -217,30 +195,30 @@ def gpg(
     return _on_every_token(advantage, token_level_rewards, response_mask)
 
 
-def _score(token_level_rewards: torch.Tensor) -> torch.Tensor:
+def _score(token_level_rewards: Tensor) -> Tensor:
     """R (B,), fp64, summed in the dtype of the rewards: equal scores must stay equal, as they do in verl."""
     return token_level_rewards.sum(-1).double()
 
 
-def _groups(index: GroupIds, response_mask: torch.Tensor) -> torch.Tensor:
+def _groups(index: GroupIds, response_mask: Tensor) -> Tensor:
     return group_numbers(index, response_mask.device)
 
 
-def _standardized(score: torch.Tensor, group: torch.Tensor, by_std: bool) -> torch.Tensor:
+def _standardized(score: Tensor, group: Tensor, by_std: bool) -> Tensor:
     """(R - mean_g) / (std_g + 1e-6), or R - mean_g; fp64 (B,). A group of one has mean 0 and std 1 (in fp32)."""
-    size, mean, std = kernel.group_moments(score, group)
+    size, mean, std = reductions.group_moments(score, group)
     centered = score.double() - mean.masked_fill(size == 1, 0.0)
     divisor = torch.where(size == 1, torch.ones_like(std).float() + 1e-6, std + 1e-6)
     return centered / divisor if by_std else centered
 
 
-def _mean_of_many(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+def _mean_of_many(score: Tensor, group: Tensor) -> Tensor:
     """The group's mean, 0 in a group of one; fp64 (B,)."""
-    size, mean, _ = kernel.group_moments(score, group)
+    size, mean, _ = reductions.group_moments(score, group)
     return mean.masked_fill(size == 1, 0.0)
 
 
-def _components(given: Mapping[str, torch.Tensor], keys: Sequence[str] | None, samples: int) -> list[torch.Tensor]:
+def _components(given: Mapping[str, Tensor], keys: Sequence[str] | None, samples: int) -> list[Tensor]:
     """The rewards (B,) that gdpo adds up, in the order of the keys; all that are given where there are none."""
     for key in keys or ():
         if key not in given:
@@ -255,10 +233,10 @@ def _components(given: Mapping[str, torch.Tensor], keys: Sequence[str] | None, s
     return chosen
 
 
-def _on_every_token(advantage: torch.Tensor, token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> Result:
+def _on_every_token(advantage: Tensor, token_level_rewards: Tensor, response_mask: Tensor) -> Result:
     """(B,) onto the valid tokens (B, T), as advantages and as returns."""
     return _twice((advantage[:, None] * response_mask).to(token_level_rewards.dtype))
 
 
-def _twice(advantages: torch.Tensor) -> Result:
+def _twice(advantages: Tensor) -> Result:
     return advantages, advantages.clone()

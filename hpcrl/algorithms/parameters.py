@@ -166,7 +166,10 @@ def flat_config(
     says nothing, so it is left out. passed_over: keys and subsections that are known and of no interest; so are
     `_target_`, and the other sections of a whole config, which has this section too.
     """
-    leaves = dict(_leaves(_mapping({} if config is None else config, section)))
+    plain = _plain({} if config is None else config)
+    if not isinstance(plain, Mapping):
+        raise TypeError(f"the config is a {type(plain).__name__}; expected a mapping of verl's keys of {section}")
+    leaves = dict(_leaves(plain))
     fronts = (f"actor_rollout_ref.{section}.", f"{section}.")
     is_whole = any(dotted.startswith(fronts) for dotted in leaves)
     subsections = {key.rsplit(".", 1)[0] for key in known if "." in key}
@@ -185,13 +188,6 @@ def flat_config(
             raise UnknownName(f"unknown key {dotted!r} in {section}; {hint}")
         flat[key] = value
     return flat
-
-
-def _mapping(config: Any, section: str) -> Mapping[str, Any]:
-    config = _plain(config)
-    if not isinstance(config, Mapping):
-        raise TypeError(f"the config is a {type(config).__name__}; expected a mapping of verl's keys of {section}")
-    return config
 
 
 def _leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 else:
     torch = LazyModule("torch")
 
@@ -86,12 +87,12 @@ class PolicyLoss:
 
     def __call__(
         self,
-        log_prob: torch.Tensor,
-        old_log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
         params: Any,
-        rollout_is_weights: torch.Tensor | None = None,
+        rollout_is_weights: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> TokenLosses:
         """Losses before aggregation. All tensors (B, T), B may be 0; log-probs in nats, only `log_prob` carries
@@ -146,21 +147,17 @@ def register_policy_loss(name: str, params: type = DualClip) -> Callable[[LossFu
     return register
 
 
-def get_policy_loss(name: str) -> PolicyLoss:
-    return POLICY_LOSSES.get(name)
-
-
 def policy_loss(
     name: str,
     *,
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
     config: Mapping[str, Any] | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
     """The loss of a batch that is the whole mini-batch, a scalar with gradients for `log_prob`, and verl's metrics.
 
     All tensors (B, T) in fp32 or fp64, advantages and weights (B, 1) too, log-probs in nats; response_mask bool, int or
@@ -175,7 +172,7 @@ def policy_loss(
     at none of them. loss_agg_mode is token-mean unless given, for gspo too, where verl's function has
     seq-mean-token-mean.
     """
-    policy = get_policy_loss(name)
+    policy = POLICY_LOSSES.get(name)
     params, batch = policy.parameters(config), make(GlobalBatchInfo, _values(config))
     columns = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
     _check_shapes(response_mask, columns | {"rollout_is_weights": rollout_is_weights})
@@ -214,7 +211,7 @@ def _values(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return (asdict(preset(chosen)) if chosen is not None else {}) | {fields[key]: given[key] for key in given}
 
 
-def _norm(batch: GlobalBatchInfo, mask: torch.Tensor, mode: str) -> LossNorm:
+def _norm(batch: GlobalBatchInfo, mask: Tensor, mode: str) -> LossNorm:
     """The counts of `global_batch_info`; of the batch itself where it has none."""
     here = LossNorm.of_whole(mask, batch.loss_scale_factor)
     tokens, sequences = batch.batch_num_tokens, batch.global_batch_size
@@ -231,7 +228,7 @@ def _norm(batch: GlobalBatchInfo, mask: torch.Tensor, mode: str) -> LossNorm:
     )
 
 
-def _check_shapes(mask: torch.Tensor, columns: Mapping[str, torch.Tensor | None]) -> None:
+def _check_shapes(mask: Tensor, columns: Mapping[str, Tensor | None]) -> None:
     for name, value in {"response_mask": mask, **columns}.items():
         if value is None and name == "rollout_is_weights":
             continue

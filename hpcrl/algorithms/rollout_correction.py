@@ -18,7 +18,7 @@ from hpcrl.algorithms.parameters import param
 from hpcrl.algorithms.registry import Registry
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 OPTIONS = (
     *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
@@ -171,15 +171,15 @@ class Corrected(NamedTuple):
     """weights: (B, T) in the log-probs' dtype, 0 where the mask was 0, or None; response_mask: (B, T) without what was
     rejected, in its own dtype; metrics: `rollout_corr/*`, mergeable over replicas and micro-batches."""
 
-    weights: torch.Tensor | None
-    response_mask: torch.Tensor
+    weights: Tensor | None
+    response_mask: Tensor
     metrics: dict[str, Metric]
 
 
 def correct_rollout(
-    old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
     cfg: RolloutCorrection,
     reduce: Reduce = one_replica,
 ) -> Corrected:

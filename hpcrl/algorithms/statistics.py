@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from hpcrl.algorithms.aggregation import masked_mean, masked_sum
 from hpcrl.algorithms.metrics import ExplainedVariance, Max, Mean, Metric, Min, NoiseProxy, Pearson, Std
@@ -12,16 +13,16 @@ from hpcrl.algorithms.metrics import ExplainedVariance, Max, Mean, Metric, Min, 
 
 def response_statistics(
     *,
-    prompt_length: torch.Tensor,
-    response_length: torch.Tensor,
+    prompt_length: Tensor,
+    response_length: Tensor,
     max_prompt_length: int,
     max_response_length: int,
-    token_level_scores: torch.Tensor,
-    token_level_rewards: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    response_mask: torch.Tensor,
-    values: torch.Tensor | None = None,
+    token_level_scores: Tensor,
+    token_level_rewards: Tensor,
+    advantages: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    values: Tensor | None = None,
 ) -> dict[str, Metric]:
     """Scores, rewards, advantages, returns, values and lengths.
 
@@ -48,7 +49,7 @@ def response_statistics(
 
 
 def rollout_log_prob_statistics(
-    rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, response_mask: torch.Tensor
+    rollout_log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor
 ) -> dict[str, Metric]:
     """How far the rollout engine's log-probs are from the training engine's on the same tokens; all (B, T).
 
@@ -71,11 +72,11 @@ def rollout_log_prob_statistics(
 
 def variance_proxy_statistics(
     *,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None = None,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    rollout_is_weights: Tensor | None = None,
     grad_norm: float | None = None,
 ) -> dict[str, Metric]:
     """Proxies of the variance of the gradient, E|g|^2 of a trajectory estimated by E[A^2 W]; tensors (B, T).
@@ -108,16 +109,9 @@ def variance_proxy_statistics(
     }
 
 
-def _mean_max_min(prefix: str, x: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
-    return {
-        f"{prefix}/mean": Mean.of(x, mask),
-        f"{prefix}/max": Max.of(x, mask),
-        f"{prefix}/min": Min.of(x, mask),
-    }
+def _mean_max_min(prefix: str, x: Tensor, mask: Tensor) -> dict[str, Metric]:
+    return {f"{prefix}/mean": Mean.of(x, mask), f"{prefix}/max": Max.of(x, mask), f"{prefix}/min": Min.of(x, mask)}
 
 
-def _length(prefix: str, length: torch.Tensor, longest: int, counted: torch.Tensor) -> dict[str, Metric]:
-    return {
-        **_mean_max_min(prefix, length, counted),
-        f"{prefix}/clip_ratio": Mean.of(length == longest, counted),
-    }
+def _length(prefix: str, length: Tensor, longest: int, counted: Tensor) -> dict[str, Metric]:
+    return {**_mean_max_min(prefix, length, counted), f"{prefix}/clip_ratio": Mean.of(length == longest, counted)}

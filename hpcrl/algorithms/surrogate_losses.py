@@ -19,16 +19,17 @@ from hpcrl.algorithms.rollout_correction import RolloutCorrection, correct_rollo
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 else:
     torch = LazyModule("torch")
 
 
-def token_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+def token_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """log(pi / pi_old) of each token, clamped to [-20, 20] as in verl."""
     return (log_prob - old_log_prob).clamp(-20.0, 20.0)
 
 
-def sequence_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """Mean of log(pi / pi_old) over the sequence, at each of its tokens (GSPO, arXiv 2507.18071, as GSPO-token).
 
     The value is the sequence's, the gradient that of the token's log_prob: sg[s] + log_prob - sg[log_prob]. Clamped
@@ -39,21 +40,19 @@ def sequence_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, respo
     return (log_prob - log_prob.detach() + of_sequence.detach().unsqueeze(-1)).clamp(max=10.0)
 
 
-def clip_ratio(ratio: torch.Tensor, params: Clip) -> torch.Tensor:
+def clip_ratio(ratio: Tensor, params: Clip) -> Tensor:
     """The ratio within [1 - clip_ratio_low, 1 + clip_ratio_high]; no gradient outside."""
     return ratio.clamp(1 - params.clip_ratio_low, 1 + params.clip_ratio_high)
 
 
-def pessimistic_clip(ratio: torch.Tensor, advantages: torch.Tensor, params: Clip) -> tuple[torch.Tensor, torch.Tensor]:
+def pessimistic_clip(ratio: Tensor, advantages: Tensor, params: Clip) -> tuple[Tensor, Tensor]:
     """PPO's max(-A r, -A clip(r)) (Schulman et al. 2017, arXiv 1707.06347, eq. 7), and where the clip raised it."""
     unclipped = -advantages * ratio
     clipped = -advantages * clip_ratio(ratio, params)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def score_surrogate(
-    log_prob: torch.Tensor, advantages: torch.Tensor, weight: torch.Tensor | float = 1.0
-) -> torch.Tensor:
+def score_surrogate(log_prob: Tensor, advantages: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """-A sg(weight) log_prob: its gradient is the policy gradient, weighted."""
     if isinstance(weight, torch.Tensor):
         weight = weight.detach()
@@ -61,10 +60,7 @@ def score_surrogate(
 
 
 def ppo_metrics(
-    log_ratio: torch.Tensor,
-    response_mask: torch.Tensor,
-    clipped: torch.Tensor | None = None,
-    clipped_lower: torch.Tensor | None = None,
+    log_ratio: Tensor, response_mask: Tensor, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
 ) -> dict[str, Metric]:
     """The three metrics that verl logs for most losses; what a loss does not count is 0.
 
@@ -80,11 +76,7 @@ def ppo_metrics(
 
 @register_policy_loss("vanilla")
 def vanilla(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: DualClip,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: DualClip
 ) -> TokenLosses:
     """PPO's clipped loss (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with dual clip (Ye et al., arXiv 1912.09729).
 
@@ -103,11 +95,7 @@ def vanilla(
 
 @register_policy_loss("gspo", params=Clip)
 def gspo(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: Clip,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: Clip
 ) -> TokenLosses:
     """max(-A s, -A clip(s)) with the sequence's ratio s at each of its tokens (GSPO, arXiv 2507.18071).
 
@@ -128,11 +116,7 @@ class Sapo:
 
 @register_policy_loss("sapo", params=Sapo)
 def sapo(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: Sapo,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: Sapo
 ) -> TokenLosses:
     """-A sigmoid(tau (r - 1)) 4 / tau, tau_pos where A > 0, else tau_neg (SAPO, arXiv 2511.20347).
 
@@ -147,11 +131,7 @@ def sapo(
 
 @register_policy_loss("gpg")
 def gpg(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: DualClip,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: DualClip
 ) -> TokenLosses:
     """-A log_prob (GPG, arXiv 2504.02546). As in verl without metrics."""
     return TokenLosses(score_surrogate(log_prob, advantages), {})
@@ -159,11 +139,7 @@ def gpg(
 
 @register_policy_loss("cispo", params=Clip)
 def cispo(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: Clip,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: Clip
 ) -> TokenLosses:
     """-A sg(clip(r, 1 - low, 1 + high)) log_prob: clipped tokens keep a gradient (CISPO, arXiv 2506.13585)."""
     log_ratio = token_log_ratio(log_prob, old_log_prob)
@@ -181,11 +157,7 @@ class Dppo(DualClip):
 
 @register_policy_loss("dppo_tv", params=Dppo)
 def dppo_tv(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: Dppo,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: Dppo
 ) -> TokenLosses:
     """-A sg(min(r, c)) log_prob, 0 where the token's probability has moved too far (DPPO, arXiv 2602.04879).
 
@@ -199,11 +171,7 @@ def dppo_tv(
 
 @register_policy_loss("dppo_kl", params=Dppo)
 def dppo_kl(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: Dppo,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: Dppo
 ) -> TokenLosses:
     """-A sg(min(r, c)) log_prob, 0 where the token's probability has moved too far (DPPO, arXiv 2602.04879).
 
@@ -221,12 +189,7 @@ def dppo_kl(
 
 
 def _within(
-    inside: torch.Tensor,
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: DualClip,
+    inside: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: DualClip
 ) -> TokenLosses:
     """-A sg(min(r, c)) log_prob at the tokens `inside` (bool) their trust region, 0 at the others."""
     limit = params.clip_ratio_c
@@ -247,13 +210,7 @@ class Dro:
 
 
 @register_policy_loss("dro", params=Dro)
-def dro(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: Dro,
-) -> TokenLosses:
+def dro(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: Dro) -> TokenLosses:
     """-(A log_prob - dro_beta / 2 log(r)^2), the ratio not clamped (after DRO, arXiv 2405.19107)."""
     assert params.dro_beta is not None
     log_ratio = log_prob - old_log_prob
@@ -263,12 +220,12 @@ def dro(
 
 @register_policy_loss("geo_mean", params=Clip)
 def geo_mean(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     params: Clip,
-    rollout_is_weights: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
 ) -> TokenLosses:
     """-A s per sequence (B,), s the geometric mean of its clipped token ratios (GMPO, arXiv 2507.20673).
 
@@ -301,12 +258,12 @@ class BypassMode(DualClip, RolloutCorrection):
 
 @register_policy_loss("bypass_mode", params=BypassMode)
 def bypass_mode(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     params: BypassMode,
-    rollout_is_weights: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
 ) -> TokenLosses:
     """The loss where old_log_prob are the rollout's: weights and rejection come from the current policy, here.
 
@@ -338,10 +295,10 @@ class ClipCovLoss(ClipCov, Clip):
 
 @register_policy_loss("clip_cov", params=ClipCovLoss)
 def clip_cov(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     params: ClipCovLoss,
     generator: torch.Generator | None = None,
 ) -> TokenLosses:
@@ -366,10 +323,7 @@ def clip_cov(
         drawn.view(-1)[candidates[order.to(candidates.device)]] = True
     return TokenLosses(
         values * ~drawn,
-        {
-            "actor/pg_clipfrac": token_mean(drawn, response_mask),
-            "actor/ppo_kl": token_mean(-log_ratio, response_mask),
-        },
+        {"actor/pg_clipfrac": token_mean(drawn, response_mask), "actor/ppo_kl": token_mean(-log_ratio, response_mask)},
     )
 
 
@@ -381,11 +335,7 @@ class KlCov:
 
 @register_policy_loss("kl_cov", params=KlCov)
 def kl_cov(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    params: KlCov,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, params: KlCov
 ) -> TokenLosses:
     """-A r, plus ppo_kl_coef |log r| at the tokens of the highest covariance (Cui et al., arXiv 2505.22617).
 

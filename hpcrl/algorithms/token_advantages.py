@@ -1,6 +1,6 @@
 """Advantage estimators with a number per token: GAE, REINFORCE++, ReMax and the optimal token baseline.
 
-A run computes them on the host, where its columns are; tensors on a GPU go through kernels.
+A run computes them on the host, where its columns are.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from hpcrl.algorithms.registry import LazyModule
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from hpcrl.kernels import reductions
+    from hpcrl.algorithms import reductions
 else:
-    torch, reductions = map(LazyModule, ("torch", "hpcrl.kernels.reductions"))
+    torch, reductions = map(LazyModule, ("torch", "hpcrl.algorithms.reductions"))
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Gae(Discount):
 
 @register_adv_est("gae", params=Gae)
 def gae(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     *,
-    values: torch.Tensor,
+    values: Tensor,
     gamma: float,
     lam: float,
     reduce: Reduce = one_replica,
@@ -58,7 +59,7 @@ def gae(
 
 @register_adv_est("reinforce_plus_plus", params=Discount)
 def reinforce_plus_plus(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float, reduce: Reduce = one_replica
+    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float, reduce: Reduce = one_replica
 ) -> Result:
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): discounted reward-to-go, whitened over all tokens.
 
@@ -73,7 +74,7 @@ def reinforce_plus_plus(
 
 
 @register_adv_est("remax")
-def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, reward_baselines: torch.Tensor) -> Result:
+def remax(token_level_rewards: Tensor, response_mask: Tensor, *, reward_baselines: Tensor) -> Result:
     """ReMax (Li et al. 2023, arXiv 2310.10505): reward-to-go minus the reward of the greedy response.
 
     A_t = G_t - b on tokens the model wrote. reward_baselines: b (B,), of a rollout at temperature 0 of each prompt.
@@ -84,7 +85,7 @@ def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, rew
     return returns - baselines, returns
 
 
-def reward_to_go(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     """G_t (B, T), undiscounted sum of the rewards from t on of tokens that the model wrote."""
     rewards = token_level_rewards.masked_fill(response_mask == 0, 0.0)
     return rewards.flip(-1).cumsum(-1).flip(-1)
@@ -99,13 +100,13 @@ class TokenBaseline:
 
 @register_adv_est("optimal_token_baseline", params=TokenBaseline)
 def optimal_token_baseline(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     *,
     index: GroupIds,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None = None,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool,
 ) -> Result:
     """A_t = G_t - B_t, with a baseline per position: B_t = sum_i(G_t W_t) / (sum_i(W_t) + 1e-8) over the group.
@@ -128,13 +129,13 @@ def optimal_token_baseline(
 
 @register_adv_est("tir_optimal_token_baseline", params=TokenBaseline)
 def tir_optimal_token_baseline(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     *,
     index: GroupIds,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None = None,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool,
 ) -> Result:
     """`optimal_token_baseline` for tool use: positions count only the tokens that the model wrote.
@@ -156,12 +157,7 @@ def tir_optimal_token_baseline(
     return advantages.masked_fill(~valid, 0.0), returns
 
 
-def _energy(
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None,
-    valid: torch.Tensor,
-) -> torch.Tensor:
+def _energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None, valid: Tensor) -> Tensor:
     """W_t (B, T), in the dtype of the inputs, as in verl; w is a rounding error where the policy is certain."""
     step = 1 - 2 * old_log_probs.exp() + sum_pi_squared
     if rollout_is_weights is not None:
@@ -169,9 +165,7 @@ def _energy(
     return step.masked_fill(~valid, 0.0).cumsum(-1)
 
 
-def _baseline(
-    returns: torch.Tensor, energy: torch.Tensor, valid: torch.Tensor, group: torch.Tensor, handle_zero_tail: bool
-) -> torch.Tensor:
+def _baseline(returns: Tensor, energy: Tensor, valid: Tensor, group: Tensor, handle_zero_tail: bool) -> Tensor:
     """B_t of each response, fp64 (B, T). group: numbers (B,) without gaps."""
     weight = energy.double().masked_fill(~valid, 0.0)
     baseline = reductions.group_sum(returns * weight, group) / (reductions.group_sum(weight, group) + 1e-8)

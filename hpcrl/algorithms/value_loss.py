@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hpcrl.algorithms.aggregation import token_mean
 from hpcrl.algorithms.metrics import Mean, Metric
 
 
 def value_loss(
-    vpreds: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
-    response_mask: torch.Tensor,
-    cliprange_value: float,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    vpreds: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, cliprange_value: float
+) -> tuple[Tensor, dict[str, Metric]]:
     """Clipped squared error per token, before aggregation; all tensors (B, T), only vpreds carries gradients.
 
     0.5 max((V - G)^2, (clip(V, V_old - e, V_old + e) - G)^2), as in OpenAI's baselines (ppo2) and verl. Where
@@ -31,9 +28,7 @@ def value_loss(
     }
 
 
-def bradley_terry_loss(
-    chosen: torch.Tensor, rejected: torch.Tensor, num_pairs: float
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, num_pairs: float) -> tuple[Tensor, dict[str, Metric]]:
     """This part's share of the loss, a scalar: the sum over all micro-batches and replicas is the loss.
 
     chosen, rejected: (B,) scores of the two answers of each pair. num_pairs: B over the whole batch.

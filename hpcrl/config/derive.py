@@ -25,10 +25,7 @@ class RoleLayouts:
 
     world_size: int
     roles: dict[str, PlacedRole]
-
-    def rows(self) -> list[tuple[str, object, str]]:
-        """Further derived values for the log: name, value, unit."""
-        return []
+    rows: list[tuple[str, object, str]]  # further derived values for the log: name, value, unit
 
 
 class JobDescription(Protocol):
@@ -54,9 +51,6 @@ class Derived(RoleLayouts):
     needs_critic: bool
     needs_ref: bool
     ref_in_actor: bool  # the reference is the actor without its adapters, and no role of its own
-    needs_teacher: bool
-    needs_reward_model: bool
-    needs_old_log_prob: bool  # of the trained policy; bypass mode takes the rollout's log-probs
     old_log_prob_in_update: bool  # the forward pass of a step's only update computes them
     needs_sum_pi_squared: bool
     needs_reward_baseline: bool  # one greedy response per prompt (ReMax)
@@ -66,39 +60,11 @@ class Derived(RoleLayouts):
     actor_mini_batch_samples: int
     actor_updates_per_step: int  # optimizer steps
     critic_mini_batch_size: int  # prompts
-    critic_mini_batch_samples: int
     critic_ppo_epochs: int
     critic_loss_agg_mode: LossAggMode
     critic_updates_per_step: int  # optimizer steps; 0 without a critic
     loss_scale_factor: float  # the actor's divisor of seq-mean-token-sum-norm
     critic_loss_scale_factor: float
-    ref_max_tokens: int  # tokens per micro-batch of the reference policy
-    teacher_max_tokens: int
-
-    def rows(self) -> list[tuple[str, object, str]]:
-        rows: list[tuple[str, object, str]] = [
-            ("longest sequence", self.max_sequence_length, "tokens"),
-            ("step", self.samples_per_step, "samples"),
-            ("actor mini-batch", self.actor_mini_batch_samples, "samples"),
-            ("actor updates per step", self.actor_updates_per_step, "optimizer steps"),
-        ]
-        if self.old_log_prob_in_update:
-            rows.append(("old log-probs", "of the update's forward pass", ""))
-        if self.needs_critic:
-            rows += [
-                ("critic mini-batch", self.critic_mini_batch_samples, "samples"),
-                ("critic epochs", self.critic_ppo_epochs, "passes over a step"),
-                ("critic updates per step", self.critic_updates_per_step, "optimizer steps"),
-                ("critic loss", self.critic_loss_agg_mode, ""),
-            ]
-        if self.needs_ref:
-            rows.append(("reference micro-batch", self.ref_max_tokens, "tokens"))
-        if self.ref_in_actor:
-            rows.append(("reference", "the actor without adapters", ""))
-        if self.needs_teacher:
-            rows.append(("teacher micro-batch", self.teacher_max_tokens, "tokens"))
-        rows.append(("policy loss", self.loss_mode, ""))
-        return rows
 
 
 def check(config: Config, world_size: int, *, own_roles: Sequence[RoleSpec] = ()) -> Derived:
@@ -159,38 +125,58 @@ def check(config: Config, world_size: int, *, own_roles: Sequence[RoleSpec] = ()
             check_budget(f"{spec.path}.{spec.max_tokens}", spec.token_budget(config), longest)
 
     critic_epochs = critic.ppo_epochs or actor.ppo_epochs
+    critic_updates = math.ceil(data.train_batch_size / critic_mini_batch) * critic_epochs if needs_critic else 0
+    critic_loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
     loss_scale_factor = actor.loss_scale_factor or float(data.max_response_length)
     needs_sum_pi_squared = actor.calculate_sum_pi_squared or "sum_pi_squared" in inputs
     actor_updates = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
     read_before_update = needs_sum_pi_squared or "old_log_probs" in (*inputs, *optional) or _reads_old_log_probs(config)
+    in_update = actor_updates == 1 and not read_before_update and not actor.separate_old_log_prob
+    n = config.rollout.n
+    samples_per_step, actor_samples = data.train_batch_size * n, actor.ppo_mini_batch_size * n
+    rows: list[tuple[str, object, str]] = [
+        ("longest sequence", longest, "tokens"),
+        ("step", samples_per_step, "samples"),
+        ("actor mini-batch", actor_samples, "samples"),
+        ("actor updates per step", actor_updates, "optimizer steps"),
+    ]
+    if in_update:
+        rows.append(("old log-probs", "of the update's forward pass", ""))
+    if needs_critic:
+        rows += [
+            ("critic mini-batch", critic_mini_batch * n, "samples"),
+            ("critic epochs", critic_epochs, "passes over a step"),
+            ("critic updates per step", critic_updates, "optimizer steps"),
+            ("critic loss", critic_loss_agg_mode, ""),
+        ]
+    if needs_ref:
+        rows.append(("reference micro-batch", REF.token_budget(config), "tokens"))
+    if ref_in_actor:
+        rows.append(("reference", "the actor without adapters", ""))
+    if needs[TEACHER]:
+        rows.append(("teacher micro-batch", TEACHER.token_budget(config), "tokens"))
+    rows.append(("policy loss", chosen["actor.policy_loss"], ""))
     return Derived(
         world_size=world_size,
         roles=roles,
+        rows=rows,
         needs_critic=needs_critic,
         needs_ref=needs_ref,
         ref_in_actor=ref_in_actor,
-        needs_teacher=needs[TEACHER],
-        needs_reward_model=needs[REWARD],
-        needs_old_log_prob=not algorithm.rollout_correction.bypass_mode,
-        old_log_prob_in_update=actor_updates == 1 and not read_before_update and not actor.separate_old_log_prob,
+        old_log_prob_in_update=in_update,
         needs_sum_pi_squared=needs_sum_pi_squared,
         needs_reward_baseline="reward_baselines" in inputs,
-        loss_mode=loss_mode(config),
+        loss_mode=chosen["actor.policy_loss"],
         max_sequence_length=longest,
-        samples_per_step=data.train_batch_size * config.rollout.n,
-        actor_mini_batch_samples=actor.ppo_mini_batch_size * config.rollout.n,
+        samples_per_step=samples_per_step,
+        actor_mini_batch_samples=actor_samples,
         actor_updates_per_step=actor_updates,
         critic_mini_batch_size=critic_mini_batch,
-        critic_mini_batch_samples=critic_mini_batch * config.rollout.n,
         critic_ppo_epochs=critic_epochs,
-        critic_loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
-        critic_updates_per_step=(
-            math.ceil(data.train_batch_size / critic_mini_batch) * critic_epochs if needs_critic else 0
-        ),
+        critic_loss_agg_mode=critic_loss_agg_mode,
+        critic_updates_per_step=critic_updates,
         loss_scale_factor=loss_scale_factor,
         critic_loss_scale_factor=critic.loss_scale_factor or loss_scale_factor,
-        ref_max_tokens=REF.token_budget(config),
-        teacher_max_tokens=TEACHER.token_budget(config),
     )
 
 
@@ -220,19 +206,9 @@ def describe(derived: RoleLayouts) -> str:
     idle = set(range(derived.world_size)).difference(*(role.ranks for role in derived.roles.values()))
     if idle:
         lines.append(f"  in no role: ranks {format_ranks(sorted(idle))}")
-    rows = derived.rows()
-    width = max((len(name) for name, _, _ in rows), default=0)
-    lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in rows]
+    width = max((len(name) for name, _, _ in derived.rows), default=0)
+    lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in derived.rows]
     return "\n".join(lines)
-
-
-def check_steps(config: Config, section: str) -> None:
-    """`trainer.total_training_steps` on the command line is meant, and would change nothing."""
-    if config.trainer.total_training_steps is not None:
-        raise ConfigError(
-            f"trainer.total_training_steps={config.trainer.total_training_steps} is for `hpcrl train`; "
-            f"`hpcrl {section}` reads {section}.total_training_steps; set that"
-        )
 
 
 def check_lengths(config: Config) -> int:

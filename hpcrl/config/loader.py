@@ -14,8 +14,6 @@ from hpcrl.config import yaml_core
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError, Node
 
-__all__ = ["ConfigError", "dump_config", "load_config", "quoted"]
-
 KeyPath = tuple[str, ...]
 
 
@@ -192,38 +190,30 @@ def _describe(node: Node) -> str:
     return f"the text {text}" if isinstance(value, str) else text
 
 
+EXPECTED = {  # type of a pydantic error -> what it wanted, in the words of the person who writes YAML
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "too_short": "{min_length} entries",
+    "too_long": "{max_length} entries",
+    "value_error": "{error}",
+}
+
+
 def _expected(item: Any) -> str:
-    """What a pydantic error wanted, in the words of the person who writes YAML."""
-    kind, ctx = item["type"], item.get("ctx", {})
-    plain = {
-        "int_type": "an integer",
-        "float_type": "a number",
-        "finite_number": "a finite number",
-        "bool_type": "true or false",
-        "string_type": "text",
-        "list_type": "a list",
-        "dict_type": "a mapping",
-        "model_type": "a mapping",
-        "model_attributes_type": "a mapping",
-    }
-    bounds = {
-        "greater_than": ("gt", "a number above"),
-        "greater_than_equal": ("ge", "a number of at least"),
-        "less_than": ("lt", "a number below"),
-        "less_than_equal": ("le", "a number of at most"),
-    }
-    if kind in plain:
-        return plain[kind]
-    if kind in bounds:
-        key, words = bounds[kind]
-        return f"{words} {ctx[key]}"
-    if kind == "literal_error":
-        return str(ctx["expected"]).replace("'", "")
-    if kind in ("too_short", "too_long"):
-        return f"{ctx.get('min_length') or ctx.get('max_length')} entries"
-    if kind == "value_error":
-        return str(ctx["error"])
-    return str(item["msg"])
+    if item["type"] == "literal_error":
+        return str(item["ctx"]["expected"]).replace("'", "")
+    return EXPECTED[item["type"]].format(**item.get("ctx", {})) if item["type"] in EXPECTED else str(item["msg"])
 
 
 def keys_of(section: type[Section] = Config, prefix: KeyPath = ()) -> Iterator[KeyPath]:

@@ -12,27 +12,20 @@ from typing import Any
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config, ModelConfig, RolePlacement
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.grid.layout import Layout
 
 AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
 
 
 @dataclass(frozen=True)
-class PlacedRole:
-    """Where a role runs: world ranks in ascending order, and how they are divided."""
+class PlacedRole(Layout):
+    """Where a role runs: its layout, on the ranks of a pool in ascending order."""
 
-    pool: str
-    ranks: tuple[int, ...]
-    tp: int
-    pp: int
-    dp: int
-    cp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    etp: int = 1
+    pool: str = ""
 
     @property
     def grid(self) -> dict[str, Any]:
-        """The arguments of `hpcrl.grid.layout.Layout`."""
+        """The arguments of `Layout`."""
         return {"ranks": self.ranks, **{axis: getattr(self, axis) for axis in AXES}}
 
 
@@ -50,36 +43,28 @@ def place(config: Config, used: Sequence[RoleSpec], world_size: int) -> dict[str
             nearest = difflib.get_close_matches(role.pool, pools, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known pools: {', '.join(pools)}"
             raise ConfigError(f"placement.{name}.pool={role.pool} is not in placement.pools; {hint}")
-        _check_supported(spec, role)
+        for axis in AXES[1:] if spec.path == "rollout" else ():
+            if (axis_size := getattr(role, axis)) > 1:
+                raise ConfigError(
+                    f"placement.{name}.{axis}={axis_size} is not supported: a rollout engine splits all weights by tp, "
+                    "and has as many replicas as that leaves; use 1"
+                )
         model = spec.architecture(config)
         if model.path is None:  # a Hugging Face directory has its own sizes, checked where it is read
             _check_shape(model)
             _check_divides_model(name, role, model)
         ranks = pools[role.pool]
-        size = role.tp * role.pp * role.cp
-        if len(ranks) % size:
-            raise ConfigError(
-                f"placement.{name}: tp*pp*cp={role.tp}*{role.pp}*{role.cp}={size} does not divide the {len(ranks)} "
-                f"ranks of pool {role.pool}; the product must be {_either(_divisors(len(ranks)))}"
-            )
-        experts = role.etp * role.ep * role.pp
-        if len(ranks) % experts:
-            raise ConfigError(
-                f"placement.{name}: etp*ep*pp={role.etp}*{role.ep}*{role.pp} does not divide the {len(ranks)} "
-                f"ranks of pool {role.pool}; the product must be {_either(_divisors(len(ranks)))}"
-            )
         sizes = {axis: getattr(role, axis) for axis in AXES}
-        roles[name] = PlacedRole(role.pool, ranks, dp=len(ranks) // size, **sizes)
+        for axes in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
+            factors = [sizes[axis] for axis in axes]
+            if len(ranks) % math.prod(factors):
+                raise ConfigError(
+                    f"placement.{name}: {'*'.join(axes)}={'*'.join(map(str, factors))}={math.prod(factors)} does not "
+                    f"divide the {len(ranks)} ranks of pool {role.pool}; the product must be "
+                    f"{_either(_divisors(len(ranks)))}"
+                )
+        roles[name] = PlacedRole(ranks, **sizes, pool=role.pool)
     return roles
-
-
-def _check_supported(spec: RoleSpec, role: RolePlacement) -> None:
-    for axis in ("pp", "vpp", "cp", "ep", "etp") if spec.path == "rollout" else ():
-        if (size := getattr(role, axis)) > 1:
-            raise ConfigError(
-                f"placement.{spec.name}.{axis}={size} is not supported: a rollout engine splits all weights "
-                "by tp, and has as many replicas as that leaves; use 1"
-            )
 
 
 def _check_shape(model: ModelConfig) -> None:

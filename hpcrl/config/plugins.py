@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -64,7 +65,11 @@ def load_plugins(config: Config) -> bool:
     modules = [_import("run.plugins", path) for path in config.run.plugins]
     is_complete = None not in modules
     for path, family in FAMILIES.items():
-        _check_mappings(_section(config, path), path, plugins_of(family.registry), is_complete)
+        entries = family.registry.entries().items()
+        of_plugins = {
+            name: entry.params for name, entry in entries if not entry.function.__module__.startswith("hpcrl.")
+        }
+        _check_mappings(attrgetter(path)(config), path, of_plugins, is_complete)
     sampler = config.data.sampler
     if sampler.__pydantic_extra__:
         module = _import("data.sampler.class_path", sampler.class_path) if sampler.class_path else None
@@ -98,15 +103,6 @@ def _check_mappings(section: Section, path: str, declared: Mapping[str, type], i
             raise ConfigError(f"unknown key {'.'.join(keys)}; {suggest(keys, known)}")
 
 
-def plugins_of(registry: Registry[Any]) -> dict[str, type]:
-    """name -> parameter dataclass of what is registered outside of this package."""
-    return {
-        name: entry.params
-        for name, entry in registry.entries().items()
-        if not entry.function.__module__.startswith("hpcrl.")
-    }
-
-
 def parameters(config: Config, path: str, name: str) -> Any:
     """The parameters of an algorithm: an instance of the dataclass that it declares.
 
@@ -114,8 +110,8 @@ def parameters(config: Config, path: str, name: str) -> Any:
     """
     family = FAMILIES[path]
     declaration = family.registry.get(name).params
-    values = inherited(declaration, *(_section(config, section) for section in family.sections))
-    own = (_section(config, path).__pydantic_extra__ or {}).get(name, {})
+    values = inherited(declaration, *(attrgetter(section)(config) for section in family.sections))
+    own = (attrgetter(path)(config).__pydantic_extra__ or {}).get(name, {})
     values |= given_parameters((*path.split("."), name), declaration, own)
     try:
         return declaration(**values)
@@ -123,13 +119,6 @@ def parameters(config: Config, path: str, name: str) -> Any:
         raise  # its line says what is unknown
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _section(config: Config, path: str) -> Any:
-    section: Any = config
-    for name in path.split("."):
-        section = getattr(section, name)
-    return section
 
 
 def sampler_parameters(sampler: SamplerConfig, declaration: type) -> Any:

@@ -83,14 +83,7 @@ EXPORT = RoleSpec("export", "hpcrl.workers.weight_transfer:ExportWorker", on=("a
 ARCHIVE = RoleSpec("archive", "hpcrl.workers.records:ArchiveWorker", on=("actor",))
 GENERATIONS = RoleSpec("generations", "hpcrl.workers.records:GenerationsWorker", on=("rollout",))
 
-PLACED = (
-    ACTOR,
-    CRITIC,
-    REF,
-    TEACHER,
-    REWARD,
-    ROLLOUT,
-)  # in the order in which they are built
+PLACED = (ACTOR, CRITIC, REF, TEACHER, REWARD, ROLLOUT)  # in the order in which they are built
 
 
 def with_own(built_in: Iterable[RoleSpec], own: Iterable[RoleSpec]) -> list[RoleSpec]:

@@ -33,18 +33,6 @@ def check_algorithm(config: Config, inputs: Collection[str]) -> None:
     _check_distillation(config)
 
 
-def without_effect(config: Config) -> list[str]:
-    """Settings that this job does not read; a line for each."""
-    algorithm, found = config.algorithm, []
-    if config.trainer.rollouts_from is not None and algorithm.filter_groups.enable:
-        found.append("trainer.rollouts_from replays all recorded prompts: algorithm.filter_groups drops none of them")
-    if config.data.gen_batch_size is not None and not algorithm.filter_groups.enable:
-        found.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
-    if algorithm.gdpo_reward_keys and algorithm.adv_estimator != "gdpo":
-        found.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
-    return found
-
-
 def loss_mode(config: Config) -> str:
     """The policy loss that runs: bypass mode brings its own, as in verl."""
     return "bypass_mode" if config.algorithm.rollout_correction.bypass_mode else config.actor.policy_loss.loss_mode
@@ -156,15 +144,6 @@ def check_lora(config: Config) -> None:
         raise ConfigError(
             f"model.lora_rank={config.model.lora_rank} with rollout.exact=true: the engine computes with merged "
             "weights, whose log-probs have other last bits than those of training; set rollout.exact=false"
-        )
-
-
-def check_no_lora(config: Config, command: str) -> None:
-    """ConfigError for a job that trains a whole model."""
-    if config.model.lora_rank > 0:
-        raise ConfigError(
-            f"model.lora_rank={config.model.lora_rank} is for the policy, and `hpcrl {command}` trains a whole model; "
-            "use model.lora_rank=0"
         )
 
 

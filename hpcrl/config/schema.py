@@ -39,12 +39,6 @@ def _minus_one_or_positive(value: int) -> int:
     raise ValueError("-1, or an integer of 1 or more")
 
 
-def _minus_one_or_more(value: int) -> int:
-    if value >= -1:
-        return value
-    raise ValueError("-1, or an integer of 0 or more")
-
-
 def _folder_name(value: str) -> str:
     if value and value not in (".", "..") and "/" not in value and "\0" not in value:
         return value
@@ -234,8 +228,7 @@ class ModelConfig(Section):
 
     path: str | None = Field(None, description="Hugging Face directory, or null for the architecture given here")
     init_from: str | None = Field(
-        None,
-        description="run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body",
+        None, description="run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body"
     )
     tokenizer: str | None = Field(None, description="tokenizer directory; null: model.path")
     family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = Field(
@@ -416,8 +409,7 @@ class RolloutConfig(Section):
     )
     trtllm: TrtllmConfig = Field(default_factory=TrtllmConfig, description="engine=tensorrt_llm")
     val_kwargs: list[ValKwargs] = Field(
-        default_factory=lambda: [ValKwargs()],
-        description="sampling of validation: one mapping, or a list of several",
+        default_factory=lambda: [ValKwargs()], description="sampling of validation: one mapping, or a list of several"
     )
 
     @field_validator("val_kwargs", mode="before")
@@ -429,8 +421,8 @@ class RolloutConfig(Section):
 class OptimConfig(Section):
     lr: NonNegativeFloat = Field(1e-6, description="peak learning rate")
     optimizer: Literal["adam", "sgd"] = Field("adam", description="adam is AdamW")
-    lr_warmup_steps: Annotated[int, AfterValidator(_minus_one_or_more)] = Field(
-        -1, description="optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio"
+    lr_warmup_steps: int = Field(
+        -1, ge=-1, description="optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio"
     )
     lr_warmup_steps_ratio: Fraction = Field(0.0, description="warm-up as a share of all optimizer steps")
     lr_warmup_init: NonNegativeFloat = Field(0.0, description="learning rate at the start of the warm-up")

@@ -176,35 +176,3 @@ def merge_rows(parts: list[Ragged], positions: list[np.ndarray]) -> Ragged:
     if np.array_equal(order, np.arange(len(order))):
         return joined
     return joined.take(np.argsort(order, kind="stable"))
-
-
-# A packed message: per column int64 [dtype code, rows], int64 lengths, then the values.
-_DTYPES = tuple(np.dtype(name) for name in ("f4", "i4", "i8", "f8", "u1", "?", "i2"))
-
-
-def pack(columns: Sequence[Ragged]) -> np.ndarray:
-    """Columns as one uint8 array."""
-    parts = []
-    for column in columns:
-        head = np.array([_DTYPES.index(column.dtype), len(column)], np.int64)
-        values = np.ascontiguousarray(column.values)
-        parts += [head.view(np.uint8), column.lengths.view(np.uint8), values.view(np.uint8)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-
-
-def unpack(message: np.ndarray, count: int) -> list[Ragged]:
-    """The columns of `pack`, in memory of their own."""
-    at = 0
-
-    def read(dtype: np.dtype, size: int) -> np.ndarray:
-        nonlocal at
-        begin, at = at, at + size * dtype.itemsize
-        return message[begin:at].copy().view(dtype)  # a copy, so that it is aligned
-
-    columns = []
-    for _ in range(count):
-        code, rows = read(np.dtype("i8"), 2).tolist()
-        lengths = read(np.dtype("i8"), rows)
-        values = read(_DTYPES[code], int(lengths.sum()))
-        columns.append(Ragged.from_lengths(values, lengths))
-    return columns

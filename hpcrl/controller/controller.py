@@ -9,7 +9,7 @@ Why no order of `get()` can deadlock:
 
 So the unfinished command with the lowest number can always proceed.
 
-A long method may run later commands inside itself (`WorkerContext.poll`). These are only commands that wait for no
+A long method may run later commands inside itself (`Executor.poll`). These are only commands that wait for no
 other rank, in the order of their numbers. They always finish, so the method proceeds as if they took no time. A method
 that ends when another command arrives waits for rank 0's next call. No call may wait for such a method, so it is an
 order without a result (`Dispatch.ORDER_ALL`).
@@ -46,7 +46,6 @@ from hpcrl.controller.executor import (
     Shutdown,
 )
 from hpcrl.controller.register import Registration, Worker, registration_of
-from hpcrl.controller.wire import Wire, decode, encode
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.accelerator import annotated
 
@@ -82,32 +81,6 @@ class Future(Generic[T]):
         return self._value
 
 
-class Traffic:
-    """Bytes since the last `collect`.
-
-    controller_bytes_*: rank 0's control messages, commands out and results in. rank_0_bytes_*: all its messages, with
-    columns that it owns or needs. bytes/<method>: columns that leaders received from one another; every leader that
-    reads a batch reports, so the sum is complete.
-    """
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self.columns: Counter[str] = Counter()
-
-    def collect(self) -> dict[str, float]:
-        sent, received = self._wire.bytes_sent, self._wire.bytes_received
-        found = {
-            "perf/controller_bytes_sent": sent[COMMANDS],
-            "perf/controller_bytes_received": received[RESULTS],
-            "perf/rank_0_bytes_sent": sent.total(),
-            "perf/rank_0_bytes_received": received.total(),
-            **{f"perf/bytes/{method}": count for method, count in self.columns.items()},
-        }
-        for counter in (sent, received, self.columns):
-            counter.clear()
-        return {name: float(count) for name, count in found.items()}
-
-
 class WorkerGroup:
     """A role as rank 0 sees it: every registered method of its worker class is a method here, and returns a Future."""
 
@@ -129,7 +102,7 @@ class WorkerGroup:
 class Controller:
     """Runs on rank 0. `groups[role]` are the callable roles.
 
-    listener: called with (rank, value) for every `WorkerContext.notify_controller`. background: called repeatedly while
+    listener: called with (rank, value) for every `Executor.notify_controller`. background: called repeatedly while
     rank 0 waits for a result. Both may issue commands and get futures that are ready; neither may wait.
     """
 
@@ -140,9 +113,9 @@ class Controller:
         self.groups = {
             role: WorkerGroup(self, role, workers[role], layout) for role, layout in executor.layouts.items()
         }
-        self.traffic = Traffic(executor.wire)
         self._executor = executor
         self._wire = executor.wire
+        self._column_bytes: Counter[str] = Counter()  # by method
         self._next_id = 0
         self._own: deque[Command] = deque()
         self._results: dict[int, dict[int, Result]] = defaultdict(dict)
@@ -205,9 +178,28 @@ class Controller:
         (columns,) = self._wait_for(call)
         return columns[read.column]
 
+    def collect_traffic(self) -> dict[str, float]:
+        """Bytes since the last call.
+
+        controller_bytes_*: rank 0's control messages, commands out and results in. rank_0_bytes_*: all its messages,
+        with columns that it owns or needs. bytes/<method>: columns that leaders received from one another; every leader
+        that reads a batch reports, so the sum is complete.
+        """
+        sent, received = self._wire.bytes_sent, self._wire.bytes_received
+        found = {
+            "perf/controller_bytes_sent": sent[COMMANDS],
+            "perf/controller_bytes_received": received[RESULTS],
+            "perf/rank_0_bytes_sent": sent.total(),
+            "perf/rank_0_bytes_received": received.total(),
+            **{f"perf/bytes/{method}": count for method, count in self._column_bytes.items()},
+        }
+        for counter in (sent, received, self._column_bytes):
+            counter.clear()
+        return {name: float(count) for name, count in found.items()}
+
     def ask_busy(self) -> Future[list[BusyReport]]:
         """What every rank was busy with, and its memory. Ranks report between two commands, or in a method that calls
-        `WorkerContext.poll`."""
+        `Executor.poll`."""
         return self._call_all_ranks(BUSY, BUSY)
 
     def begin_profile(self) -> None:
@@ -227,7 +219,7 @@ class Controller:
         while self._own:
             self._run_own()
         for rank in range(1, self._wire.size):
-            self._wire.send(encode(Command(self._number(), None, STOP)), rank, COMMANDS)
+            self._wire.send(Command(self._number(), None, STOP), rank, COMMANDS)
         # Receive what is still under way: a rank cannot exit before its messages have been received.
         self.listener = self.background = None
         while len(self._stopped) < self._wire.size - 1:
@@ -296,7 +288,7 @@ class Controller:
         if rank == self._wire.rank:
             self._own.append(command)
         else:
-            self._wire.send(encode(command), rank, COMMANDS)
+            self._wire.send(command, rank, COMMANDS)
 
     def _run_own(self) -> None:
         result = self._executor.run(self._own.popleft())
@@ -304,7 +296,7 @@ class Controller:
             self._results[result.command][result.rank] = result
 
     def _receive_result(self) -> None:
-        message: Result | Notification | Shutdown = decode(self._wire.receive(None, RESULTS))
+        message: Result | Notification | Shutdown = self._wire.receive(None, RESULTS)
         if isinstance(message, Result):
             self._results[message.command][message.rank] = message
         elif isinstance(message, Shutdown):
@@ -331,7 +323,7 @@ class Controller:
         results = self._results.pop(call.id, {})
         row_bytes = sum(result.row_bytes for result in results.values())
         if row_bytes:
-            self.traffic.columns[call.method] += row_bytes
+            self._column_bytes[call.method] += row_bytes
         return [results[rank].value for rank in call.reporters]
 
     def _collector(self, plan: _Plan) -> Callable[[list[Any]], DataProto]:

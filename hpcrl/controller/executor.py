@@ -1,7 +1,7 @@
 """What every rank does with a command: send the rows that others need, gather its own, run the method, report.
 
 A rank runs its commands one after the other, in the order in which they arrive, with one exception: a long method may
-call `WorkerContext.poll`, and then commands that wait for no other rank run inside it.
+call `Executor.poll`, and then commands that wait for no other rank run inside it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.controller.busy import BusyClock, BusyReport, MemoryLedger
-from hpcrl.controller.columns import ColumnStore, Read, merge_rows, pack, receivers_of, rows_between, senders_of, unpack
+from hpcrl.controller.columns import ColumnStore, Read, merge_rows, receivers_of, rows_between, senders_of
 from hpcrl.controller.profiler import Profiler
 from hpcrl.controller.register import Worker, registration_of
-from hpcrl.controller.wire import Wire, decode, encode
+from hpcrl.controller.wire import Wire
 from hpcrl.runtime.accelerator import annotated
 from hpcrl.runtime.launcher import node_name
-from hpcrl.runtime.mpi import create_group, wait, wait_time
+from hpcrl.runtime.mpi import broadcast_object, create_group, wait_time
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -100,7 +100,8 @@ class BatchResult:
 
 
 class Executor:
-    """One rank's workers and columns. It is the `WorkerContext` of the workers."""
+    """One rank's workers and columns. As `Worker.context` it is what a method can use while it runs: `poll`,
+    `notify_controller`, `publish` and `broadcast`."""
 
     def __init__(self, world: World, workers: Mapping[str, Worker], layouts: Mapping[str, Layout]) -> None:
         self.world = world
@@ -111,7 +112,6 @@ class Executor:
         self._busy = BusyClock(wait_time)
         self._memory = MemoryLedger()
         self._profiler = Profiler(world.rank)
-        self._row_bytes = 0
         self._received: deque[Command] = deque()  # and not yet run
         self._replicas = _replica_communicators(self.wire.comm, layouts)
         for worker in workers.values():
@@ -120,54 +120,57 @@ class Executor:
     def serve(self) -> None:
         """Run commands of rank 0 until STOP."""
         while True:
-            command = self._received.popleft() if self._received else decode(self.wire.receive(0, COMMANDS))
+            command = self._received.popleft() if self._received else self.wire.receive(0, COMMANDS)
             if command.method == STOP:
                 break
             self._run_and_report(command)
-        self.wire.send(encode(Shutdown(self.wire.rank)), to=0, tag=RESULTS)
+        self.wire.send(Shutdown(self.wire.rank), to=0, tag=RESULTS)
 
     def run(self, command: Command) -> Result | None:
         """Run this rank's part of a command; the result, if this rank reports one."""
-        here, outer_row_bytes = self.world.status, self._row_bytes
-        self._row_bytes = 0
+        here, row_bytes = self.world.status, self.wire.bytes_received[ROWS]
         with here.within(command.role or "owner", command.method, command.id):
             here.step = command.meta.get("step", here.step)
             for block in command.free:
                 self.store.free(block)
             self._send_rows(command)
             value = self._execute(command) if command.role else None
-        result = Result(command.id, self.wire.rank, value, self._row_bytes) if command.reports else None
-        self._row_bytes = outer_row_bytes
-        return result
+        if not command.reports:
+            return None
+        return Result(command.id, self.wire.rank, value, self.wire.bytes_received[ROWS] - row_bytes)
 
     def poll(self) -> bool:
-        """See `WorkerContext`. Nothing arrives on rank 0: its commands come from its program, which waits while the
-        method runs."""
+        """Run received commands that may run inside the current method: those registered as `reentrant`, and sends of
+        rows to other ranks. Returns True when the next command has to wait for the end of the method. Does not block.
+
+        Nothing arrives on rank 0: its commands come from its program, which waits while the method runs.
+        """
         while self.wire.rank != 0:
             if not self._received:
-                message = self.wire.receive_if_there(0, COMMANDS)
-                if message is None:
+                command = self.wire.receive_if_there(0, COMMANDS)
+                if command is None:
                     break
-                self._received.append(decode(message))
+                self._received.append(command)
             if not self._is_reentrant(self._received[0]):
                 return True
             self._run_and_report(self._received.popleft())
         return False
 
     def notify_controller(self, value: Any) -> None:
-        self.wire.send(encode(Notification(self.wire.rank, value)), to=0, tag=RESULTS)
+        """Send a small object to `Controller.listener` on rank 0. Does not block."""
+        self.wire.send(Notification(self.wire.rank, value), to=0, tag=RESULTS)
 
     def publish(self, key: str, text: str) -> None:
+        """Publish a string to rank 0 through the c10d store. Safe from any thread."""
         self.world.key_value_store.set(key, text)
 
     def broadcast(self, layout: Layout, value: Any) -> Any:
+        """Return the leader's `value` on every rank of its replica. Collective over the replica; None is cheapest."""
         dp = layout.coord(self.wire.rank).dp
         replica, leader = layout.replica(dp), layout.leader(dp)
         if len(replica) == 1:
             return value
-        message = np.frombuffer(encode(value) if value is not None and self.wire.rank == leader else b"", np.uint8)
-        message = broadcast_bytes(self._replicas[replica], message, root=replica.index(leader))
-        return decode(message) if len(message) else None
+        return broadcast_object(self._replicas[replica], value, root=replica.index(leader))
 
     def close(self) -> None:
         for comm in self._replicas.values():
@@ -177,7 +180,7 @@ class Executor:
     def _run_and_report(self, command: Command) -> None:
         result = self.run(command)
         if result is not None:
-            self.wire.send(encode(result), to=0, tag=RESULTS)
+            self.wire.send(result, to=0, tag=RESULTS)
 
     def _is_reentrant(self, command: Command) -> bool:
         """Whether this rank's part of the command waits for no other rank."""
@@ -239,7 +242,7 @@ class Executor:
                 self.store.rows(read.location, rows_between(read.location, command.destination, mine, receiver))
                 for read in command.reads
             ]
-            self.wire.send(pack(columns), receiver, ROWS)
+            self.wire.send(columns, receiver, ROWS)
 
     def _gather_rows(self, command: Command) -> dict[str, Ragged]:
         """Every column of the command, with the rows whose destination is this rank, in batch order."""
@@ -247,11 +250,7 @@ class Executor:
         mine, destination = self.wire.rank, command.destination
         if not command.reads:
             return {}
-        received = {}
-        for sender in senders_of(command.reads, destination, mine):
-            message = self.wire.receive(sender, ROWS)
-            self._row_bytes += message.nbytes
-            received[sender] = unpack(message, len(command.reads))
+        received = {sender: self.wire.receive(sender, ROWS) for sender in senders_of(command.reads, destination, mine)}
         needed = np.flatnonzero(destination == mine)
         columns = {}
         for index, read in enumerate(command.reads):
@@ -272,27 +271,12 @@ class Executor:
         columns = self._gather_rows(command) if worker.is_leader else {}
         if command.leader_only or len(replica) == 1 or not command.reads:
             return columns
-        message = pack(list(columns.values())) if worker.is_leader else np.zeros(0, np.uint8)
-        root = replica.index(worker.layout.leader(dp))
-        message = broadcast_bytes(self._replicas[replica], message, root)
-        if worker.is_leader:
-            return columns
-        return dict(zip([read.column for read in command.reads], unpack(message, len(command.reads)), strict=True))
+        return broadcast_object(self._replicas[replica], columns, replica.index(worker.layout.leader(dp)))
 
 
-def broadcast_bytes(comm: MPI.Comm, message: np.ndarray, root: int) -> np.ndarray:
-    """The root's uint8 array on every rank of `comm`; the message of other ranks is ignored."""
-    size = np.array([message.nbytes], np.int64)
-    wait(comm.Ibcast(size, root=root))
-    message = message.copy() if comm.rank == root else np.empty(int(size[0]), np.uint8)  # MPI needs it writable
-    if size[0]:
-        wait(comm.Ibcast(message, root=root))
-    return message
-
-
-def _replica_communicators(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> dict[tuple[int, ...], MPI.Comm]:
+def _replica_communicators(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> dict[tuple[int, ...], MPI.Intracomm]:
     """One communicator per distinct replica of several ranks that this rank is in."""
-    made: dict[tuple[int, ...], MPI.Comm] = {}
+    made: dict[tuple[int, ...], MPI.Intracomm] = {}
     for layout in (layouts[role] for role in sorted(layouts)):
         ranks = layout.replica(layout.coord(comm.rank).dp) if comm.rank in layout else ()
         if len(ranks) > 1 and ranks not in made:

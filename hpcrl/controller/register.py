@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hpcrl.config.roles import RoleSpec
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.rank_status import RankStatus
+
+if TYPE_CHECKING:
+    from hpcrl.controller.executor import Executor
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -49,32 +52,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Registration:
-    """The arguments of `register`."""
-
-    mode: DispatchMode
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    group_by: str | None
-    leader_only: bool
-    reentrant: bool
-    phase: str | None
-    updates: bool
-    skip_if: str | None
-
-
-def register(
-    mode: DispatchMode,
-    *,
-    reads: Sequence[str] = (),
-    writes: Sequence[str] = (),
-    group_by: str | None = None,
-    leader_only: bool = False,
-    reentrant: bool = False,
-    phase: str | None = None,
-    updates: bool = False,
-    skip_if: str | None = None,
-) -> Callable[[Method], Method]:
-    """Make a worker method callable from rank 0.
+    """How a worker method is called from rank 0; it decorates the method, under the name `register`.
 
     Args:
         mode: how the method is run on the role's ranks, and which results come back.
@@ -83,24 +61,36 @@ def register(
             replicas alike.
         group_by: a sample-level column; rows with equal entries go to the same replica.
         leader_only: run on the leader of each replica only, for work on columns that needs no model.
-        reentrant: may run inside a long method that calls `WorkerContext.poll`, if the leader has all rows that it
+        reentrant: may run inside a long method that calls `Executor.poll`, if the leader has all rows that it
             reads; it then waits for no other rank. Needs `leader_only`.
         phase: phase of a step whose time (`timing_s/<phase>`) includes the wait for the method; None: its name.
         updates: changes a model, so that a step cannot be repeated once the method has begun.
         skip_if: key of meta_info; in a job's loop the call is not issued for a batch that has it.
     """
-    if (reads or writes or group_by or leader_only) and not mode.takes_batch:
-        raise ValueError(f"{mode.name} moves no batch, so it has no columns to read or write")
-    if reentrant and not leader_only:
-        raise ValueError("reentrant=True is for methods that run on leaders only; set leader_only=True")
 
-    def mark(method: Method) -> Method:
-        method.registration = Registration(  # type: ignore[attr-defined]
-            mode, tuple(reads), tuple(writes), group_by, leader_only, reentrant, phase, updates, skip_if
-        )
+    mode: DispatchMode
+    _: KW_ONLY
+    reads: Sequence[str] = ()
+    writes: Sequence[str] = ()
+    group_by: str | None = None
+    leader_only: bool = False
+    reentrant: bool = False
+    phase: str | None = None
+    updates: bool = False
+    skip_if: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reads or self.writes or self.group_by or self.leader_only) and not self.mode.takes_batch:
+            raise ValueError(f"{self.mode.name} moves no batch, so it has no columns to read or write")
+        if self.reentrant and not self.leader_only:
+            raise ValueError("reentrant=True is for methods that run on leaders only; set leader_only=True")
+
+    def __call__(self, method: Method) -> Method:
+        method.registration = self  # type: ignore[attr-defined]
         return method
 
-    return mark
+
+register = Registration
 
 
 def registration_of(worker: type, method: str) -> Registration:
@@ -112,28 +102,6 @@ def registration_of(worker: type, method: str) -> Registration:
     return found
 
 
-class WorkerContext(Protocol):
-    """What a worker method can do while it runs, besides returning a result."""
-
-    def poll(self) -> bool:
-        """Run received commands that may run inside the current method: those registered as `reentrant`, and sends of
-        rows to other ranks. Returns True when the next command has to wait for the end of the method. Does not block.
-        """
-        ...
-
-    def notify_controller(self, value: Any) -> None:
-        """Send a small object to `Controller.listener` on rank 0. Does not block."""
-        ...
-
-    def publish(self, key: str, text: str) -> None:
-        """Publish a string to rank 0 through the c10d store. Safe from any thread."""
-        ...
-
-    def broadcast(self, layout: Layout, value: Any) -> Any:
-        """Return the leader's `value` on every rank of its replica. Collective over the replica; None is cheapest."""
-        ...
-
-
 class Worker:
     """One rank's part of a role. Methods marked with `@register` can be called from rank 0.
 
@@ -142,7 +110,7 @@ class Worker:
     """
 
     spec: ClassVar[RoleSpec]  # declaration of the role
-    context: WorkerContext  # set by the executor
+    context: Executor  # set by it
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout

@@ -345,16 +345,13 @@ class TrainEngine:
     def _forward(
         self, batch: DataProto, max_tokens: int, compute: Compute, *, record_routing: bool = False
     ) -> dict[str, Ragged]:
-        def consume(micro: MicroBatch, outputs: Outputs) -> tuple[MicroBatch, Outputs]:
-            return micro, outputs
-
         micros = self._micro_batches(batch, max_tokens)
         if record_routing:
             for micro in micros:
                 assert micro.packed.routing is not None, "a model without experts has no routing to record"
                 micro.packed.routing.recorded = {}
         with torch.no_grad(), self.offload.on_device("parameters"):
-            results = self._run(micros, compute, consume, forward_only=True)
+            results = self._run(micros, compute, lambda micro, outputs: (micro, outputs), forward_only=True)
         choices = [recorded_experts(micro, self.shape, self.groups) for micro in micros] if record_routing else []
         if not results:
             return {}

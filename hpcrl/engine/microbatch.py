@@ -168,7 +168,7 @@ def make_micro_batches(
     """
     lengths = _lengths(batch)
     rows_of = _split_rows(lengths, max_tokens, unit, count)
-    sizes = [_round_up(max(1, int(lengths[rows].sum())), multiple) for rows in rows_of]
+    sizes = [-(-max(1, int(lengths[rows].sum())) // multiple) * multiple for rows in rows_of]
     if same_size:
         sizes = [max(sizes)] * count
     return [
@@ -208,7 +208,7 @@ def _pack(
     if shape.num_experts:
         local_tokens = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
         is_replayed = "routed_experts" in batch.tokens and len(rows) > 0
-        experts = _column(batch, "routed_experts").take(rows) if is_replayed else None
+        experts = batch.fetch("routed_experts").take(rows) if is_replayed else None
         packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape, experts)
     return MicroBatch(rows, packed.to(device), targets.to(device), output_lengths, output_gather)
 
@@ -219,11 +219,11 @@ def _output_tokens(batch: DataProto, rows: np.ndarray, outputs_at: OutputRows) -
     if len(rows) == 0:
         token = torch.zeros(1, dtype=torch.int64)
         return token, torch.ones_like(token), token, token[:0]
-    ids = _column(batch, "input_ids").take(rows)
+    ids = batch.fetch("input_ids").take(rows)
     token_ids, lengths = torch.from_numpy(ids.values), torch.from_numpy(ids.lengths)
     if outputs_at == "last":
         return token_ids, lengths, lengths.cumsum(0) - 1, torch.ones_like(lengths)
-    response_lengths = torch.from_numpy(_column(batch, "response_mask").lengths[rows])
+    response_lengths = torch.from_numpy(batch.fetch("response_mask").lengths[rows])
     prompt_lengths = lengths - response_lengths
     if int(prompt_lengths.min()) < 1:
         raise ValueError(
@@ -253,17 +253,4 @@ def _shared(output_rows: Tensor, size: int, cp_rank: int, cp_size: int) -> tuple
 
 
 def _lengths(batch: DataProto) -> np.ndarray:
-    if len(batch) == 0:
-        return np.zeros(0, dtype=np.int64)
-    return _column(batch, "input_ids").lengths
-
-
-def _column(batch: DataProto, name: str) -> Ragged:
-    column = batch.tokens[name]
-    if not isinstance(column, Ragged):
-        raise TypeError(f"column {name!r} is a {type(column).__name__}; the engine needs its values on this rank")
-    return column
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return batch.fetch("input_ids").lengths if len(batch) else np.zeros(0, dtype=np.int64)

@@ -307,22 +307,20 @@ def _param_groups(
     """
     all_parameters = [parameter for model in models for parameter in model.parameters()]
     parameters = [each for each in all_parameters if each.requires_grad and _is_expert(each) == is_expert]
-    groups = []
-    for decayed in (True, False):
-        groups.append(
-            {
-                "params": [parameter for parameter in parameters if (parameter.dim() > 1) == decayed],
-                "weight_decay": optim.weight_decay if decayed else 0.0,
-                "wd_mult": 1.0 if decayed else 0.0,
-                "lr_mult": 1.0,
-                "is_expert_parallel": is_expert,
-                "is_decoupled_lr": False,
-                "default_config": True,
-                "max_lr": optim.lr,
-                "min_lr": optim.min_lr,
-            }
-        )
-    return groups
+    return [
+        {
+            "params": [parameter for parameter in parameters if (parameter.dim() > 1) == decayed],
+            "weight_decay": optim.weight_decay if decayed else 0.0,
+            "wd_mult": 1.0 if decayed else 0.0,
+            "lr_mult": 1.0,
+            "is_expert_parallel": is_expert,
+            "is_decoupled_lr": False,
+            "default_config": True,
+            "max_lr": optim.lr,
+            "min_lr": optim.min_lr,
+        }
+        for decayed in (True, False)
+    ]
 
 
 def _init_adam_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:

@@ -42,23 +42,21 @@ def vocab_parallel_log_probs(
     """Return log softmax(logits / temperature) at the targets; on request also entropy and sum of squared
     probabilities.
 
-    targets: (R,) or (R, K) int64 global ids; in a row, those after the first are distinct. Returns log-probs in the
-    shape of the targets, entropy -sum p log p (R,) and sum p^2 (R,), the last without a gradient; fp32, or fp64 if the
-    logits are. Temperature 0 means 1: the log-prob of greedy decoding is defined under temperature 1. `exact` computes
-    the bits of the native engine's exact mode, from the logits of the whole vocabulary on every rank.
+    targets: (R, K) int64 global ids; in a row, those after the first are distinct. Returns log-probs (R, K), entropy
+    -sum p log p (R,) and sum p^2 (R,), the last without a gradient; fp32, or fp64 if the logits are. Temperature 0
+    means 1: the log-prob of greedy decoding is defined under temperature 1. `exact` computes the bits of the native
+    engine's exact mode, from the logits of the whole vocabulary on every rank.
     """
-    columns = targets.view(len(targets), -1)
     if exact:
         whole = gather_from_tensor_model_parallel_region(logits, group)
         log_p = exact_log_softmax(whole, vocab_size, temperature)
         return (
-            log_p.gather(1, columns).view(targets.shape),
+            log_p.gather(1, targets),
             -(log_p.exp() * log_p).sum(dim=1) if entropy else None,
             log_p.detach().mul(2).exp().sum(dim=1) if sum_pi_squared else None,
         )
     softmax = SplitSoftmax(group, vocab_size, temperature or 1.0)
-    log_probs, entropies, squares = _LogProbs.apply(logits, columns, softmax, entropy, sum_pi_squared)
-    return log_probs.view(targets.shape), entropies, squares
+    return _LogProbs.apply(logits, targets, softmax, entropy, sum_pi_squared)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.inference import DerivedGenerate, SamplingJob, check_inference
+from hpcrl.run.inference import SamplingJob, check_inference
 from hpcrl.run.start import set_aside
+from hpcrl.run.time_budget import replace_json
 from hpcrl.run.validation import Validator
 from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.progress import PhaseTimers
@@ -33,7 +33,7 @@ class Evaluate(SamplingJob):
     name = "evaluate"
 
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedGenerate:
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         if not config.data.val_files:
             raise ConfigError(
                 "data.val_files is empty; name at least one Parquet or JSONL file of prompts to evaluate on"
@@ -49,7 +49,7 @@ class Evaluate(SamplingJob):
         with timers("testing"):
             metrics, shown = validator.run(step)
         writer = MetricsWriter(folder, first_step=step)
-        writer.log(step, metrics | refit | timers.collect() | controller.traffic.collect())
+        writer.log(step, metrics | refit | timers.collect() | controller.collect_traffic())
         if shown:
             writer.text("validation/samples", step, shown)
         writer.close()
@@ -61,9 +61,7 @@ class Evaluate(SamplingJob):
             "metrics": metrics,
         }
         path = self.run_folder / RESULT_FILE
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        replace_json(path, result)
         log.info("%s\nall metrics are in %s, %s and TensorBoard, in %s", table(metrics), path, METRICS_FILE, folder)
 
 

@@ -15,12 +15,13 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout_source.scoring import failed_scores, score
 from hpcrl.rollout_source.source import sampling_params
-from hpcrl.run.inference import DerivedGenerate, GenerationFile, Key, SamplingJob, check_inference
+from hpcrl.run.inference import GenerationFile, Key, SamplingJob, check_inference
 from hpcrl.run.start import flatten
 from hpcrl.telemetry.progress import PhaseTimers, Progress, duration
 from hpcrl.telemetry.writer import json_line
@@ -62,10 +63,14 @@ class Generate(SamplingJob):
     output: GenerationFile  # on rank 0
 
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedGenerate:
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         if not (config.data.val_files or config.data.train_files):
             raise ConfigError("data.val_files is empty, and so is data.train_files; name at least one file of prompts")
         return check_inference(config, num_ranks, config.rollout.n, scored=config.section("generate").score)
+
+    @property
+    def is_scored(self) -> bool:
+        return bool(self.own.score)
 
     def is_done(self) -> bool:
         file = self.world.run_collectively(lambda: self._open_file() if self.world.rank == 0 else None)
@@ -116,8 +121,8 @@ class Generate(SamplingJob):
             chunk_began = time.perf_counter()
             batch = self._draw(controller, np.arange(first, last, dtype=np.int64))
             drawing += time.perf_counter() - chunk_began
-            if self.derived.is_scored:
-                batch = score(controller, batch, with_model=self.derived.needs_reward_model)
+            if self.is_scored:
+                batch = score(controller, batch, with_model=self.with_model)
             self._write(controller, batch)
             num_failed += sum(failed_scores(batch).values())
             shown |= {"ktokens/s": (totals.num_tokens - tokens_before) / drawing / 1e3, "length": totals.length}

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceParameters
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, EXPORT, REF, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section
@@ -19,7 +20,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import CHOSEN, REJECTED, PreferenceDataset
 from hpcrl.run.calls import metrics_of
-from hpcrl.run.job import DerivedSupervised, SupervisedJob
+from hpcrl.run.job import SupervisedJob
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run
@@ -69,7 +70,7 @@ class Preference(SupervisedJob):
         return DataProto({}, samples, {"split": split})
 
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedSupervised:
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the actor's ranks; a reference that is not the policy without its adapters has its own."""
         own = config.section("preference")
         loss = PREFERENCE_LOSSES.get(own.loss_type)
@@ -83,7 +84,8 @@ class Preference(SupervisedJob):
             )
         if own.loss_type == "exo_pair" and own.label_smoothing == 0:
             raise ConfigError("preference.loss_type=exo_pair needs preference.label_smoothing above 0, such as 0.001")
-        return DerivedSupervised(num_ranks, roles, longest, 2 * own.batch_size)
+        rows = [("longest sequence", longest, "tokens"), ("step", 2 * own.batch_size, "samples")]
+        return RoleLayouts(num_ranks, roles, rows)
 
     def read_inputs(self) -> Inputs:
         from hpcrl.workers.team import Inputs, data_config, read_model

@@ -11,15 +11,15 @@ from pydantic import Field, PositiveInt
 
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.placement import place
 from hpcrl.config.roles import REWARD, RoleSpec
-from hpcrl.config.rules import check_no_lora
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import CHOSEN, REJECTED, PreferenceDataset
 from hpcrl.run.calls import metrics_of
-from hpcrl.run.job import DerivedSupervised, SupervisedJob
+from hpcrl.run.job import SupervisedJob
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run
@@ -69,10 +69,14 @@ class RewardModel(SupervisedJob):
         return DataProto({}, samples, {"split": split})
 
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedSupervised:
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the reward model's ranks."""
         rm = config.section("rm")
-        check_no_lora(config, "rm")
+        if config.model.lora_rank > 0:
+            raise ConfigError(
+                f"model.lora_rank={config.model.lora_rank} is for the policy, and `hpcrl rm` trains a whole model; "
+                "use model.lora_rank=0"
+            )
         roles = place(config, [REWARD], num_ranks)
         longest = cls.check_data(config, "chosen and rejected")
         if rm.max_token_len_per_gpu < 2 * longest:
@@ -80,7 +84,8 @@ class RewardModel(SupervisedJob):
                 f"rm.max_token_len_per_gpu={rm.max_token_len_per_gpu} holds no pair of the longest sequences, "
                 f"2 * (data.max_prompt_length + data.max_response_length) = {2 * longest}; use {2 * longest} or more"
             )
-        return DerivedSupervised(num_ranks, roles, longest, 2 * rm.batch_size)
+        rows = [("longest sequence", longest, "tokens"), ("step", 2 * rm.batch_size, "samples")]
+        return RoleLayouts(num_ranks, roles, rows)
 
     def read_inputs(self) -> Inputs:
         from hpcrl.model.hf.directory import shape_of

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.config.derive import check_budget
+from hpcrl.config.derive import RoleLayouts, check_budget
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, EXPORT, REFIT, ROLLOUT, SCORER, RoleSpec
@@ -18,8 +18,7 @@ from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import SftDataset
-from hpcrl.data.tokenizer import end_token_ids
-from hpcrl.run.job import DerivedSupervised, SupervisedJob
+from hpcrl.run.job import SupervisedJob
 from hpcrl.run.validation import Validator
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Sft(SupervisedJob):
         return DataProto({}, {"row": rows, replica_column(dp): balanced_assignment(lengths, dp)}, {"step": step})
 
     @classmethod
-    def check(cls, config: Config, num_ranks: int) -> DerivedSupervised:
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the actor's ranks, and samples on the rollout's."""
         sft = config.section("sft")
         samples = sft.eval_freq > 0
@@ -82,7 +81,8 @@ class Sft(SupervisedJob):
                 "use rollout.engine=native there, or sft.eval_freq=-1"
             )
         check_budget("sft.max_token_len_per_gpu", sft.max_token_len_per_gpu, longest)
-        return DerivedSupervised(num_ranks, roles, longest, sft.batch_size)
+        rows = [("longest sequence", longest, "tokens"), ("step", sft.batch_size, "samples")]
+        return RoleLayouts(num_ranks, roles, rows)
 
     def read_inputs(self) -> Inputs:
         from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, read_model
@@ -103,13 +103,9 @@ class Sft(SupervisedJob):
     def set_up(self, run: Run) -> None:
         self.validator = None
         if self.own.eval_freq > 0:
+            ways = [ValKwargs(n=1, temperature=1.0)]
             self.validator = Validator(
-                run.controller,
-                self.inputs.prompts["val"],
-                self.config.data,
-                [ValKwargs(n=1, temperature=1.0)],
-                end_token_ids(self.inputs.tokenizer),
-                num_prompts=self.own.eval_samples,
+                run.controller, self.config, self.inputs, ways, num_prompts=self.own.eval_samples
             )
 
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.algorithms.kl import make_kl_controller
+from hpcrl.algorithms.kl import KLController
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
-from hpcrl.config import derive, rules
+from hpcrl.config import derive
 from hpcrl.config.derive import Derived
 from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, EXPORT, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
 from hpcrl.config.schema import Config
@@ -18,7 +18,7 @@ from hpcrl.data.sampler import make_sampler, steps_for_epochs
 from hpcrl.model.sizes import peak_of
 from hpcrl.rollout_source.source import idle_metrics
 from hpcrl.run.job import TrainingJob
-from hpcrl.run.job_config import derive as derive_with_torch
+from hpcrl.run.job_config import in_section
 from hpcrl.run.performance import mfu_metrics
 from hpcrl.run.rollouts import assign_to_replicas, make_rollout_source
 from hpcrl.run.validation import Validator
@@ -79,8 +79,6 @@ class Train(TrainingJob):
             rollouts.update_weights(step)  # from the actor to the rollout engine
             run.archive(batch)
 
-    # parts of a step
-
     def trains_actor(self, step: int) -> bool:
         """False in the first trainer.critic_warmup steps of a job with a critic."""
         return step > self.config.trainer.critic_warmup or not self.derived.needs_critic
@@ -113,19 +111,30 @@ class Train(TrainingJob):
             run.wait()
             actor.variance_proxy(batch, run.metrics.get("actor/grad_norm"))
 
-    # what the job needs
-
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> Derived:
         return derive.check(config, num_ranks, own_roles=cls.own_specs())
 
     @classmethod
     def check_with_torch(cls, config: Config, num_ranks: int) -> Derived:
-        return derive_with_torch(config, num_ranks, cls.own_specs())
+        from hpcrl.workers.actor_objective import ActorObjective
+
+        derived = cls.check(config, num_ranks)
+        in_section("actor", lambda: ActorObjective(config, derived))
+        return derived
 
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
-        return rules.without_effect(config)
+        algorithm, found = config.algorithm, []
+        if config.trainer.rollouts_from is not None and algorithm.filter_groups.enable:
+            found.append(
+                "trainer.rollouts_from replays all recorded prompts: algorithm.filter_groups drops none of them"
+            )
+        if config.data.gen_batch_size is not None and not algorithm.filter_groups.enable:
+            found.append("data.gen_batch_size is read only with algorithm.filter_groups.enable=true")
+        if algorithm.gdpo_reward_keys and algorithm.adv_estimator != "gdpo":
+            found.append(f"algorithm.gdpo_reward_keys: adv_estimator={algorithm.adv_estimator} does not read them")
+        return found
 
     def read_inputs(self) -> Inputs:
         from hpcrl.workers.team import read_training_inputs
@@ -154,7 +163,7 @@ class Train(TrainingJob):
     def frozen_weights(self) -> dict[str, str]:
         found = super().frozen_weights()
         policy = self.config.model.init_from or self.config.model.path
-        if self.derived.needs_teacher and policy is not None:
+        if self.config.distillation.enabled and policy is not None:
             found.setdefault("teacher", policy)
         return found
 
@@ -162,8 +171,6 @@ class Train(TrainingJob):
         trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])
         size = self.config.data.train_batch_size
         return trainer.total_training_steps or steps_for_epochs(prompts, size, trainer.total_epochs)
-
-    # around the steps
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -176,7 +183,7 @@ class Train(TrainingJob):
             *(run.total_steps, len(prompts["train"]), prompts["train"].num_filtered),
         )
         self.rollouts = run.rollouts = make_rollout_source(run, self.derived, self.sampler, self.inputs.tokenizer)
-        self.kl_controller = make_kl_controller(config.algorithm.kl_ctrl)
+        self.kl_controller = KLController(config.algorithm.kl_ctrl)
         self.peak_flops = peak_of(run.device_name) if run.device_name else None
         self.validator = Validator.of_job(run.controller, config, self.inputs, run.folder) if "val" in prompts else None
 

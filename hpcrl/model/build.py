@@ -21,7 +21,6 @@ with warnings.catch_warnings():
     # Megatron warns on import if Transformer Engine or Apex is missing; `hpcrl check` reports it instead.
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -122,19 +121,14 @@ def _chunk(
     if head in params.SCALAR_HEADS and is_last:
         model.output_layer = ScalarHead(shape.hidden_size)
     elif is_last:
-        disable_head_communication(model.output_layer)
+        # `PackedGPT` gathers the head's input and sums the gradient of it.
+        model.output_layer.sequence_parallel = model.output_layer.allreduce_dgrad = False
+        model.output_layer.disable_grad_reduce = True
     if exact:
         use_exact_linear(model)
     if lora is not None:
         add_adapters(model, shape, lora)
     return model
-
-
-def disable_head_communication(output_layer: ColumnParallelLinear) -> None:
-    """Disable communication in the head: `PackedGPT` gathers its input and sums the gradient of it."""
-    output_layer.sequence_parallel = False
-    output_layer.allreduce_dgrad = False
-    output_layer.disable_grad_reduce = True
 
 
 def local_shards(shape: ModelShape, groups: RoleGroups, head: Head, lora: Lora | None = None) -> list[Shard]:

@@ -28,10 +28,8 @@ ONE_RANK = Layout((0,))
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 EXPERT_BIAS = "mlp.router.expert_bias"  # of the scores for choosing experts; without the layer's prefix
-VALUE_HEAD = "value_head.weight"
-REWARD_HEAD = "reward_head.weight"
 # Different names, because a critic's head must not be loaded as a reward model's.
-SCALAR_HEADS: dict[Head, str] = {"value": VALUE_HEAD, "reward": REWARD_HEAD}
+SCALAR_HEADS: dict[Head, str] = {"value": "value_head.weight", "reward": "reward_head.weight"}
 
 
 class Box(NamedTuple):

@@ -29,24 +29,6 @@ class Logits(NamedTuple):
     backward: int
 
 
-def logits_bytes(
-    rows: int, columns: int, itemsize: int, *, entropy: bool, chunk_tokens: int | None = None, widest: int | None = None
-) -> Logits:
-    """Memory of `rows` log-probs over a rank's `columns` of the vocabulary; the head computes `widest`, with padding.
-
-    The head's output, its value in fp32, and the exponentials in fp32; the second is kept. Backward adds the
-    probabilities in fp32, with the entropy a factor, the padded gradient, and that in the head's dtype. chunk_tokens:
-    rows that the head computes at once, without keeping anything of them; None: all.
-    """
-    chunk = rows if chunk_tokens is None else min(rows, chunk_tokens)
-    raw = chunk * (widest or columns) * itemsize
-    whole = chunk * columns * FP32
-    padded = chunk * (widest or columns) * FP32
-    rounded = raw if itemsize < FP32 else 0
-    kept = whole if chunk_tokens is None else 0
-    return Logits(raw, kept, raw + 2 * whole, (3 if entropy else 2) * whole + padded + rounded)
-
-
 @dataclass(frozen=True)
 class Pass:
     """Micro-batches of one role that run one after the other, the largest that there can be.
@@ -134,21 +116,28 @@ class Pass:
         return max(0, largest - self._hidden - self._kept_of_layers(whole))
 
     def logits(self, piece: int) -> Logits:
-        """Logits of the piece; all 0 if it has no language-model head."""
+        """Logits of the piece; all 0 if it has no language-model head.
+
+        The head's output, its value in fp32, and the exponentials in fp32; the second is kept. Backward adds the
+        probabilities in fp32, with the entropy a factor, the padded gradient, and that in the head's dtype. Of chunks
+        that the head computes at once, nothing is kept.
+        """
         model = self.model
         if model.head != "lm" or piece < self._last:
             return Logits(0, 0, 0, 0)
         widest = model.shape.padded_vocab_size // model.layout.tp
         if self.on_gpu and self.chunk_tokens is not None:
             # By columns, whose gradients have the dtype of the weight, beside that of the hidden states in fp32.
-            whole = self.rows * widest
-            raw, grad = (min(chunks * HEAD_CHUNK_BYTES // FP32, whole) for chunks in (1, HEAD_CHUNKS))
+            most = self.rows * widest
+            raw, grad = (min(chunks * HEAD_CHUNK_BYTES // FP32, most) for chunks in (1, HEAD_CHUNKS))
             hidden = self.rows * model.shape.hidden_size
             return Logits(raw * FP32, 0, raw * FP32, (raw + hidden) * FP32 + grad * model.itemsize)
-        columns = min(widest, model.shape.vocab_size)
-        return logits_bytes(
-            self.rows, columns, model.itemsize, entropy=self.entropy, chunk_tokens=self.chunk_tokens, widest=widest
-        )
+        chunk = self.rows if self.chunk_tokens is None else min(self.rows, self.chunk_tokens)
+        raw, padded = chunk * widest * model.itemsize, chunk * widest * FP32
+        whole = chunk * min(widest, model.shape.vocab_size) * FP32
+        rounded = raw if model.itemsize < FP32 else 0
+        kept = whole if self.chunk_tokens is None else 0
+        return Logits(raw, kept, raw + 2 * whole, (3 if self.entropy else 2) * whole + padded + rounded)
 
     def in_flight(self, stage: int) -> int:
         """Peak of what micro-batches keep while they wait for their backward pass.

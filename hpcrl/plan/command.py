@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from hpcrl.plan.memory import GIB, MIB, Phase, Row, TrainingPlan, binary
 from hpcrl.plan.refit import size
 from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel
 from hpcrl.runtime import exits
+from hpcrl.runtime.launcher import is_first_launched
 
 RESPONSE_COLUMNS = 7  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
 
@@ -61,7 +63,7 @@ def kept_checkpoints(job: TrainingPlan) -> int | None:
 def rollout_bytes(job: TrainingPlan) -> int:
     """Largest size of a step's archive, of its tokens."""
     config, derived = job.config, job.derived
-    columns = RESPONSE_COLUMNS + derived.needs_ref + derived.needs_critic + derived.needs_teacher
+    columns = RESPONSE_COLUMNS + derived.needs_ref + derived.needs_critic + config.distillation.enabled
     response = config.data.max_response_length
     each = FP32 * (derived.max_sequence_length + columns * response)
     return config.trainer.save_rollouts * derived.samples_per_step * each
@@ -73,7 +75,7 @@ def staged_bytes(job: TrainingPlan) -> int:
     for role, model in job.models.items():
         if model.optim is not None:
             stages = range(model.layout.pp)
-            state = max((job.state(role, stage) for stage in stages), key=lambda state: state.total)
+            state = max((job.states[role, stage] for stage in stages), key=lambda state: state.total)
             per_rank += state.parameters // model.layout.dp + state.optimizer
             if model.itemsize == FP32:
                 per_rank += state.gradients // model.layout.dp  # the optimizer's own copy is written, too
@@ -110,7 +112,11 @@ def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoR
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")
     description = refit.describe if parsed.refit else describe
-    refit.show(lambda: description(load_job(job if colon else "train"), path, parsed.overrides))
+    with exits.one_line_for_user_errors():
+        lines = description(load_job(job if colon else "train"), path, parsed.overrides)
+    if is_first_launched(os.environ):
+        print("\n".join(lines))
+    sys.exit(exits.DONE)
 
 
 def describe(described: JobDescription, path: str, overrides: Sequence[str] = ()) -> list[str]:
@@ -159,7 +165,7 @@ def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterato
     for role, model in job.models.items():
         groups: dict[tuple[int, ...], list[int]] = {}
         for stage in range(model.layout.pp):
-            groups.setdefault(job.state(role, stage), []).append(stage)
+            groups.setdefault(job.states[role, stage], []).append(stage)
         for state, stages in groups.items():
             ranks = sorted(rank for rank in model.layout.ranks if model.layout.coord(rank).pp in stages)
             yield f"  {role:<14}{format_ranks(stages):<8}{_ranks(ranks):<12}{cells(state)}"

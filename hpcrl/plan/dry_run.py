@@ -165,7 +165,10 @@ def table(
         yield f"  {role:<{width}}  {shape:<22}{ranks:<14}{spans}".rstrip()
     last = len(places) - 1
     for rank in sorted({0, last}):
-        where = "; ".join(f"{role} {_coordinates(coord)}" for role, coord in places[rank].coords.items())
+        where = "; ".join(
+            " ".join([role, *(f"{axis} {at}" for axis, at in coord._asdict().items() if axis != "cp")])
+            for role, coord in places[rank].coords.items()
+        )
         yield f"  rank {rank} on {nodes[rank]}: {where or 'in no role'}"
     if not problems:
         peak = round(max(place.peak for place in places) / MIB)
@@ -185,7 +188,3 @@ def _span(layout: Layout, name: str, nodes: Sequence[str]) -> str:
         return "-"
     most = max(len({nodes[rank] for rank in group}) for group in groups)
     return f"{size} ranks, {most} node{'s' * (most > 1)}"
-
-
-def _coordinates(coord: Coord) -> str:
-    return " ".join(f"{axis} {place}" for axis, place in zip(coord._fields, coord, strict=True) if axis != "cp")

@@ -35,31 +35,19 @@ def cheapest_fix(job: TrainingPlan) -> tuple[dict[str, object], Row] | None:
 
 
 def _changes(job: TrainingPlan) -> Iterator[dict[str, object]]:
-    config = job.config
-    layouts = list(_layouts(job))
-    yield from layouts
-    budgets = list(_budgets(job))
-    yield from budgets
+    layouts, budgets, offloads = list(_layouts(job)), list(_budgets(job)), list(_more_offload(job))
+    now = job.config.rollout.gpu_memory_utilization
     shares: list[dict[str, object]] = [
-        {"rollout.gpu_memory_utilization": share / 10}
-        for share in range(9, 0, -1)
-        if share / 10 < config.rollout.gpu_memory_utilization
+        {"rollout.gpu_memory_utilization": share / 10} for share in range(9, 0, -1) if share / 10 < now
     ]
-    yield from shares
-    offloads = list(_more_offload(job))
-    yield from offloads
+    yield from (*layouts, *budgets, *shares, *offloads)
     least = budgets[-1] if budgets else {}
-    for layout in layouts:
-        yield layout | least
-    if shares:
-        yield least | shares[-1]
-    if offloads:
-        yield least | offloads[-1]
+    yield from (layout | least for layout in layouts)
+    yield from (least | last[-1] for last in (shares, offloads) if last)
     for factor in (2, 4, 8, 16):
-        nodes: dict[str, object] = {"job.nodes": config.job.nodes * factor}
+        nodes: dict[str, object] = {"job.nodes": job.config.job.nodes * factor}
         yield nodes
-        for budget in budgets:
-            yield nodes | budget
+        yield from (nodes | budget for budget in budgets)
         for layout in layouts:
             yield nodes | layout
             yield nodes | layout | least
@@ -72,7 +60,7 @@ def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
     roles = [role for role in job.models if role in row.place.stages]
     if not roles:
         return
-    sizes = {role: job.state(role, row.place.stages[role]).total for role in roles}
+    sizes = {role: job.states[role, row.place.stages[role]].total for role in roles}
     sizes[working] = sizes.get(working, 0) + row.activations + row.logits if working in sizes else 0
     role = max(roles, key=lambda name: sizes[name])
     layout = job.layouts[role]
@@ -126,8 +114,11 @@ def advice(
     config: Config, num_ranks: int, rank: int, role: str | None, method: str | None, own_roles: Sequence[RoleSpec] = ()
 ) -> str:
     """One line for a rank of `hpcrl train` that ran out of memory in a method of a role."""
+    per_node = config.job.ntasks_per_node if num_ranks % config.job.ntasks_per_node == 0 else num_ranks
+    # the job's actual size, which section `job` may not have
+    size = {"job.nodes": num_ranks // per_node, "job.ntasks_per_node": per_node, "job.gpus_per_node": per_node}
     try:
-        job = TrainingPlan(with_keys(config, _size(config, num_ranks)), tuple(own_roles))
+        job = TrainingPlan(with_keys(config, size), tuple(own_roles))
         name = PHASES.get(f"{role}.{method}", f"update_{role}" if "update" in (method or "") else role)
         phase = next((phase for phase in job.phases if phase.name == name), None)
         row = next((row for row in job.rows() if row.phase == name and rank in row.place.ranks), None)
@@ -137,20 +128,9 @@ def advice(
         return f"`hpcrl plan` has no figures: {error}"
     if phase is None or row is None:
         return "`hpcrl plan` has no figures for this phase"
-    return f"`hpcrl plan` expects {_figures(row)}; to need less: {', '.join(changes(job, phase, row))}"
-
-
-def _size(config: Config, num_ranks: int) -> dict[str, object]:
-    """Config keys of the job's actual size, which section `job` may not have."""
-    per_node = config.job.ntasks_per_node
-    if num_ranks % per_node:
-        per_node = num_ranks
-    return {"job.nodes": num_ranks // per_node, "job.ntasks_per_node": per_node, "job.gpus_per_node": per_node}
-
-
-def _figures(row: Row) -> str:
     parts = zip(Row._fields[2:], row[2:], strict=True)
-    return f"{binary(row.total)}: " + ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
+    figures = ", ".join(f"{name} {binary(nbytes)}" for name, nbytes in parts if nbytes)
+    return f"`hpcrl plan` expects {binary(row.total)}: {figures}; to need less: {', '.join(changes(job, phase, row))}"
 
 
 def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:

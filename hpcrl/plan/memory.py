@@ -7,22 +7,21 @@ of the optimizer, of which the largest is taken.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.roles import ACTOR, PLACED, REF, Part, RoleSpec, offloaded, with_own
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, S
 from hpcrl.grid.layout import Layout
-from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import check_adapters, role_layout
-from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token, max_kv_bytes
 from hpcrl.plan.activations import Pass
-from hpcrl.plan.refit import Question, job_shape, question
+from hpcrl.plan.refit import Question, job_shape, model_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
 from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime.exits import InputError
@@ -110,13 +109,14 @@ class TrainingPlan:
         shape = job_shape(config)
         models = {}
         for role, spec in self.specs.items():
-            own = _role_shape(config, spec, shape)
+            architecture = spec.architecture(config)
+            own = shape if architecture is config.model else model_shape(architecture, shape.vocab_size)
             layout = role_layout(own, role, **self.derived.roles[role].grid)
             if own.mla and layout.cp > 1:
                 raise InputError(
                     f"placement.{role}.cp={layout.cp} with latent attention is not counted yet; plan with cp=1"
                 )
-            itemsize = ITEMSIZE[spec.architecture(config).dtype]
+            itemsize = ITEMSIZE[architecture.dtype]
             exact = config.rollout.exact and spec.path in (ACTOR.name, REF.name)
             lora = Lora.from_config(config.model) if spec.path == ACTOR.name else None
             if lora is not None:
@@ -153,11 +153,11 @@ class TrainingPlan:
         built_in = {spec.name for spec in PLACED}
         own = [spec for role, spec in self.specs.items() if role not in built_in]
         phases = [Phase("rollout", "rollout", "generate")]
-        if derived.needs_old_log_prob and not in_update:
+        if not config.algorithm.rollout_correction.bypass_mode and not in_update:
             phases.append(phase("old_log_prob", "actor", "forward", step))
         if derived.needs_ref:
             phases.append(phase("ref", "actor" if derived.ref_in_actor else "ref", "forward", step))
-        frozen = {"teacher": derived.needs_teacher, "reward": derived.needs_reward_model}
+        frozen = {"teacher": config.distillation.enabled, "reward": config.reward.reward_model.enable}
         phases += [phase(role, role, "forward", step) for role, is_needed in frozen.items() if is_needed]
         phases += [phase(spec.name, spec.name, "forward", step) for spec in own]
         if derived.needs_critic:
@@ -165,7 +165,8 @@ class TrainingPlan:
         mini_batch = derived.actor_mini_batch_samples
         phases += [phase(f"update_{spec.name}", spec.name, "train", mini_batch) for spec in own if spec.trains]
         if derived.needs_critic:
-            phases.append(phase("update_critic", "critic", "train", derived.critic_mini_batch_samples))
+            critic_mini_batch = derived.critic_mini_batch_size * config.rollout.n
+            phases.append(phase("update_critic", "critic", "train", critic_mini_batch))
         phases += [phase("update_actor", "actor", "train", mini_batch, entropy), Phase("refit", "rollout", "refit")]
         saved = [role for role, model in self.models.items() if model.optim is not None]
         return phases + [Phase(f"save_{role}", role, "save") for role in saved]
@@ -187,37 +188,32 @@ class TrainingPlan:
             if role == phase.role or (role == "actor" and phase.kind == "refit"):
                 needed = NEEDED[phase.kind]
             away = [part for part in offloaded(self.config, self.specs[role]) if part not in needed]
-            found.append(self.state(role, place.stages[role]).without(away))
+            found.append(self.states[role, place.stages[role]].without(away))
         return found
 
     def on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory that hold offloaded state."""
         return sum(
-            self.state(role, place.stages[role]).on_host(offloaded(self.config, self.specs[role]))
+            self.states[role, place.stages[role]].on_host(offloaded(self.config, self.specs[role]))
             for role in self._roles(place)
         )
 
     def on_hosts(self) -> dict[int, int]:
         """Bytes of `on_host` by node."""
-        found: dict[int, int] = {}
+        found: Counter[int] = Counter()
         for place in self.places:
             nbytes = self.on_host(place)
             for rank in place.ranks:
-                node = rank // self.config.job.ntasks_per_node
-                found[node] = found.get(node, 0) + nbytes
+                found[rank // self.config.job.ntasks_per_node] += nbytes
         return found
 
     def _roles(self, place: Place) -> list[str]:
         return [role for role in self.models if role in place.stages]
 
-    def state(self, role: str, stage: int) -> State:
-        if (role, stage) not in self._states:
-            self._states[role, stage] = self.models[role].state(stage)
-        return self._states[role, stage]
-
     @cached_property
-    def _states(self) -> dict[tuple[str, int], State]:
-        return {}
+    def states(self) -> dict[tuple[str, int], State]:
+        """(role, stage) -> the state of a rank with the largest one."""
+        return {(role, n): model.state(n) for role, model in self.models.items() for n in range(model.layout.pp)}
 
     def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass:
         """Micro-batches that are as full as possible, of prompts and responses of the largest length."""
@@ -330,30 +326,16 @@ def _traffic(resharding: Resharding) -> dict[int, RankTraffic]:
     return resharding.traffic()
 
 
-def _role_shape(config: Config, spec: RoleSpec, shape: ModelShape) -> ModelShape:
-    model = spec.architecture(config)
-    if model is config.model:
-        return shape
-    if model.path is not None:
-        from hpcrl.model.hf.families import read_shape
-
-        return read_shape(Path(model.path))
-    return shape_from_yaml(model, shape.vocab_size)
-
-
 def with_keys(config: Config, changes: Mapping[str, object]) -> Config:
     """The config with other values of dotted keys."""
     for key, value in changes.items():
-        sections = key.split(".")
-        changed: object = value
-        for depth in range(len(sections) - 1, -1, -1):
-            section = config
-            for name in sections[:depth]:
-                section = getattr(section, name)
-            changed = section.model_copy(update={sections[depth]: changed})
-        assert isinstance(changed, Config)
-        config = changed
+        config = _with_key(config, key, value)
     return config
+
+
+def _with_key(section: S, key: str, value: object) -> S:
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: _with_key(getattr(section, name), rest, value) if rest else value})
 
 
 def binary(nbytes: int) -> str:

@@ -6,47 +6,31 @@ The job is as large as `job.nodes` x `job.ntasks_per_node` says; nothing of it r
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.placement import format_ranks, place
 from hpcrl.config.roles import ACTOR, ROLLOUT, shares_weights
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, ModelConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.model.architecture import shape_from_yaml
 from hpcrl.model.params import role_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.reshard.planner import RankTraffic, Resharding
-from hpcrl.runtime import exits
-from hpcrl.runtime.launcher import is_first_launched
 
 NAMED = 4  # ranks that a row names
 
 
-def show(plan: Callable[[], list[str]]) -> NoReturn:
-    """Print the lines of a plan, on the first launched process only. An input error ends with code 2 and one line."""
-    with exits.one_line_for_user_errors():
-        lines = plan()
-    if is_first_launched(os.environ):
-        print("\n".join(lines))
-    sys.exit(exits.DONE)
-
-
 @dataclass(frozen=True)
 class Question:
-    """A job's refit: its two roles, and the resharding between them."""
+    """A job's refit: the resharding between its two roles."""
 
     config: Config
-    actor: PlacedRole
-    rollout: PlacedRole
     resharding: Resharding
 
     @property
@@ -69,7 +53,7 @@ def question(config: Config) -> Question:
         nodes=tuple(rank // config.job.ntasks_per_node for rank in range(world_size)),
         destination_format="tensorrt_llm" if config.rollout.engine == "tensorrt_llm" else "megatron",
     )
-    return Question(config, roles["actor"], roles["rollout"], resharding)
+    return Question(config, resharding)
 
 
 def describe(job: JobDescription, path: str, overrides: Sequence[str] = ()) -> list[str]:
@@ -103,8 +87,8 @@ def _heading(path: str, asked: Question) -> list[str]:
         f"{dtypes[1]}",
     ]
     for name, role, dtype, kind in (
-        ("actor", asked.actor, dtypes[0], "megatron"),
-        ("rollout", asked.rollout, dtypes[1], f"engine {config.rollout.engine}"),
+        ("actor", asked.resharding.source, dtypes[0], "megatron"),
+        ("rollout", asked.resharding.destination, dtypes[1], f"engine {config.rollout.engine}"),
     ):
         layout = f"tp {role.tp}  pp {role.pp}  dp {role.dp}"
         lines.append(f"  {name:<8} {layout}  ranks {format_ranks(role.ranks)}, {dtype}, {kind}")
@@ -117,7 +101,7 @@ def _table(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
     rows: list[tuple[str, dict[int, int]]] = [
         ("sent", {rank: its.sent for rank, its in traffic.items()}),
         ("received", {rank: its.received for rank, its in traffic.items()}),
-        ("least to receive", {rank: resharding.lower_bound(rank) for rank in traffic}),
+        ("least to receive", {rank: its.received for rank, its in traffic.items()}),
         ("copied on the rank", {rank: its.copied - shared[rank] for rank, its in traffic.items()}),
         ("aliased", shared),
         ("engine's own weights", {rank: its.received + its.copied - shared[rank] for rank, its in traffic.items()}),
@@ -135,11 +119,8 @@ def _table(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
 def _summary(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
     resharding, bucket = asked.resharding, asked.config.rollout.checkpoint_engine.update_weights_bucket_megabytes
     moved = sum(its.received for its in traffic.values())
-    unevenness = 1.0
-    for replicas in resharding.source.groups("cp", "dp"):
-        sent = [traffic[rank].sent for rank in replicas]
-        if any(sent):
-            unevenness = max(unevenness, max(sent) / fmean(sent))
+    sent = [[traffic[rank].sent for rank in replicas] for replicas in resharding.source.groups("cp", "dp")]
+    unevenness = max((max(each) / fmean(each) for each in sent if any(each)), default=1.0)
     most = max(its.sent + its.received for its in traffic.values())
     peak = f"at most {bucket} MiB" if most > bucket * 2**20 else size(most)
     return [
@@ -152,18 +133,23 @@ def _summary(asked: Question, traffic: dict[int, RankTraffic]) -> list[str]:
 
 def job_shape(config: Config) -> ModelShape:
     """The policy's shape, from its Hugging Face directory if the config names one."""
-    model = config.model
-    if model.path is not None:
-        from hpcrl.model.hf.families import read_shape
+    model, num_tokens = config.model, 0
+    if model.path is None and model.vocab_size is None:
+        if model.tokenizer is None:
+            raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
+        from hpcrl.data.tokenizer import load_tokenizer  # takes seconds, and most large templates name vocab_size
 
-        return read_shape(Path(model.path))
-    if model.vocab_size is None and model.tokenizer is None:
-        raise ConfigError("model.vocab_size and model.tokenizer are null; name one, the weights depend on it")
-    if model.vocab_size is not None:
-        return shape_from_yaml(model, model.vocab_size)
-    from hpcrl.data.tokenizer import load_tokenizer  # takes seconds, and most large templates name vocab_size
+        num_tokens = len(load_tokenizer(model.tokenizer))
+    return model_shape(model, num_tokens)
 
-    return shape_from_yaml(model, len(load_tokenizer(model.tokenizer or "")))
+
+def model_shape(model: ModelConfig, num_tokens: int) -> ModelShape:
+    """The shape of a section `model:`, of a Hugging Face directory without a look at its weights."""
+    if model.path is None:
+        return shape_from_yaml(model, num_tokens)
+    from hpcrl.model.hf.families import read_shape
+
+    return read_shape(Path(model.path))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from hpcrl.runtime.mpi import wait_for_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+Moves: TypeAlias = dict[int, list[Move]]  # by the rank of the other end
 
 
 class Part(NamedTuple):
@@ -65,7 +68,7 @@ def size(parts: Sequence[Part]) -> int:
     return parts[-1].offset + parts[-1].move.nbytes if parts else 0
 
 
-def pages(sends: dict[int, list[Move]], limit: int) -> tuple[list[Page], dict[int, list[PartLocation]]]:
+def pages(sends: Moves, limit: int) -> tuple[list[Page], dict[int, list[PartLocation]]]:
     """Return pages of at most `limit` bytes, and each reader's locations in the order of its moves.
 
     A rectangle is in one page only, also if several ranks read it.
@@ -244,22 +247,14 @@ DATA = 4  # tag
 class MessageTransport:
     """Packed MPI messages, through one buffer per peer and direction, allocated once and kept.
 
-    `comm` is used by nothing else while a refit runs; `place` maps world ranks to its ranks. `max_bytes` bounds a
+    `comm` is used by nothing else while a refit runs; `sends` and `receives` are by its ranks. `max_bytes` bounds a
     message and is the same on every rank.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        place: dict[int, int],
-        sends: dict[int, list[Move]],
-        receives: dict[int, list[Move]],
-        dtype: torch.dtype,
-        max_bytes: int,
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, sends: Moves, receives: Moves, dtype: torch.dtype, max_bytes: int) -> None:
         self._comm, self._dtype = comm, dtype
-        self._sends = {place[peer]: messages(moves, max_bytes) for peer, moves in sends.items()}
-        self._receives = {place[peer]: messages(moves, max_bytes) for peer, moves in receives.items()}
+        self._sends = {peer: messages(moves, max_bytes) for peer, moves in sends.items()}
+        self._receives = {peer: messages(moves, max_bytes) for peer, moves in receives.items()}
         self._outboxes = {peer: _box(buffers) for peer, buffers in self._sends.items()}
         self._inboxes = {peer: _box(buffers) for peer, buffers in self._receives.items()}
         self.nbytes = sum(box.nbytes for box in (*self._outboxes.values(), *self._inboxes.values()))

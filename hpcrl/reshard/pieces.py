@@ -129,12 +129,11 @@ def _divisors(number: int) -> list[int]:
 class ShardGroup(NamedTuple):
     """Ranks with the same shards: all replicas of one place in a layout's dense or expert grid.
 
-    `dst_names` are the names of the shards in the ranks' modules.
+    `local_name` of a shard is its destination's name: in Megatron's format the global one.
     """
 
     ranks: tuple[int, ...]
     shards: list[Shard]
-    dst_names: list[str]
 
 
 class Piece(NamedTuple):
@@ -174,31 +173,28 @@ def megatron_shard_groups(shape: ModelShape, layout: Layout, head: Head, lora: L
 
 
 def tensorrt_llm_shard_groups(shape: ModelShape, layout: Layout) -> list[ShardGroup]:
-    groups = []
-    for tp, ranks in enumerate(layout.groups("cp", "dp")):
-        shards = tensorrt_llm_shards(shape, tp_rank=tp, tp_size=layout.tp)
-        groups.append(ShardGroup(ranks, shards, [shard.local_name for shard in shards]))
-    return groups
+    return [
+        ShardGroup(ranks, tensorrt_llm_shards(shape, tp_rank=tp, tp_size=layout.tp))
+        for tp, ranks in enumerate(layout.groups("cp", "dp"))
+    ]
 
 
 def hugging_face_shard_groups(shape: ModelShape, layout: Layout, itemsize: int) -> list[ShardGroup]:
     """Return whole tensors, in the files that each rank of `layout` writes."""
-    groups = []
     files = plan_files(shape, itemsize, layout.size)
-    for place, rank in enumerate(layout.ranks):
-        shards = [shard for file in files if file.writer == place for shard in file.shards]
-        groups.append(ShardGroup((rank,), shards, [shard.local_name for shard in shards]))
-    return groups
+    return [
+        ShardGroup((rank,), [shard for file in files if file.writer == place for shard in file.shards])
+        for place, rank in enumerate(layout.ranks)
+    ]
 
 
 def peft_shard_groups(shape: ModelShape, layout: Layout, lora: Lora) -> list[ShardGroup]:
     """Return all adapters, whole, on each rank."""
-    shards = peft_shards(shape, lora)
-    return [ShardGroup(layout.ranks, shards, [shard.local_name for shard in shards])]
+    return [ShardGroup(layout.ranks, peft_shards(shape, lora))]
 
 
 def _named_globally(ranks: tuple[int, ...], shards: list[Shard]) -> ShardGroup:
-    return ShardGroup(ranks, shards, [shard.name for shard in shards])
+    return ShardGroup(ranks, [shard._replace(local_name=shard.name) for shard in shards])
 
 
 def cut(source: list[ShardGroup], destination: list[ShardGroup]) -> list[list[Piece]]:
@@ -209,7 +205,7 @@ def cut(source: list[ShardGroup], destination: list[ShardGroup]) -> list[list[Pi
 
 def _pieces(group: ShardGroup, held: dict[str, list[_SourceRectangle]]) -> Iterator[Piece]:
     number = 0
-    for shard, dst_name in zip(group.shards, group.dst_names, strict=True):
+    for shard in group.shards:
         for box in shard.boxes:
             for source in held.get(shard.name, ()):
                 top, bottom = _overlap(box.global_rows, source.rows)
@@ -220,7 +216,7 @@ def _pieces(group: ShardGroup, held: dict[str, list[_SourceRectangle]]) -> Itera
                 yield Piece(
                     number,
                     shard.name,
-                    dst_name,
+                    shard.local_name,
                     source.holders,
                     tuple((row + down, col + along) for row, col in source.origins),
                     box.local_row + top - box.global_rows[0],

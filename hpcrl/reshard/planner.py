@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
 from hpcrl.grid.layout import Layout
@@ -61,7 +61,6 @@ class Plan:
     """The moves of all ranks or of one, in an order that senders and receivers share."""
 
     moves: tuple[Move, ...]
-    itemsize: int
 
     def sends(self, rank: int) -> dict[int, list[Move]]:
         """Return destination rank -> moves."""
@@ -74,18 +73,12 @@ class Plan:
     def copies(self, rank: int) -> list[Move]:
         return [m for m in self.moves if m.is_local and m.dst_rank == rank]
 
-    @cached_property
-    def bytes_sent(self) -> dict[int, int]:
-        """By rank; ranks that send nothing are absent."""
-        return _totals((m.src_rank, m.nbytes) for m in self.moves if not m.is_local)
-
-    @cached_property
-    def bytes_received(self) -> dict[int, int]:
-        return _totals((m.dst_rank, m.nbytes) for m in self.moves if not m.is_local)
-
-    @cached_property
-    def bytes_copied(self) -> dict[int, int]:
-        return _totals((m.dst_rank, m.nbytes) for m in self.moves if m.is_local)
+    def traffic(self, rank: int) -> RankTraffic:
+        sent, received = (
+            sum(move.nbytes for moves in by_peer.values() for move in moves)
+            for by_peer in (self.sends(rank), self.receives(rank))
+        )
+        return RankTraffic(sent, received, sum(move.nbytes for move in self.copies(rank)))
 
 
 class RankTraffic(NamedTuple):
@@ -146,12 +139,9 @@ class Resharding:
         """Return the moves that `rank` sends, receives or copies: its part of `plan()`, in the same order."""
         return self._plan([*self._routes.transfers_of(rank), *self._routes.copies(rank)])
 
-    def lower_bound(self, rank: int) -> int:
-        """Return the bytes that `rank` must receive under any plan: what it needs less what it holds."""
-        return self._routes.missing(rank)
-
     def traffic(self) -> dict[int, RankTraffic]:
-        """Return what each rank of the two layouts sends, receives and copies, without making the moves."""
+        """Return what each rank of the two layouts sends, receives and copies, without making the moves. A rank
+        receives what it must under any plan: what it needs less what it holds."""
         sent, routes = self._routes.sent(), self._routes
         ranks = sorted({*self.source.ranks, *self.destination.ranks})
         return {rank: RankTraffic(sent.get(rank, 0), routes.missing(rank), routes.held(rank)) for rank in ranks}
@@ -162,7 +152,7 @@ class Resharding:
 
     def shared(self, rank: int) -> tuple[SharedSlice, ...]:
         """Return the parameters of which `rank` has the same slice in the same order on both sides."""
-        return self._shared_by(self._source_places.get(rank, ()), self._destination_places.get(rank, ()))
+        return self._shared.get(rank, ())
 
     @cached_property
     def source_groups(self) -> list[ShardGroup]:
@@ -181,30 +171,22 @@ class Resharding:
             return peft_shard_groups(self.shape, self.destination, self.lora)
         return megatron_shard_groups(self.shape, self.destination, self.head)
 
+    @cached_property
+    def _shared(self) -> dict[int, tuple[SharedSlice, ...]]:
+        source, destination = _places(self.source_groups), _places(self.destination_groups)
+        shared_by = cache(self._shared_by)
+        return {rank: shared_by(source[rank], destination[rank]) for rank in source.keys() & destination.keys()}
+
     def _shared_by(self, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[SharedSlice, ...]:
-        if (source, destination) not in self._shared_slices:
-            source_shards = {shard.name: shard for number in source for shard in self.source_groups[number].shards}
-            found = []
-            for group in (self.destination_groups[number] for number in destination):
-                for shard, dst_name in zip(group.shards, group.dst_names, strict=True):
-                    other = source_shards.get(shard.name)
-                    if other and (other.local_shape, other.boxes) == (shard.local_shape, shard.boxes):
-                        nbytes = math.prod(shard.local_shape) * self.itemsize
-                        found.append(SharedSlice(shard.name, dst_name, nbytes))
-            self._shared_slices[source, destination] = tuple(found)
-        return self._shared_slices[source, destination]
-
-    @cached_property
-    def _shared_slices(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[SharedSlice, ...]]:
-        return {}
-
-    @cached_property
-    def _source_places(self) -> dict[int, tuple[int, ...]]:
-        return _places(self.source_groups)
-
-    @cached_property
-    def _destination_places(self) -> dict[int, tuple[int, ...]]:
-        return _places(self.destination_groups)
+        """Return what ranks share that are in these groups."""
+        sources = {shard.name: shard for number in source for shard in self.source_groups[number].shards}
+        return tuple(
+            SharedSlice(shard.name, shard.local_name, math.prod(shard.local_shape) * self.itemsize)
+            for number in destination
+            for shard in self.destination_groups[number].shards
+            if (other := sources.get(shard.name))
+            and (other.local_shape, other.boxes) == (shard.local_shape, shard.boxes)
+        )
 
     @cached_property
     def _routes(self) -> Routes:
@@ -212,7 +194,7 @@ class Resharding:
 
     def _plan(self, transfers: list[Transfer]) -> Plan:
         transfers.sort(key=lambda t: (t.target.rank, t.target.group, t.piece.number, t.first))
-        return Plan(tuple(map(self._move, transfers)), self.itemsize)
+        return Plan(tuple(map(self._move, transfers)))
 
     def _move(self, transfer: Transfer) -> Move:
         source, (row, col), target, piece, first, end = transfer
@@ -245,10 +227,3 @@ def _grouped(pairs: Iterable[tuple[int, Move]]) -> dict[int, list[Move]]:
     for rank, move in pairs:
         grouped[rank].append(move)
     return dict(sorted(grouped.items()))
-
-
-def _totals(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    totals: dict[int, int] = defaultdict(int)
-    for rank, nbytes in pairs:
-        totals[rank] += nbytes
-    return dict(totals)

@@ -82,7 +82,7 @@ class Refit:
         plan = resharding.plan_for_rank(rank)
         self._copies = plan.copies(rank)
         self._repeated_copies = RepeatedCopies()
-        self._bytes_sent, self._bytes_received = (of.get(rank, 0) for of in (plan.bytes_sent, plan.bytes_received))
+        self._traffic = plan.traffic(rank)
         self._scratch_bytes = scratch
         self._num_runs = 0
         self._transports = make_transports(
@@ -104,10 +104,7 @@ class Refit:
         """
         for name in self._same:
             own, other = source[name], destination[name]
-            if own.data_ptr() != other.data_ptr() and (own.dtype, own.device) == (
-                other.dtype,
-                other.device,
-            ):
+            if own.data_ptr() != other.data_ptr() and (own.dtype, own.device) == (other.dtype, other.device):
                 adopt(name, own)
 
     @torch.no_grad()
@@ -136,10 +133,10 @@ class Refit:
         copied = sum(move.nbytes for move in copies)
         return RefitReport(
             seconds,
-            self._bytes_sent,
-            self._bytes_received,
+            self._traffic.sent,
+            self._traffic.received,
             copied,
-            sum(move.nbytes for move in self._copies) - copied,
+            self._traffic.copied - copied,
             sum(transport.nbytes for transport in self._transports) + self._scratch_bytes * verifies,
             time.perf_counter() - start - seconds,
         )

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from hpcrl.kernels.pack import RepeatedCopies
 from hpcrl.reshard.messages import (
     MessageTransport,
+    Moves,
     Part,
     PartLocation,
     RequestLoop,
@@ -28,7 +29,6 @@ from hpcrl.reshard.messages import (
     source_part,
     unpack,
 )
-from hpcrl.reshard.planner import Move
 from hpcrl.runtime import platform
 from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, create_group, wait, wait_all
 
@@ -48,26 +48,17 @@ class WindowTransport:
     page is packed while others still read this one. Empty messages announce that a page is ready, and that its reader
     is done.
 
-    `comm` has ranks of one node and is freed with the windows; `place` maps world ranks to its ranks; `sends` and
-    `receives` are keyed by world rank. `max_bytes` bounds this rank's window. Construction and `close` are collective
-    over `comm`.
+    `comm` has ranks of one node and is freed with the windows; `sends` and `receives` are by its ranks. `max_bytes`
+    bounds this rank's window. Construction and `close` are collective over `comm`.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        place: dict[int, int],
-        sends: dict[int, list[Move]],
-        receives: dict[int, list[Move]],
-        dtype: torch.dtype,
-        max_bytes: int,
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, sends: Moves, receives: Moves, dtype: torch.dtype, max_bytes: int) -> None:
         from mpi4py import MPI
 
         self._comm, self._dtype = comm, dtype
         published, locations = pages(sends, max_bytes // HALVES // dtype.itemsize * dtype.itemsize)
         self._parts = [page.parts for page in published]
-        self._readers = [sorted(place[reader] for reader in page.readers) for page in published]
+        self._readers = [sorted(page.readers) for page in published]
         sizes = [max((page.nbytes for page in published[half::HALVES]), default=0) for half in range(HALVES)]
         starts = [0, sizes[0]]
         self.nbytes = sum(sizes)
@@ -77,8 +68,7 @@ class WindowTransport:
         own_memory = _memory(self._window, comm.rank)
         self._halves = [own_memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
         self._senders = self._exchange(
-            {place[reader]: _absolute(table, starts) for reader, table in locations.items()},
-            {place[sender]: moves for sender, moves in receives.items()},
+            {reader: _absolute(table, starts) for reader, table in locations.items()}, receives
         )
         self._windows = {sender: _memory(self._window, sender) for sender in self._senders}
 
@@ -134,9 +124,7 @@ class WindowTransport:
             self._window = None
             self._comm.Free()
 
-    def _exchange(
-        self, locations: dict[int, np.ndarray], receives: dict[int, list[Move]]
-    ) -> dict[int, list[list[Part]]]:
+    def _exchange(self, locations: dict[int, np.ndarray], receives: Moves) -> dict[int, list[list[Part]]]:
         """Send readers the locations of their moves. Return, per sender, the parts that this rank reads from each page,
         in order."""
         counts = {reader: np.array([len(table)], np.int64) for reader, table in locations.items()}
@@ -207,12 +195,7 @@ class DeviceTransport:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        sends: dict[int, list[Move]],
-        receives: dict[int, list[Move]],
-        dtype: torch.dtype,
-        max_bytes: int,
+        self, group: dist.ProcessGroup, sends: Moves, receives: Moves, dtype: torch.dtype, max_bytes: int
     ) -> None:
         self._group, self._dtype = group, dtype
         self._sends = {peer: messages(moves, max_bytes) for peer, moves in sends.items()}
@@ -275,8 +258,6 @@ def _parts(peers: dict[int, list[list[Part]]], number: int) -> list[tuple[int, P
     return [(peer, part) for peer, buffers in peers.items() if number < len(buffers) for part in buffers[number]]
 
 
-Moves = dict[int, list[Move]]  # by the world rank of the other end
-
 # Measured on two cores with 480 MB of L3, 105 MB packed per rank: windows of 16 MiB take 0.13 s, of 256 MiB 0.19 s,
 # because packed values leave the caches before they are read; of 4 MiB 0.16 s, because each page wakes up its readers.
 LARGEST_WINDOW = 16 * 2**20  # bytes
@@ -286,14 +267,7 @@ TAG = 7302
 log = logging.getLogger(__name__)
 
 
-class Transport(Protocol):
-    nbytes: int  # of its buffers
-
-    def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
-        """Start one refit; `loop` completes it."""
-        ...
-
-    def close(self) -> None: ...
+Transport: TypeAlias = WindowTransport | MessageTransport | DeviceTransport
 
 
 def make_transports(
@@ -314,8 +288,7 @@ def make_transports(
     if device_group is not None:
         limit = _message_bytes(comm, max_bytes, len(sends) + len(receives), dtype)
         return [DeviceTransport(device_group, sends, receives, dtype, limit)]
-    place = {rank: number for number, rank in enumerate(ranks)}
-    node = create_group(comm, [place[rank] for rank in near], TAG)
+    node = create_group(comm, [ranks.index(rank) for rank in near], TAG)
     room = _smallest(node, shared_memory_left() // (2 * len(near)))
     if room < min(SMALLEST_WINDOW, max_bytes):
         if node.rank == 0:
@@ -324,18 +297,22 @@ def make_transports(
             )
         node.Free()
         near = ()
-    far = {rank for rank in (*sends, *receives) if rank not in near}
-    far_sends, near_sends = _split(sends, far)
-    far_receives, near_receives = _split(receives, far)
-    share = max_bytes // 2 if far and near_sends else max_bytes
+    nearby = {rank: number for number, rank in enumerate(near)}
+    far = {rank: number for number, rank in enumerate(ranks) if rank not in nearby}
+    near_sends, near_receives, far_sends, far_receives = (
+        {place[rank]: some for rank, some in moves.items() if rank in place}
+        for place in (nearby, far)
+        for moves in (sends, receives)
+    )
+    has_far = bool(far_sends or far_receives)
+    share = max_bytes // 2 if has_far and near_sends else max_bytes
     limit = _message_bytes(comm, share, len(far_sends) + len(far_receives), dtype)
     made: list[Transport] = []
     if near:
-        nearby = {rank: number for number, rank in enumerate(near)}
         largest = min(share, room, LARGEST_WINDOW)
-        made.append(WindowTransport(node, nearby, near_sends, near_receives, dtype, largest))
-    if far:
-        made.append(MessageTransport(comm, place, far_sends, far_receives, dtype, limit))
+        made.append(WindowTransport(node, near_sends, near_receives, dtype, largest))
+    if has_far:
+        made.append(MessageTransport(comm, far_sends, far_receives, dtype, limit))
     return made
 
 
@@ -354,10 +331,3 @@ def _smallest(comm: MPI.Intracomm, number: int) -> int:
     found = np.array([number], np.int64)
     wait(comm.Iallreduce(MPI.IN_PLACE, found, MPI.MIN))
     return int(found[0])
-
-
-def _split(moves: Moves, far: set[int]) -> tuple[Moves, Moves]:
-    return (
-        {rank: some for rank, some in moves.items() if rank in far},
-        {rank: some for rank, some in moves.items() if rank not in far},
-    )

@@ -128,9 +128,9 @@ class Verifier:
             region
             for group in resharding.destination_groups
             if rank in group.ranks
-            for shard, name in zip(group.shards, group.dst_names, strict=True)
+            for shard in group.shards
             for box in shard.boxes
-            if (region := _overlap(name, box, box, totals[shard.name, _extents(shard)]))
+            if (region := _overlap(shard.local_name, box, box, totals[shard.name, _extents(shard)]))
         ]
 
     def check(self, source: Weights, destination: Weights) -> None:

@@ -117,7 +117,7 @@ class StepGenerator:
         context.before_phase(phase)
         batch = batch.union((yield phase, context.controller["rollout"].generate(batch, sampling)))
         context.before_phase("reward")
-        batch = yield from scoring(context.controller, batch, with_model=context.derived.needs_reward_model)
+        batch = yield from scoring(context.controller, batch, with_model=context.config.reward.reward_model.enable)
         found.metrics += batch.metrics
         self.pool.first_samples.check_scores(batch)
         return batch
@@ -161,7 +161,7 @@ class Recorded(Synchronous):
         with context.timers("gen"):
             batch = batch.union(context.controller["rollout"].replay(batch, folder).get())
         with context.timers("reward"):
-            batch = score(context.controller, batch, with_model=context.derived.needs_reward_model)
+            batch = score(context.controller, batch, with_model=context.config.reward.reward_model.enable)
         metrics = finish(merge(batch.metrics))
         batch.meta_info.pop("metrics")
         return context.deliver((self.pool.complete(batch), metrics))

@@ -202,7 +202,7 @@ class Streaming(RolloutSource):
         with self.context.timers("gen"):
             batch = batch.union(self.controller["rollout"].take(batch).get())
         with self.context.timers("reward"):
-            batch = score(self.controller, batch, with_model=self.context.derived.needs_reward_model)
+            batch = score(self.controller, batch, with_model=self.context.config.reward.reward_model.enable)
         self.pool.first_samples.check_scores(batch)
         self.seen.metrics += batch.metrics
         self.seen.num_generated += len(batch)

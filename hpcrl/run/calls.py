@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.algorithms.metrics import finish, finish_over_steps, merge
@@ -14,31 +15,26 @@ if TYPE_CHECKING:
     from hpcrl.run.run import Run
 
 
+@dataclass
 class Call:
     """A worker method that was issued on all ranks of a role. `get()` waits for its result and logs its metrics."""
 
-    def __init__(self, run: Run, phase: str, future: Future[Any], prefix: str = "") -> None:
-        self.phase = phase
-        self._run = run
-        self._future = future
-        self._prefix = prefix  # of the metrics' keys
-        self._columns: DataProto | None = None
+    run: Run
+    phase: str
+    future: Future[Any]
+    prefix: str  # of the metrics' keys
+    columns: DataProto | None = None  # that the method returned
 
     def get(self) -> DataProto:
         """The columns that the method returned; none if it returned metrics only."""
-        if self._columns is None:
-            with self._run.timers(self.phase):
-                result = self._future.get()
-            columns = result if isinstance(result, DataProto) else DataProto({}, {}, {"metrics": result})
-            metrics = metrics_of(columns.meta_info.pop("metrics", []))
-            self._run.log({_prefixed(self._prefix, name): value for name, value in metrics.items()})
-            self._columns = columns
-        return self._columns
-
-
-def _prefixed(prefix: str, name: str) -> str:
-    """The key of a metric with the role's prefix; times and sizes stay under perf/."""
-    return f"perf/{prefix}{name.removeprefix('perf/')}" if name.startswith("perf/") else f"{prefix}{name}"
+        if self.columns is None:
+            with self.run.timers(self.phase):
+                result = self.future.get()
+            self.columns = result if isinstance(result, DataProto) else DataProto({}, {}, {"metrics": result})
+            for name, value in metrics_of(self.columns.meta_info.pop("metrics", [])).items():
+                group = "perf/" if name.startswith("perf/") else ""  # where times and sizes stay
+                self.run.log({f"{group}{self.prefix}{name.removeprefix('perf/')}": value})
+        return self.columns
 
 
 class PendingBatch:
@@ -87,7 +83,7 @@ class Role:
             self._run.before_call(registration)
             future = getattr(group, method)(batch, *args, **kwargs)
             issued = Call(self._run, registration.phase or method, future, prefix)
-            self._run.add_call(issued)
+            self._run.calls.append(issued)
             return PendingBatch(batch, [issued])
 
         return call

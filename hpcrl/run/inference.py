@@ -23,25 +23,12 @@ from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.source import WeightSync
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
+from hpcrl.run.time_budget import replace_json
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DerivedGenerate(RoleLayouts):
-    """Derived values of `hpcrl generate` and `hpcrl evaluate`; weights are read in the actor's layout."""
-
-    is_scored: bool
-    needs_reward_model: bool
-    max_sequence_length: int
-    samples_per_prompt: int
-
-    def rows(self) -> list[tuple[str, object, str]]:
-        longest = ("longest sequence", self.max_sequence_length, "tokens")
-        return [longest, ("prompt", self.samples_per_prompt, "samples")]
 
 
 class SamplingJob(Job):
@@ -52,7 +39,7 @@ class SamplingJob(Job):
     """
 
     memory_advice = "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs, a larger placement.rollout.tp"
-    derived: DerivedGenerate
+    derived: RoleLayouts
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
@@ -62,6 +49,15 @@ class SamplingJob(Job):
     def split(self) -> str:
         """The data set whose prompts are sampled for: data.val_files if there are any, otherwise data.train_files."""
         return "val" if self.config.data.val_files else "train"
+
+    @property
+    def is_scored(self) -> bool:
+        return True
+
+    @property
+    def with_model(self) -> bool:
+        """Whether a reward model scores, too."""
+        return "reward" in self.derived.roles
 
     @property
     def run_folder(self) -> Path:
@@ -78,16 +74,16 @@ class SamplingJob(Job):
     def main(self) -> int:
         from hpcrl.workers.team import build_team, read_generation_inputs
 
-        world, config, derived = self.world, self.config, self.derived
+        world, config = self.world, self.config
         self.inputs = world.run_collectively(
-            lambda: read_generation_inputs(config, self.split, world, scored=derived.is_scored)
+            lambda: read_generation_inputs(config, self.split, world, scored=self.is_scored)
         )
         self.start = self._find_weights()
         if self.is_done():
             return DONE
-        reward = [REWARD] if derived.needs_reward_model else []
+        reward = [REWARD] if self.with_model else []
         roles = [POLICY, *reward, GENERATIONS, ROLLOUT, SCORER, REFIT]
-        self.team = build_team(world, config, derived, self.inputs, roles)
+        self.team = build_team(world, config, self.derived, self.inputs, roles)
         self.run_program(self.team, self._program)
         return DONE
 
@@ -122,7 +118,7 @@ class SamplingJob(Job):
     def _find_weights(self) -> Start:
         """The weights of model.init_from or model.path, and of reward.reward_model.init_from. Collective."""
         reward = self.config.reward.reward_model.init_from
-        frozen = {"reward": reward} if self.derived.needs_reward_model and reward else None
+        frozen = {"reward": reward} if self.with_model and reward else None
         start = find_start(self.world, self.config, frozen=frozen)
         named = start.init_from
 
@@ -157,7 +153,7 @@ def inside_run(config: Config, name: str) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder), "name": name})})
 
 
-def check_inference(config: Config, num_ranks: int, samples: int, *, scored: bool) -> DerivedGenerate:
+def check_inference(config: Config, num_ranks: int, samples: int, *, scored: bool) -> RoleLayouts:
     """Derived values of a job that draws `samples` per prompt; raises ConfigError for one that cannot run."""
     with_model = scored and config.reward.reward_model.enable
     roles = place(config, [ACTOR, ROLLOUT, *([REWARD] if with_model else [])], num_ranks)
@@ -167,7 +163,7 @@ def check_inference(config: Config, num_ranks: int, samples: int, *, scored: boo
         check_algorithms(config, {"reward": config.reward.reward_manager.name})
     if with_model:
         check_budget(f"{REWARD.path}.{REWARD.max_tokens}", REWARD.token_budget(config), longest)
-    return DerivedGenerate(num_ranks, roles, scored, with_model, longest, samples)
+    return RoleLayouts(num_ranks, roles, [("longest sequence", longest, "tokens"), ("prompt", samples, "samples")])
 
 
 WAY_OUT = "choose another generate.output_path, or remove the file"
@@ -230,7 +226,7 @@ class GenerationFile:
                 self._check_settings(settings)
                 end = self._scan(keys)
             else:
-                self._write_settings(settings)
+                replace_json(self.settings_path, settings)
                 end = 0
             self._file = open(path, "ab")
             if not self.is_complete:
@@ -264,11 +260,6 @@ class GenerationFile:
             theirs, ours = before.get(name), now.get(name)
             if theirs != ours:
                 raise InputError(f"{self.path} holds samples of {name}={theirs}, and this job has {ours}; {WAY_OUT}")
-
-    def _write_settings(self, settings: Mapping[str, Any]) -> None:
-        draft = self.settings_path.with_name(self.settings_path.name + ".tmp")
-        draft.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, self.settings_path)
 
     def _scan(self, keys: Iterator[Key]) -> int:
         """Size in bytes of the complete lines at the start of the file; adds them to the totals."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from hpcrl.config.derive import RoleLayouts, check_lengths, check_steps
+from hpcrl.config.derive import RoleLayouts, check_lengths
 from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, RoleSpec, with_own
@@ -151,7 +151,7 @@ class WeightsJob(Job):
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
-        return RoleLayouts(num_ranks, place(config, [ACTOR], num_ranks))
+        return RoleLayouts(num_ranks, place(config, [ACTOR], num_ranks), [])
 
     def build(self, roles: Sequence[RoleSpec]) -> tuple[Team, Path | None]:
         """The team of these roles, and the weights of model.init_from or model.path. Collective."""
@@ -175,8 +175,6 @@ class TrainingJob(Job):
     phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
 
     inputs: Inputs
-
-    # what the job needs
 
     def read_inputs(self) -> Inputs:
         """Read files, on every rank. An InputError ends the job on all of them."""
@@ -226,8 +224,6 @@ class TrainingJob(Job):
     def total_steps(self) -> int:
         raise NotImplementedError
 
-    # the steps
-
     def set_up(self, run: Run) -> None:
         """Make what the loop uses, on rank 0, before state is loaded into it."""
 
@@ -260,8 +256,6 @@ class TrainingJob(Job):
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
-    # how it runs
-
     def main(self) -> int:
         from hpcrl.run.run import Run
         from hpcrl.run.start import check_time, find_start
@@ -283,27 +277,20 @@ class TrainingJob(Job):
         return DONE if code is None else code  # rank 0 has it
 
 
-@dataclass(frozen=True)
-class DerivedSupervised(RoleLayouts):
-    """Derived values of a SupervisedJob."""
-
-    max_sequence_length: int
-    samples_per_step: int
-
-    def rows(self) -> list[tuple[str, object, str]]:
-        return [("longest sequence", self.max_sequence_length, "tokens"), ("step", self.samples_per_step, "samples")]
-
-
 class SupervisedJob(TrainingJob):
     """A job that trains on given answers. Its config section has the name of the job."""
 
-    derived: DerivedSupervised
+    derived: RoleLayouts
 
     @classmethod
     def check_data(cls, config: Config, columns: str) -> int:
         """Check steps, checkpoints and files; returns the longest sequence, in tokens. `columns`: what files hold."""
         freq = cls.section_of(config).eval_freq
-        check_steps(config, cls.name)
+        if config.trainer.total_training_steps is not None:  # it is meant, and would change nothing
+            raise ConfigError(
+                f"trainer.total_training_steps={config.trainer.total_training_steps} is for `hpcrl train`; "
+                f"`hpcrl {cls.name}` reads {cls.name}.total_training_steps; set that"
+            )
         check_checkpoints(config.trainer)
         if not config.data.train_files:
             raise ConfigError(f"data.train_files is empty; name at least one Parquet or JSONL file of {columns}")

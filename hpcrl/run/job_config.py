@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -12,9 +12,7 @@ from typing import TypeVar
 from hpcrl.algorithms.registry import UnknownName
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 from hpcrl.checkpoint.store import is_hugging_face
-from hpcrl.config.derive import Derived, check
 from hpcrl.config.loader import load_config, quoted, raw_value
-from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.runtime.exits import InputError
@@ -37,7 +35,7 @@ def with_presets(config: Config) -> Config:
     if config.async_training.mode != "sync" and all(choice is None for choice in chosen):
         section = section.model_copy(update={"preset": ASYNCHRONOUS, "rollout_is": "token"})
     given = {name: getattr(section, name) for name in section.model_fields_set if name != "preset"}
-    values = _in_section(
+    values = in_section(
         "algorithm.rollout_correction",
         lambda: preset(section.preset, **given) if section.preset is not None else RolloutCorrection(**given),
     )
@@ -45,16 +43,8 @@ def with_presets(config: Config) -> Config:
     return config.model_copy(update={"algorithm": algorithm})
 
 
-def derive(config: Config, world_size: int, own_roles: Sequence[RoleSpec] = ()) -> Derived:
-    """Derived values of `hpcrl train`. Raises ConfigError if config, estimator and losses do not go together."""
-    from hpcrl.workers.actor_objective import ActorObjective  # with torch
-
-    derived = check(config, world_size, own_roles=own_roles)
-    _in_section("actor", lambda: ActorObjective(config, derived))
-    return derived
-
-
-def _in_section(section: str, make: Callable[[], T]) -> T:
+def in_section(section: str, make: Callable[[], T]) -> T:
+    """The result of `make`, whose ValueError is one of the section."""
     try:
         return make()
     except UnknownName:

@@ -39,20 +39,17 @@ def mfu_metrics(
     operations per second of one device. The controller waits for concurrent phases one after the other, so only the
     first one's time is complete.
     """
-    once = {"old_log_prob": forward_flops(shape, lengths, num_responses)}
     has_adapters = config.model.lora_rank > 0
     update = training_flops(shape, lengths, num_responses, has_adapters=has_adapters)
-    once["update_actor"] = config.actor.ppo_epochs * update
-    once["update_critic"] = derived.critic_ppo_epochs * training_flops(shape, lengths, 0)
     found = {}
-    for phase, role, name in (
-        ("old_log_prob", "actor", "actor_infer"),
-        ("update_actor", "actor", "actor"),
-        ("update_critic", "critic", "critic"),
+    for phase, role, name, flops in (
+        ("old_log_prob", "actor", "actor_infer", forward_flops(shape, lengths, num_responses)),
+        ("update_actor", "actor", "actor", config.actor.ppo_epochs * update),
+        ("update_critic", "critic", "critic", derived.critic_ppo_epochs * training_flops(shape, lengths, 0)),
     ):
         if f"timing_s/{phase}" in seconds and role in derived.roles:
             could = seconds[f"timing_s/{phase}"] * peak * len(derived.roles[role].ranks)
-            found[f"perf/mfu/{name}"] = once[phase] / could
+            found[f"perf/mfu/{name}"] = flops / could
     return found
 
 

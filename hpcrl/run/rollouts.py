@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SOURCES = {
-    "sync": Synchronous,
-    "one_step_off": OneStepOff,
-    "bounded_staleness": Streaming,
-}
+SOURCES = {"sync": Synchronous, "one_step_off": OneStepOff, "bounded_staleness": Streaming}
 
 
 def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer: Any) -> RolloutSource:

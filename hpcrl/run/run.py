@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.loader import dump_config
-from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Registration
 from hpcrl.rollout_source.durable_rollouts import DurableRollouts, bring_back, origin_of
@@ -88,13 +87,11 @@ class Run:
         )
         self.device_name = accelerator.name_of(world.device)
         self._can_stop = False  # whether the step can be made again from what it began with
-        self._calls: list[Call] = []  # of this step, which may still run
+        self.calls: list[Call] = []  # of this step, which may still run
         self._steps: Iterator[int] = iter(())
         self._lengths: list[int] = []  # tokens of each sample of this step
         self._num_response_tokens = 0
         self._state: StateAfterStep
-
-    # what a loop uses
 
     def roles(self, *names: str) -> list[Role]:
         """The named roles, for calls. A role that this job does not have leaves batches unchanged."""
@@ -111,8 +108,8 @@ class Run:
 
     def wait(self) -> None:
         """Wait for all calls of this step."""
-        while self._calls:
-            self._calls.pop(0).get()
+        while self.calls:
+            self.calls.pop(0).get()
 
     def account(self, batch: DataProto) -> None:
         """Count the samples of this step, for sizes and speeds."""
@@ -141,8 +138,6 @@ class Run:
         self.is_complete = True
         log.info("stopped at step %d: %s", self.step, reason)
 
-    # called by Role
-
     def before_call(self, registration: Registration) -> None:
         """Raise StopRequested if there is no time, while the step can still be repeated: until the first update of a
         model."""
@@ -152,17 +147,12 @@ class Run:
             self.budget.check(*self.job.phases_from_update)
             self._can_stop = False
         elif registration.phase is not None:
-            self.budget.check(*(call.phase for call in self._calls), registration.phase)
+            self.budget.check(*(call.phase for call in self.calls), registration.phase)
 
     def before_phase(self, phase: str) -> None:
         """As `before_call`, before a phase that is not a call of a role."""
         if self._can_stop:
             self.budget.check(phase)
-
-    def add_call(self, call: Call) -> None:
-        self._calls.append(call)
-
-    # the life-cycle
 
     def until_done(self, loop: Callable[[Run], None]) -> int:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
@@ -191,7 +181,7 @@ class Run:
             can_repeat = source is not None and source.can_repeat
             self.budget.check("gen" if can_repeat else "step")
             self.metrics = {"training/global_step": float(step)}
-            self._calls = []
+            self.calls = []
             with self.profiled(step), self.timers("step"):
                 self._can_stop = can_repeat
                 yield step
@@ -225,7 +215,7 @@ class Run:
             if core:
                 log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
         self.writer.log(step, self.unlogged | found | self.timers.collect())
-        self.controller.traffic.collect()  # of validation: a step's traffic is that of training
+        self.controller.collect_traffic()  # of validation: a step's traffic is that of training
         self.unlogged = None
         self.metrics |= found
         if step > 0:
@@ -234,7 +224,7 @@ class Run:
 
     def _line(self, step: int) -> dict[str, float]:
         """Metrics, times and sizes of the step."""
-        self.metrics |= self.controller.traffic.collect() | self.stragglers.observe(step)
+        self.metrics |= self.controller.collect_traffic() | self.stragglers.observe(step)
         found, of_samples = self.timers.collect(), sum(self._lengths)
         for name in [name for name in found if name.startswith("timing_s/")] if of_samples else []:
             phase = name.removeprefix("timing_s/")
@@ -308,7 +298,8 @@ class Run:
         step, state, config = self.step, self._state, self.config
         line = {} if self.unlogged is None else {"unlogged": without_nan(self.unlogged)}
         roles = self.job.saved_roles
-        stamp = {"job": self.job.name, "config_hash": config_hash(config), "versions": versions(), "roles": list(roles)}
+        digest = hashlib.blake2b(dump_config(config).encode(), digest_size=8).hexdigest()
+        stamp = {"job": self.job.name, "config_hash": digest, "versions": versions(), "roles": list(roles)}
 
         def write(folder: Path) -> dict[str, Any]:
             """Write more files into the checkpoint; returns what its trainer.json holds."""
@@ -357,10 +348,6 @@ class Run:
         log.error("%s", line)
         write_exit(self.folder, OTHER, rank=0, phase="save_checkpoint", error=line)
         return OTHER
-
-
-def config_hash(config: Config) -> str:
-    return hashlib.blake2b(dump_config(config).encode(), digest_size=8).hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -69,9 +69,10 @@ class Saver:
         """`saved_step`: step of the newest checkpoint."""
         self._key_values = key_values
         self.saved_step = saved_step
-        self._options = trainer.checkpoint
+        self._options = options = trainer.checkpoint
         self._timers = timers
-        self._store = CheckpointStore(root, retention(trainer))
+        kept = trainer.max_ckpt_to_keep, options.keep_every, options.keep_best
+        self._store = CheckpointStore(root, Retention(*kept, options.best_metric, options.best_mode == "max"))
         self._under_way: tuple[Save, Future[float]] | None = None
         self._num_begun = 0
         self._last_failed = False
@@ -164,11 +165,8 @@ class Saver:
     def _end(self, save: Save, committed: Future[float]) -> None:
         try:
             self._seconds = committed.result()
-        except SaveError as error:
-            self._fail(save.step, error.problems)
-            return
         except Exception as error:
-            self._fail(save.step, [f"rank 0: {error_line(error)}"])
+            self._fail(save.step, error.problems if isinstance(error, SaveError) else [f"rank 0: {error_line(error)}"])
             return
         self.saved_step, self._under_way, self._last_failed = save.step, None, False
         self._timers.took("save_checkpoint", self._seconds)  # of a save that the loop waits for
@@ -201,17 +199,6 @@ class Saver:
             )
         self._has_metric = False
         return None
-
-
-def retention(trainer: TrainerConfig) -> Retention:
-    options = trainer.checkpoint
-    return Retention(
-        last=trainer.max_ckpt_to_keep,
-        every=options.keep_every,
-        best=options.keep_best,
-        metric=options.best_metric,
-        larger_is_better=options.best_mode == "max",
-    )
 
 
 def export(controller: Controller, config: Config, folder: Path) -> None:

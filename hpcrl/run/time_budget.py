@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,58 +33,42 @@ class StopRequested(Exception):
     """The run must save and stop before the next phase; the message is the reason. The next slice continues it."""
 
 
+@dataclass
 class TimeBudget:
     """Decides before each phase whether it, and the saves that have to follow, still fit. Lives on rank 0.
 
     Clock times are seconds since the epoch, as Slurm's.
-
-    Args:
-        folder: of the run, for TIMES_FILE.
-        timers: measure the phases.
-        requested: the signal that was received, or None.
-        ends_at: end of the allocation; None if it has none.
-        margin: seconds at the end of the allocation that stay free.
-        num_saves: saves that have to end before the run can stop.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        timers: PhaseTimers,
-        *,
-        requested: Callable[[], str | None],
-        ends_at: float | None,
-        margin: float,
-        num_saves: Callable[[], int] = lambda: 1,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.folder = folder
-        self.timers = timers
-        self._requested = requested
-        self._ends_at = ends_at
-        self._margin = margin
-        self._num_saves = num_saves
-        self._clock = clock
-        self._times = read_json(folder / TIMES_FILE, {})
+    folder: Path  # of the run, for TIMES_FILE
+    timers: PhaseTimers  # of the phases
+    requested: Callable[[], str | None]  # the signal that was received
+    ends_at: float | None  # end of the allocation; None if it has none
+    margin: float  # seconds at the end of the allocation that stay free
+    num_saves: Callable[[], int] = lambda: 1  # saves that have to end before the run can stop
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._times = read_json(self.folder / TIMES_FILE, {})
         self._has_begun = False
         self._before: dict[str, float] = self._times.get("phases", {})  # measured by the last slice
 
     def check(self, *phases: str) -> None:
         """Raise StopRequested if a signal was received, or if the phases and a save do not fit."""
         if not self._has_begun:
-            setup = self._clock() - psutil.Process().create_time()
+            setup = self.clock() - psutil.Process().create_time()
             self._times["setup_s"] = max(setup, self._times.get("setup_s", 0.0))
             self._has_begun = True
-        request = self._requested()
+        request = self.requested()
         if request is not None:
             raise StopRequested(f"{request}, before {phases[0]}")
-        if self._ends_at is None:
+        if self.ends_at is None:
             return
         longest = self._before | self.timers.longest
         needed = sum(longest.get(phase, 0.0) for phase in phases)
-        needed += self._num_saves() * longest.get("save_checkpoint", 0.0)
-        left = self._ends_at - self._clock()
-        if needed + self._margin > left:
+        needed += self.num_saves() * longest.get("save_checkpoint", 0.0)
+        left = self.ends_at - self.clock()
+        if needed + self.margin > left:
             raise StopRequested(
                 f"the allocation ends in {duration(max(left, 0.0))}; {', '.join(phases)} and a save take "
                 f"{duration(needed)}"
@@ -143,9 +128,14 @@ def read_json(path: Path, absent: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_json(path, value)
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Write a file that is either the old one or the new one."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.config.schema import Config, DataConfig, ValKwargs
+from hpcrl.config.schema import Config, ValKwargs
 from hpcrl.controller.controller import Controller
-from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout.protocol import SamplingParams
 from hpcrl.rollout_source.scoring import failed_scores, score
@@ -168,23 +167,20 @@ def _blocks(prompts: Sequence[Sequence[int]], variables: Variables) -> Iterator[
     """Blocks of the samples of one data source, given as rows per prompt."""
     acc = variables.get("acc")
     has_acc = acc is not None and any(acc[row] is not None for rows in prompts for row in rows)
-    values: dict[tuple[tuple[str, ...], int, bool], list[list[list[float]]]] = defaultdict(list)
-    votes: dict[tuple[tuple[str, ...], int, bool], list[list[int]]] = defaultdict(list)
+    alike: dict[tuple[tuple[str, ...], int, bool], list[tuple[list[list[float]], list[int]]]] = defaultdict(list)
     for rows in prompts:
         of_prompt = _values_of_prompt(rows, variables, has_acc)
-        alike: dict[tuple[int, bool], list[str]] = defaultdict(list)
+        groups: dict[tuple[int, bool], list[str]] = defaultdict(list)
         for name, (numbers, preds) in of_prompt.items():
-            alike[len(numbers), preds is not None].append(name)
-        for (count, voted), names in alike.items():
-            key = (tuple(names), count, voted)
-            values[key].append([of_prompt[name][0] for name in names])
-            preds = of_prompt[names[0]][1]
-            if preds is not None:
-                known: dict[Value, int] = {}
-                votes[key].append([known.setdefault(pred, len(known)) for pred in preds])
-    for key, rows_of_values in values.items():
-        array = np.array(rows_of_values, np.float64).transpose(1, 0, 2)
-        yield Block(key[0], array, np.array(votes[key], np.int64) if key[2] else None)
+            groups[len(numbers), preds is not None].append(name)
+        for (count, voted), names in groups.items():
+            known: dict[Value, int] = {}
+            votes = [known.setdefault(pred, len(known)) for pred in of_prompt[names[0]][1] or ()]
+            alike[tuple(names), count, voted].append(([of_prompt[name][0] for name in names], votes))
+    for (of_block, _, voted), of_prompts in alike.items():
+        values, all_votes = zip(*of_prompts, strict=True)
+        array = np.array(values, np.float64).transpose(1, 0, 2)
+        yield Block(of_block, array, np.array(all_votes, np.int64) if voted else None)
 
 
 def _values_of_prompt(
@@ -194,18 +190,14 @@ def _values_of_prompt(
     found = {}
     for name, column in variables.items():
         scored = [row for row in rows if column[row] is not None]
-        values = [column[row] for row in scored]
+        values: list[Any] = [column[row] for row in scored]
         if name == "acc" and has_acc:
             if scored:
-                found["acc_success_only"] = _numbers(values), _preds(scored, variables, len(scored))
+                found["acc_success_only"] = list(map(float, values)), _preds(scored, variables, len(scored))
             values += [0.0] * (len(rows) - len(scored))
         if values and not any(isinstance(value, str) for value in values):
-            found[name] = _numbers(values), _preds(rows, variables, len(values))
+            found[name] = list(map(float, values)), _preds(rows, variables, len(values))
     return found
-
-
-def _numbers(values: Sequence[Value]) -> list[float]:
-    return [float(value) for value in values if value is not None]
 
 
 def _preds(rows: Sequence[int], variables: Variables, count: int) -> list[Value] | None:
@@ -229,17 +221,16 @@ class Validator:
     """
 
     controller: Controller
-    prompts: PromptDataset
-    data: DataConfig
+    config: Config
+    inputs: Inputs
     ways: Sequence[ValKwargs]
-    eos_token_ids: tuple[int, ...]
     num_prompts: int | None = None
     num_shown: int = 0
     folder: Path | None = None
     with_model: bool = False
 
     def __post_init__(self) -> None:
-        prompts = self.prompts
+        self.prompts = prompts = self.inputs.prompts["val"]
         self.ways = sorted(self.ways, key=lambda way: way.n)
         self.rows = np.arange(min(self.num_prompts or len(prompts), len(prompts)), dtype=np.int64)
         self.sources = np.array([source or "unknown" for source in prompts.source_of_rows()], object)[self.rows]
@@ -252,11 +243,7 @@ class Validator:
         """The validation of the job's template; `folder` is where validation_data_dir is."""
         generations = config.trainer.validation_data_dir
         return cls(
-            controller,
-            inputs.prompts["val"],
-            config.data,
-            config.rollout.val_kwargs,
-            end_token_ids(inputs.tokenizer),
+            *(controller, config, inputs, config.rollout.val_kwargs),
             num_shown=config.trainer.log_val_generations,
             folder=folder / generations if generations else None,
             with_model=config.reward.reward_model.enable,
@@ -305,8 +292,10 @@ class Validator:
         index = np.tile(np.arange(n, dtype=np.int64), len(self.rows))
         samples = {"row": rows, "epoch": np.zeros(len(rows), np.int64), "sample_index": index, "show": show}
         batch = DataProto({}, samples, {"split": "val", "step": 0})
-        longest, temperature, eos = self.data.max_response_length, temperature_of(way), self.eos_token_ids
-        sampling = SamplingParams(longest, temperature, top_k=way.top_k, top_p=way.top_p, eos_token_ids=eos)
+        longest, temperature = self.config.data.max_response_length, temperature_of(way)
+        sampling = SamplingParams(
+            longest, temperature, top_k=way.top_k, top_p=way.top_p, eos_token_ids=end_token_ids(self.inputs.tokenizer)
+        )
         batch = batch.union(self.controller["rollout"].generate(batch, sampling).get())
         return score(self.controller, batch, with_model=self.with_model)
 

@@ -132,12 +132,14 @@ def barrier(comm: MPI.Intracomm) -> None:
 
 
 def broadcast_object(comm: MPI.Intracomm, obj: Any, root: int = 0) -> Any:
-    """Return rank `root`'s `obj` on every rank. Collective; uses pickle."""
-    blob = bytearray(pickle.dumps(obj)) if comm.rank == root else bytearray()
+    """Return rank `root`'s `obj` on every rank. Collective; uses pickle. None takes one message less."""
+    blob = bytearray(pickle.dumps(obj, 5)) if comm.rank == root and obj is not None else bytearray()
     size = array("q", [len(blob)])
     wait(comm.Ibcast(size, root))
     if comm.rank != root:
         blob = bytearray(size[0])
+    if not blob:
+        return None
     wait(comm.Ibcast(blob, root))
     return obj if comm.rank == root else pickle.loads(blob)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcrl.algorithms.advantages import get_adv_estimator
+from hpcrl.algorithms.advantages import ESTIMATORS
 from hpcrl.algorithms.aggregation import agg_loss
 from hpcrl.algorithms.kl import apply_kl_in_reward
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
@@ -20,7 +20,7 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import padded_if_there, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
-from hpcrl.config.roles import ACTOR
+from hpcrl.config.roles import ACTOR, REF
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
@@ -42,11 +42,10 @@ class ActorWorker(ModelWorker):
         self.updates = Updates(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.run.seed)
         self.loss_scale_factor = derived.loss_scale_factor
         self.objective = ActorObjective(config, derived)
-        self.estimator = get_adv_estimator(algorithm.adv_estimator)
+        self.estimator = ESTIMATORS.get(algorithm.adv_estimator)
         self.estimator_params = parameters(config, "algorithm", algorithm.adv_estimator)
         self.sum_pi_squared = derived.needs_sum_pi_squared
         self.records_routing = actor.router_replay.mode == "R2"
-        self.ref_max_tokens = derived.ref_max_tokens
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -90,9 +89,9 @@ class ActorWorker(ModelWorker):
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",), phase="ref")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Log-probs of the reference of a policy with adapters: its base model, without a second model."""
-        temperature = self.config.rollout.temperature
+        temperature, max_tokens = self.config.rollout.temperature, REF.token_budget(self.config)
         with self.engine.without_adapters():
-            return self.log_prob_column("ref_log_prob", batch, max_tokens=self.ref_max_tokens, temperature=temperature)
+            return self.log_prob_column("ref_log_prob", batch, max_tokens=max_tokens, temperature=temperature)
 
     def _with_correction(self, batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
         """The batch with importance weights of training against rollout and a response mask without rejected tokens,

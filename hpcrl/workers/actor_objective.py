@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss, aggregate
-from hpcrl.algorithms.distillation import Distillation, distillation_loss
+from hpcrl.algorithms.distillation import Distillation, Distilled, distillation_loss
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
-from hpcrl.algorithms.policy_losses import get_policy_loss
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.batch.tensors import TensorBatch, padded_if_there, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
@@ -33,11 +33,11 @@ class ActorObjective:
         self.actor = config.actor
         self.seed = config.run.seed
         self.correction = config.algorithm.rollout_correction
-        self.policy_loss = get_policy_loss(derived.loss_mode)
+        self.policy_loss = POLICY_LOSSES.get(derived.loss_mode)
         self.policy_params = parameters(config, "actor.policy_loss", derived.loss_mode)
         self.policy_loss.check(self.policy_params)
         self.distillation: Distillation | None = None
-        if derived.needs_teacher:
+        if config.distillation.enabled:
             mode = config.distillation.distillation_loss.loss_mode
             self.distillation = parameters(config, "distillation.distillation_loss", mode)
 
@@ -105,12 +105,9 @@ class ActorObjective:
             }
         losses, metrics = distillation_loss(
             self.distillation,
-            log_prob=outputs["log_probs"],
-            response_mask=mask,
-            teacher_log_prob=micro.padded("teacher_log_prob"),
+            Distilled(outputs["log_probs"], mask, micro.padded("teacher_log_prob"), **topk),
             old_log_prob=_old_log_probs(outputs, micro),
             rollout_is_weights=padded_if_there(micro, "rollout_is_weights"),
-            **topk,
         )
         total = agg_loss(losses, mask, self.actor.loss_agg_mode, norm)
         return total, {**metrics, "distillation/loss": Sum(total.detach())}

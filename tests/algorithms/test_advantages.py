@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcrl.algorithms import advantage
-from hpcrl.algorithms.advantages import ESTIMATORS, get_adv_estimator, register_adv_est
+from hpcrl.algorithms.advantages import ESTIMATORS, register_adv_est
 from hpcrl.config.schema import AlgorithmConfig, Config
 from tests.algorithms.verl_cases.advantages import ESTIMATORS as NEEDS
 
@@ -15,8 +15,8 @@ TWO = {"token_level_rewards": torch.tensor([[1.0], [3.0]]), "response_mask": tor
 
 
 def test_estimators_say_what_they_need():
-    assert {name: get_adv_estimator(name).inputs for name in ESTIMATORS.names()} == NEEDS
-    optional = {name: get_adv_estimator(name).optional for name in ESTIMATORS.names()}
+    assert {name: ESTIMATORS.get(name).inputs for name in ESTIMATORS.names()} == NEEDS
+    optional = {name: ESTIMATORS.get(name).optional for name in ESTIMATORS.names()}
     assert {name: names for name, names in optional.items() if names} == {
         "optimal_token_baseline": ("rollout_is_weights",),
         "tir_optimal_token_baseline": ("rollout_is_weights",),
@@ -25,7 +25,7 @@ def test_estimators_say_what_they_need():
 
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(ValueError, match="unknown adv_estimator 'grppo'; did you mean 'grpo'") as caught:
-        get_adv_estimator("grppo")
+        ESTIMATORS.get("grppo")
     assert caught.value.user_error is True and "\n" not in str(caught.value)
 
 
@@ -200,7 +200,7 @@ def test_ones_own_estimator():
         return token_level_rewards * gamma + (0.0 if bonus is None else bonus), token_level_rewards
 
     try:
-        estimator = get_adv_estimator("own")
+        estimator = ESTIMATORS.get("own")
         assert (estimator.inputs, estimator.optional, estimator.settings) == (("index",), ("bonus",), ("gamma",))
         assert estimator(**TWO, index=[0, 0], params=estimator.params(gamma=0.5))[0].tolist() == [[0.5], [1.5]]
         assert advantage("own", **TWO, index=[0, 0], bonus=torch.ones(2, 1))[0].tolist() == [[2.0], [4.0]]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.algorithms.advantages import get_adv_estimator
+from hpcrl.algorithms import advantages
 from hpcrl.algorithms.aggregation import masked_whiten
 from hpcrl.algorithms.parameters import make
 from tests.algorithms.replicas import on_replicas
@@ -61,7 +61,7 @@ def of_scores(name: str, scores: list[float], index: list[int]) -> Tensors:
 
 
 def run(name: str, tensors: Tensors, **config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    estimator = get_adv_estimator(name)
+    estimator = advantages.ESTIMATORS.get(name)
     return estimator(**tensors, params=make(estimator.params, config))
 
 
@@ -238,7 +238,7 @@ def test_replicas_get_what_one_rank_gets(name, seed, replicas):
     tensors = inputs(name, seed, sizes=(3, 2, 4))
     uid = tensors.get("index", np.arange(9))
     owner = np.array([(seed + sum(map(ord, str(i)))) % replicas for i in uid])
-    estimator = get_adv_estimator(name)
+    estimator = advantages.ESTIMATORS.get(name)
     params = make(estimator.params, {"gamma": 0.9, "lam": 0.8})
     whole = estimator(**tensors, params=params)
 

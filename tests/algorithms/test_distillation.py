@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from hpcrl.algorithms.aggregation import LossNorm, agg_loss
 from hpcrl.algorithms.distillation import (
     DISTILLATION_LOSSES,
     Distillation,
+    Distilled,
     distillation_loss,
     forward_kl_topk,
     register_distillation_loss,
@@ -32,13 +34,15 @@ def measured(inputs: dict, cfg: Distillation, logits: torch.Tensor, rows=slice(N
     log_probs = torch.log_softmax(logits[rows], -1)
     return distillation_loss(
         cfg,
-        log_prob=log_probs.gather(-1, t["ids"].unsqueeze(-1)).squeeze(-1),
-        response_mask=t["mask"],
-        teacher_log_prob=t["teacher_log_prob"],
-        student_topk=log_probs.gather(-1, t["topk_ids"]),
-        teacher_topk=t["teacher_topk"],
-        student_topk_ids=log_probs.topk(family.TOPK).indices,
-        teacher_topk_ids=t["topk_ids"],
+        Distilled(
+            log_prob=log_probs.gather(-1, t["ids"].unsqueeze(-1)).squeeze(-1),
+            response_mask=t["mask"],
+            teacher_log_prob=t["teacher_log_prob"],
+            student_topk=log_probs.gather(-1, t["topk_ids"]),
+            teacher_topk=t["teacher_topk"],
+            student_topk_ids=log_probs.topk(family.TOPK).indices,
+            teacher_topk_ids=t["topk_ids"],
+        ),
         old_log_prob=t["old_log_prob"],
         rollout_is_weights=t["weights"],
     )
@@ -65,12 +69,14 @@ def test_forward_kl_by_hand():
     student = torch.tensor([[[0.25, 0.5], [0.5, 0.3], [0.2, 0.2]]], dtype=torch.float64).log()
     losses, metrics = distillation_loss(
         Distillation(loss_mode="forward_kl_topk"),
-        log_prob=student[..., 0],
-        response_mask=torch.tensor([[1, 1, 0]]),
-        student_topk=student,
-        teacher_topk=teacher,
-        student_topk_ids=torch.tensor([[[1, 7], [8, 9], [0, 0]]]),
-        teacher_topk_ids=torch.tensor([[[7, 3], [1, 2], [0, 0]]]),
+        Distilled(
+            log_prob=student[..., 0],
+            response_mask=torch.tensor([[1, 1, 0]]),
+            student_topk=student,
+            teacher_topk=teacher,
+            student_topk_ids=torch.tensor([[[1, 7], [8, 9], [0, 0]]]),
+            teacher_topk_ids=torch.tensor([[[7, 3], [1, 2], [0, 0]]]),
+        ),
     )
     assert losses.tolist()[0] == pytest.approx([math.log(2) / 4, 0.0, 0.0])
     assert finish(metrics) == pytest.approx(
@@ -94,9 +100,7 @@ def test_policy_gradient_by_hand():
     log_prob = torch.tensor([[0.8, 0.25]], dtype=torch.float64).log().requires_grad_()
     losses, metrics = distillation_loss(
         Distillation(loss_mode="k1", use_policy_gradient=True, loss_max_clamp=1.0),
-        log_prob=log_prob,
-        response_mask=torch.ones(1, 2),
-        teacher_log_prob=torch.tensor([[0.2, 0.5]], dtype=torch.float64).log(),
+        Distilled(log_prob, torch.ones(1, 2), torch.tensor([[0.2, 0.5]], dtype=torch.float64).log()),
         old_log_prob=log_prob.detach(),
     )
     assert losses.tolist()[0] == pytest.approx([1.0, -math.log(2)])
@@ -177,11 +181,7 @@ def test_without_policy_gradient_the_padding_may_hold_anything():
         nan = torch.tensor([[-2.0, math.nan]])
         losses, _ = distillation_loss(
             Distillation(loss_mode=mode),
-            log_prob=log_prob,
-            response_mask=mask,
-            teacher_log_prob=nan,
-            student_topk=topk,
-            teacher_topk=topk.detach() + 0.5,
+            Distilled(log_prob, mask, nan, topk, topk.detach() + 0.5),
         )
         losses.sum().backward()
         assert all(x.grad is None or x.grad.isfinite().all() for x in (log_prob, topk)) and losses.isfinite().all()
@@ -192,9 +192,7 @@ def test_a_loss_of_ones_own():
     def half(inputs, cfg):
         return 0.5 * inputs.log_prob, {}
 
-    losses, metrics = distillation_loss(
-        Distillation(loss_mode="half"), log_prob=torch.ones(1, 2), response_mask=torch.ones(1, 2)
-    )
+    losses, metrics = distillation_loss(Distillation(loss_mode="half"), Distilled(torch.ones(1, 2), torch.ones(1, 2)))
     assert losses.tolist() == [[0.5, 0.5]] and finish(metrics)["distillation/loss_max"] == 0.5
     del DISTILLATION_LOSSES._entries["half"]
 
@@ -206,13 +204,13 @@ def test_what_cannot_work_is_said_at_once():
         Distillation(loss_mode="k1")
     with pytest.raises(ValueError, match="policy_loss_mode is 'gspo'"):
         Distillation(policy_loss_mode="gspo")
-    columns = {"log_prob": torch.ones(1, 1), "response_mask": torch.ones(1, 1)}
+    inputs = Distilled(torch.ones(1, 1), torch.ones(1, 1))
     with pytest.raises(ValueError, match="needs teacher_log_prob"):
-        distillation_loss(Distillation(), **columns)
+        distillation_loss(Distillation(), inputs)
     with pytest.raises(ValueError, match="needs student_topk and teacher_topk"):
-        distillation_loss(Distillation(loss_mode="forward_kl_topk"), **columns)
+        distillation_loss(Distillation(loss_mode="forward_kl_topk"), inputs)
     with pytest.raises(ValueError, match="old_log_prob is missing"):
         cfg = Distillation(use_policy_gradient=True)
-        distillation_loss(cfg, **columns, teacher_log_prob=torch.ones(1, 1))
+        distillation_loss(cfg, replace(inputs, teacher_log_prob=torch.ones(1, 1)))
     assert Distillation(use_task_rewards=False, distillation_loss_coef=3.0).coef == 1.0
     assert Distillation(clip_ratio=0.1, clip_ratio_high=0.3).policy_loss.clip_ratio_low == 0.1

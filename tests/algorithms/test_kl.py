@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from hpcrl.algorithms.kl import (
-    AdaptiveKLController,
-    FixedKLController,
+    KLController,
     KlCtrl,
     apply_kl_in_reward,
     kl_penalty,
-    make_kl_controller,
 )
 from hpcrl.algorithms.metrics import finish
 
@@ -96,9 +94,9 @@ def test_penalty_in_the_reward():
 
 
 def test_fixed_controller_stays():
-    controller = make_kl_controller(KlCtrl("fixed", 0.2, 10))
+    controller = KLController(KlCtrl("fixed", 0.2, 10))
     controller.update(99.0, 1000)
-    controller.load_state_dict(FixedKLController(KlCtrl(kl_coef=0.7)).state_dict())
+    controller.load_state_dict(KLController(KlCtrl(kl_coef=0.7)).state_dict())
     assert controller.value == 0.2
 
 
@@ -107,15 +105,15 @@ def test_fixed_controller_stays():
     [(0.1, 1.0), (0.11, 1 + 0.1 * 64 / 1000), (5.0, 1 + 0.2 * 64 / 1000), (-1.0, 1 - 0.2 * 64 / 1000)],
 )
 def test_adaptive_controller(current, factor):
-    controller = make_kl_controller(KlCtrl("adaptive", 0.2, 1000))
+    controller = KLController(KlCtrl("adaptive", 0.2, 1000))
     controller.update(current, 64)
     assert controller.value == pytest.approx(0.2 * factor)
 
 
 def test_adaptive_controller_resumes_and_ignores_empty_steps():
-    controller = AdaptiveKLController(KlCtrl(kl_coef=0.2, horizon=1000))
+    controller = KLController(KlCtrl("adaptive", kl_coef=0.2, horizon=1000))
     controller.update(1.0, 64)
-    again = AdaptiveKLController(KlCtrl(kl_coef=0.5, horizon=1000))
+    again = KLController(KlCtrl("adaptive", kl_coef=0.5, horizon=1000))
     again.load_state_dict(controller.state_dict())
     again.update(math.nan, 0)
     assert again.value == controller.value != 0.2

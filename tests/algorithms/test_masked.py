@@ -44,6 +44,13 @@ def test_whiten_of_one_token_or_none_is_zero():
     assert masked_whiten(torch.zeros(0, 0), torch.zeros(0, 0)).shape == (0, 0)
 
 
+def test_a_fractional_mask_weighs():
+    x, mask = torch.randn(4, 100, dtype=torch.float64), torch.rand(4, 100, dtype=torch.float64)
+    n, mean = mask.sum(), (x * mask).sum() / mask.sum()
+    variance = ((x - mean).square() * mask).sum() / (n - 1)
+    torch.testing.assert_close(masked_whiten(x, mask), (x - mean) * torch.rsqrt(variance + 1e-8))
+
+
 def test_whiten_survives_a_far_mean():
     x = (torch.arange(8, dtype=torch.float64) + 1e6).reshape(2, 4)
     white = masked_whiten(x, torch.ones(2, 4))

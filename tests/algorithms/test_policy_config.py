@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from hpcrl.algorithms import policy_loss
-from hpcrl.algorithms.policy_losses import get_policy_loss
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 from hpcrl.algorithms.surrogate_losses import BypassMode
 from hpcrl.config.schema import Config
 
 
 def of(config: Any, name: str = "bypass_mode") -> Any:
-    return get_policy_loss(name).parameters(config)
+    return POLICY_LOSSES.get(name).parameters(config)
 
 
 def test_nested_and_dotted_keys_say_the_same():

@@ -9,8 +9,8 @@ import torch
 
 from hpcrl.algorithms import policy_loss
 from hpcrl.algorithms.aggregation import MODES, TokenLosses
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES as REGISTRY
-from hpcrl.algorithms.policy_losses import get_policy_loss, register_policy_loss
 from hpcrl.algorithms.surrogate_losses import Dro, ppo_metrics, score_surrogate, sequence_log_ratio
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
@@ -197,7 +197,7 @@ def test_a_new_loss_is_a_few_lines(monkeypatch):
 
 
 def test_mistakes_are_named_before_there_is_data():
-    get_policy_loss("dro").check(Dro(dro_beta=0.1))
+    POLICY_LOSSES.get("dro").check(Dro(dro_beta=0.1))
     for name, wrong, message in (
         ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; expected a number above 1"),
         ("dro", {}, "dro_beta is null; loss_mode=dro needs a number above 0"),
@@ -207,4 +207,4 @@ def test_mistakes_are_named_before_there_is_data():
         with pytest.raises(ValueError, match=message):
             policy_loss(name, **batch_of(1), config=wrong)
     with pytest.raises(ValueError, match="unknown policy_loss.loss_mode 'vanila'; did you mean 'vanilla'"):
-        get_policy_loss("vanila")
+        POLICY_LOSSES.get("vanila")

@@ -10,7 +10,7 @@ import torch
 
 from hpcrl.algorithms import policy_loss
 from hpcrl.algorithms.metrics import finish
-from hpcrl.algorithms.policy_losses import get_policy_loss
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.algorithms.surrogate_losses import KlCov
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
@@ -128,7 +128,7 @@ def chosen_by_covariance(name: str, batch: dict[str, torch.Tensor], cfg: Any) ->
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_are_those_of_the_plain_formula(name, correction, seed):
     config = {**CONFIG, "policy_loss.clip_cov_ratio": 1.0, "policy_loss.clip_cov_ub": 0.5}
-    policy = get_policy_loss(name)
+    policy = POLICY_LOSSES.get(name)
     cfg = policy.parameters({**config, "policy_loss.rollout_correction": correction})
     batch = batch_of(seed)
     batch["log_prob"].clamp_(max=-1e-3).requires_grad_()
@@ -154,7 +154,7 @@ def test_where_the_policy_has_not_moved_the_gradient_is_the_policy_gradient(name
     batch = batch_of(3)
     batch["advantages"] = torch.randn(9, 1, dtype=F64, generator=torch.Generator().manual_seed(0)).expand(9, 7).clone()
     batch["log_prob"] = batch["old_log_prob"].clone().requires_grad_()
-    policy = get_policy_loss(name)
+    policy = POLICY_LOSSES.get(name)
     params = policy.parameters({**CONFIG, "policy_loss.clip_cov_lb": 99})
     losses = policy(**{**batch, "rollout_is_weights": None}, params=params)
     mask, lengths = batch["response_mask"], batch["response_mask"].sum(-1, keepdim=True)
@@ -170,7 +170,7 @@ def test_where_the_policy_has_not_moved_the_gradient_is_the_policy_gradient(name
 def test_clip_cov_silences_drawn_tokens_of_high_covariance():
     batch = batch_of(5, size=40)
     batch["log_prob"].requires_grad_()
-    policy = get_policy_loss("clip_cov")
+    policy = POLICY_LOSSES.get("clip_cov")
     mask = batch["response_mask"]
 
     def run(seed: int) -> tuple[torch.Tensor, dict[str, float]]:
@@ -196,7 +196,7 @@ def test_clip_cov_silences_drawn_tokens_of_high_covariance():
 def test_kl_cov_penalises_the_tokens_of_the_highest_covariance():
     batch = batch_of(6, size=40)
     valid, score, advantages = batch["response_mask"].bool(), batch["log_prob"], batch["advantages"]
-    run = get_policy_loss("kl_cov")
+    run = POLICY_LOSSES.get("kl_cov")
     batch.pop("rollout_is_weights")
     one, none = (run(**batch, params=KlCov(0.1, coef)).values for coef in (1.0, 0.0))
     added = one - none

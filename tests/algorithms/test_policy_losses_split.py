@@ -8,7 +8,7 @@ import torch
 
 from hpcrl.algorithms.aggregation import MODES, LossNorm, aggregate
 from hpcrl.algorithms.metrics import finish, merge
-from hpcrl.algorithms.policy_losses import get_policy_loss
+from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from tests.algorithms.loss_batches import CONFIG, LOSSES, batch_of
 
 CORRECTION = {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_1.6,0.2"}
@@ -25,7 +25,7 @@ def train(name: str, mode: str, batch: dict, pieces: list[np.ndarray]) -> tuple[
     for rows in pieces:
         width = int(mask[rows].sum(0).nonzero().max().item() if mask[rows].any() else -1) + 1
         part = {key: x[rows, :width] for key, x in {**batch, "log_prob": log_prob}.items()}
-        policy = get_policy_loss(name)
+        policy = POLICY_LOSSES.get(name)
         losses = policy(**part, params=policy.parameters(WITH_CORRECTION))
         share = aggregate(losses, part["response_mask"], mode, norm)
         share.backward()

@@ -10,7 +10,8 @@ import pytest
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES as REGISTRY
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.job_config import derive, with_presets
+from hpcrl.jobs.train import Train
+from hpcrl.run.job_config import with_presets
 from hpcrl.workers.actor_objective import ActorObjective
 
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -92,7 +93,7 @@ def config(sections: dict[str, Any]) -> Config:
 @pytest.mark.parametrize(("sections", "line"), CASES, ids=[line[:40] for _, line in CASES])
 def test_what_cannot_work_is_refused_in_one_line(sections: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        derive(with_presets(config(sections)), 2)
+        Train.check_with_torch(with_presets(config(sections)), 2)
     assert getattr(refusal.value, "user_error", False) or isinstance(refusal.value, ConfigError)
     assert line in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -108,13 +109,15 @@ def test_a_preset_is_written_out_and_the_templates_own_keys_win() -> None:
 
 
 def test_bypass_mode_brings_its_own_loss_and_saves_the_forward_pass() -> None:
-    derived = derive(with_presets(config({"algorithm": {"rollout_correction": {"preset": "bypass_pg_is"}}})), 2)
-    assert (derived.loss_mode, derived.needs_old_log_prob) == ("bypass_mode", False)
+    derived = Train.check_with_torch(
+        with_presets(config({"algorithm": {"rollout_correction": {"preset": "bypass_pg_is"}}})), 2
+    )
+    assert (derived.loss_mode, derived.old_log_prob_in_update) == ("bypass_mode", False)
 
 
 def test_one_clip_ratio_is_enough_and_a_side_of_its_own_goes_before_it() -> None:
     template = with_presets(config({"actor": {"clip_ratio": 0.1, "clip_ratio_high": 0.3}}))
-    found = ActorObjective(template, derive(template, 2)).policy_params
+    found = ActorObjective(template, Train.check_with_torch(template, 2)).policy_params
     assert (found.clip_ratio_low, found.clip_ratio_high) == (0.1, 0.3)
 
 
@@ -130,9 +133,9 @@ def test_a_plugin_registers_a_loss_that_the_template_names(tmp_path: Path, monke
     )
     template = config({"run": {"plugins": [str(file)]}, "actor": {"policy_loss": {"loss_mode": "mine"}}})
     for _ in range(2):  # a second job in the same process finds it registered
-        assert derive(with_presets(template), 2).loss_mode == "mine"
+        assert Train.check_with_torch(with_presets(template), 2).loss_mode == "mine"
     with pytest.raises(ConfigError, match="no such file"):
-        derive(with_presets(config({"run": {"plugins": [str(tmp_path / "none.py")]}})), 2)
+        Train.check_with_torch(with_presets(config({"run": {"plugins": [str(tmp_path / "none.py")]}})), 2)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,6 @@ def test_old_log_probs_come_from_a_steps_only_update_unless_something_reads_them
         "actor": {"ppo_mini_batch_size": 8},
         "algorithm": {"adv_estimator": "grpo"},
     }
-    assert derive(with_presets(config(grpo)), 2).old_log_prob_in_update
+    assert Train.check_with_torch(with_presets(config(grpo)), 2).old_log_prob_in_update
     sections = {name: {**grpo.get(name, {}), **reads_before.get(name, {})} for name in {*grpo, *reads_before}}
-    assert not derive(with_presets(config(sections)), 2).old_log_prob_in_update
+    assert not Train.check_with_torch(with_presets(config(sections)), 2).old_log_prob_in_update

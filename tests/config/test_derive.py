@@ -75,8 +75,8 @@ def test_derived_values() -> None:
         ),
         8,
     )
-    assert derived.roles["actor"] == placement.PlacedRole("all", tuple(range(8)), 2, 2, 2)
-    assert derived.roles["critic"] == placement.PlacedRole("tail", (6, 7), 1, 2, 1)
+    assert derived.roles["actor"] == placement.PlacedRole(tuple(range(8)), tp=2, pp=2, pool="all")
+    assert derived.roles["critic"] == placement.PlacedRole((6, 7), pp=2, pool="tail")
     assert set(derived.roles) == {"actor", "critic", "ref", "rollout"}
     assert (derived.needs_critic, derived.needs_ref) == (True, True)
     assert derived.max_sequence_length == 128
@@ -86,7 +86,7 @@ def test_derived_values() -> None:
     assert (derived.critic_updates_per_step, derived.critic_mini_batch_size, derived.critic_ppo_epochs) == (4, 25, 2)
     assert derived.critic_loss_agg_mode == "token-sum"
     assert (derived.loss_scale_factor, derived.critic_loss_scale_factor) == (28.0, 28.0)
-    assert derived.ref_max_tokens == 16384
+    assert ("reference micro-batch", 16384, "tokens") in derived.rows
     table = derive.describe(derived)
     assert "critic (tail)" in table and "ranks 6-7" in table and "200 samples" in table
 
@@ -176,7 +176,7 @@ def test_sft() -> None:
     # PPO's batch sizes mean nothing to SFT
     derived = Sft.check(config(actor={"ppo_mini_batch_size": 9999}, placement={"actor": {"tp": 2}}), 4)
     assert set(derived.roles) == {"actor"}
-    assert derived.samples_per_step == 256
+    assert ("step", 256, "samples") in derived.rows
     assert "256 samples" in derive.describe(derived)
     with_eval = config(sft={"eval_freq": 5}, data={"train_files": ["a"], "val_files": ["b"]})
     assert set(Sft.check(with_eval, 4).roles) == {"actor", "rollout"}
@@ -208,7 +208,7 @@ def test_sft_combinations(sections: dict[str, dict[str, Any]], line: str) -> Non
 def test_reward_model_job() -> None:
     job = {"data": {"max_prompt_length": 30, "max_response_length": 20, "val_files": ["val.parquet"]}}
     found = RewardModel.check(config(**job, rm={"batch_size": 8}, placement={"reward": {"pp": 2}}), 4)
-    assert (found.roles.keys(), found.roles["reward"].dp, found.samples_per_step) == ({"reward"}, 2, 16)
+    assert (found.roles.keys(), found.roles["reward"].dp, found.rows[-1]) == ({"reward"}, 2, ("step", 16, "samples"))
     assert "reward (all)  tp 1  pp 2  dp 2" in derive.describe(found)
     for rm, line in (
         ({"max_token_len_per_gpu": 99}, "rm.max_token_len_per_gpu=99 holds no pair .* = 100; use 100 or more"),

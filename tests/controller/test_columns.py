@@ -15,12 +15,10 @@ from hpcrl.controller.columns import (
     Location,
     Read,
     merge_rows,
-    pack,
     places,
     receivers_of,
     rows_between,
     senders_of,
-    unpack,
 )
 
 RANKS = 4
@@ -65,14 +63,6 @@ def test_a_move_brings_every_row_to_its_destination_once(rank: np.ndarray, data:
         assert all(receiver in receivers_of([read], destination, s) for s in senders if s != receiver)
         if len(needed):
             assert merge_rows(parts, positions).equal(whole.take(needed))
-
-
-@given(st.lists(st.integers(0, 5), max_size=6), st.sampled_from([np.float32, np.int32, np.int16]))
-def test_packed_columns_unpack_to_the_same(lengths: list[int], dtype: type) -> None:
-    column = Ragged.from_lengths(np.arange(sum(lengths), dtype=dtype), lengths)
-    empty = Ragged.from_rows([])
-    for got, expected in zip(unpack(pack([column, empty, column]), 3), (column, empty, column), strict=True):
-        assert got.equal(expected)
 
 
 def test_a_location_refers_only_to_the_blocks_of_its_rows() -> None:

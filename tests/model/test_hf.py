@@ -15,7 +15,7 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.exact import check_exact
 from hpcrl.model.hf.directory import Safetensors, load_weights, open_weights
 from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
-from hpcrl.model.hf.files import differing, hf_shards, plan_files, unsharded, write_beside
+from hpcrl.model.hf.files import differing, hf_shards, plan_files, write_beside
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.reshard.pieces import check_tensorrt_llm
@@ -37,7 +37,7 @@ def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path
     engine = NativeEngine(shape, None, 0, 1, torch.float32, **options)
     source = Safetensors(tmp_path)
     source.check(shape)
-    load_weights(shape, source, unsharded(shape), engine.weights())
+    load_weights(shape, source, shards(shape), engine.weights())
     prompts = [np.arange(length) % 47 for length in (1, 5, 90)]
     requests = [Request(prompt, str(number)) for number, prompt in enumerate(prompts)]
     completions = engine.generate(requests, SamplingParams(12), seed=0, step=0)

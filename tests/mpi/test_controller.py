@@ -309,7 +309,7 @@ def test_rank_0_moves_no_tokens(world) -> None:
             batch = batch.union(controller["a"].make(batch).get())
             batch = batch.union(controller["b"].double(batch).get())
             controller["a"].seen_by_replica(batch).get()
-            seen.append(controller.traffic.collect())
+            seen.append(controller.collect_traffic())
         for key in ("perf/controller_bytes_sent", "perf/controller_bytes_received"):
             assert abs(seen[1][key] - seen[0][key]) <= 128
 

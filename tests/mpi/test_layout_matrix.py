@@ -22,7 +22,7 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.jobs.train import Train
-from hpcrl.model.params import VALUE_HEAD, role_layout
+from hpcrl.model.params import SCALAR_HEADS, role_layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
@@ -114,7 +114,7 @@ def worker_of(loss: str, groups: RoleGroups, shape: ModelShape) -> ModelWorker:
         return SftActorWorker(groups, shape, CONFIG)
     critic = CriticWorker(groups, shape, CONFIG, derived, total_steps=1)
     for name, weight in critic.engine.named_shards().items():
-        if name == VALUE_HEAD:
+        if name == SCALAR_HEADS["value"]:
             weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(1))
     return critic
 

@@ -85,7 +85,7 @@ def tensors(groups: list[ShardGroup], rank: int, dtype: torch.dtype, shift: floa
     """The rank's shards of a model whose every element has a value of its own (times a common factor)."""
     found = {}
     for group in groups:
-        for shard, name in zip(group.shards, group.dst_names, strict=True) if rank in group.ranks else ():
+        for shard in group.shards if rank in group.ranks else ():
             whole = torch.arange(torch.Size(shard.global_shape).numel(), dtype=torch.float32) + shift + len(shard.name)
             whole = whole.view(shard.global_shape[0], -1) / 3
             local = torch.zeros(shard.local_shape).view(shard.local_shape[0], -1)
@@ -93,7 +93,7 @@ def tensors(groups: list[ShardGroup], rank: int, dtype: torch.dtype, shift: floa
                 part = whole[slice(*box.global_rows), slice(*box.global_cols)]
                 rows, cols = part.shape
                 local[box.local_row : box.local_row + rows, box.local_col : box.local_col + cols] = part
-            found[name] = local.view(shard.local_shape).to(dtype)
+            found[shard.local_name] = local.view(shard.local_shape).to(dtype)
     return found
 
 
@@ -167,7 +167,7 @@ def test_engine_buffers_are_filled_in_place(world, ranks_per_node, bucket_bytes,
                 torch.testing.assert_close(sides.destination[name], expected, rtol=0, atol=0)
                 assert sides.destination[name].data_ptr() == addresses[name]
             if report is not None:
-                assert report.bytes_received == sides.resharding.lower_bound(world.rank)
+                assert report.bytes_received == sides.resharding.traffic()[world.rank].received
                 assert report.peak_extra_bytes <= bucket_bytes
         sides.close()
 
@@ -278,7 +278,7 @@ def test_only_equal_slices_are_aliased(world) -> None:
         report = sides.run()
         aliased = [name for name, tensor in sides.destination.items() if tensor is sides.source.get(name)]
         assert report.bytes_aliased == sum(sides.destination[name].nbytes for name in aliased) > 0
-        assert report.bytes_received == sides.resharding.lower_bound(world.rank) > 0
+        assert report.bytes_received == sides.resharding.traffic()[world.rank].received > 0
         for name, expected in sides.expected(shift).items():
             torch.testing.assert_close(sides.destination[name], expected, rtol=0, atol=0)
     sides.close()
@@ -376,7 +376,7 @@ def test_metrics_of_all_ranks(world) -> None:
     layouts = ALL_TO_TWO.get(world.size, LAYOUTS[1][0])
     sides = Sides(world, *layouts)
     metrics = refit_metrics(world.all_gather_object(sides.run()))
-    received = sum(sides.resharding.lower_bound(rank) for rank in range(world.size))
+    received = sum(its.received for its in sides.resharding.traffic().values())
     assert metrics["perf/refit/gib_received"] == received / 2**30
     needed = sum(world.all_gather_object(sum(tensor.nbytes for tensor in sides.destination.values())))
     assert metrics["perf/refit/gib_copied"] == pytest.approx((needed - received) / 2**30)

@@ -27,8 +27,8 @@ SMALL = [
     *("trainer.test_freq=2", "trainer.val_before_train=false", "trainer.save_freq=2"),
     *("reward.custom_reward_function.path=score.py", "reward.num_workers=1"),
 ]
-SMALL_SFT = ["sft.batch_size=8", "sft.total_training_steps=2", "sft.eval_freq=2", "sft.eval_samples=8"]
-SMALL_RM = ["rm.batch_size=8", "rm.total_training_steps=2", "rm.eval_freq=2", "rm.eval_samples=8"]
+SMALL_SUPERVISED = ["batch_size=8", "total_training_steps=2", "eval_freq=2", "eval_samples=8"]
+SUPERVISED = {"sft": "sft", "rm": "rm", "dpo": "preference"}  # first word of the template's name -> command
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,9 @@ def test_a_template_of_four_ranks_runs_two_steps(world, folder: Path, monkeypatc
 def run_two_steps(world, template: str) -> None:
     """Run the templates whose weights this one starts with, then this one; each at most once in a session."""
     kind = template.split("_")[0]
-    small = SMALL + {"sft": SMALL_SFT, "rm": SMALL_RM}.get(kind, ["trainer.total_training_steps=2"])
-    command = kind if kind in ("sft", "rm") else "train"
+    command = SUPERVISED.get(kind, "train")
+    supervised = [f"{command}.{setting}" for setting in SMALL_SUPERVISED]
+    small = SMALL + (["trainer.total_training_steps=2"] if command == "train" else supervised)
     job = load_job(command)
     config = job.prepare(job.read_config(f"configs/{template}.yaml", small))
     saved = run_directory(config) / "checkpoints" / "step_00000002" / "manifest.json"

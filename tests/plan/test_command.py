@@ -130,7 +130,7 @@ def test_an_engine_has_the_planned_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     cache = engine._cache
     assert generation.kv_cache == sum(part.nbytes for part in (cache.keys, cache.values, *cache.scratch))
-    states = [job.state(role, stage).parameters for role, stage in refit.place.stages.items() if role in job.models]
+    states = [job.states[role, stage].parameters for role, stage in refit.place.stages.items() if role in job.models]
     assert refit.parameters - sum(states) == sum(weight.nbytes for weight in engine.weights().values())
 
 

@@ -112,7 +112,7 @@ def stream(replicas: Replicas, config: Config, total_steps: int, version: int) -
     controller = cast(Controller, replicas)
     weights = Weights(controller, timers)
     weights.update_to(version)
-    derived = cast(Derived, SimpleNamespace(needs_reward_model=False, needs_reward_baseline=False))
+    derived = cast(Derived, SimpleNamespace(needs_reward_baseline=False))
     sampler = OrderedSampler(1000, 0, False)
     return Streaming(RolloutContext(controller, config, derived, sampler, timers, (0,), weights, total_steps))
 

@@ -45,7 +45,7 @@ def make(folder: Path, clock: Clock, ends_at: float | None = END, signals: tuple
 def test_a_phase_begins_where_it_fits_with_a_save(tmp_path, now, saves, phases, leaves) -> None:
     clock = Clock()
     part = make(tmp_path, clock)
-    part._num_saves = lambda: saves
+    part.num_saves = lambda: saves
     clock.now = now
     if leaves:
         with pytest.raises(StopRequested, match="the allocation ends in"):

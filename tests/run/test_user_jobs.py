@@ -35,7 +35,7 @@ def test_a_role_of_ones_own_has_a_section_a_placement_and_memory(monkeypatch: py
     phases = [phase.name for phase in plan.phases]
     assert "prm" in phases and "update_prm" not in phases and "save_prm" not in phases
     place = next(place for place in plan.places if "prm" in place.stages)
-    on_device = plan.state("prm", 0)
+    on_device = plan.states["prm", 0]
     assert on_device.parameters > 0 == on_device.optimizer
     moved = TrainingPlan(job.read_config(CONFIG, ["prm.param_offload=true", VOCABULARY]), plan.own_roles)
     assert moved.on_host(moved.places[0]) > 0 == plan.on_host(place)

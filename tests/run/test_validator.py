@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.algorithms.metrics import Sum
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.config.schema import DataConfig, ValKwargs
+from hpcrl.config.schema import Config, DataConfig, ValKwargs
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.rollout.protocol import SamplingParams
@@ -73,7 +73,8 @@ def prompts(tmp_path: Path) -> PromptDataset:
 
 def validator(prompts: PromptDataset, ways: list[ValKwargs], **more: Any) -> Validator:
     controller: Any = more.pop("controller", None) or StandIn(prompts)
-    return Validator(controller, prompts, DataConfig(), ways, (1,), **more)
+    inputs: Any = SimpleNamespace(prompts={"val": prompts}, tokenizer=SimpleNamespace(eos_token_id=1))
+    return Validator(controller, Config(), inputs, ways, **more)
 
 
 def test_metrics_of_several_ways(prompts: PromptDataset) -> None:

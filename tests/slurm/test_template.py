@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import JobConfig
-from hpcrl.run import job_config
+from hpcrl.jobs.train import Train
+from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.site import SiteConfig
 from hpcrl.slurm.template import Batch, render
@@ -72,7 +73,7 @@ def test_what_a_job_asks_for() -> None:
 @pytest.mark.parametrize("name", ["ppo_70b", "grpo_8b"])
 def test_templates_ask_for_what_their_configurations_do(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml")
-    derived = job_config.derive(job_config.with_presets(config), config.job.nodes * config.job.ntasks_per_node)
+    derived = Train.check_with_torch(with_presets(config), config.job.nodes * config.job.ntasks_per_node)
     assert derived.roles["rollout"].tp > 1
     made = Batch(name, "train", config.job, (Path("/runs") / name,))
     written = options((ROOT / "slurm" / f"{name}.sbatch").read_text())

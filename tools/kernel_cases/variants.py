@@ -16,7 +16,6 @@ from hpcrl.kernels import (
     layers_triton,
     linear_log_prob_triton,
     pack_triton,
-    reductions_triton,
     sampling_triton,
 )
 
@@ -216,67 +215,6 @@ def _pack_variants() -> list[KernelVariant]:
     return found
 
 
-def _group_variants() -> list[KernelVariant]:
-    tables = dict.fromkeys(("order", "offsets"), "*i64")
-    results = dict.fromkeys(("size", "mean", "std"), "*fp64")
-    return [
-        KernelVariant(
-            "group_statistics moments",
-            reductions_triton.group_moments_kernel,
-            {"score": "*fp32"} | tables | results | {"groups": "i32"},
-            {"GROUPS": reductions_triton.GROUPS},
-            reductions_triton.MOMENTS_WARPS,
-        ),
-        KernelVariant(
-            "group_statistics sums",
-            reductions_triton.group_sums_kernel,
-            {"x": "*fp32"} | tables | {"found": "*fp64", "columns": "i32"},
-            {"COLUMNS": reductions_triton.COLUMNS},
-            reductions_triton.SUMS_WARPS,
-        ),
-    ]
-
-
-def _whiten_variants() -> list[KernelVariant]:
-    return [
-        KernelVariant(
-            "masked_whiten moments",
-            reductions_triton.masked_moments,
-            {"x": "*fp32", "mask": "*i64", "parts": "*fp64", "count": "i64", "tiles": "i32"},
-            {"TILE": reductions_triton.WHITEN_TILE},
-            reductions_triton.WHITEN_WARPS,
-        ),
-        KernelVariant(
-            "masked_whiten scaled",
-            reductions_triton.masked_scale,
-            {"x": "*fp32", "mean": "*fp64", "scale": "*fp64", "y": "*fp32", "count": "i64"},
-            {"TILE": reductions_triton.WHITEN_TILE},
-            reductions_triton.WHITEN_WARPS,
-        ),
-    ]
-
-
-def _scan_variants() -> list[KernelVariant]:
-    pointers = dict.fromkeys(("rewards", "values", "maps", "found"), "*fp32") | {"mask": "*i64", "offsets": "*i64"}
-    signature = pointers | {"gamma": "fp32", "decay": "fp32", "tiles": "i32"}
-    return [
-        KernelVariant(
-            f"segmented_scan {name}",
-            reductions_triton.scan_tile,
-            signature,
-            {
-                "VALUES": True,
-                "WRITE_MAPS": writes,
-                "READ_MAPS": reads,
-                "TILE": reductions_triton.SCAN_TILE,
-                "WINDOW": reductions_triton.SCAN_WINDOW,
-            },
-            reductions_triton.SCAN_WARPS,
-        )
-        for name, writes, reads in (("one tile", False, False), ("maps", True, False), ("many tiles", False, True))
-    ]
-
-
 def _sampling_variants() -> list[KernelVariant]:
     """A vocabulary of 151,936."""
     numbers = {"chunks": "i32", "vocab_size": "i32", "temperature": "fp32"}
@@ -318,8 +256,5 @@ def kernel_variants() -> list[KernelVariant]:
         *_rope_variants(),
         *_linear_log_prob_variants(),
         *_pack_variants(),
-        *_group_variants(),
-        *_whiten_variants(),
-        *_scan_variants(),
         *_sampling_variants(),
     ]

@@ -52,16 +52,11 @@ def _by_query_group(shape: ModelShape, hf_names: list[str]) -> Iterator[Span]:
             row += rows
 
 
-def unsharded(shape: ModelShape) -> list[Shard]:
-    """Return Megatron's parameters on one rank, each once."""
-    return shards(shape)
-
-
 def hf_shards(shape: ModelShape) -> list[Shard]:
     """Return Hugging Face's tensors, in the order of the model: `local_name` and the boxes' places are Hugging Face's,
     `name` is Megatron's."""
     found: dict[str, list[tuple[Shard, Span]]] = {}
-    for shard in unsharded(shape):
+    for shard in shards(shape):
         for span in spans(shape, shard.name, shard.global_shape):
             found.setdefault(span.hf_name, []).append((shard, span))
     return [_hf_shard(hf_name, parts) for hf_name, parts in found.items()]
@@ -97,14 +92,9 @@ def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
             yield Slice(span.hf_name, (top + shift, bottom + shift), box.global_cols, row, box.local_col)
 
 
-def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of Hugging Face's tensors."""
-    return {shard.local_name: shard.local_shape for shard in hf_shards(shape)}
-
-
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
-    expected = expected_shapes(shape)
+    expected = {shard.local_name: shard.local_shape for shard in hf_shards(shape)}
     for name, size in expected.items():
         if name not in found:
             yield f"no tensor {name}"
@@ -222,13 +212,11 @@ def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
     converts experts' adapters into its own for stacked weights: of both gate and up or of neither, and it then drops
     those of dense layers.
     """
-    found = []
-    for shard in shards(shape, lora=lora):
-        if is_adapter(shard.name):
-            rows, cols = shard.global_shape
-            box = Box((0, rows), (0, cols), 0, 0)
-            found.append(shard._replace(local_name=_peft_name(shape, shard.name), boxes=(box,), tp_replicated=True))
-    return found
+    return [
+        shard._replace(local_name=_peft_name(shape, shard.name), tp_replicated=True)
+        for shard in shards(shape, lora=lora)
+        if is_adapter(shard.name)
+    ]
 
 
 def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:
