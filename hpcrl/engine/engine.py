@@ -30,7 +30,7 @@ from hpcrl.engine.optim import (
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.build import build_model, local_shards, named_parameters
-from hpcrl.model.hf.directory import Safetensors, load_weights
+from hpcrl.model.hf.directory import Safetensors
 from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.router import RouterLosses
 from hpcrl.model.shape import Lora
@@ -322,7 +322,7 @@ class TrainEngine:
         heads = SCALAR_HEADS.values()
         needed = [shard for shard in local_shards(self.shape, self.groups, self.head) if shard.name not in heads]
         with self.offload.on_device("parameters", "optimizer"):
-            load_weights(self.shape, source, needed, self.named_shards())
+            source.load(self.shape, needed, self.named_shards())
             if self.optimizer is not None:
                 with platform.cpu_bridge():
                     self.optimizer.reload_model_params()
