@@ -159,8 +159,9 @@ class TrainEngine:
         present, routed_experts: the experts to use for each token (see `hpcrl.engine.microbatch`). `record_routing`
         adds 'routed_experts', the experts that were used.
         """
-        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
-        compute = partial(self._vocabulary.log_probs, **options)
+        compute = partial(
+            self._vocabulary.log_probs, temperature=temperature, entropy=entropy, sum_pi_squared=sum_pi_squared
+        )
         return self._forward(batch, max_tokens, compute, record_routing=record_routing)
 
     def topk_log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, k: int) -> dict[str, Ragged]:
@@ -217,10 +218,8 @@ class TrainEngine:
             raise RuntimeError("this engine was built without an optimizer; pass optim=... to train it")
         compute: Compute = values if self.head == "value" else scores
         if self.head == "lm":
-            options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-            compute = partial(self._vocabulary.log_probs, **options)
-            if topk_ids is not None:
-                compute = partial(self._vocabulary.log_probs_at, topk_ids=batch.fetch(topk_ids), **options)
+            ids = None if topk_ids is None else batch.fetch(topk_ids)
+            compute = partial(self._vocabulary.log_probs, temperature=temperature, entropy=entropy, topk_ids=ids)
 
         def consume(micro: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
             if micro.num_outputs == 0:

@@ -199,11 +199,6 @@ class Channel:
         """Where the shares end, moved to the nearest end of a row."""
         return [self._snapped(end) for end in accumulate(self.shares, initial=0)]
 
-    def sent(self) -> Iterator[tuple[int, int]]:
-        """Yield (sender, bytes)."""
-        for sender, start, end in zip(self.senders, self.cuts, self.cuts[1:], strict=False):
-            yield sender, end - start
-
     def transfers_from(self, rank: int) -> Iterator[Transfer]:
         sender = self.senders.index(rank)
         return self._transfers(self.cuts[sender], self.cuts[sender + 1])
@@ -354,8 +349,8 @@ class Routes:
         """Return bytes by sender."""
         total: dict[int, int] = defaultdict(int)
         for channel in self._channels:
-            for sender, nbytes in channel.sent():
-                total[sender] += nbytes
+            for sender, start, end in zip(channel.senders, channel.cuts, channel.cuts[1:], strict=False):
+                total[sender] += end - start
         return dict(total)
 
     def cross_node_bytes(self) -> int:
