@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.algorithms.metrics import Metric, merge
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.engine.microbatch import MicroBatch, make_micro_batches, needed_count, recorded_experts
@@ -49,12 +50,6 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
     from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.shape import ModelShape
-
-
-class Metric(Protocol):
-    """A metric that can be merged over micro-batches."""
-
-    def merge(self, other: Any) -> Any: ...
 
 
 Loss = Callable[[Outputs, TensorBatch], tuple[Tensor, dict[str, Metric]]]
@@ -244,10 +239,7 @@ class TrainEngine:
             self.optimizer.zero_grad()
             results = self._run(micros, compute, consume, forward_only=False)
             found = self._step()
-        merged: dict[str, Any] = {}
-        for part, _, _ in results:
-            for name, metric in part.items():
-                merged[name] = merged[name].merge(metric) if name in merged else metric
+        merged: dict[str, Any] = dict(merge(part for part, _, _ in results))
         if columns is not None and results:
             columns |= _columns([(micro, kept) for _, micro, kept in results])
         if losses is not None:

@@ -7,7 +7,7 @@ used, and that unsupported settings raise errors.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -56,11 +56,6 @@ def is_used(
                 "tokens varies; set fp8 to null"
             )
     return used
-
-
-def config_entries(cfg: TransformerEngineConfig | None) -> dict[str, Any]:
-    """Return the entries of megatron's TransformerConfig."""
-    return {"fp8": cfg.fp8, "fp8_recipe": cfg.fp8_recipe} if cfg is not None and cfg.fp8 is not None else {}
 
 
 def use_transformer_engine(spec: ModuleSpec) -> None:
