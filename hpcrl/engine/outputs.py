@@ -9,17 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-
-from hpcrl.kernels.vocabulary import SplitSoftmax
-from hpcrl.model.exact import exact_log_softmax
-
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # isort: skip
 import torch.distributed as dist
+from torch import Tensor
 
 from hpcrl.engine.microbatch import MicroBatch, OutputGather
 from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
-from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
+from hpcrl.kernels.vocabulary import SplitSoftmax, vocab_parallel_topk_ids
+from hpcrl.model.exact import exact_log_softmax
+
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # isort: skip
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
