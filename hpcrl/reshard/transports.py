@@ -61,7 +61,7 @@ class WindowTransport:
         starts = [0, sizes[0]]
         self.nbytes = sum(sizes)
         barrier(comm)  # Allocate_shared spins until all ranks are here
-        self._window: MPI.Win | None = MPI.Win.Allocate_shared(self.nbytes, 1, comm=comm)
+        self._window = MPI.Win.Allocate_shared(self.nbytes, 1, comm=comm)
         self._window.Lock_all(MPI.MODE_NOCHECK)
         own_memory = _memory(self._window, comm.rank)
         self._halves = [own_memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
@@ -88,7 +88,7 @@ class WindowTransport:
         while self._packed < len(self._parts) and self._reading[self._packed % HALVES] == 0:
             half, readers = self._packed % HALVES, self._readers[self._packed]
             pack(self._parts[self._packed], source, self._halves[half], self._dtype)
-            self._sync()
+            self._window.Sync()
             self._reading[half] = len(readers)
             self._packed += 1
             for reader in readers:
@@ -107,26 +107,20 @@ class WindowTransport:
             return
 
         def read() -> None:
-            self._sync()
+            self._window.Sync()
             unpack(parts, self._windows[sender], destination, self._dtype)
             loop.add(self._comm.Isend(_nothing(), sender, DONE))
             self._await(loop, sender, pages_left, destination)
 
         loop.add(self._comm.Irecv(_nothing(), sender, READY), read)
 
-    def _sync(self) -> None:
-        assert self._window is not None
-        self._window.Sync()
-
     def close(self) -> None:
         """Free the windows."""
-        if self._window is not None:
-            barrier(self._comm)
-            self._windows, self._halves = {}, []
-            self._window.Unlock_all()
-            self._window.Free()
-            self._window = None
-            self._comm.Free()
+        barrier(self._comm)
+        self._windows, self._halves = {}, []
+        self._window.Unlock_all()
+        self._window.Free()
+        self._comm.Free()
 
 
 def shared_memory_left() -> int:
