@@ -221,8 +221,8 @@ def _check_loop(config: Config, inputs: Collection[str]) -> None:
     trainer, needs_critic = config.trainer, "values" in inputs
     if "reward_baselines" in inputs and config.async_training.mode == "bounded_staleness":
         raise ConfigError(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with a greedy response of the same weights, "
-            "which async_training.mode=bounded_staleness does not draw; use one_step_off or sync"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with a greedy response of the same "
+            "weights, which async_training.mode=bounded_staleness does not draw; use one_step_off or sync"
         )
     if trainer.test_freq > 0 and not config.data.val_files:
         raise ConfigError(
