@@ -96,11 +96,7 @@ class CheckpointStore:
         return pending
 
     def commit(
-        self,
-        step: int,
-        trainer_state: dict[str, Any],
-        written: Sequence[FileEntry] = (),
-        metric: float | None = None,
+        self, step: int, trainer_state: dict[str, Any], written: Sequence[FileEntry] = (), metric: float | None = None
     ) -> Path:
         """Commit the checkpoint of `step`, after all ranks have written and fsynced their files.
 

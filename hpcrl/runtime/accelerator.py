@@ -46,11 +46,6 @@ def release_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def pins_memory(device: torch.device) -> bool:
-    """Whether copies between host and device are faster from pinned host memory."""
-    return device.type == "cuda"
-
-
 def free_bytes(device: torch.device, ranks_on_node: int) -> int:
     """Free bytes of this rank's GPU, or on the CPU this rank's equal share of the node's free memory."""
     if device.type == "cuda":
@@ -109,22 +104,7 @@ def annotated(name: str) -> AbstractContextManager[object]:
         return _NO_RANGE
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(name)
-    return _NvtxRange(name) if torch.cuda.is_initialized() else _NO_RANGE
-
-
-class _NvtxRange:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        import torch
-
-        torch.cuda.nvtx.range_push(self._name)
-
-    def __exit__(self, *exception: object) -> None:
-        import torch
-
-        torch.cuda.nvtx.range_pop()
+    return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else _NO_RANGE
 
 
 def name_of(device: torch.device) -> str | None:

@@ -91,10 +91,7 @@ def run_spmd(
         )
         remove_torch_log_handlers()
         set_torch_precision(config.run.full_determinism)
-        from hpcrl.runtime import (
-            accelerator,  # import torch
-            platform,
-        )
+        from hpcrl.runtime import accelerator, platform  # import torch
 
         if config.run.memory_snapshot:
             accelerator.record_memory_history(world.device)

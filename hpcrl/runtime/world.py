@@ -20,7 +20,7 @@ from hpcrl.runtime import exits, gpus, mpi
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
 from hpcrl.runtime.launcher import on_one_node, split_world
-from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively
+from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, duplicate, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import KeyValueStore, StopRequests, connect_store, open_store
 from hpcrl.sandbox import fork_server
@@ -92,8 +92,6 @@ def start_mpi() -> MPI.Intracomm:
     problem = split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
     if problem:
         raise InputError(problem)
-    from hpcrl.runtime.mpi import duplicate
-
     return duplicate(MPI.COMM_WORLD)
 
 

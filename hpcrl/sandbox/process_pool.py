@@ -312,20 +312,14 @@ class ProcessPool:
 
     def _wait_until_loaded(self, worker: _Worker) -> None:
         """Raise the source's `load_error` if a worker cannot load it."""
-        why: str | None = "the process that loads it died"
         try:
-            if not worker.pipe.poll(START_SECONDS):
-                why = f"not loaded after {START_SECONDS:.0f} s"
-            else:
-                worker.ready = worker.pipe.recv()
-                assert worker.ready is not None
-                why = worker.ready.why
+            worker.ready = worker.pipe.recv() if worker.pipe.poll(START_SECONDS) else None
+            why = worker.ready.why if worker.ready else f"not loaded after {START_SECONDS:.0f} s"
         except (EOFError, OSError):
-            pass
-        if why is None:
-            return
-        self.close()
-        raise self._source.load_error(why)
+            why = "the process that loads it died"
+        if why is not None:
+            self.close()
+            raise self._source.load_error(why)
 
 
 @dataclass

@@ -133,13 +133,13 @@ def step_path(folder: str | os.PathLike[str], step: int) -> Path:
     return Path(folder) / f"step_{step:08d}.h5"
 
 
-class RolloutLog:
-    """One rank's records of one step: {"tokens": {column: [dtype, bytes]}, "samples": {name: scalar}}."""
+class RolloutLog(RecordLog):
+    """One rank's records of one step: {"tokens": {column: [dtype, bytes]}, "samples": {name: scalar}}.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._log = RecordLog(path)  # replaces the log of an earlier, interrupted attempt
+    It replaces the log of an earlier, interrupted attempt.
+    """
 
-    def append(self, tokens: Mapping[str, np.ndarray], samples: Mapping[str, Any]) -> None:
+    def append_sample(self, tokens: Mapping[str, np.ndarray], samples: Mapping[str, Any]) -> None:
         """Add one sample.
 
         tokens: column -> (length,) array, one dtype per column. samples: name -> number or string; the integer
@@ -149,10 +149,7 @@ class RolloutLog:
         if "position" not in samples:
             raise ValueError("a sample needs an integer `position`, its place in the step's file")
         packed = {name: [array.dtype.str, np.ascontiguousarray(array).tobytes()] for name, array in tokens.items()}
-        self._log.append({"tokens": packed, "samples": {name: _plain(value) for name, value in samples.items()}})
-
-    def close(self) -> None:
-        self._log.close()
+        self.append({"tokens": packed, "samples": {name: _plain(value) for name, value in samples.items()}})
 
 
 def _plain(value: Any) -> Scalar:
@@ -166,12 +163,7 @@ def _plain(value: Any) -> Scalar:
 
 
 def finish_step(
-    folder: str | os.PathLike[str],
-    step: int,
-    *,
-    seed: int,
-    weight_version: int,
-    report: Callable[[str], None] = print,
+    folder: str | os.PathLike[str], step: int, *, seed: int, weight_version: int, report: Callable[[str], None] = print
 ) -> Path:
     """Merge the step's logs, in the order of `position`, into its HDF5 file and remove them.
 

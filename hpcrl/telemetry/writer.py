@@ -118,10 +118,8 @@ class MetricsWriter:
         """
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; steps must increase")
-        line: dict[str, float | int | None] = {"step": step}
-        for tag, value in metrics.items():
-            number = value if isinstance(value, int) else float(value)
-            line[tag] = number if math.isfinite(number) else None
+        numbers = {tag: value if isinstance(value, int) else float(value) for tag, value in metrics.items()}
+        line = {"step": step, **without_nan(numbers)}
         self._last_step = step
         self._waiting += (json.dumps(line, allow_nan=False) + "\n").encode()
         self._write_lines()
