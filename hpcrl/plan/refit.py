@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.placement import PlacedRole, place
 from hpcrl.config.roles import ACTOR, ROLLOUT, shares_weights
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
@@ -26,7 +26,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime import exits
-from hpcrl.runtime.launcher import is_first_launched
+from hpcrl.runtime.launcher import format_spans, is_first_launched
 
 NAMED = 4  # ranks that a row names
 
@@ -107,7 +107,7 @@ def _heading(path: str, asked: Question) -> list[str]:
         ("rollout", asked.rollout, dtypes[1], f"engine {config.rollout.engine}"),
     ):
         layout = f"tp {role.tp}  pp {role.pp}  dp {role.dp}"
-        lines.append(f"  {name:<8} {layout}  ranks {format_ranks(role.ranks)}, {dtype}, {kind}")
+        lines.append(f"  {name:<8} {layout}  ranks {format_spans(role.ranks)}, {dtype}, {kind}")
     return lines
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,13 +195,10 @@ class MegatronRanges:
 class _Range:
     def __init__(self, name: str) -> None:
         self._name = name
-        self._open: AbstractContextManager[object] | None = None
+        self._open = ExitStack()
 
     def start(self, barrier: bool = False) -> None:
-        self._open = annotated(self._name)
-        self._open.__enter__()
+        self._open.enter_context(annotated(self._name))
 
     def stop(self, barrier: bool = False) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
+        self._open.close()

@@ -343,26 +343,17 @@ class TokenBucket:
         return start
 
 
-@dataclass
 class RateLimit:
     """Limits of requests at the same time, and of requests and tokens per minute (None: no limit)."""
 
-    max_concurrent: int
-    rpm: TokenBucket | None
-    tpm: TokenBucket | None
-    tokens_per_request: int
-
-    @classmethod
-    def per_minute(
-        cls, max_concurrent: int, max_rpm: int | None, max_tpm: int | None, tokens_per_request: int
-    ) -> RateLimit:
-        rpm, tpm = (None if most is None else TokenBucket(most / 60) for most in (max_rpm, max_tpm))
-        return cls(max_concurrent, rpm, tpm, tokens_per_request)
+    def __init__(self, max_concurrent: int, max_rpm: int | None, max_tpm: int | None, tokens_per_request: int) -> None:
+        self.max_concurrent, self._tokens_per_request = max_concurrent, tokens_per_request
+        self._rpm, self._tpm = (None if most is None else TokenBucket(most / 60) for most in (max_rpm, max_tpm))
 
     def reserve(self, now: float) -> float:
         """The time at which the next request may start, according to the request limit and then the token limit."""
-        if self.rpm is not None:
-            now = self.rpm.reserve(1, now)
-        if self.tpm is not None:
-            now = self.tpm.reserve(self.tokens_per_request, now)
+        if self._rpm is not None:
+            now = self._rpm.reserve(1, now)
+        if self._tpm is not None:
+            now = self._tpm.reserve(self._tokens_per_request, now)
         return now

@@ -84,7 +84,10 @@ def kill_tree(pid: int) -> None:
         children = _children_lookup()
         found = [child for member in stopped for child in children(member) if child not in stopped]
     for member in stopped:
-        _signal(member, signal.SIGKILL)
+        try:
+            os.kill(member, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 def kill_descendants() -> None:
@@ -116,13 +119,6 @@ def _stop(pid: int) -> None:
             os.kill(pid, signal.SIGSTOP)
         else:
             os.killpg(group, signal.SIGSTOP)
-    except ProcessLookupError:
-        pass
-
-
-def _signal(pid: int, signum: signal.Signals) -> None:
-    try:
-        os.kill(pid, signum)
     except ProcessLookupError:
         pass
 

@@ -44,7 +44,7 @@ class RecordLog:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = open(path, "ab" if keep else "wb")
         if keep:
-            self._file.truncate(whole_bytes(path))
+            self._file.truncate(max((end for _, end in _whole_records(path)), default=0))
 
     def append(self, record: Record) -> None:
         payload = msgpack.packb(record)
@@ -67,11 +67,6 @@ def read_records(path: str | os.PathLike[str], report: Callable[[str], None]) ->
             f"{path}: record {count} at byte {good_end} is torn or damaged; dropped the last {size - good_end} bytes, "
             f"kept {count} samples"
         )
-
-
-def whole_bytes(path: str | os.PathLike[str]) -> int:
-    """Return the end of the last whole record of a log."""
-    return max((end for _, end in _whole_records(path)), default=0)
 
 
 def _whole_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, int]]:
