@@ -177,9 +177,9 @@ def finish_step(
         file.attrs.update({"seed": seed, "step": step, "weight_version": weight_version, "schema": SCHEMA})
         _write_tokens(file.create_group("tokens"), records)
         _write_samples(file.create_group("samples"), records)
-    _fsync(temporary)
+    fsync(temporary)
     os.replace(temporary, path)
-    _fsync(path.parent)
+    fsync(path.parent)
     for log in logs:
         log.unlink()
     return path
@@ -238,7 +238,8 @@ def _write(group: h5py.Group, name: str, values: np.ndarray) -> None:
     group.create_dataset(name, data=values, **({"fletcher32": True} if len(values) else {}))
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
