@@ -108,8 +108,8 @@ class _Window(io.RawIOBase):
 HEADS = ("output_layer.weight", "value_head.weight", "reward_head.weight")
 
 
-class Loadable(Protocol):
-    """The interface of `hpcrl.engine.engine.TrainEngine` for loading."""
+class Engine(Protocol):
+    """The interface of `hpcrl.engine.engine.TrainEngine` for checkpoints."""
 
     def sharded_state_dict(self, *, optimizer: bool = True, is_loading: bool = False) -> dict[str, Any]: ...
 
@@ -117,7 +117,7 @@ class Loadable(Protocol):
 
 
 def load_sharded(
-    engine: Loadable, path: str | Path, *, optimizer: bool = True, strict: bool = True, adapters: bool = True
+    engine: Engine, path: str | Path, *, optimizer: bool = True, strict: bool = True, adapters: bool = True
 ) -> None:
     """Load the state written by `ShardedSave`, under any layout. Each rank reads what it needs; no collectives.
 

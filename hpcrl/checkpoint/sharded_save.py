@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hpcrl.checkpoint.manifest import FileEntry, HashedFile, SavedPart, error_line, hash_file, write_file
+from hpcrl.checkpoint.sharded_load import Engine
 from hpcrl.checkpoint.store import fsync
 from hpcrl.runtime import platform
 
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
 
 Staged = list[tuple[WriteItem, torch.Tensor]]
-
-
-class Savable(Protocol):
-    """The interface of `hpcrl.engine.engine.TrainEngine` for saving."""
-
-    def sharded_state_dict(self) -> dict[str, Any]: ...
 
 
 class ShardedSave:
@@ -50,7 +45,7 @@ class ShardedSave:
 
     def __init__(
         self,
-        engine: Savable,
+        engine: Engine,
         path: Path,
         groups: RoleGroups,
         report: Callable[[SavedPart], None],

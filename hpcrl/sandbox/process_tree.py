@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from resource import struct_rusage
 
 # Batch systems send these to every process of a job. Only ranks handle them.
 STEP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
@@ -102,13 +103,15 @@ def kill_descendants() -> None:
         reap()
 
 
-def reap() -> None:
-    """Reap the children that have ended."""
+def reap() -> list[tuple[int, int, struct_rusage]]:
+    """Reap the children that have ended; returns process id, status and usage of each."""
+    ended = []
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (child := os.wait4(-1, os.WNOHANG))[0]:
+            ended.append(child)
     except ChildProcessError:
         pass
+    return ended
 
 
 def _stop(pid: int) -> None:
