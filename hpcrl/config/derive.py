@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hpcrl.algorithms.aggregation import LossAggMode
-from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.placement import PlacedRole, place
 from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, CRITIC, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec, with_own
 from hpcrl.config.rules import check_algorithm, check_checkpoints, check_lora, check_rollout, loss_mode
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.runtime.launcher import format_spans
 
 
 @dataclass(frozen=True)
@@ -187,10 +188,10 @@ def describe(derived: RoleLayouts) -> str:
         layout += "".join(
             f"  {axis} {size}" for axis in ("cp", "vpp", "ep", "etp") if (size := getattr(role, axis)) > 1
         )
-        lines.append(f"  {f'{name} ({role.pool})':<{width}}  {layout}  ranks {format_ranks(role.ranks)}")
+        lines.append(f"  {f'{name} ({role.pool})':<{width}}  {layout}  ranks {format_spans(role.ranks)}")
     idle = set(range(derived.world_size)).difference(*(role.ranks for role in derived.roles.values()))
     if idle:
-        lines.append(f"  in no role: ranks {format_ranks(sorted(idle))}")
+        lines.append(f"  in no role: ranks {format_spans(sorted(idle))}")
     width = max((len(name) for name, _, _ in derived.rows), default=0)
     lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in derived.rows]
     return "\n".join(lines)

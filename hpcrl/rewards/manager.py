@@ -285,9 +285,7 @@ class RateLimitedRewardManager(RewardManager):
             cfg.num_workers,
             params.timeout,
             memory_limit_mb=cfg.memory_limit_mb,
-            limit=RateLimit.per_minute(
-                params.max_concurrent, params.max_rpm, params.max_tpm, params.estimated_tokens_per_request
-            ),
+            limit=RateLimit(params.max_concurrent, params.max_rpm, params.max_tpm, params.estimated_tokens_per_request),
             log_path=log_path,
         )
 

@@ -57,7 +57,7 @@ class RewardModelWorker(ModelWorker):
         from hpcrl.checkpoint.sharded_load import load_sharded
 
         with self.engine.offload.on_device("parameters"):
-            load_sharded(self.engine, Path(folder) / "reward", self.groups, optimizer=False)
+            load_sharded(self.engine, Path(folder) / "reward", optimizer=False)
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids",))
     def compute_rm_score(self, batch: DataProto) -> DataProto:

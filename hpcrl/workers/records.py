@@ -71,7 +71,7 @@ class ArchiveWorker(Worker):
                 "data_source": self.sources[row],
                 "extras": json.dumps(samples["extras"]),
             }
-            log.append({name: column.row(index) for name, column in columns.items()}, samples)
+            log.append_sample({name: column.row(index) for name, column in columns.items()}, samples)
         log.close()
 
 
