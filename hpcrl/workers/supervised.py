@@ -77,13 +77,7 @@ class PreferenceWorker(ModelWorker):
 
     def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
         rm = config.section("rm")
-        super().__init__(
-            groups,
-            shape,
-            config,
-            optim=rm.optim,
-            total_updates=rm.total_training_steps,
-        )
+        super().__init__(groups, shape, config, optim=rm.optim, total_updates=rm.total_training_steps)
         self.max_tokens = rm.max_token_len_per_gpu
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE, phase="update", updates=True)

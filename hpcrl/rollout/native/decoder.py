@@ -163,10 +163,7 @@ class Decoder:
         self._bind()
 
     def _bind(self) -> None:
-        names = {
-            "proj": "self_attention.linear_proj.weight",
-            "mlp_norm": "pre_mlp_layernorm.weight",
-        }
+        names = {"proj": "self_attention.linear_proj.weight", "mlp_norm": "pre_mlp_layernorm.weight"}
         if self._shape.mla is None:
             names["qkv"] = "self_attention.linear_qkv.weight"
         if self._shape.qkv_bias:

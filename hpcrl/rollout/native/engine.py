@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -19,7 +20,7 @@ from hpcrl.rollout.native.attention import PagedAttention
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, PlainRope, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
 from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.scheduler import Scheduler, Sequence
+from hpcrl.rollout.native.scheduler import Sequence
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")
@@ -122,7 +123,6 @@ class NativeEngine:
         generation = GenerateCall(
             self._decoder,
             self._cache,
-            Scheduler(self._max_num_seqs, self._max_num_batched_tokens, BLOCK_SIZE),
             sampling,
             step,
             exact=self._exact,
@@ -175,22 +175,22 @@ class NativeEngine:
             raise ValueError(f"{what} has token ids {low} to {high}; expected 0 to {last}")
 
 
+@dataclass(eq=False)
 class _RequestQueue:
     """Numbers the requests of one generation and groups those with equal context."""
 
-    def __init__(self, engine: NativeEngine, sampling: SamplingParams, seed: int) -> None:
-        self._engine = engine
-        self._sampling = sampling
-        self._seed = seed
-        self._groups: dict[bytes, int] = {}
-        self.num_requests = 0
+    engine: NativeEngine
+    sampling: SamplingParams
+    seed: int
+    num_requests: int = 0
+    _groups: dict[bytes, int] = field(default_factory=dict, init=False)
 
     def sequences(self, requests: collections.abc.Sequence[Request]) -> list[Sequence]:
         made = []
         for request in requests:
-            sequence = Sequence.from_request(self.num_requests, request, self._sampling, self._seed)
-            self._engine.check(request, sequence)
-            if self._engine._enable_prefix_caching:
+            sequence = Sequence.from_request(self.num_requests, request, self.sampling, self.seed)
+            self.engine.check(request, sequence)
+            if self.engine._enable_prefix_caching:
                 key = blake2b(sequence.context_ids.tobytes(), digest_size=16).digest()
                 sequence.group = self._groups.setdefault(key, self.num_requests)
             self.num_requests += 1

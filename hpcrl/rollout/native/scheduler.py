@@ -56,10 +56,7 @@ class Sequence:
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return the drawn tokens, and clear them here so that they are not held twice."""
-        ids, log_probs = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
-        for part in self.drawn:
-            ids.append(part[0])
-            log_probs.append(part[1])
+        ids, log_probs = zip((np.zeros(0, np.int32), np.zeros(0, np.float32)), *self.drawn, strict=True)
         routed = np.concatenate(self.routed) if self.routed else None
         self.drawn, self.routed = [], []
         return Completion(np.concatenate(ids), np.concatenate(log_probs), reason, routed)
@@ -144,19 +141,13 @@ class RunningBatch:
     def __init__(self, capacity: int, sampling: SamplingParams, routing_width: int = 0) -> None:
         self.num_rows = 0
         self.keys = np.zeros((capacity, 2), np.uint32)
-        self.sample_indices = np.zeros(capacity, np.int64)
-        self.first_positions = np.zeros(capacity, np.int64)
-        self.num_drawn = np.zeros(capacity, np.int64)
-        self.cached = np.zeros(capacity, np.int64)
-        self.last_tokens = np.zeros(capacity, np.int64)
-        self.groups = np.zeros(capacity, np.int64)
+        self._numbers = np.zeros((9, capacity), np.int64)
+        self.sample_indices, self.first_positions, self.num_drawn, self.cached, self.last_tokens = self._numbers[:5]
+        self.groups, self._limits, self._in_part, self._started = self._numbers[5:]
         self.sequences = np.empty(capacity, object)
-        self._limits = np.zeros(capacity, np.int64)
-        self._in_part = np.zeros(capacity, np.int64)
         self._part_ids = np.zeros((capacity, FLUSH_TOKENS), np.int32)
         self._part_log_probs = np.zeros((capacity, FLUSH_TOKENS), np.float32)
         self._part_experts = np.zeros((capacity, FLUSH_TOKENS, routing_width), np.int16)
-        self._started = np.zeros(capacity, np.int64)
         self._stop_ids = np.array(() if sampling.ignore_eos else sampling.eos_token_ids, np.int64)
         self._num_started = 0
 
@@ -237,22 +228,8 @@ class RunningBatch:
         stays = np.ones(self.num_rows, bool)
         stays[rows] = False
         moves = Moves(left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left]))
-        for column in (
-            self.keys,
-            self.sample_indices,
-            self.first_positions,
-            self.num_drawn,
-            self.cached,
-            self.last_tokens,
-            self.groups,
-            self.sequences,
-            self._limits,
-            self._in_part,
-            self._part_ids,
-            self._part_log_probs,
-            self._part_experts,
-            self._started,
-        ):
+        parts = self._part_ids, self._part_log_probs, self._part_experts
+        for column in (self.keys, self._numbers.T, self.sequences, *parts):
             column[moves.targets] = column[moves.sources]
         self.sequences[left : self.num_rows] = None
         self.num_rows = left
