@@ -132,10 +132,12 @@ def barrier(comm: MPI.Intracomm) -> None:
 
 
 def broadcast_object(comm: MPI.Intracomm, obj: Any, root: int = 0) -> Any:
-    """Return rank `root`'s `obj` on every rank. Collective; uses pickle."""
-    blob = bytearray(pickle.dumps(obj)) if comm.rank == root else bytearray()
+    """Return rank `root`'s `obj` on every rank. Collective; uses pickle. None takes one message of 8 bytes."""
+    blob = bytearray(pickle.dumps(obj)) if comm.rank == root and obj is not None else bytearray()
     size = array("q", [len(blob)])
     wait(comm.Ibcast(size, root))
+    if not size[0]:
+        return None
     if comm.rank != root:
         blob = bytearray(size[0])
     wait(comm.Ibcast(blob, root))

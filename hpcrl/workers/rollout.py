@@ -102,8 +102,7 @@ class RolloutWorker(Worker):
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
         self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
-        capacity, interrupts = config.rollout.max_num_seqs, config.async_training.partial_rollout
-        self.stream = ResponseStream(self, scorer, "train", capacity=capacity, interrupts=interrupts)
+        self.stream = ResponseStream(self)
 
     @classmethod
     def build(cls, team: Team, role: str) -> RolloutWorker | None:

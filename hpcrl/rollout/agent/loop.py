@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from hpcrl.rollout.agent.tool_worker import AgentSource
 from hpcrl.rollout.agent.tools import tool_parser, tool_schemas
 from hpcrl.rollout.agent.turn_handler import TurnHandler, TurnResult, tool_metrics
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
-from hpcrl.runtime.mpi import wait, wait_until
+from hpcrl.runtime.mpi import broadcast_object, wait_until
 from hpcrl.sandbox.process_pool import ProcessPool
 
 if TYPE_CHECKING:
@@ -84,14 +83,12 @@ class TurnSource:
 
     def _next_results(self, idle: bool) -> list[TurnResult]:
         """Return the leader's results, on every rank. If the engine is idle, waits for the first one."""
-        if self.handler is None:
-            return self._receive()
-        results = self.handler.poll()
-        if idle and not results:
-            results = self._wait_for_results(self.handler)
-        if self.comm is not None:
-            self._broadcast(self.comm, results)
-        return results
+        results: list[TurnResult] = []
+        if self.handler is not None:
+            results = self.handler.poll()
+            if idle and not results:
+                results = self._wait_for_results(self.handler)
+        return results if self.comm is None else broadcast_object(self.comm, results or None) or []
 
     def _wait_for_results(self, handler: TurnHandler) -> list[TurnResult]:
         """Wait for results, and advance scoring meanwhile."""
@@ -105,23 +102,6 @@ class TurnSource:
 
         wait_until(has_results)
         return results
-
-    @staticmethod
-    def _broadcast(comm: MPI.Intracomm, results: list[TurnResult]) -> None:
-        blob = bytearray(pickle.dumps(results) if results else b"")
-        wait(comm.Ibcast(np.array([len(blob)], np.int64)))
-        if blob:
-            wait(comm.Ibcast(blob))
-
-    def _receive(self) -> list[TurnResult]:
-        assert self.comm is not None
-        size = np.zeros(1, np.int64)
-        wait(self.comm.Ibcast(size))
-        if not size[0]:
-            return []
-        blob = bytearray(int(size[0]))
-        wait(self.comm.Ibcast(blob))
-        return pickle.loads(blob)
 
 
 class AgentLoop:

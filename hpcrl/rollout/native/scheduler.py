@@ -37,9 +37,8 @@ class Sequence:
     @classmethod
     def from_request(cls, index: int, request: Request, sampling: SamplingParams, seed: int) -> Sequence:
         context_ids = np.concatenate([request.prompt_ids, request.prefix_ids]).astype(np.int32)
-        first = len(request.prefix_ids)
-        limit = sampling.max_new_tokens - first if request.max_new_tokens is None else request.max_new_tokens
-        return cls(index, context_ids, request_key(seed, request.uid), request.sample_index, first, limit, index)
+        key, first, limit = request_key(seed, request.uid), len(request.prefix_ids), request.num_to_draw(sampling)
+        return cls(index, context_ids, key, request.sample_index, first, limit, index)
 
     @property
     def num_drawn(self) -> int:

@@ -49,7 +49,7 @@ def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int,
     greedy = sampling.temperature == 0
     stops = [] if sampling.ignore_eos else list(sampling.eos_token_ids)
     return {
-        "max_tokens": new_tokens(request, sampling),
+        "max_tokens": request.num_to_draw(sampling),
         "temperature": 1.0 if greedy else sampling.temperature,  # log-probs of a greedy token are under temperature 1
         "top_k": 1 if greedy else max(sampling.top_k, 0),
         "top_p": 1.0 if greedy else sampling.top_p,
@@ -64,13 +64,6 @@ def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int,
         "add_special_tokens": False,
         "exclude_input_from_output": True,
     }
-
-
-def new_tokens(request: Request, sampling: SamplingParams) -> int:
-    """Return the largest number of tokens to draw."""
-    if request.max_new_tokens is not None:
-        return request.max_new_tokens
-    return sampling.max_new_tokens - len(request.prefix_ids)
 
 
 FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
@@ -132,11 +125,6 @@ def completion(output: Output, uid: str) -> Completion:
         )
     log_probs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
     return Completion(np.array(tokens, np.int32), np.array(log_probs, np.float32), reason)
-
-
-def empty_completion() -> Completion:
-    """The completion of a request that was aborted before its first token."""
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort")
 
 
 TOKENS_PER_BLOCK = 32  # of its paged KV cache

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from hpcrl.config.schema import Config
@@ -26,12 +27,10 @@ from hpcrl.rollout.tensorrt_llm.arguments import (
     Output,
     check_architecture,
     completion,
-    empty_completion,
     engine_arguments,
     input_ids,
     max_model_len,
     model_dir,
-    new_tokens,
     sampling_arguments,
 )
 from hpcrl.rollout.tensorrt_llm.worker import buffers
@@ -120,7 +119,7 @@ class GenerateCall:
         """Check requests, on every rank alike, before one of them is submitted."""
         for request in requests:
             ids = input_ids(request, self.vocab_size)
-            limit = new_tokens(request, self.sampling)
+            limit = request.num_to_draw(self.sampling)
             if limit < 1:
                 raise ValueError(f"prompt {request.uid} may draw {limit} tokens; expected 1 or more")
             if len(ids) + limit > self.max_model_len:
@@ -176,8 +175,9 @@ class GenerateCall:
             while self._in_flight and time.monotonic() < deadline:
                 ended += self._wait(POLL_SECONDS)
         self._store(self.share(ended), on_finished)
+        not_started = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort")
         for index in range(len(self._requests)):
-            self._completions.setdefault(index, empty_completion())
+            self._completions.setdefault(index, not_started)
 
 
 class Worker(Server, Protocol):
