@@ -94,7 +94,7 @@ class PreferenceDataWorker(InputsWorker):
         """Sequences of (row, side) of meta_info["split"]: prompt, then answer, which the mask covers."""
         pairs = self.inputs.pairs[batch.meta_info["split"]]
         rows = zip(batch.samples["row"].tolist(), batch.samples["side"].tolist(), strict=True)
-        return answer_columns([(pairs.prompt_ids(row), pairs.response(row, side)) for row, side in rows])
+        return answer_columns([pairs.pair(row, side) for row, side in rows])
 
 
 def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:

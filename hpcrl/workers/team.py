@@ -11,7 +11,7 @@ from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.roles import REWARD, RoleSpec
 from hpcrl.config.schema import Config, DataConfig
 from hpcrl.controller.register import Worker
-from hpcrl.data.answers import PreferenceDataset, SftDataset
+from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
@@ -37,8 +37,8 @@ class Inputs:
     shape: ModelShape  # the policy's, or that of the only model
     tokenizer: PreTrainedTokenizerBase | Any = None
     prompts: dict[str, PromptDataset] = field(default_factory=dict)  # "train", "val"
-    answers: SftDataset | Any = None
-    pairs: dict[str, PreferenceDataset] = field(default_factory=dict)  # "train", and "val" for evaluations
+    answers: AnswerDataset | Any = None
+    pairs: dict[str, AnswerDataset] = field(default_factory=dict)  # "train", and "val" for evaluations
     shapes: dict[str, ModelShape] = field(default_factory=dict)  # role -> shape, of models with one of their own
     is_scored: bool = True  # whether responses get scores
 
