@@ -125,7 +125,7 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
 
 def _check_scorers(inputs: Inputs, config: Config) -> None:
     if config.reward.uses_rules:
-        sources = [source for dataset in inputs.prompts.values() for source in dataset.data_sources()]
+        sources = [source for dataset in inputs.prompts.values() for source in dataset.source_of_rows()]
         check_rewards(config.reward, sources)
 
 

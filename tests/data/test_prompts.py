@@ -63,7 +63,7 @@ def test_rows_come_back_tokenised_and_with_their_record(tmp_path: Path, tokenize
     }
     assert data.row(0)["answer"] == "<a>1+2</a>"
     assert data.uid(1, 4) == f"train{suffix}:1:4"
-    assert data.data_sources() == {"countdown"}
+    assert set(data.source_of_rows()) == {"countdown"}
 
 
 def test_only_prompt_is_required_and_may_be_a_string(tmp_path: Path, tokenizer: Any) -> None:
