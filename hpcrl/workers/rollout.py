@@ -318,15 +318,12 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
     per response token, `routed_experts`, if responses have them, a row per token of the sequence."""
     prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
     response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
-    ids = [
-        part
-        for request, found in zip(requests, trajectories, strict=True)
-        for part in (request.prompt_ids, found.token_ids)
-    ]
+    pairs = zip(requests, trajectories, strict=True)
+    ids = [np.concatenate([request.prompt_ids, found.token_ids]) for request, found in pairs]
     columns: Columns = {
-        "input_ids": _column(ids, np.int32, prompt_length + response_length),
-        "response_mask": _column([found.mask for found in trajectories], np.int32, response_length),
-        "rollout_log_probs": _column([found.log_probs for found in trajectories], np.float32, response_length),
+        "input_ids": Ragged.from_rows(ids, np.int32),
+        "response_mask": Ragged.from_rows([found.mask for found in trajectories], np.int32),
+        "rollout_log_probs": Ragged.from_rows([found.log_probs for found in trajectories], np.float32),
     }
     if trajectories and trajectories[0].routed_experts is not None:
         parts = [found.routed_experts for found in trajectories]
@@ -348,8 +345,3 @@ def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
     for part, end, length in zip(known, ends, lengths.tolist(), strict=True):
         values[end - length :][: len(part)] = part
     return Ragged.from_lengths(values.reshape(-1), lengths * width)
-
-
-def _column(parts: Sequence[np.ndarray | list[int]], dtype: type, lengths: np.ndarray) -> Ragged:
-    values = np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.zeros(0, dtype)
-    return Ragged.from_lengths(values, lengths)

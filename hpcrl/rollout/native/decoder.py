@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -31,16 +32,18 @@ from hpcrl.rollout.native.attention import (
 )
 
 
+@dataclass(frozen=True)
 class TensorParallel:
     """A tensor-parallel group; with one rank every call is the identity. `exact` sums in rank order."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, exact: bool = False) -> None:
-        if size > 1 and group is None:
-            raise ValueError(f"tensor parallelism over {size} ranks needs a process group")
-        self.group = group
-        self.rank = rank
-        self.size = size
-        self.exact = exact
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and self.group is None:
+            raise ValueError(f"tensor parallelism over {self.size} ranks needs a process group")
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks; `partial` may be overwritten."""
@@ -321,9 +324,8 @@ class DecodeGraphs:
         self._decoder = decoder
         self._graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = (
-            torch.cuda.Stream()
-        )  # shared by all captures, because cuBLAS keeps a workspace of 32 MiB per stream
+        # Shared by all captures, because cuBLAS keeps a workspace of 32 MiB per stream.
+        self._stream = torch.cuda.Stream()
 
     def clear(self) -> None:
         """Drop all graphs and start a new memory pool.

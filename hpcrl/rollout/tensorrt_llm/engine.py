@@ -10,10 +10,9 @@ import contextlib
 import importlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +23,6 @@ from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.arguments import (
-    Output,
     check_architecture,
     completion,
     engine_arguments,
@@ -33,7 +31,7 @@ from hpcrl.rollout.tensorrt_llm.arguments import (
     model_dir,
     sampling_arguments,
 )
-from hpcrl.rollout.tensorrt_llm.worker import buffers
+from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker, buffers
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -46,18 +44,6 @@ POLL_SECONDS = 0.02  # longest time between two broadcasts of results
 CANCEL_SECONDS = 60.0  # then a cancelled request without a result counts as not started
 
 
-class Server(Protocol):
-    """The engine as used by its replica's first rank; a handle is its return value for a request."""
-
-    def submit(self, token_ids: list[int], arguments: dict[str, Any]) -> Any: ...
-
-    def poll(self, handle: Any) -> Output | None:
-        """Return the output if it is complete, else None. Never waits."""
-        ...
-
-    def cancel(self, handle: Any) -> None: ...
-
-
 @dataclass(eq=False)
 class GenerateCall:
     """One call of generate(). `server` is None on all ranks but the first; `share` broadcasts the first rank's
@@ -67,7 +53,7 @@ class GenerateCall:
     it is queued.
     """
 
-    server: Server | None
+    server: TrtllmWorker | None
     share: Callable[[Any], Any]
     sampling: SamplingParams
     seed: int
@@ -180,17 +166,6 @@ class GenerateCall:
             self._completions.setdefault(index, not_started)
 
 
-class Worker(Server, Protocol):
-    """The interface of worker.TrtllmWorker that the engine uses."""
-
-    def parameters(self) -> Iterable[tuple[str, Tensor]]: ...
-    def paused(self) -> AbstractContextManager[None]: ...
-    def reset_prefix_cache(self) -> None: ...
-    def release_cache(self) -> None: ...
-    def allocate_cache(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class TrtllmEngine:
     """One rank of a replica; a `RolloutEngine`.
 
@@ -202,7 +177,7 @@ class TrtllmEngine:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: TrtllmWorker,
         expected: Sequence[Shard],
         *,
         tp_rank: int,
@@ -292,7 +267,6 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
 
     from mpi4py import MPI
 
-    from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker
     from hpcrl.runtime.mpi import broadcast_object, create_group, duplicate
     from hpcrl.runtime.world import before_mpi_finalize
 

@@ -126,11 +126,13 @@ class TrtllmWorker:
         materialize_with_tag(KV_CACHE)
 
     def submit(self, token_ids: list[int], arguments: dict[str, Any]) -> Any:
+        """Start a request; returns its handle."""
         from tensorrt_llm import SamplingParams
 
         return self._front.generate_async(token_ids, SamplingParams(**arguments))
 
     def poll(self, handle: Any) -> Output | None:
+        """Return the output if it is complete, else None. Never waits."""
         # result() ignores its timeout; without streaming there is one message per request
         if not handle.finished:
             if handle.queue.empty():
