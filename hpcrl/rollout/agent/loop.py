@@ -12,7 +12,7 @@ import numpy as np
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.agent.conversation import Conversation, TurnTemplate
 from hpcrl.rollout.agent.tool_worker import AgentSource
-from hpcrl.rollout.agent.tools import tool_parser, tool_schemas
+from hpcrl.rollout.agent.tools import PARSERS, tool_schemas
 from hpcrl.rollout.agent.turn_handler import TurnHandler, TurnResult, tool_metrics
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime.mpi import broadcast_object, wait_until
@@ -131,7 +131,7 @@ class AgentLoop:
             return
         if cfg.function_tool_path is not None:
             tool_schemas(cfg.function_tool_path)  # the file may register a parser
-        self._parser = tool_parser(cfg.format)
+        self._parser = PARSERS.get(cfg.format)
         self._template = TurnTemplate(tokenizer, data)
         source = AgentSource(cfg.function_tool_path, cfg.interaction_path, cfg.interaction_name)
         self._pool = ProcessPool(source, cfg.num_tool_workers, cfg.tool_timeout, log_path=log_path)
