@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from hpcrl.grid.layout import Layout
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
 from hpcrl.kernels.linear_log_prob import product
-from hpcrl.model.exact import exact_sum
+from hpcrl.model.exact import exact_linear, exact_sum
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.router import by_expert, route
@@ -70,12 +70,9 @@ class TensorParallel:
         return int(least)
 
 
-# positions int64 (n,) -> a function that rotates heads (n, KV heads, heads, head_dim)
-Rotation = Callable[[Tensor, ModelShape], Callable[[Tensor], Tensor]]
-
-
 class PlainRope:
-    """Rotary embedding, bitwise equal to the training model's."""
+    """Rotary embedding of heads (n, KV heads, heads, head_dim) at `positions` int64 (n,), bitwise equal to the training
+    model's."""
 
     def __init__(self, positions: Tensor, shape: ModelShape) -> None:
         self._cos, self._sin = rope_cos_sin(positions[:, None], shape.rope_dim, shape.rope_theta, shape.rope_scaling)
@@ -103,9 +100,6 @@ class FastRope(PlainRope):
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-Linear = Callable[[Tensor, Tensor], Tensor]
-
-
 class _Layer(NamedTuple):
     """fc1, fc2: of the layer, or one per expert. shared_fc1, shared_fc2: of the shared experts of all tokens.
     next_norm: the next layer's first norm, or the final one. Either qkv or latent is set."""
@@ -127,25 +121,14 @@ class _Layer(NamedTuple):
 
 
 class Decoder:
-    """The model's forward pass. `weights` maps global parameter names to this rank's shards.
+    """The model's forward pass. `weights` maps global parameter names to this rank's shards."""
 
-    `linear(x, weight)` is the matrix product; `rotation` makes the rotary embedding of one call.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device,
-        linear: Linear = torch.nn.functional.linear,
-        rotation: Rotation = FastRope,
-    ) -> None:
+    def __init__(self, shape: ModelShape, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
         self.vocab_size = shape.vocab_size
         self._shape = shape
         self.tp = tp
-        self._linear = linear
-        self._rotation = rotation
+        self._linear: Callable[[Tensor, Tensor], Tensor] = exact_linear if tp.exact else linear
+        self._rotation = PlainRope if tp.exact else FastRope
         self._num_groups = shape.num_query_groups // tp.size
         layout = Layout(tuple(range(tp.size)), tp=tp.size, etp=tp.size if shape.num_experts else 1)
         self.weights = {

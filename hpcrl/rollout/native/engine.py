@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.model.exact import check_exact, exact_linear
+from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.rollout.native.attention import PagedAttention
-from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, PlainRope, TensorParallel
+from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
 from hpcrl.rollout.native.kv_cache import KVCache
 from hpcrl.rollout.native.scheduler import Sequence
@@ -62,11 +62,8 @@ class NativeEngine:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._enable_prefix_caching = enable_prefix_caching
-        self._exact = exact
         self._generating = False
-        self._decoder = (
-            Decoder(shape, tp, dtype, device, exact_linear, PlainRope) if exact else Decoder(shape, tp, dtype, device)
-        )
+        self._decoder = Decoder(shape, tp, dtype, device)
         self._cache = KVCache(
             shape.num_layers,
             tp.smallest(num_blocks(shape, tp_size, dtype.itemsize, kv_cache_bytes, max_model_len)),
@@ -125,7 +122,6 @@ class NativeEngine:
             self._cache,
             sampling,
             step,
-            exact=self._exact,
             graphs=self._graphs,
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,

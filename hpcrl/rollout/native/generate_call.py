@@ -34,7 +34,6 @@ class GenerateCall:
     cache: KVCache
     sampling: SamplingParams
     trainer_step: int
-    exact: bool
     graphs: DecodeGraphs | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -106,7 +105,7 @@ class GenerateCall:
 
     def _fill(self, token_ids: np.ndarray, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
-        kind = ExactAttention if self.exact else ContinuedAttention if starts[0] else PrefillAttention
+        kind = ExactAttention if self.decoder.tp.exact else ContinuedAttention if starts[0] else PrefillAttention
         attention: Attention = kind(NewTokens(self.cache, rows, starts, lengths))
         chosen: list[torch.Tensor] | None = [] if self._records else None
         self.decoder.fill(torch.from_numpy(token_ids).to(self.cache.device), attention, chosen)
@@ -116,7 +115,7 @@ class GenerateCall:
         if self.graphs is not None:  # never for models with experts
             return self.graphs(token_ids, new)
         fused = PagedAttention if PagedAttention.fits(self.cache) else DecodeAttention
-        attention: Attention = ExactAttention(new) if self.exact else fused(new)
+        attention: Attention = ExactAttention(new) if self.decoder.tp.exact else fused(new)
         return self.decoder.forward(token_ids, attention, chosen)
 
     def _preempt(self) -> None:
@@ -142,7 +141,7 @@ class GenerateCall:
         logits = self._forward(token_ids, new, chosen)
         uniform = uniforms(batch.keys[rows], batch.positions, batch.sample_indices[rows], self.trainer_step)
         tp, vocab_size = self.decoder.tp, self.decoder.vocab_size
-        if self.exact:
+        if self.decoder.tp.exact:
             logits = tp.gather_columns(logits)
             token_ids = sample(logits, uniform, vocab_size, self.sampling).token_ids
             every = exact_log_softmax(logits, vocab_size, self.sampling.temperature)
