@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -328,7 +328,7 @@ class RolloutSource:
 
     def paused(self, step: int) -> AbstractContextManager[None]:
         """Context in which the rollout engine has the weights of `step` and is free for other use."""
-        raise NotImplementedError
+        return nullcontext()
 
     def between_steps(self) -> RolloutState:
         """The state between two steps, for a checkpoint that is written then or during the next step."""
