@@ -35,6 +35,27 @@ class Request:
         """Return the largest number of tokens to draw."""
         return sampling.max_new_tokens - len(self.prefix_ids) if self.max_new_tokens is None else self.max_new_tokens
 
+    def context_ids(self, sampling: SamplingParams, max_model_len: int, vocab_size: int) -> np.ndarray:
+        """Return prompt and prefix, int32 (n,). Raises ValueError for a request that the engine cannot serve."""
+        what, limit = f"prompt {self.uid}", self.num_to_draw(sampling)
+        context = np.concatenate([self.prompt_ids, self.prefix_ids])
+        if not len(self.prompt_ids):
+            raise ValueError(f"{what} has no tokens; at least one is needed, such as a beginning-of-sequence token")
+        if limit < 1:
+            raise ValueError(
+                f"{what} may draw {limit} more tokens after a prefix of {len(self.prefix_ids)}; it must be 1 or more: "
+                "drop such requests"
+            )
+        if len(context) + limit > max_model_len:
+            raise ValueError(
+                f"{what} has {len(context)} tokens; with max_new_tokens={limit} that is more than "
+                f"max_model_len={max_model_len}; shorten one of them or raise the engine's limit"
+            )
+        # Under tensor parallelism an id outside the embedding would read as zeros without an error.
+        if context.min() < 0 or context.max() >= vocab_size:
+            raise ValueError(f"{what} has token ids {context.min()} to {context.max()}; expected 0 to {vocab_size - 1}")
+        return context.astype(np.int32)
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import collections.abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from hashlib import blake2b
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +16,6 @@ from hpcrl.rollout.native.attention import PagedAttention
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
 from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.scheduler import Sequence
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")
@@ -105,7 +100,7 @@ class NativeEngine:
     @torch.no_grad()
     def generate(
         self,
-        requests: collections.abc.Sequence[Request],
+        requests: Sequence[Request],
         sampling: SamplingParams,
         *,
         seed: int,
@@ -121,23 +116,25 @@ class NativeEngine:
             self._decoder,
             self._cache,
             sampling,
+            seed,
             step,
             graphs=self._graphs,
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
+            max_model_len=self._max_model_len,
+            enable_prefix_caching=self._enable_prefix_caching,
             on_finished=on_finished,
         )
-        queue = _RequestQueue(self, sampling, seed)
         self._generating = True
         try:
-            generation.add(queue.sequences(requests))
+            generation.add(requests)
             while should_abort is None or not should_abort():
                 if source is not None:
                     more = source.take(idle=not generation.has_work)
                     if more is None:
                         source = None
                     else:
-                        generation.add(queue.sequences(more))
+                        generation.add(more)
                 if generation.has_work:
                     generation.step()
                     if on_step is not None:
@@ -147,48 +144,4 @@ class NativeEngine:
             generation.abort()
         finally:
             self._generating = False
-        return [generation.completions[index] for index in range(queue.num_requests)]
-
-    def check(self, request: Request, sequence: Sequence) -> None:
-        """Raise ValueError for an invalid request."""
-        context, longest = sequence.context_ids, self._max_model_len
-        what = f"prompt {request.uid}"
-        if not len(request.prompt_ids):
-            raise ValueError(f"{what} has no tokens; at least one is needed, such as a beginning-of-sequence token")
-        if sequence.max_new_tokens < 1:
-            raise ValueError(
-                f"{what} may draw {sequence.max_new_tokens} more tokens after a prefix of {sequence.first_position}; "
-                "it must be 1 or more: drop such requests"
-            )
-        if len(context) + sequence.max_new_tokens > longest:
-            raise ValueError(
-                f"{what} has {len(context)} tokens; with max_new_tokens={sequence.max_new_tokens} that is more "
-                f"than max_model_len={longest}; shorten one of them or raise the engine's limit"
-            )
-        # Under tensor parallelism an id outside the embedding would read as zeros without an error.
-        low, high, last = np.min(context), np.max(context), self._decoder.vocab_size - 1
-        if low < 0 or high > last:
-            raise ValueError(f"{what} has token ids {low} to {high}; expected 0 to {last}")
-
-
-@dataclass(eq=False)
-class _RequestQueue:
-    """Numbers the requests of one generation and groups those with equal context."""
-
-    engine: NativeEngine
-    sampling: SamplingParams
-    seed: int
-    num_requests: int = 0
-    _groups: dict[bytes, int] = field(default_factory=dict, init=False)
-
-    def sequences(self, requests: collections.abc.Sequence[Request]) -> list[Sequence]:
-        made = []
-        for request in requests:
-            sequence = Sequence.from_request(self.num_requests, request, self.sampling, self.seed)
-            self.engine.check(request, sequence)
-            if self.engine._enable_prefix_caching:
-                key = blake2b(sequence.context_ids.tobytes(), digest_size=16).digest()
-                sequence.group = self._groups.setdefault(key, self.num_requests)
-            self.num_requests += 1
-            made.append(sequence)
-        return made
+        return [generation.completions[index] for index in range(len(generation.completions))]

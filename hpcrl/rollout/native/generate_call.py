@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from hpcrl.rollout.native.attention import (
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder
 from hpcrl.rollout.native.kv_cache import KVCache, Moves
 from hpcrl.rollout.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
-from hpcrl.rollout.protocol import Completion, SamplingParams
-from hpcrl.rollout.sampling import sample, sample_sharded, uniforms
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.rollout.sampling import request_key, sample, sample_sharded, uniforms
 from hpcrl.runtime.accelerator import annotated
 
 
@@ -33,12 +34,17 @@ class GenerateCall:
     decoder: Decoder
     cache: KVCache
     sampling: SamplingParams
+    seed: int
     trainer_step: int
     graphs: DecodeGraphs | None
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_model_len: int
+    enable_prefix_caching: bool
     on_finished: Callable[[int, Completion], None] | None
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
+    _num_requests: int = field(default=0, init=False)
+    _groups: dict[bytes, int] = field(default_factory=dict, init=False)  # hash of a context -> its first request
 
     def __post_init__(self) -> None:
         self._scheduler = Scheduler(self.max_num_seqs, self.max_num_batched_tokens, self.cache.block_size)
@@ -51,8 +57,17 @@ class GenerateCall:
     def has_work(self) -> bool:
         return self._batch.num_rows > 0 or self._scheduler.has_waiting
 
-    def add(self, sequences: list[Sequence]) -> None:
-        self._scheduler.add(sequences)
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests, numbered in their order; those with equal contexts are a group."""
+        for request in requests:
+            context = request.context_ids(self.sampling, self.max_model_len, self.decoder.vocab_size)
+            key, first = request_key(self.seed, request.uid), len(request.prefix_ids)
+            index = group = self._num_requests
+            if self.enable_prefix_caching:
+                group = self._groups.setdefault(blake2b(context.tobytes(), digest_size=16).digest(), index)
+            limit = request.num_to_draw(self.sampling)
+            self._scheduler.add([Sequence(index, context, key, request.sample_index, first, limit, group)])
+            self._num_requests += 1
 
     def step(self) -> None:
         """Prefill the sequences that can be admitted; if there are none, decode one token of all running sequences."""

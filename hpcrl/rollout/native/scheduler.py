@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hpcrl.rollout.native.kv_cache import Moves
-from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
-from hpcrl.rollout.sampling import request_key
+from hpcrl.rollout.protocol import Completion, FinishReason, SamplingParams
 
 
 @dataclass(eq=False)
@@ -33,12 +32,6 @@ class Sequence:
     group: int
     drawn: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     routed: list[np.ndarray] = field(default_factory=list)
-
-    @classmethod
-    def from_request(cls, index: int, request: Request, sampling: SamplingParams, seed: int) -> Sequence:
-        context_ids = np.concatenate([request.prompt_ids, request.prefix_ids]).astype(np.int32)
-        key, first, limit = request_key(seed, request.uid), len(request.prefix_ids), request.num_to_draw(sampling)
-        return cls(index, context_ids, key, request.sample_index, first, limit, index)
 
     @property
     def num_drawn(self) -> int:

@@ -84,18 +84,6 @@ class Output(Protocol):
     def finish_reason(self) -> str | None: ...
 
 
-def input_ids(request: Request, vocab_size: int) -> list[int]:
-    """Return prompt and prefix. Raises ValueError if there are no ids, or ids outside the vocabulary."""
-    ids = np.concatenate([np.asarray(request.prompt_ids, np.int64), np.asarray(request.prefix_ids, np.int64)])
-    if not len(request.prompt_ids):
-        raise ValueError(f"prompt {request.uid} has no tokens; at least one is needed")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"prompt {request.uid} has token ids {ids.min()} to {ids.max()}; expected 0 to {vocab_size - 1}"
-        )
-    return [int(token) for token in ids]
-
-
 def completion(output: Output, uid: str) -> Completion:
     """Convert an output. Raises RuntimeError if it is not what version 1.2.1 should return.
 

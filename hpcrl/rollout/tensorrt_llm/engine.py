@@ -26,7 +26,6 @@ from hpcrl.rollout.tensorrt_llm.arguments import (
     check_architecture,
     completion,
     engine_arguments,
-    input_ids,
     max_model_len,
     model_dir,
     sampling_arguments,
@@ -104,18 +103,10 @@ class GenerateCall:
     def _add(self, requests: Sequence[Request]) -> None:
         """Check requests, on every rank alike, before one of them is submitted."""
         for request in requests:
-            ids = input_ids(request, self.vocab_size)
-            limit = request.num_to_draw(self.sampling)
-            if limit < 1:
-                raise ValueError(f"prompt {request.uid} may draw {limit} tokens; expected 1 or more")
-            if len(ids) + limit > self.max_model_len:
-                raise ValueError(
-                    f"prompt {request.uid} has {len(ids)} tokens and may draw {limit}, together more than "
-                    f"max_model_len={self.max_model_len}; shorten one of them"
-                )
+            ids = request.context_ids(self.sampling, self.max_model_len, self.vocab_size)
             self._waiting.append(len(self._requests))
             self._requests.append(request)
-            self._inputs.append(ids)
+            self._inputs.append(ids.tolist())
 
     def _advance(self) -> list[tuple[int, Completion]]:
         """On the first rank: submit requests up to the limit, and return those that ended within POLL_SECONDS."""
