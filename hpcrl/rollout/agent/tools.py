@@ -155,7 +155,7 @@ def _problem(error: Any) -> str:
     return f"{place}: {error['msg']}" if place else str(error["msg"])
 
 
-HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -192,17 +192,10 @@ def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
 @register_tool_parser("hermes")
 def hermes(text: str) -> list[Call]:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, among other text."""
-    calls: list[Call] = []
-    place = text.find(HERMES_OPEN)
-    while place >= 0:
-        start = place + len(HERMES_OPEN)
-        end = text.find(HERMES_CLOSE, start)
-        if end < 0:
-            calls.append(BadCall(f"{HERMES_OPEN} without {HERMES_CLOSE}"))
-            break
-        calls.append(call_of_json(text[start:end]))
-        place = text.find(HERMES_OPEN, end)
-    return calls
+    return [
+        call_of_json(found[1]) if found[2] else BadCall("<tool_call> without </tool_call>")
+        for found in HERMES.finditer(text)
+    ]
 
 
 @register_tool_parser("json")

@@ -9,10 +9,9 @@ all requests, and returns log-probs before temperature of the most likely token.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -69,23 +68,8 @@ def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int,
 FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 
-class LogProb(Protocol):
-    logprob: float
-
-
-class Output(Protocol):
-    """The fields that are read of tensorrt_llm's CompletionOutput."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[Mapping[int, LogProb]]: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-
-
-def completion(output: Output, uid: str) -> Completion:
-    """Convert an output. Raises RuntimeError if it is not what version 1.2.1 should return.
+def completion(output: Any, uid: str) -> Completion:
+    """Convert a CompletionOutput of tensorrt_llm. Raises RuntimeError if it is not what version 1.2.1 should return.
 
     The entry of the sampled token is looked up by id: under another sampler or version the first entry could silently
     be that of another token.
@@ -145,11 +129,6 @@ def engine_arguments(config: Config, shape: ModelShape, tp_size: int) -> dict[st
     check_tensorrt_llm(config, tp_size)
     rollout = config.rollout
     longest = max_model_len(config)
-    if longest > shape.max_position_embeddings:
-        raise InputError(
-            f"data.max_prompt_length + data.max_response_length={longest} is more than "
-            f"model.max_position_embeddings={shape.max_position_embeddings}; shorten one of them"
-        )
     return {
         "model": str(model_dir(config)),
         "skip_tokenizer_init": True,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcrl.rollout.tensorrt_llm.arguments import Output
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class TrtllmWorker:
 
         return self._front.generate_async(token_ids, SamplingParams(**arguments))
 
-    def poll(self, handle: Any) -> Output | None:
+    def poll(self, handle: Any) -> Any:
         """Return the output if it is complete, else None. Never waits."""
         # result() ignores its timeout; without streaming there is one message per request
         if not handle.finished:
