@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -53,10 +54,6 @@ class NativeEngine:
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         if kv_cache_bytes is None:
             kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
-        self._enable_prefix_caching = enable_prefix_caching
         self._generating = False
         self._decoder = Decoder(shape, tp, dtype, device)
         self._cache = KVCache(
@@ -71,6 +68,16 @@ class NativeEngine:
         # Not with experts: the host reads how many tokens each of them has.
         graphed = device.type == "cuda" and not (enforce_eager or exact or shape.num_experts)
         self._graphs = DecodeGraphs(self._decoder) if graphed and PagedAttention.fits(self._cache) else None
+        self._begin = partial(
+            GenerateCall,
+            self._decoder,
+            self._cache,
+            graphs=self._graphs,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+        )
 
     def weights(self) -> dict[str, Tensor]:
         return self._decoder.weights
@@ -112,19 +119,7 @@ class NativeEngine:
     ) -> list[Completion]:
         if not self._cache.is_allocated:
             raise RuntimeError("the engine is asleep; call wake() before generate()")
-        generation = GenerateCall(
-            self._decoder,
-            self._cache,
-            sampling,
-            seed,
-            step,
-            graphs=self._graphs,
-            max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            max_model_len=self._max_model_len,
-            enable_prefix_caching=self._enable_prefix_caching,
-            on_finished=on_finished,
-        )
+        generation = self._begin(sampling, seed, step, on_finished=on_finished)
         self._generating = True
         try:
             generation.add(requests)
