@@ -41,50 +41,43 @@ if TYPE_CHECKING:
 
 _MODULES = {
     # jobs
-    "TrainingJob": "hpcrl.run.job",
-    "Train": "hpcrl.jobs.train",
-    "Run": "hpcrl.run.run",
-    "Section": "hpcrl.config.schema",
-    "ModelConfig": "hpcrl.config.schema",
-    "Field": "pydantic",
+    "hpcrl.run.job": ("TrainingJob",),
+    "hpcrl.jobs.train": ("Train",),
+    "hpcrl.run.run": ("Run",),
+    "hpcrl.config.schema": ("Section", "ModelConfig"),
+    "pydantic": ("Field",),
     # roles
-    "RoleSpec": "hpcrl.config.roles",
-    "Worker": "hpcrl.controller.register",
-    "register": "hpcrl.controller.register",
-    "Dispatch": "hpcrl.controller.register",
+    "hpcrl.config.roles": ("RoleSpec",),
+    "hpcrl.controller.register": ("Worker", "register", "Dispatch"),
+    "hpcrl.workers.model_worker": ("ModelWorker",),
+    "hpcrl.workers.actor": ("ActorWorker",),
+    "hpcrl.workers.critic": ("CriticWorker",),
+    "hpcrl.workers.frozen": ("RefWorker",),
+    "hpcrl.workers.rollout": ("RolloutWorker",),
+    "hpcrl.workers.scorer": ("ScorerWorker",),
+    "hpcrl.workers.weight_transfer": ("RefitWorker",),
     # batches
-    "DataProto": "hpcrl.batch.data_proto",
-    "Ragged": "hpcrl.batch.ragged",
-    "SamplingParams": "hpcrl.rollout.protocol",
+    "hpcrl.batch.data_proto": ("DataProto",),
+    "hpcrl.batch.ragged": ("Ragged",),
+    "hpcrl.rollout.protocol": ("SamplingParams",),
     # algorithms; `param` declares a parameter of theirs
-    "param": "hpcrl.algorithms.parameters",
-    "register_reward_manager": "hpcrl.rewards.manager",
-    "RewardManager": "hpcrl.rewards.manager",
-    "register_policy_loss": "hpcrl.algorithms.policy_losses",
-    "register_adv_est": "hpcrl.algorithms.advantages",
-    "agg_loss": "hpcrl.algorithms.aggregation",
-    "Mean": "hpcrl.algorithms.metrics",
-    "Sum": "hpcrl.algorithms.metrics",
-}
-_WORKERS = {  # with megatron-core
-    "ModelWorker": "hpcrl.workers.model_worker",
-    "ActorWorker": "hpcrl.workers.actor",
-    "CriticWorker": "hpcrl.workers.critic",
-    "RefWorker": "hpcrl.workers.frozen",
-    "RolloutWorker": "hpcrl.workers.rollout",
-    "ScorerWorker": "hpcrl.workers.scorer",
-    "RefitWorker": "hpcrl.workers.weight_transfer",
+    "hpcrl.algorithms.parameters": ("param",),
+    "hpcrl.rewards.manager": ("register_reward_manager", "RewardManager"),
+    "hpcrl.algorithms.policy_losses": ("register_policy_loss",),
+    "hpcrl.algorithms.advantages": ("register_adv_est",),
+    "hpcrl.algorithms.aggregation": ("agg_loss",),
+    "hpcrl.algorithms.metrics": ("Mean", "Sum"),
 }
 
-__all__ = sorted([*_MODULES, *_WORKERS])  # noqa: PLE0605
+__all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WORKERS:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"hpcrl.api has no {name!r}; it has {', '.join(__all__)}")
+    if module.startswith("hpcrl.workers."):
         from hpcrl.runtime import platform
 
         platform.import_megatron()
-        return getattr(import_module(_WORKERS[name]), name)
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"hpcrl.api has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(module), name)

@@ -25,7 +25,7 @@ import torch
 import transformers
 from torch.nn.functional import linear
 
-from hpcrl.model.hf.directory import Safetensors, load_weights
+from hpcrl.model.hf.directory import Safetensors
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
@@ -98,7 +98,7 @@ class Sides:
             )
             with tempfile.TemporaryDirectory() as folder:
                 self.model.save_pretrained(folder)
-                load_weights(SHAPE, Safetensors(Path(folder)), shards(SHAPE), self.engines[exact].weights())
+                Safetensors(Path(folder)).load(SHAPE, shards(SHAPE), self.engines[exact].weights())
         return self.engines[exact]
 
     def native(self, work: Work, exact: bool) -> int:

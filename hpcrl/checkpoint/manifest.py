@@ -135,10 +135,8 @@ def verify(folder: str | os.PathLike[str], *, with_links: bool = False) -> list[
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} is damaged ({error})"]
     # Sizes first: hashing reads every byte, possibly terabytes.
-    problems = [problem for entry in entries if (problem := _size_or_read_problem(root, *entry[:2], with_links))]
-    return problems or [
-        problem for problem in _in_parallel(lambda entry: _content_problem(root, entry), entries) if problem
-    ]
+    problems = [problem for entry in entries if (problem := _size_problem(root, *entry[:2], with_links))]
+    return problems or list(filter(None, _in_parallel(lambda entry: _content_problem(root, entry), entries)))
 
 
 def _read(manifest: Path) -> list[tuple[str, int, str]]:
@@ -161,22 +159,18 @@ def read_plain(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _size_or_read_problem(root: Path, name: str, size: int, with_links: bool) -> str | None:
-    try:
-        return _size_problem(root, name, size, with_links)
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-
-
 def _size_problem(root: Path, name: str, size: int, with_links: bool) -> str | None:
     path = root / name
-    if not path.is_file():
-        return f"{name} is missing"
-    # The root itself may be a link of the user.
-    places = [place for place in (path, *path.parents) if place != root and place.is_relative_to(root)]
-    if not with_links and any(place.is_symlink() for place in places):
-        return f"{name} is or lies behind a link, which checkpoints do not contain"
-    found = path.stat().st_size
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        # The root itself may be a link of the user.
+        places = [place for place in (path, *path.parents) if place != root and place.is_relative_to(root)]
+        if not with_links and any(place.is_symlink() for place in places):
+            return f"{name} is or lies behind a link, which checkpoints do not contain"
+        found = path.stat().st_size
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
     return None if found == size else f"{name} has {found} bytes, expected {size}"
 
 

@@ -14,7 +14,7 @@ import stat
 import warnings
 import zipfile
 from pathlib import Path, PurePath
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,9 +31,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hpcrl.model.shape import is_adapter
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
-
-if TYPE_CHECKING:
-    from hpcrl.grid.groups import RoleGroups
 
 
 def check_metadata(metadata: Any, folder: Path) -> None:
@@ -111,8 +108,8 @@ class _Window(io.RawIOBase):
 HEADS = ("output_layer.weight", "value_head.weight", "reward_head.weight")
 
 
-class Loadable(Protocol):
-    """The interface of `hpcrl.engine.engine.TrainEngine` for loading."""
+class Engine(Protocol):
+    """The interface of `hpcrl.engine.engine.TrainEngine` for checkpoints."""
 
     def sharded_state_dict(self, *, optimizer: bool = True, is_loading: bool = False) -> dict[str, Any]: ...
 
@@ -120,13 +117,7 @@ class Loadable(Protocol):
 
 
 def load_sharded(
-    engine: Loadable,
-    path: str | Path,
-    groups: RoleGroups,
-    *,
-    optimizer: bool = True,
-    strict: bool = True,
-    adapters: bool = True,
+    engine: Engine, path: str | Path, *, optimizer: bool = True, strict: bool = True, adapters: bool = True
 ) -> None:
     """Load the state written by `ShardedSave`, under any layout. Each rank reads what it needs; no collectives.
 

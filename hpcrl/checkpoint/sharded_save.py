@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,19 +27,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hpcrl.checkpoint.manifest import FileEntry, HashedFile, SavedPart, error_line, hash_file, write_file
+from hpcrl.checkpoint.sharded_load import Engine
 from hpcrl.checkpoint.store import fsync
-from hpcrl.runtime import accelerator, platform
+from hpcrl.runtime import platform
 
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
 
 Staged = list[tuple[WriteItem, torch.Tensor]]
-
-
-class Savable(Protocol):
-    """The interface of `hpcrl.engine.engine.TrainEngine` for saving."""
-
-    def sharded_state_dict(self) -> dict[str, Any]: ...
 
 
 class ShardedSave:
@@ -50,7 +45,7 @@ class ShardedSave:
 
     def __init__(
         self,
-        engine: Savable,
+        engine: Engine,
         path: Path,
         groups: RoleGroups,
         report: Callable[[SavedPart], None],
@@ -61,13 +56,8 @@ class ShardedSave:
         """report: called by the thread when the part is written, or has a problem. scratch: folder on this node to
         write the file to first. memory: buffers of the copy; reuse them for the next save, because allocating new pages
         takes longer than the copy. on_progress: called by the thread during writing."""
-        self._path, self._groups, self._scratch, self._report, self._on_progress = (
-            path,
-            groups,
-            scratch,
-            report,
-            on_progress,
-        )
+        self._path, self._groups, self._scratch = path, groups, scratch
+        self._report, self._on_progress = report, on_progress
         is_first = groups.rank == groups.layout.ranks[0]
         with platform.cpu_bridge(), torch.no_grad():
             sharded, common = save_preprocess(engine.sharded_state_dict(), validate_access_integrity=False)
@@ -94,9 +84,7 @@ class ShardedSave:
         try:
             files, pieces = self._write(staged, small)
         except Exception as error:  # a failed save must not end the run
-            problem = error_line(error)
-        if problem is not None:
-            problem = f"rank {self._groups.rank} on {socket.gethostname()}: {problem}"
+            problem = f"rank {self._groups.rank} on {socket.gethostname()}: {error_line(error)}"
         self._report(SavedPart(self._groups.rank, files, pieces, problem))
 
     def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[tuple[int, int]]]:
@@ -153,10 +141,7 @@ def _copy_to_host(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> li
     """Copy to host memory, each tensor into its own storage, because torch writes whole storages."""
     if [(old.shape, old.dtype) for old in memory] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
         memory[:] = [
-            torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=accelerator.pins_memory(tensor.device)
-            )
-            for tensor in tensors
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda) for tensor in tensors
         ]
     for copy, tensor in zip(memory, tensors, strict=True):
         copy.copy_(tensor)

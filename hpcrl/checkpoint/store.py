@@ -40,10 +40,6 @@ class Retention:
     metric: str | None = None
     larger_is_better: bool = True
 
-    def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise ValueError(f"last={self.last}; at least 1, or None to keep all")
-
     def steps_to_drop(self, values: Mapping[int, float | None]) -> set[int]:
         """Return the steps to remove. values: step -> value of the metric, of all checkpoints; the newest is always
         kept."""
@@ -96,11 +92,7 @@ class CheckpointStore:
         return pending
 
     def commit(
-        self,
-        step: int,
-        trainer_state: dict[str, Any],
-        written: Sequence[FileEntry] = (),
-        metric: float | None = None,
+        self, step: int, trainer_state: dict[str, Any], written: Sequence[FileEntry] = (), metric: float | None = None
     ) -> Path:
         """Commit the checkpoint of `step`, after all ranks have written and fsynced their files.
 
@@ -154,10 +146,8 @@ class CheckpointStore:
 
     def _write_latest(self, name: str) -> None:
         temporary = self.root / f"{LATEST}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(name + "\n", encoding="utf-8")
+        fsync(temporary)
         os.replace(temporary, self.root / LATEST)
         fsync(self.root)
 

@@ -6,17 +6,18 @@ Pure functions without torch or MPI, so a job template can be checked on a login
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hpcrl.algorithms.aggregation import LossAggMode
-from hpcrl.config.placement import PlacedRole, format_ranks, place
+from hpcrl.config.placement import PlacedRole, place
 from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, CRITIC, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec, with_own
 from hpcrl.config.rules import check_algorithm, check_checkpoints, check_lora, check_rollout, loss_mode
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.runtime.launcher import format_spans
 
 
 @dataclass(frozen=True)
@@ -103,23 +104,8 @@ def check(config: Config, world_size: int, *, own_roles: Sequence[RoleSpec] = ()
     check_rollout(config, roles)
     check_lora(config)
     check_checkpoints(config.trainer)
-    if "reward_baselines" in inputs and config.async_training.mode == "bounded_staleness":
-        raise ConfigError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response of the same weights, "
-            "which async_training.mode=bounded_staleness does not draw; use one_step_off or sync"
-        )
-    _check_loop(config, needs_critic)
-
-    mini_batches = {"actor.ppo_mini_batch_size": actor.ppo_mini_batch_size}
+    _check_loop(config, inputs)
     critic_mini_batch = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-    if needs_critic:
-        mini_batches["critic.ppo_mini_batch_size"] = critic_mini_batch
-    for key, prompts in mini_batches.items():
-        if prompts > data.train_batch_size:
-            raise ConfigError(
-                f"{key}={prompts} exceeds data.train_batch_size={data.train_batch_size} (both in prompts); "
-                f"use {data.train_batch_size} or less"
-            )
     for spec in [*used, REF] if ref_in_actor else used:
         if spec.max_tokens:
             check_budget(f"{spec.path}.{spec.max_tokens}", spec.token_budget(config), longest)
@@ -202,10 +188,10 @@ def describe(derived: RoleLayouts) -> str:
         layout += "".join(
             f"  {axis} {size}" for axis in ("cp", "vpp", "ep", "etp") if (size := getattr(role, axis)) > 1
         )
-        lines.append(f"  {f'{name} ({role.pool})':<{width}}  {layout}  ranks {format_ranks(role.ranks)}")
+        lines.append(f"  {f'{name} ({role.pool})':<{width}}  {layout}  ranks {format_spans(role.ranks)}")
     idle = set(range(derived.world_size)).difference(*(role.ranks for role in derived.roles.values()))
     if idle:
-        lines.append(f"  in no role: ranks {format_ranks(sorted(idle))}")
+        lines.append(f"  in no role: ranks {format_spans(sorted(idle))}")
     width = max((len(name) for name, _, _ in derived.rows), default=0)
     lines += [f"  {name:<{width}}  {value} {unit}".rstrip() for name, value, unit in derived.rows]
     return "\n".join(lines)
@@ -231,8 +217,14 @@ def check_budget(key: str, tokens: int, longest: int) -> None:
         )
 
 
-def _check_loop(config: Config, needs_critic: bool) -> None:
-    trainer = config.trainer
+def _check_loop(config: Config, inputs: Collection[str]) -> None:
+    """Check what the loop reads; `inputs` are the tensors that the advantage estimator takes."""
+    trainer, needs_critic = config.trainer, "values" in inputs
+    if "reward_baselines" in inputs and config.async_training.mode == "bounded_staleness":
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with a greedy response of the same "
+            "weights, which async_training.mode=bounded_staleness does not draw; use one_step_off or sync"
+        )
     if trainer.test_freq > 0 and not config.data.val_files:
         raise ConfigError(
             f"trainer.test_freq={trainer.test_freq} validates, and data.val_files is empty; name files or use -1"
@@ -247,7 +239,13 @@ def _check_loop(config: Config, needs_critic: bool) -> None:
             f"trainer.critic_warmup={trainer.critic_warmup} leaves none of "
             f"trainer.total_training_steps={trainer.total_training_steps} to the actor; use less"
         )
+    most = config.data.train_batch_size
     for section in ("actor", "critic") if needs_critic else ("actor",):
-        optim = getattr(config, section).optim
+        prompts, optim = getattr(config, section).ppo_mini_batch_size, getattr(config, section).optim
+        if prompts is not None and prompts > most:
+            raise ConfigError(
+                f"{section}.ppo_mini_batch_size={prompts} exceeds data.train_batch_size={most} (both in prompts); "
+                f"use {most} or less"
+            )
         if optim.min_lr > optim.lr:
             raise ConfigError(f"{section}.optim.min_lr={optim.min_lr} exceeds lr={optim.lr}; use {optim.lr} or less")

@@ -138,17 +138,6 @@ def parse_ranks(text: str, world_size: int, *, key: str = "ranks") -> tuple[int,
     return tuple(sorted(ranks))
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks in the notation of `parse_ranks`: (0, 1, 2, 3, 6) is "0-3,6"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    return ",".join("-".join(map(str, span)) for span in spans)
-
-
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from hpcrl.config.placement import PlacedRole, format_ranks
+from hpcrl.config.placement import PlacedRole
 from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.runtime.launcher import format_spans
 
 
 def check_algorithm(config: Config, inputs: Collection[str]) -> None:
@@ -285,6 +286,6 @@ def _check_asynchronous(config: Config, roles: Mapping[str, PlacedRole]) -> None
         shared = sorted(set(role.ranks).intersection(rollout))
         if name != "rollout" and shared:
             raise ConfigError(
-                f"{mode}: generation has ranks of its own, but placement.{name} shares {format_ranks(shared)} with "
+                f"{mode}: generation has ranks of its own, but placement.{name} shares {format_spans(shared)} with "
                 "placement.rollout; give them disjoint pools"
             )

@@ -142,17 +142,8 @@ def _ranks_in(parts: Iterable[np.ndarray], without: int) -> list[int]:
     return sorted({rank for part in parts for rank in np.unique(part).tolist()} - {without})
 
 
-class ColumnStore:
+class ColumnStore(dict[int, Ragged]):
     """One leader's rows of each block, by the block's id."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, Ragged] = {}
-
-    def put(self, block: int, rows: Ragged) -> None:
-        self._blocks[block] = rows
-
-    def free(self, block: int) -> None:
-        self._blocks.pop(block, None)
 
     def rows(self, location: Location, rows: np.ndarray) -> Ragged:
         """The given batch rows of a column, all of which this rank has."""
@@ -160,7 +151,7 @@ class ColumnStore:
         parts, order = [], []
         for block in np.unique(blocks).tolist():
             chosen = np.flatnonzero(blocks == block)
-            stored = self._blocks[block]
+            stored = self[block]
             whole = len(chosen) == len(stored) and np.array_equal(places_here[chosen], np.arange(len(stored)))
             parts.append(stored if whole else stored.take(places_here[chosen]))
             order.append(chosen)

@@ -132,7 +132,7 @@ class Executor:
         with here.within(command.role or "owner", command.method, command.id):
             here.step = command.meta.get("step", here.step)
             for block in command.free:
-                self.store.free(block)
+                self.store.pop(block, None)
             self._send_rows(command)
             value = self._execute(command) if command.role else None
         if not command.reports:
@@ -229,7 +229,7 @@ class Executor:
                 f"but returned the columns {sorted(output.tokens)}"
             )
         for name in output.tokens:
-            self.store.put(writes[name], output.fetch(name))
+            self.store[writes[name]] = output.fetch(name)
         return BatchResult(tuple(sorted(output.tokens)), output.samples, output.meta_info)
 
     def _send_rows(self, command: Command) -> None:
@@ -261,7 +261,7 @@ class Executor:
                 positions.append(np.searchsorted(needed, rows))
             columns[read.column] = merge_rows(parts, positions)
             if read.moved_to is not None:
-                self.store.put(read.moved_to, columns[read.column])
+                self.store[read.moved_to] = columns[read.column]
         return columns
 
     def _replica_rows(self, command: Command, worker: Worker) -> dict[str, Ragged | Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,41 +98,13 @@ def _roles_and_contents(messages: Any) -> list[tuple[str, str]] | None:
     return [(message["role"], message["content"]) for message in messages] if is_conversation(messages) else None
 
 
-class SftDataset:
-    """Prompts with answers; the loss is on the answer only."""
-
-    def __init__(
-        self,
-        files: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        cfg: DataConfig,
-        answer_key: str = "answer",
-        max_samples: int = -1,
-        world: World | None = None,
-    ) -> None:
-        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world)
-        self._answers = Answers(self.prompts, tokenizer, cfg, answer_key, "sft.answer_key", world)
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def pair(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """(prompt_ids int32 (P,), answer_ids int32 (A,) ending with the end-of-sequence token)."""
-        return self.prompts.prompt_ids(row), self._answers[row]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each pair, prompt and answer together, int64 (len,)."""
-        return self.prompts.prompt_lengths + self._answers.lengths
-
-
 CHOSEN, REJECTED = 0, 1  # the sides of a pair
 
 
-class PreferenceDataset:
-    """Pairs of a chosen and a rejected answer per prompt.
+class AnswerDataset:
+    """Prompts with an answer in each of `columns`: one for SFT, the chosen and the rejected one for a reward model.
 
-    Columns are those of verl's RMDataset: `prompt`, and the two named by `chosen_key` and `rejected_key`.
+    columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column.
     """
 
     def __init__(
@@ -140,33 +112,25 @@ class PreferenceDataset:
         files: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         cfg: DataConfig,
-        *,
-        chosen_key: str = "chosen",
-        rejected_key: str = "rejected",
+        columns: Mapping[str, str],
         max_samples: int = -1,
         world: World | None = None,
     ) -> None:
         self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world)
-        self._sides = (
-            Answers(self.prompts, tokenizer, cfg, chosen_key, "rm.chosen_key", world),
-            Answers(self.prompts, tokenizer, cfg, rejected_key, "rm.rejected_key", world),
-        )
-        # Rows with equal answers have no training signal and count as wrong.
-        self.num_equal = sum(
-            np.array_equal(self.response(row, CHOSEN), self.response(row, REJECTED)) for row in range(len(self))
-        )
+        self._sides = [Answers(self.prompts, tokenizer, cfg, name, key, world) for key, name in columns.items()]
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def prompt_ids(self, row: int) -> np.ndarray:
-        """int32 (P,)"""
-        return self.prompts.prompt_ids(row)
+    def pair(self, row: int, side: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(prompt_ids int32 (P,), answer_ids int32 (A,) ending with the end-of-sequence token)."""
+        return self.prompts.prompt_ids(row), self._sides[side][row]
 
-    def response(self, row: int, side: int) -> np.ndarray:
-        """int32 (A,)"""
-        return self._sides[side][row]
-
-    def lengths(self, side: int) -> np.ndarray:
+    def lengths(self, side: int = 0) -> np.ndarray:
         """Tokens of prompt and answer together, int64 (len,)."""
         return self.prompts.prompt_lengths + self._sides[side].lengths
+
+    @property
+    def num_equal(self) -> int:
+        """Rows whose sides are equal: they have no training signal and count as wrong."""
+        return sum(np.array_equal(self._sides[CHOSEN][row], self._sides[REJECTED][row]) for row in range(len(self)))

@@ -210,11 +210,9 @@ def load_class(path: str | None, name: str) -> type[AbstractCurriculumSampler]:
         return BUILT_IN[name]
     try:
         module = import_file(path)
-    except ImportError as error:
-        raise InputError(f"{where}: {folded(error)}; expected a Python file with a class {name!r}") from error
     except Exception as error:  # the file is the user's
         raise InputError(
-            f"{where}: cannot be imported: {type(error).__name__}: {folded(error)}; fix the file"
+            f"{where}: {type(error).__name__}: {folded(error)}; expected a Python file with a class {name!r}"
         ) from error
     found = getattr(module, name, None)
     if not (inspect.isclass(found) and issubclass(found, AbstractCurriculumSampler)) or inspect.isabstract(found):

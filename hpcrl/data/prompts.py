@@ -115,10 +115,6 @@ class PromptDataset:
         """Return the `data_source` of each row, "" if it has none."""
         return [str(source or "") for source in self.values("data_source")]
 
-    def data_sources(self) -> set[str]:
-        """Return every `data_source` of the rows, for checks before the first step."""
-        return set(self.source_of_rows())
-
     def uid(self, row: int, epoch: int) -> str:
         """Return `<file>:<row>:<epoch>`, with the row's number in its file (from 0), before the filter."""
         return f"{self._names[self._file_of[row]]}:{self._row_of[row]}:{epoch}"

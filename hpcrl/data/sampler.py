@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
 from math import gcd, lcm
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -127,26 +127,11 @@ def steps_for_epochs(num_rows: int, batch_size: int, epochs: int) -> int:
 log = logging.getLogger(__name__)
 
 
-class Sampler(Protocol):
-    """A sequence of prompts. Draws may be of any size: the next prompts depend only on how many were drawn before."""
-
-    def next_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the next n prompts: (rows, epochs), both int64 (n,). No pair of row and epoch repeats in a run."""
-        ...
-
-    def update(self, report: StepReport) -> None:
-        """Process the results of a step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values; a sampler that loads it continues at the next prompt."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class OrderedSampler:
-    """All rows in each epoch, in an order keyed by (seed, epoch); the state is the position."""
+    """All rows in each epoch, in an order keyed by (seed, epoch); the state is the position.
+
+    Draws may be of any size: the next prompts depend only on how many were drawn before.
+    """
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
         self.num_rows = num_rows
@@ -155,12 +140,14 @@ class OrderedSampler:
         self.position = 0
 
     def next_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the next n prompts: (rows, epochs), both int64 (n,). No pair of row and epoch repeats in a run."""
         return self._rows_at(self._advance(n))
 
     def update(self, report: StepReport) -> None:
         """Ignored: the order does not depend on results."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values; a sampler that loads it continues at the next prompt."""
         return {"position": self.position, "order": self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,6 +211,9 @@ class WeightedFiles(OrderedSampler):
 
     def _rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return weighted_rows_at(positions, self.sizes, self.quotas, self.seed, self.shuffle)
+
+
+Sampler: TypeAlias = OrderedSampler | Curriculum
 
 
 def make_sampler(dataset: PromptDataset, config: DataConfig, seed: int) -> Sampler:

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.algorithms.metrics import Metric, merge
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.engine.microbatch import MicroBatch, make_micro_batches, needed_count, recorded_experts
@@ -30,7 +31,7 @@ from hpcrl.engine.optim import (
 from hpcrl.engine.outputs import Outputs, VocabularyOutputs, gather_outputs, scores, values
 from hpcrl.model.adapters import MergedWeights
 from hpcrl.model.build import build_model, local_shards, named_parameters
-from hpcrl.model.hf.directory import Safetensors, load_weights
+from hpcrl.model.hf.directory import Safetensors
 from hpcrl.model.params import SCALAR_HEADS, Head
 from hpcrl.model.router import RouterLosses
 from hpcrl.model.shape import Lora
@@ -49,12 +50,6 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
     from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.shape import ModelShape
-
-
-class Metric(Protocol):
-    """A metric that can be merged over micro-batches."""
-
-    def merge(self, other: Any) -> Any: ...
 
 
 Loss = Callable[[Outputs, TensorBatch], tuple[Tensor, dict[str, Metric]]]
@@ -159,8 +154,9 @@ class TrainEngine:
         present, routed_experts: the experts to use for each token (see `hpcrl.engine.microbatch`). `record_routing`
         adds 'routed_experts', the experts that were used.
         """
-        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
-        compute = partial(self._vocabulary.log_probs, **options)
+        compute = partial(
+            self._vocabulary.log_probs, temperature=temperature, entropy=entropy, sum_pi_squared=sum_pi_squared
+        )
         return self._forward(batch, max_tokens, compute, record_routing=record_routing)
 
     def topk_log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, k: int) -> dict[str, Ragged]:
@@ -217,10 +213,8 @@ class TrainEngine:
             raise RuntimeError("this engine was built without an optimizer; pass optim=... to train it")
         compute: Compute = values if self.head == "value" else scores
         if self.head == "lm":
-            options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-            compute = partial(self._vocabulary.log_probs, **options)
-            if topk_ids is not None:
-                compute = partial(self._vocabulary.log_probs_at, topk_ids=batch.fetch(topk_ids), **options)
+            ids = None if topk_ids is None else batch.fetch(topk_ids)
+            compute = partial(self._vocabulary.log_probs, temperature=temperature, entropy=entropy, topk_ids=ids)
 
         def consume(micro: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
             if micro.num_outputs == 0:
@@ -245,10 +239,7 @@ class TrainEngine:
             self.optimizer.zero_grad()
             results = self._run(micros, compute, consume, forward_only=False)
             found = self._step()
-        merged: dict[str, Any] = {}
-        for part, _, _ in results:
-            for name, metric in part.items():
-                merged[name] = merged[name].merge(metric) if name in merged else metric
+        merged: dict[str, Any] = dict(merge(part for part, _, _ in results))
         if columns is not None and results:
             columns |= _columns([(micro, kept) for _, micro, kept in results])
         if losses is not None:
@@ -322,7 +313,7 @@ class TrainEngine:
         heads = SCALAR_HEADS.values()
         needed = [shard for shard in local_shards(self.shape, self.groups, self.head) if shard.name not in heads]
         with self.offload.on_device("parameters", "optimizer"):
-            load_weights(self.shape, source, needed, self.named_shards())
+            source.load(self.shape, needed, self.named_shards())
             if self.optimizer is not None:
                 with platform.cpu_bridge():
                     self.optimizer.reload_model_params()

@@ -166,15 +166,30 @@ def make_micro_batches(
     order: 2 for a loss that compares the two samples of a pair. Each holds this rank's part of the tokens among
     `cp_size` ranks.
     """
-    lengths = _lengths(batch)
-    rows_of = _split_rows(lengths, max_tokens, unit, count)
-    sizes = [-(-max(1, int(lengths[rows].sum())) // multiple) * multiple for rows in rows_of]
+    whole_lengths = _lengths(batch)
+    rows_of = _split_rows(whole_lengths, max_tokens, unit, count)
+    sizes = [-(-max(1, int(whole_lengths[rows].sum())) // multiple) * multiple for rows in rows_of]
     if same_size:
         sizes = [max(sizes)] * count
-    return [
-        _pack(batch, rows, size, shape, device, outputs_at, cp_rank, cp_size)
-        for rows, size in zip(rows_of, sizes, strict=True)
-    ]
+    micros = []
+    for rows, size in zip(rows_of, sizes, strict=True):
+        ids, lengths, tokens, output_lengths = _output_tokens(batch, rows, outputs_at)
+        targets = ids[tokens].to(torch.int64)
+        output_rows = tokens if outputs_at == "last" else (tokens - 1).clamp(min=0)
+        output_gather = None
+        if cp_size > 1:
+            local_rows, output_gather = _shared(output_rows, size, cp_rank, cp_size)
+            targets, output_rows = output_gather.own_of(targets), local_rows
+        packed = pack(
+            ids, lengths, shape, size=size, output_rows=output_rows, device=device, cp_rank=cp_rank, cp_size=cp_size
+        )
+        if shape.num_experts:
+            local_tokens = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
+            is_replayed = "routed_experts" in batch.tokens and len(rows) > 0
+            experts = batch.fetch("routed_experts").take(rows) if is_replayed else None
+            packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape, experts)
+        micros.append(MicroBatch(rows, packed.to(device), targets.to(device), output_lengths, output_gather))
+    return micros
 
 
 def _split_rows(lengths: np.ndarray, max_tokens: int, unit: int, count: int | None = None) -> list[np.ndarray]:
@@ -183,34 +198,6 @@ def _split_rows(lengths: np.ndarray, max_tokens: int, unit: int, count: int | No
         raise ValueError(f"{len(lengths)} samples are not a multiple of unit={unit}; keep groups on one replica")
     groups = micro_batches(lengths.reshape(-1, unit).sum(axis=1), max_tokens, count=count)
     return [(group[:, None] * unit + np.arange(unit)).reshape(-1) for group in groups]
-
-
-def _pack(
-    batch: DataProto,
-    rows: np.ndarray,
-    size: int,
-    shape: ModelShape,
-    device: torch.device,
-    outputs_at: OutputRows,
-    cp_rank: int,
-    cp_size: int,
-) -> MicroBatch:
-    ids, lengths, tokens, output_lengths = _output_tokens(batch, rows, outputs_at)
-    targets = ids[tokens].to(torch.int64)
-    output_rows = tokens if outputs_at == "last" else (tokens - 1).clamp(min=0)
-    output_gather = None
-    if cp_size > 1:
-        local_rows, output_gather = _shared(output_rows, size, cp_rank, cp_size)
-        targets, output_rows = output_gather.own_of(targets), local_rows
-    packed = pack(
-        ids, lengths, shape, size=size, output_rows=output_rows, device=device, cp_rank=cp_rank, cp_size=cp_size
-    )
-    if shape.num_experts:
-        local_tokens = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
-        is_replayed = "routed_experts" in batch.tokens and len(rows) > 0
-        experts = batch.fetch("routed_experts").take(rows) if is_replayed else None
-        packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape, experts)
-    return MicroBatch(rows, packed.to(device), targets.to(device), output_lengths, output_gather)
 
 
 def _output_tokens(batch: DataProto, rows: np.ndarray, outputs_at: OutputRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -163,7 +163,7 @@ def offload_of(
         return storages_of(optimizer_tensors(optimizer), exclude=[*parameters(), *gradients()])
 
     def with_copy(storages: Callable[[], list[UntypedStorage]]) -> Offloadable:
-        return Offloadable(storages, HostMemory(pinned=accelerator.pins_memory(device)))
+        return Offloadable(storages, HostMemory(pinned=device.type == "cuda"))
 
     parts: dict[Part, Offloadable] = {
         "parameters": with_copy(parameters),

@@ -254,10 +254,7 @@ class ShardedAdam(DistributedOptimizer):
     """
 
     def sharded_param_state_fully_reshardable(
-        self,
-        model_sharded_state_dict: dict[str, Any],
-        is_loading: bool = False,
-        metadata: dict[str, Any] | None = None,
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[Any, Any]:
         if is_loading:
             return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)

@@ -9,17 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-
-from hpcrl.kernels.vocabulary import SplitSoftmax
-from hpcrl.model.exact import exact_log_softmax
-
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # isort: skip
 import torch.distributed as dist
+from torch import Tensor
 
 from hpcrl.engine.microbatch import MicroBatch, OutputGather
 from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
-from hpcrl.kernels.vocabulary import vocab_parallel_topk_ids
+from hpcrl.kernels.vocabulary import SplitSoftmax, vocab_parallel_topk_ids
+from hpcrl.model.exact import exact_log_softmax
+
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # isort: skip
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,11 +143,25 @@ class VocabularyOutputs:
         temperature: float,
         entropy: bool = False,
         sum_pi_squared: bool = False,
+        topk_ids: Ragged | None = None,
     ) -> Outputs:
-        """Log-probs of the response tokens."""
+        """Log-probs of the response tokens, and of the k tokens `topk_ids` at each of their positions."""
         targets = micro.targets.unsqueeze(1)
-        found = self._at(hidden, targets, temperature=temperature, entropy=entropy, sum_pi_squared=sum_pi_squared)
-        outputs = {"log_probs": found.log_probs[:, 0], "entropy": found.entropies, "sum_pi_squared": found.squares}
+        if topk_ids is not None:
+            ids = torch.zeros_like(targets)  # for a dummy output
+            if micro.num_outputs:
+                ids = torch.from_numpy(topk_ids.take(micro.rows).values).view(micro.num_outputs, -1).to(ids)
+                ids = ids if micro.output_gather is None else micro.output_gather.own_of(ids)
+            targets = torch.cat([targets, ids], dim=1)
+        wanted = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}
+        found = self._at(hidden, targets, k=targets.size(1) - 1, temperature=temperature, **wanted)
+        outputs = {
+            "log_probs": found.log_probs[:, 0],
+            "topk_log_probs": None if topk_ids is None else found.log_probs[:, 1:],
+            "entropy": found.entropies,
+            "sum_pi_squared": found.squares,
+            "own_topk_ids": found.topk_ids,
+        }
         return {name: output for name, output in outputs.items() if output is not None}
 
     def topk(self, micro: MicroBatch, hidden: Tensor, *, temperature: float, k: int) -> Outputs:
@@ -161,24 +173,6 @@ class VocabularyOutputs:
             "topk_log_probs": found.topk_log_probs,
             "topk_ids": found.topk_ids.to(torch.int32),
         }
-
-    def log_probs_at(
-        self, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool, topk_ids: Ragged
-    ) -> Outputs:
-        """Log-probs of the response tokens and of the k tokens `topk_ids` at each of their positions."""
-        ids = torch.zeros_like(micro.targets).unsqueeze(1)  # for a dummy output
-        if micro.num_outputs:
-            ids = torch.from_numpy(topk_ids.take(micro.rows).values).view(micro.num_outputs, -1).to(ids)
-            ids = ids if micro.output_gather is None else micro.output_gather.own_of(ids)
-        targets = torch.cat([micro.targets.unsqueeze(1), ids], dim=1)
-        found = self._at(hidden, targets, temperature=temperature, entropy=entropy, k=ids.size(1))
-        outputs = {
-            "log_probs": found.log_probs[:, 0],
-            "topk_log_probs": found.log_probs[:, 1:],
-            "entropy": found.entropies,
-            "own_topk_ids": found.topk_ids,
-        }
-        return {name: output for name, output in outputs.items() if output is not None}
 
     def _at(self, hidden: Tensor, targets: Tensor, *, k: int = 0, **options: Any) -> HeadOutputs:
         """Same as `linear_log_probs`."""

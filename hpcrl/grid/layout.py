@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -101,20 +102,16 @@ class Layout:
         return rank in self._index
 
     def coord(self, rank: int) -> Coord:
-        index = self._index[rank]
-        position = []
-        for axis in AXES:
-            index, place = divmod(index, getattr(self, axis))
-            position.append(place)
-        return Coord(*position)
+        return Coord(*self._position(rank, AXES))
 
     def expert_coord(self, rank: int) -> ExpertCoord:
+        return ExpertCoord(*self._position(rank, EXPERT_AXES))
+
+    def _position(self, rank: int, axes: tuple[str, ...]) -> Iterator[int]:
         index = self._index[rank]
-        position = []
-        for axis in EXPERT_AXES:
+        for axis in axes:
             index, place = divmod(index, getattr(self, axis))
-            position.append(place)
-        return ExpertCoord(*position)
+            yield place
 
     def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return self.ranks[tp + self.tp * (cp + self.cp * (dp + self.dp * pp))]

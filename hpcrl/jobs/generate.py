@@ -69,7 +69,7 @@ class Generate(SamplingJob):
         return check_inference(config, num_ranks, config.rollout.n, scored=config.section("generate").score)
 
     @property
-    def is_scored(self) -> bool:
+    def is_scored(self) -> bool:  # type: ignore[override]
         return bool(self.own.score)
 
     def is_done(self) -> bool:

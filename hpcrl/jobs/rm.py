@@ -17,7 +17,7 @@ from hpcrl.config.roles import REWARD, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
-from hpcrl.data.answers import CHOSEN, REJECTED, PreferenceDataset
+from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedJob
 
@@ -95,12 +95,10 @@ class RewardModel(SupervisedJob):
         shape = shape_of(REWARD.architecture(self.config), shape.vocab_size)
         data, rm, pairs = self.config.data, self.config.section("rm"), {}
         files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
+        columns = {"rm.chosen_key": rm.chosen_key, "rm.rejected_key": rm.rejected_key}
         for split, (paths, max_samples) in files.items():
             if split == "train" or rm.eval_freq > 0:
-                keys = {"chosen_key": rm.chosen_key, "rejected_key": rm.rejected_key}
-                pairs[split] = PreferenceDataset(
-                    paths, tokenizer, data, **keys, max_samples=max_samples, world=self.world
-                )
+                pairs[split] = AnswerDataset(paths, tokenizer, data, columns, max_samples, self.world)
         return Inputs(shape, tokenizer, pairs=pairs)
 
     def roles(self) -> list[RoleSpec]:

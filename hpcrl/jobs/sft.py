@@ -17,7 +17,7 @@ from hpcrl.config.roles import ACTOR, EXPORT, REFIT, ROLLOUT, SCORER, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
-from hpcrl.data.answers import SftDataset
+from hpcrl.data.answers import AnswerDataset
 from hpcrl.run.job import SupervisedJob
 from hpcrl.run.validation import Validator
 
@@ -53,13 +53,13 @@ class Sft(SupervisedJob):
     def loop(self, run: Run) -> None:
         data, actor = run.roles("data", "actor")
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
-            rows = self.next_rows(run, step, self.inputs.answers.lengths)
+            rows = self.next_rows(run, step, self.inputs.answers.lengths())
             batch = data.load(self.balanced(rows, step))  # sequences of prompt and answer
             actor.update(batch)
 
     def balanced(self, rows: np.ndarray, step: int) -> DataProto:
         """The rows as a batch, with balanced tokens on the replicas."""
-        lengths, dp = self.inputs.answers.lengths[rows], self.derived.roles["actor"].dp
+        lengths, dp = self.inputs.answers.lengths()[rows], self.derived.roles["actor"].dp
         return DataProto({}, {"row": rows, replica_column(dp): balanced_assignment(lengths, dp)}, {"step": step})
 
     @classmethod
@@ -88,8 +88,8 @@ class Sft(SupervisedJob):
         from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, read_model
 
         tokenizer, shape = read_model(self.config)
-        data, key = data_config(self.config), self.own.answer_key
-        answers = SftDataset(data.train_files, tokenizer, data, key, data.train_max_samples, self.world)
+        data, columns = data_config(self.config), {"sft.answer_key": self.own.answer_key}
+        answers = AnswerDataset(data.train_files, tokenizer, data, columns, data.train_max_samples, self.world)
         inputs = Inputs(shape, tokenizer, {"train": answers.prompts}, answers)
         add_validation_prompts(inputs, self.config, self.world)
         return inputs

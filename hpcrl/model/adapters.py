@@ -58,6 +58,16 @@ class Adapter(torch.nn.Module):
         )
 
 
+# By row and sequence parallelism. The first two copy the input of each rank's rows of B, and sum the ranks' parts of
+# its gradient in the backward pass; the others sum the products of each rank's columns of A.
+OVER_RANKS = {
+    (False, False): copy_to_tensor_model_parallel_region,
+    (False, True): gather_from_sequence_parallel_region,
+    (True, False): reduce_from_tensor_model_parallel_region,
+    (True, True): reduce_scatter_to_sequence_parallel_region,
+}
+
+
 class LowRankUpdate:
     """A forward hook of a linear layer that adds the updates of the layer's projections to its output."""
 
@@ -81,8 +91,8 @@ class LowRankUpdate:
         """(..., in) -> (..., out), in the shapes of the layer's input and output."""
         adapters = self.adapters.values()
         low = linear(x, torch.cat([adapter.lora_A for adapter in adapters])) * self.scale
-        spread = self._sum_over_ranks if self.is_row_parallel else self._copy_to_ranks
-        low = low if layer.is_expert else spread(layer, low)  # megatron's dispatcher sums the outputs of experts' ranks
+        if not layer.is_expert:  # megatron's dispatcher sums the outputs of experts' ranks
+            low = OVER_RANKS[self.is_row_parallel, layer.sequence_parallel](low, group=layer.tp_group)
         inner = dict(zip(self.adapters, low.chunk(len(adapters), dim=-1), strict=True))
         updates = [
             linear(inner[name], self.adapters[name].lora_B)
@@ -93,18 +103,6 @@ class LowRankUpdate:
         if len(updates) == 1:
             return updates[0]
         return torch.cat([update.unflatten(-1, (self.blocks, -1)) for update in updates], dim=-1).flatten(-2)
-
-    def _copy_to_ranks(self, layer: Any, low: Tensor) -> Tensor:
-        """Input of each rank's rows of B; the backward pass sums the ranks' parts of its gradient."""
-        if layer.sequence_parallel:
-            return gather_from_sequence_parallel_region(low, group=layer.tp_group)
-        return copy_to_tensor_model_parallel_region(low, group=layer.tp_group)
-
-    def _sum_over_ranks(self, layer: Any, low: Tensor) -> Tensor:
-        """Sum the products of each rank's columns of A over the ranks."""
-        if layer.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low, group=layer.tp_group)
-        return reduce_from_tensor_model_parallel_region(low, group=layer.tp_group)
 
 
 def add_adapters(model: PackedGPT, shape: ModelShape, lora: Lora) -> None:

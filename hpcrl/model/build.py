@@ -81,7 +81,10 @@ def build_model(
             ]
         _mark_parameters(chunks, local)
         if device.type != "meta":
-            _initialise(chunks, local, shape, seed)
+            parameters = named_parameters(chunks)
+            for shard in local:
+                whole = initial_weight(shape, shard.name, shard.global_shape, seed)
+                copy_boxes(whole, parameters[shard.chunk, shard.local_name].data, shard)
     return chunks
 
 
@@ -185,7 +188,7 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         **(_experts(shape, groups) if shape.num_experts else {}),
         **(_recomputed(recompute) if recompute is not None else {}),
-        **transformer_engine.config_entries(te),
+        **({"fp8": te.fp8, "fp8_recipe": te.fp8_recipe} if te is not None and te.fp8 is not None else {}),
     )
 
 
@@ -299,13 +302,6 @@ def _mark_parameters(chunks: Sequence[PackedGPT], local: list[Shard]) -> None:
         if shard.is_expert:
             # Sums gradients over the expert grid's replicas; megatron sets it only if ep > 1.
             parameter.allreduce = False  # type: ignore[attr-defined]
-
-
-def _initialise(chunks: Sequence[PackedGPT], local: list[Shard], shape: ModelShape, seed: int) -> None:
-    parameters = named_parameters(chunks)
-    for shard in local:
-        whole = initial_weight(shape, shard.name, shard.global_shape, seed)
-        copy_boxes(whole, parameters[shard.chunk, shard.local_name].data, shard)
 
 
 def copy_boxes(whole: Tensor, local: Tensor, shard: Shard) -> None:

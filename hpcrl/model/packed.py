@@ -124,7 +124,7 @@ def places_of(firsts: Tensor, lengths: Tensor, singles: Tensor | None = None) ->
     return Places(tuple(buckets), slots, source)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedTokens(PackedSeqParams):
     """N sequences of T tokens in all, one after the other, padded at the end to S tokens.
 
@@ -136,14 +136,13 @@ class PackedTokens(PackedSeqParams):
     None with context parallelism.
     """
 
-    # Defaults are needed because the base class has some; `pack` sets all fields.
-    input_ids: Tensor = None  # type: ignore[assignment]  # (1, S) int64
-    position_ids: Tensor = None  # type: ignore[assignment]  # (1, S) int64
-    cos: Tensor = None  # type: ignore[assignment]  # (S, rope_dim / 2) fp32
-    sin: Tensor = None  # type: ignore[assignment]  # (S, rope_dim / 2) fp32
-    buckets: tuple[Bucket, ...] = ()  # padded arrays of attention
-    slots: Tensor = None  # type: ignore[assignment]  # (T,) int64: place of token t in them
-    sources: Tensor = None  # type: ignore[assignment]  # (places,) int64: token at that place; arbitrary for padding
+    input_ids: Tensor  # (1, S) int64
+    position_ids: Tensor  # (1, S) int64
+    cos: Tensor  # (S, rope_dim / 2) fp32
+    sin: Tensor  # (S, rope_dim / 2) fp32
+    buckets: tuple[Bucket, ...]  # padded arrays of attention
+    slots: Tensor  # (T,) int64: place of token t in them
+    sources: Tensor  # (places,) int64: token at that place; arbitrary for padding
     output_rows: Tensor | None = None  # (R,) int64: tokens with a head output; None: all S
     tails: tuple[Tail, ...] | None = None  # only with context parallelism
     routing: Routing | None = None  # of a model with experts

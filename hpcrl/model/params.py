@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import (
@@ -23,6 +23,7 @@ from hpcrl.model.shape import (
 from hpcrl.runtime.exits import InputError
 
 Head = Literal["lm", "value", "reward"]
+Size: TypeAlias = tuple[int, ...]  # of a tensor
 ONE_RANK = Layout((0,))
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -50,8 +51,8 @@ class Shard(NamedTuple):
 
     name: str
     local_name: str
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
+    global_shape: Size
+    local_shape: Size
     boxes: tuple[Box, ...]
     tp_replicated: bool
     chunk: int = 0
@@ -202,21 +203,21 @@ class _Split:
     chunk: int
     is_expert: bool = False
 
-    def whole(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
+    def whole(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
         cols = shape[1] if len(shape) == 2 else 1
         return self._shard(name, local_name, shape, shape, Box((0, shape[0]), (0, cols), 0, 0), replicated=True)
 
-    def rows(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
+    def rows(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
         rows, *cols = shape[0] // self.size, *shape[1:]
         box = Box((self.rank * rows, (self.rank + 1) * rows), (0, cols[0] if cols else 1), 0, 0)
         return self._shard(name, local_name, shape, (rows, *cols), box)
 
-    def cols(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
+    def cols(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
         rows, cols = shape[0], shape[1] // self.size
         box = Box((0, rows), (self.rank * cols, (self.rank + 1) * cols), 0, 0)
         return self._shard(name, local_name, shape, (rows, cols), box)
 
-    def gated(self, name: str, shape: tuple[int, ...], local_name: str | None = None) -> Shard:
+    def gated(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
         """Globally [gate; up], locally [gate shard; up shard]."""
         ffn, cols = shape[0] // 2, shape[1]
         rows = ffn // self.size
@@ -226,13 +227,7 @@ class _Split:
         return self._shard(name, local_name, shape, (2 * rows, cols), gate, up)
 
     def _shard(
-        self,
-        name: str,
-        local_name: str | None,
-        shape: tuple[int, ...],
-        local_shape: tuple[int, ...],
-        *boxes: Box,
-        replicated: bool = False,
+        self, name: str, local_name: str | None, shape: Size, local_shape: Size, *boxes: Box, replicated: bool = False
     ) -> Shard:
         return Shard(name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert)
 
@@ -298,7 +293,7 @@ class _Chunk:
             yield cut(f"{prefix}{name}", global_shape, f"{local}{name}")
             yield from self._adapters(split, prefix, local, name, global_shape)
 
-    def _grouped(self) -> Iterator[tuple[_Cut, str, tuple[int, ...]]]:
+    def _grouped(self) -> Iterator[tuple[_Cut, str, Size]]:
         """Projections of grouped-query attention."""
         shape, split = self.shape, self.dense
         # Rows of linear_qkv are ordered by query group: its queries, its key, its value.
@@ -310,7 +305,7 @@ class _Chunk:
             for head in "qk":
                 yield split.whole, f"self_attention.{head}_layernorm.weight", (shape.head_dim,)
 
-    def _latent(self, mla: LatentAttention) -> Iterator[tuple[_Cut, str, tuple[int, ...]]]:
+    def _latent(self, mla: LatentAttention) -> Iterator[tuple[_Cut, str, Size]]:
         """Projections of latent attention: every rank holds those to the latents whole, and its heads of the others."""
         shape, split = self.shape, self.dense
         hidden, heads, rank = shape.hidden_size, shape.num_attention_heads, mla.kv_lora_rank
@@ -338,9 +333,7 @@ class _Chunk:
                 yield cut(f"{prefix}{names[0]}{name}", global_shape, f"{local}{names[1]}{name}")
                 yield from self._adapters(self.experts, f"{prefix}{names[0]}", f"{local}{names[1]}", name, global_shape)
 
-    def _adapters(
-        self, split: _Split, prefix: str, local: str, name: str, global_shape: tuple[int, ...]
-    ) -> Iterator[Shard]:
+    def _adapters(self, split: _Split, prefix: str, local: str, name: str, global_shape: Size) -> Iterator[Shard]:
         """Yield A (r, in) and B (out, r) of the projections in a matrix, split as the matrix is."""
         parent, matrix = matrix_of(name)
         if self.lora is None or not matrix:

@@ -116,10 +116,7 @@ class RouterLosses:
         aux, z = totals[:2].tolist()
         load = totals[2:].view_as(self.load)
         imbalance = (load.amax(1) / load.mean(1).clamp(min=1e-9)).cpu()
-        found = {
-            "moe_load_imbalance/mean": float(imbalance.mean()),
-            "moe_load_imbalance/max": float(imbalance.max()),
-        }
+        found = {"moe_load_imbalance/mean": float(imbalance.mean()), "moe_load_imbalance/max": float(imbalance.max())}
         if self.aux_coeff:
             found["moe_aux_loss"] = aux / len(load)
         if self.z_coeff:

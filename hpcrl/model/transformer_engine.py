@@ -7,7 +7,7 @@ used, and that unsupported settings raise errors.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,17 +33,14 @@ def is_used(
     """Whether the layers of a model on `device` are Transformer Engine's. Raises InputError for settings that cannot
     work."""
     enable = None if cfg is None else cfg.enable
-    missing = None
-    if device.type != "cuda":
-        missing = "there is no GPU"
-    elif importlib.util.find_spec("transformer_engine") is None:
-        missing = "transformer_engine is not installed"
-    elif exact:
-        missing = "rollout.exact=true uses other layers"
-    elif shape.mla:
-        missing = "latent attention uses other layers"
-    elif has_adapters:
-        missing = "model.lora_rank needs megatron's own layers"
+    problems = {
+        "there is no GPU": device.type != "cuda",
+        "transformer_engine is not installed": importlib.util.find_spec("transformer_engine") is None,
+        "rollout.exact=true uses other layers": exact,
+        "latent attention uses other layers": shape.mla is not None,
+        "model.lora_rank needs megatron's own layers": has_adapters,
+    }
+    missing = next((problem for problem, is_found in problems.items() if is_found), None)
     if enable and missing:
         raise InputError(f"model.transformer_engine.enable=true, but {missing}; remove it or set it to null")
     used = missing is None and enable is not False
@@ -59,11 +56,6 @@ def is_used(
                 "tokens varies; set fp8 to null"
             )
     return used
-
-
-def config_entries(cfg: TransformerEngineConfig | None) -> dict[str, Any]:
-    """Return the entries of megatron's TransformerConfig."""
-    return {"fp8": cfg.fp8, "fp8_recipe": cfg.fp8_recipe} if cfg is not None and cfg.fp8 is not None else {}
 
 
 def use_transformer_engine(spec: ModuleSpec) -> None:

@@ -89,7 +89,8 @@ class Pass:
             total += self._hidden  # received, and kept for its gradient
         if piece == self._last:
             total += self._norm(self._local, shape.hidden_size) - self._hidden
-            total += self.rows * shape.hidden_size * self._head_itemsize
+            # critics and reward models multiply in fp32
+            total += self.rows * shape.hidden_size * (model.itemsize if model.head == "lm" else FP32)
         return total
 
     def _units(self, piece: int) -> tuple[list[range], range]:
@@ -210,11 +211,6 @@ class Pass:
     def _all_hidden(self) -> int:
         """Hidden states of all ranks' tokens, if tensor-parallel ranks share them."""
         return self._hidden * self.model.layout.tp if self._shares_tokens else 0
-
-    @property
-    def _head_itemsize(self) -> int:
-        """Itemsize of the head's input: critics and reward models multiply in fp32."""
-        return self.model.itemsize if self.model.head == "lm" else FP32
 
     @property
     def _wanted(self) -> int:

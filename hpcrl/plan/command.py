@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.placement import format_ranks
 from hpcrl.model.params import shards
 from hpcrl.plan import refit
 from hpcrl.plan.fixes import cheapest_fix, tightest
@@ -26,7 +25,7 @@ from hpcrl.plan.memory import GIB, MIB, Phase, Row, TrainingPlan, binary
 from hpcrl.plan.refit import size
 from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel
 from hpcrl.runtime import exits
-from hpcrl.runtime.launcher import is_first_launched
+from hpcrl.runtime.launcher import format_spans, is_first_launched
 
 RESPONSE_COLUMNS = 7  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
 
@@ -154,7 +153,7 @@ def _heading(path: str, job: TrainingPlan) -> Iterator[str]:
     works = {phase.role: phase.work for phase in job.phases if phase.work}
     for role, placed in job.derived.roles.items():
         layout = f"tp {placed.tp}  pp {placed.pp}  dp {placed.dp}"
-        line = f"  {role:<8} {layout:<20} ranks {format_ranks(placed.ranks)}"
+        line = f"  {role:<8} {layout:<20} ranks {format_spans(placed.ranks)}"
         if role in works:
             work = works[role]
             line += f", micro-batches of {work.tokens} tokens, {work.rows} with outputs"
@@ -168,7 +167,7 @@ def _states(job: TrainingPlan, cells: Callable[[Sequence[int]], str]) -> Iterato
             groups.setdefault(job.states[role, stage], []).append(stage)
         for state, stages in groups.items():
             ranks = sorted(rank for rank in model.layout.ranks if model.layout.coord(rank).pp in stages)
-            yield f"  {role:<14}{format_ranks(stages):<8}{_ranks(ranks):<12}{cells(state)}"
+            yield f"  {role:<14}{format_spans(stages):<8}{_ranks(ranks):<12}{cells(state)}"
 
 
 def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[int]], str]) -> Iterator[str]:
@@ -186,11 +185,11 @@ def _phases(job: TrainingPlan, rows: Sequence[Row], cells: Callable[[Sequence[in
 def _stages(phase: Phase, rows: Sequence[Row]) -> str:
     """Pipeline stages of the role that works."""
     stages = sorted({row.place.stages[phase.role] for row in rows if phase.role in row.place.stages})
-    return format_ranks(stages) if stages and phase.work else "-"
+    return format_spans(stages) if stages and phase.work else "-"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    text = format_ranks(ranks)
+    text = format_spans(ranks)
     return text if len(text) < 12 else f"{len(ranks)} from {ranks[0]}"
 
 

@@ -57,12 +57,12 @@ def _layouts(job: TrainingPlan) -> Iterator[dict[str, object]]:
     """Larger pp, then larger tp inside a node, of the role that takes most on the fullest rank."""
     row = tightest(job.rows())
     working = next((phase.role for phase in job.phases if phase.name == row.phase), "")
-    roles = [role for role in job.models if role in row.place.stages]
-    if not roles:
+    sizes = {role: job.states[role, stage].total for role, stage in row.place.stages.items() if role in job.models}
+    if not sizes:
         return
-    sizes = {role: job.states[role, row.place.stages[role]].total for role in roles}
-    sizes[working] = sizes.get(working, 0) + row.activations + row.logits if working in sizes else 0
-    role = max(roles, key=lambda name: sizes[name])
+    if working in sizes:
+        sizes[working] += row.activations + row.logits
+    role = max(job.models, key=lambda name: sizes.get(name, -1))
     layout = job.layouts[role]
     for pp in (2 * layout.pp, 4 * layout.pp):
         yield {f"placement.{role}.pp": pp}

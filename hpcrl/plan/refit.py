@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hpcrl.config.derive import JobDescription
-from hpcrl.config.placement import format_ranks, place
+from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, ROLLOUT, shares_weights
 from hpcrl.config.schema import Config, ModelConfig
 from hpcrl.config.yaml_core import ConfigError
@@ -22,6 +22,7 @@ from hpcrl.model.params import role_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.reshard.planner import RankTraffic, Resharding
+from hpcrl.runtime.launcher import format_spans
 
 NAMED = 4  # ranks that a row names
 
@@ -91,7 +92,7 @@ def _heading(path: str, asked: Question) -> list[str]:
         ("rollout", asked.resharding.destination, dtypes[1], f"engine {config.rollout.engine}"),
     ):
         layout = f"tp {role.tp}  pp {role.pp}  dp {role.dp}"
-        lines.append(f"  {name:<8} {layout}  ranks {format_ranks(role.ranks)}, {dtype}, {kind}")
+        lines.append(f"  {name:<8} {layout}  ranks {format_spans(role.ranks)}, {dtype}, {kind}")
     return lines
 
 

@@ -175,6 +175,8 @@ class _Buffer:
     @cached_property
     def buckets(self) -> list[Bucket]:
         """Buckets from the last parameter to the first; tied embeddings of a pipeline have a bucket of their own."""
+        shape, pp = self.model.shape, self.model.layout.pp
+        may_be_tied = shape.tie_word_embeddings and self.model.head == "lm" and pp > 1
         made: list[Bucket] = []
         inside: list[tuple[int, int]] = []
         start = place = 0
@@ -187,7 +189,7 @@ class _Buffer:
 
         for shard in reversed(self.shards):
             place = _up(place, PARAMETER_MULTIPLE)
-            is_tied = self._is_tied(shard)
+            is_tied = may_be_tied and "word_embeddings" in shard.name
             if is_tied and inside:
                 close()
             inside.append((place, place + math.prod(shard.local_shape)))
@@ -197,11 +199,6 @@ class _Buffer:
         if inside:
             close()
         return made
-
-    def _is_tied(self, shard: Shard) -> bool:
-        model = self.model
-        tied = model.shape.tie_word_embeddings and model.head == "lm" and model.layout.pp > 1
-        return tied and "word_embeddings" in shard.name
 
 
 def _as_made(table: list[Shard]) -> list[Shard]:

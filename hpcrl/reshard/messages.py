@@ -37,18 +37,6 @@ class Page:
     nbytes: int = 0
 
 
-class PartLocation(NamedTuple):
-    """Where a reader finds a part of its n-th move from a sender. All fields are integers."""
-
-    move: int
-    row: int  # first row and column of the piece, counted in the move
-    col: int
-    rows: int
-    cols: int
-    page: int
-    offset: int
-
-
 def messages(moves: Iterable[Move], limit: int) -> list[list[Part]]:
     """Split `moves`, in order, into buffers of at most `limit` bytes. Sender and receiver split them alike."""
     cut: list[list[Part]] = [[]]
@@ -68,45 +56,22 @@ def size(parts: Sequence[Part]) -> int:
     return parts[-1].offset + parts[-1].move.nbytes if parts else 0
 
 
-def pages(sends: Moves, limit: int) -> tuple[list[Page], dict[int, list[PartLocation]]]:
-    """Return pages of at most `limit` bytes, and each reader's locations in the order of its moves.
+def pages(sends: Moves, limit: int) -> tuple[list[Page], dict[int, dict[int, list[Part]]]]:
+    """Return pages of at most `limit` bytes, and reader -> page -> the parts that it copies from the page.
 
     A rectangle is in one page only, also if several ranks read it.
     """
     published: list[Page] = []
-    places: dict[tuple[str, int, int, int, int], list[tuple[int, Part]]] = {}
-    locations: dict[int, list[PartLocation]] = {}
-    for reader, moves in sends.items():
-        locations[reader] = []
-        for number, move in enumerate(moves):
-            rectangle = (move.name, move.src_row, move.src_col, move.rows, move.cols)
-            if rectangle not in places:
-                places[rectangle] = [_publish(piece, published, limit) for piece in pieces(move, limit)]
-            for page, part in places[rectangle]:
-                published[page].readers.add(reader)
-                piece = part.move
-                locations[reader].append(
-                    PartLocation(
-                        number,
-                        piece.src_row - move.src_row,
-                        piece.src_col - move.src_col,
-                        piece.rows,
-                        piece.cols,
-                        page,
-                        part.offset,
-                    )
-                )
-    return published, locations
-
-
-def parts_by_page(moves: Sequence[Move], locations: Iterable[PartLocation]) -> dict[int, list[Part]]:
-    """Return page -> the parts that a reader copies from it, given its moves from that sender."""
-    found: dict[int, list[Part]] = {}
-    for location in locations:
-        whole = moves[location.move]
-        piece = _piece(whole, location.row, location.col, location.rows, location.cols)
-        found.setdefault(location.page, []).append(Part(piece, location.offset))
-    return found
+    places: dict[tuple[str, int, int, int, int], list[tuple[int, int]]] = {}
+    read: dict[int, dict[int, list[Part]]] = {reader: {} for reader in sends}
+    for reader, move in ((reader, move) for reader, moves in sends.items() for move in moves):
+        rectangle, cut = (move.name, move.src_row, move.src_col, move.rows, move.cols), list(pieces(move, limit))
+        if rectangle not in places:
+            places[rectangle] = [_publish(piece, published, limit) for piece in cut]
+        for piece, (page, offset) in zip(cut, places[rectangle], strict=True):
+            published[page].readers.add(reader)
+            read[reader].setdefault(page, []).append(Part(piece, offset))
+    return published, read
 
 
 def pieces(move: Move, limit: int) -> Iterator[Move]:
@@ -119,30 +84,26 @@ def pieces(move: Move, limit: int) -> Iterator[Move]:
     cols = min(move.cols, max(1, limit // itemsize))
     for row in range(0, move.rows, rows):
         for col in range(0, move.cols, cols):
-            yield _piece(move, row, col, min(rows, move.rows - row), min(cols, move.cols - col))
+            height, width = min(rows, move.rows - row), min(cols, move.cols - col)
+            yield move._replace(
+                src_row=move.src_row + row,
+                src_col=move.src_col + col,
+                dst_row=move.dst_row + row,
+                dst_col=move.dst_col + col,
+                rows=height,
+                cols=width,
+                nbytes=itemsize * height * width,
+            )
 
 
-def _piece(move: Move, row: int, col: int, rows: int, cols: int) -> Move:
-    return move._replace(
-        src_row=move.src_row + row,
-        src_col=move.src_col + col,
-        dst_row=move.dst_row + row,
-        dst_col=move.dst_col + col,
-        rows=rows,
-        cols=cols,
-        nbytes=move.nbytes // (move.rows * move.cols) * rows * cols,
-    )
-
-
-def _publish(piece: Move, published: list[Page], limit: int) -> tuple[int, Part]:
-    """Append `piece` to the last page, or to a new one if it does not fit. Return the page's number and the part."""
+def _publish(piece: Move, published: list[Page], limit: int) -> tuple[int, int]:
+    """Append `piece` to the last page, or to a new one if it does not fit. Return the page's number and the offset."""
     if not published or published[-1].nbytes + piece.nbytes > limit:
         published.append(Page())
     page = published[-1]
-    part = Part(piece, page.nbytes)
-    page.parts.append(part)
+    page.parts.append(Part(piece, page.nbytes))
     page.nbytes += piece.nbytes
-    return len(published) - 1, part
+    return len(published) - 1, page.parts[-1].offset
 
 
 Weights = Mapping[str, Tensor]

@@ -20,10 +20,7 @@ def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
         raise InputError("rollout.engine=tensorrt_llm: its layout of latent attention is not known; use engine=native")
     if shape.num_experts:
         raise InputError("rollout.engine=tensorrt_llm: its layout of experts is not known; use engine=native")
-    for what, size in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("ffn_hidden_size", shape.ffn_hidden_size),
-    ):
+    for what, size in (("num_attention_heads", shape.num_attention_heads), ("ffn_hidden_size", shape.ffn_hidden_size)):
         if size % tp_size:
             raise InputError(
                 f"placement.rollout.tp={tp_size} does not divide {what}={size}; use one of {_divisors(size)}"

@@ -116,7 +116,9 @@ class Refit:
         ChecksumMismatch, on every rank.
         """
         start = time.perf_counter()
-        self._check(destination)
+        for name, tensor in destination.items():
+            if tensor.dtype != self._dtype:
+                raise ValueError(f"engine weight {name} has dtype {tensor.dtype}; the refit has {self._dtype}")
         aliased = {name for name in self._same if source[name].data_ptr() == destination[name].data_ptr()}
         copies = [move for move in self._copies if move.name not in aliased]
         loop = RequestLoop()
@@ -157,11 +159,6 @@ class Refit:
         for part in _parts(copies, source, destination):
             copy(*part)
             yield
-
-    def _check(self, destination: Weights) -> None:
-        for name, tensor in destination.items():
-            if tensor.dtype != self._dtype:
-                raise ValueError(f"engine weight {name} has dtype {tensor.dtype}; the refit has {self._dtype}")
 
 
 def _parts(copies: list[Move], source: Weights, destination: Weights) -> Iterator[tuple[Tensor, Tensor]]:

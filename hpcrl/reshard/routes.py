@@ -130,10 +130,7 @@ class PieceSet:
                 self.near[node] = Channel(self, senders, sum(self.nbytes[group] for group, _ in targets), targets)
         nbytes = sum(self.nbytes[group] * number for group, number in remote.items())
         self.far = Channel(self, list(self.place), nbytes) if nbytes else None
-
-    @property
-    def channels(self) -> list[Channel]:
-        return [*self.near.values(), *([self.far] if self.far else [])]
+        self.channels = [*self.near.values(), *([self.far] if self.far else [])]
 
     def channel_to(self, rank: int) -> Channel:
         """Return the channel that reaches a rank which does not hold the pieces."""
@@ -157,10 +154,6 @@ class PieceSet:
 
     def transfer(self, source: int, target: Target, piece: Piece, first: int, end: int) -> Transfer:
         return Transfer(source, piece.origins[self.place[source]], target, piece, first, end)
-
-    def copies(self, target: Target) -> list[Transfer]:
-        """Return the local copies of a holder."""
-        return [self.transfer(target.rank, target, piece, 0, piece.rows) for piece in self.needs[target.group]]
 
     def rectangles(self, groups: tuple[int, ...]) -> tuple[list[int], list[Rectangle]]:
         """Return the starts and the rectangles of a block whose targets are of these groups."""
@@ -198,11 +191,6 @@ class Channel:
     def cuts(self) -> list[int]:
         """Where the shares end, moved to the nearest end of a row."""
         return [self._snapped(end) for end in accumulate(self.shares, initial=0)]
-
-    def sent(self) -> Iterator[tuple[int, int]]:
-        """Yield (sender, bytes)."""
-        for sender, start, end in zip(self.senders, self.cuts, self.cuts[1:], strict=False):
-            yield sender, end - start
 
     def transfers_from(self, rank: int) -> Iterator[Transfer]:
         sender = self.senders.index(rank)
@@ -340,7 +328,8 @@ class Routes:
     def copies(self, rank: int) -> Iterator[Transfer]:
         """Yield what `rank` needs and has."""
         for piece_set, target in self._local_sets(rank):
-            yield from piece_set.copies(target)
+            for piece in piece_set.needs[target.group]:
+                yield piece_set.transfer(rank, target, piece, 0, piece.rows)
 
     def held(self, rank: int) -> int:
         """Return the bytes of what `rank` needs and has."""
@@ -354,8 +343,8 @@ class Routes:
         """Return bytes by sender."""
         total: dict[int, int] = defaultdict(int)
         for channel in self._channels:
-            for sender, nbytes in channel.sent():
-                total[sender] += nbytes
+            for sender, start, end in zip(channel.senders, channel.cuts, channel.cuts[1:], strict=False):
+                total[sender] += end - start
         return dict(total)
 
     def cross_node_bytes(self) -> int:

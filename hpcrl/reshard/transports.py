@@ -18,25 +18,23 @@ from hpcrl.reshard.messages import (
     MessageTransport,
     Moves,
     Part,
-    PartLocation,
     RequestLoop,
     Weights,
     destination_part,
     messages,
     pack,
     pages,
-    parts_by_page,
     source_part,
     unpack,
 )
 from hpcrl.runtime import platform
-from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, create_group, wait, wait_all
+from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, create_group, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-READY, DONE, LOCATIONS = 1, 2, 3  # tags
+READY, DONE = 1, 2  # tags
 HALVES = 2
 
 
@@ -56,20 +54,26 @@ class WindowTransport:
         from mpi4py import MPI
 
         self._comm, self._dtype = comm, dtype
-        published, locations = pages(sends, max_bytes // HALVES // dtype.itemsize * dtype.itemsize)
+        published, read = pages(sends, max_bytes // HALVES // dtype.itemsize * dtype.itemsize)
         self._parts = [page.parts for page in published]
         self._readers = [sorted(page.readers) for page in published]
         sizes = [max((page.nbytes for page in published[half::HALVES]), default=0) for half in range(HALVES)]
         starts = [0, sizes[0]]
         self.nbytes = sum(sizes)
         barrier(comm)  # Allocate_shared spins until all ranks are here
-        self._window: MPI.Win | None = MPI.Win.Allocate_shared(self.nbytes, 1, comm=comm)
+        self._window = MPI.Win.Allocate_shared(self.nbytes, 1, comm=comm)
         self._window.Lock_all(MPI.MODE_NOCHECK)
         own_memory = _memory(self._window, comm.rank)
         self._halves = [own_memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
-        self._senders = self._exchange(
-            {reader: _absolute(table, starts) for reader, table in locations.items()}, receives
-        )
+        in_window = {
+            reader: [
+                [part._replace(offset=part.offset + starts[page % HALVES]) for part in parts]
+                for page, parts in sorted(by_page.items())
+            ]
+            for reader, by_page in read.items()
+        }
+        by_sender = all_gather_object(comm, in_window)
+        self._senders: dict[int, list[list[Part]]] = {sender: by_sender[sender][comm.rank] for sender in receives}
         self._windows = {sender: _memory(self._window, sender) for sender in self._senders}
 
     def start(self, loop: RequestLoop, source: Weights, destination: Weights) -> None:
@@ -84,7 +88,7 @@ class WindowTransport:
         while self._packed < len(self._parts) and self._reading[self._packed % HALVES] == 0:
             half, readers = self._packed % HALVES, self._readers[self._packed]
             pack(self._parts[self._packed], source, self._halves[half], self._dtype)
-            self._sync()
+            self._window.Sync()
             self._reading[half] = len(readers)
             self._packed += 1
             for reader in readers:
@@ -103,43 +107,20 @@ class WindowTransport:
             return
 
         def read() -> None:
-            self._sync()
+            self._window.Sync()
             unpack(parts, self._windows[sender], destination, self._dtype)
             loop.add(self._comm.Isend(_nothing(), sender, DONE))
             self._await(loop, sender, pages_left, destination)
 
         loop.add(self._comm.Irecv(_nothing(), sender, READY), read)
 
-    def _sync(self) -> None:
-        assert self._window is not None
-        self._window.Sync()
-
     def close(self) -> None:
         """Free the windows."""
-        if self._window is not None:
-            barrier(self._comm)
-            self._windows, self._halves = {}, []
-            self._window.Unlock_all()
-            self._window.Free()
-            self._window = None
-            self._comm.Free()
-
-    def _exchange(self, locations: dict[int, np.ndarray], receives: Moves) -> dict[int, list[list[Part]]]:
-        """Send readers the locations of their moves. Return, per sender, the parts that this rank reads from each page,
-        in order."""
-        counts = {reader: np.array([len(table)], np.int64) for reader, table in locations.items()}
-        requests = [self._comm.Isend(count, reader, LOCATIONS) for reader, count in counts.items()]
-        requests += [self._comm.Isend(table, reader, LOCATIONS) for reader, table in locations.items()]
-        senders = {}
-        for sender, moves in receives.items():
-            count = np.empty(1, np.int64)
-            wait(self._comm.Irecv(count, sender, LOCATIONS))
-            table = np.empty((int(count[0]), len(PartLocation._fields)), np.int64)
-            wait(self._comm.Irecv(table, sender, LOCATIONS))
-            found = parts_by_page(moves, (PartLocation(*row) for row in table.tolist()))
-            senders[sender] = [found[page] for page in sorted(found)]
-        wait_all(requests)
-        return senders
+        barrier(self._comm)
+        self._windows, self._halves = {}, []
+        self._window.Unlock_all()
+        self._window.Free()
+        self._comm.Free()
 
 
 def shared_memory_left() -> int:
@@ -158,12 +139,6 @@ def _memory(window: MPI.Win, rank: int) -> Tensor:
     """Return a rank's part of the window, (bytes,) uint8."""
     buffer, _ = window.Shared_query(rank)
     return torch.from_numpy(np.frombuffer(buffer, np.uint8))  # type: ignore[call-overload]
-
-
-def _absolute(locations: list[PartLocation], starts: list[int]) -> np.ndarray:
-    """Return `locations` with offsets counted from the start of the window: int64 (n, fields)."""
-    moved = [where._replace(offset=where.offset + starts[where.page % HALVES]) for where in locations]
-    return np.array(moved, np.int64).reshape(len(moved), len(PartLocation._fields))
 
 
 def _nothing() -> list[Any]:

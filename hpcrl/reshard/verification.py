@@ -15,6 +15,7 @@ from hpcrl.reshard.messages import Weights
 from hpcrl.reshard.pieces import ShardGroup
 from hpcrl.runtime.exits import CHECKSUM
 from hpcrl.runtime.mpi import all_gather_object, wait
+from hpcrl.runtime.watchdog import format_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -158,8 +159,8 @@ class Verifier:
     def _message(self, wrong: dict[int, list[str]]) -> str:
         tensors = Counter(name for names in wrong.values() for name in names)
         listed = "; ".join(
-            f"{name} on rank{'s' * (count > 1)} {', '.join(str(rank) for rank in wrong if name in wrong[rank])}"
-            for name, count in tensors.most_common(MAX_NAMED)
+            f"{name} on {format_ranks([rank for rank in wrong if name in wrong[rank]])}"
+            for name, _ in tensors.most_common(MAX_NAMED)
         )
         more = f"; and {len(tensors) - MAX_NAMED} more" if len(tensors) > MAX_NAMED else ""
         source, destination = map(_described, self._layouts)
@@ -201,9 +202,4 @@ def _described(layout: Layout) -> str:
     sizes = " ".join(
         f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "dp", "ep", "vpp") if getattr(layout, axis) > 1
     )
-    return f"({sizes or 'whole'}, ranks {_ranges(layout.ranks)})"
-
-
-def _ranges(ranks: tuple[int, ...]) -> str:
-    consecutive = ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 1
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
+    return f"({sizes or 'whole'}, {format_ranks(layout.ranks)})"

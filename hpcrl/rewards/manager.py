@@ -285,9 +285,7 @@ class RateLimitedRewardManager(RewardManager):
             cfg.num_workers,
             params.timeout,
             memory_limit_mb=cfg.memory_limit_mb,
-            limit=RateLimit.per_minute(
-                params.max_concurrent, params.max_rpm, params.max_tpm, params.estimated_tokens_per_request
-            ),
+            limit=RateLimit(params.max_concurrent, params.max_rpm, params.max_tpm, params.estimated_tokens_per_request),
             log_path=log_path,
         )
 
@@ -343,19 +341,16 @@ def numbers_of(
 
 
 def custom_function(cfg: Scoring) -> tuple[str, str]:
-    """(file, function) of the configured custom function. Raises InputError if there is no such file."""
-    path, name = split_path(cfg.custom_reward_function.path or "", cfg.custom_reward_function.name)
+    """(file, function) of the configured custom function; the path may be `file.py:function`. Raises InputError if
+    there is no such file."""
+    path, name = cfg.custom_reward_function.path or "", cfg.custom_reward_function.name
+    if short := re.fullmatch(r"(.+\.py):(\w+)", path):
+        path, name = short.groups()
     if not os.path.isfile(path):
         raise InputError(
             f"reward.custom_reward_function.path={path}: no such file; expected a Python file with a function {name!r}"
         )
     return path, name
-
-
-def split_path(path: str, name: str) -> tuple[str, str]:
-    """(file, function) of `file.py:function`, or of a file and the function named apart."""
-    short = re.fullmatch(r"(.+\.py):(\w+)", path)
-    return (short[1], short[2]) if short else (path, name)
 
 
 def _warn_of_failures(outcomes: Sequence[Outcome]) -> None:

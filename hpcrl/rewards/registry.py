@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from hpcrl.runtime.exits import InputError
 
-
-class Scorer(Protocol):
-    """verl's signature; returns the score, or a dict with `score` and more to log (`acc` is the accuracy).
-
-    A rule ignores further arguments that it does not have.
-    """
-
-    def __call__(
-        self,
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> float | dict[str, Any]: ...
-
+# With verl's arguments: data_source, solution_str, ground_truth, extra_info; a rule ignores those that it does not use.
+# Returns the score, or a dict with `score` and more to log (`acc` is the accuracy).
+Scorer: TypeAlias = Callable[..., float | dict[str, Any]]
 
 # Name or pattern of a data source -> function in scorers/; the dispatch of verl's `default_compute_score`, with
 # countdown and math_verify, which it does not dispatch to.

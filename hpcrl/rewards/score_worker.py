@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
 from hpcrl.sandbox import worker
-from hpcrl.sandbox.worker import (
-    Answer,
-    Outcome,
-    Ready,
-    answer_in_turn,
-    describe,
-    kill_leftovers,
-    use_one_thread,
-)
+from hpcrl.sandbox.worker import Answer, Outcome, Ready, answer_in_turn, describe, kill_leftovers, use_one_thread
 
 if TYPE_CHECKING:
     import asyncio

@@ -16,10 +16,6 @@ FinishReason = Literal["stop", "length", "abort"]
 WeightFormat = Literal["megatron", "tensorrt_llm"]
 
 
-def _no_tokens() -> np.ndarray:
-    return np.zeros(0, np.int32)
-
-
 @dataclass(frozen=True, eq=False)
 class Request:
     """One sample to draw: `uid` names the prompt, `sample_index` the sample.
@@ -32,8 +28,33 @@ class Request:
     prompt_ids: list[int] | np.ndarray
     uid: str
     sample_index: int = 0
-    prefix_ids: np.ndarray = field(default_factory=_no_tokens)
+    prefix_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     max_new_tokens: int | None = None
+
+    def num_to_draw(self, sampling: SamplingParams) -> int:
+        """Return the largest number of tokens to draw."""
+        return sampling.max_new_tokens - len(self.prefix_ids) if self.max_new_tokens is None else self.max_new_tokens
+
+    def context_ids(self, sampling: SamplingParams, max_model_len: int, vocab_size: int) -> np.ndarray:
+        """Return prompt and prefix, int32 (n,). Raises ValueError for a request that the engine cannot serve."""
+        what, limit = f"prompt {self.uid}", self.num_to_draw(sampling)
+        context = np.concatenate([self.prompt_ids, self.prefix_ids])
+        if not len(self.prompt_ids):
+            raise ValueError(f"{what} has no tokens; at least one is needed, such as a beginning-of-sequence token")
+        if limit < 1:
+            raise ValueError(
+                f"{what} may draw {limit} more tokens after a prefix of {len(self.prefix_ids)}; it must be 1 or more: "
+                "drop such requests"
+            )
+        if len(context) + limit > max_model_len:
+            raise ValueError(
+                f"{what} has {len(context)} tokens; with max_new_tokens={limit} that is more than "
+                f"max_model_len={max_model_len}; shorten one of them or raise the engine's limit"
+            )
+        # Under tensor parallelism an id outside the embedding would read as zeros without an error.
+        if context.min() < 0 or context.max() >= vocab_size:
+            raise ValueError(f"{what} has token ids {context.min()} to {context.max()}; expected 0 to {vocab_size - 1}")
+        return context.astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -53,11 +74,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}; it must be 1 or second")
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}; it must be 1 or more")
         if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or second")
+            raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or more")
         if self.top_k == 0 or self.top_k < -1:
-            raise ValueError(f"top_k={self.top_k}; use -1 for all tokens, or 1 and second")
+            raise ValueError(f"top_k={self.top_k}; use -1 for all tokens, or 1 or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it must lie in (0, 1]")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hpcrl.telemetry.archive import generation_logs
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class DurableRollouts:
     """Lives on rank 0; the generation logs of all ranks in `folder` (hpcrl/telemetry/archive.py).
 
@@ -21,23 +23,21 @@ class DurableRollouts:
     because a planned stop in the middle of it saves the checkpoint before it.
     """
 
-    def __init__(self, folder: Path, *, resumed_at: int, num_ahead: int = 0, enabled: bool = True) -> None:
-        """`resumed_at`: steps done at the start, 0 without a checkpoint."""
-        self._folder = folder
-        self._num_ahead = num_ahead
-        self._enabled = enabled
-        self._resumed_at = resumed_at
+    folder: Path
+    resumed_at: int  # steps done at the start, 0 without a checkpoint
+    num_ahead: int = 0
+    enabled: bool = True
 
     def resume(self) -> int | None:
         """Remove logs that this attempt cannot use. Returns the version of the weights whose responses it can use, or
         None."""
-        self._keep(lambda step: self._enabled and self._is_after(step, self._resumed_at))
-        return self._resumed_at if any(generation_logs(self._folder)) else None
+        self._keep(lambda step: self.enabled and self._is_after(step, self.resumed_at))
+        return self.resumed_at if any(generation_logs(self.folder)) else None
 
     def step_ended(self, step: int, *, saved: int, saving: int | None = None) -> None:
         """Remove logs that a restart would not use. `saved`: step of the newest complete checkpoint, 0 without one.
         `saving`: of one that is being written, which may still fail."""
-        bases = [saved, *([saving] if saving is not None else [])]
+        bases = (saved, saved if saving is None else saving)
         self._keep(lambda other: other > step or any(self._is_after(other, base) for base in bases))
 
     def run_ended(self) -> None:
@@ -45,10 +45,10 @@ class DurableRollouts:
         self._keep(lambda step: False)
 
     def _is_after(self, step: int, checkpoint: int) -> bool:
-        return checkpoint < step <= checkpoint + 1 + self._num_ahead
+        return checkpoint < step <= checkpoint + 1 + self.num_ahead
 
     def _keep(self, is_needed: Callable[[int], bool]) -> None:
-        for step, path in generation_logs(self._folder):
+        for step, path in generation_logs(self.folder):
             if not is_needed(step):
                 try:
                     path.unlink(missing_ok=True)

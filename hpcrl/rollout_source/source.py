@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from hpcrl.reshard.refit import RefitReport
 
 
+@dataclass
 class WeightSync:
     """Copies weights to the rollout engine. Lives on rank 0. `version`: step of the engine's weights, None if it has
     none."""
 
-    def __init__(self, controller: Controller, timers: PhaseTimers) -> None:
-        self.controller = controller
-        self.timers = timers
-        self.version: int | None = None
-        self.metrics: dict[str, float] = {}  # of the last refit
+    controller: Controller
+    timers: PhaseTimers
+    version: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last refit
 
     def update_to(self, version: int) -> None:
         """Copy the actor's weights, which are those of `version`, into the engine, unless it has them."""
@@ -100,12 +100,12 @@ def idle_metrics(waited: float, busy: float, step: float, num_replicas: int) -> 
     }
 
 
+@dataclass
 class Counts:
     """Counts over the whole run, for metrics."""
 
-    def __init__(self) -> None:
-        self.generated = 0
-        self.stale = 0
+    generated: int = 0
+    stale: int = 0
 
     def add(self, samples: Mapping[str, np.ndarray], version: int, num_generated: int) -> dict[str, float]:
         """Count a step's samples; returns the totals."""
@@ -117,15 +117,6 @@ class Counts:
             "fully_async/count/current_param_version": float(version),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"generated": self.generated, "stale": self.stale}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.generated, self.stale = int(state.get("generated", 0)), int(state.get("stale", 0))
-
-
-if TYPE_CHECKING:
-    from hpcrl.reshard.refit import RefitReport
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +253,7 @@ class SamplePool:
         return metrics
 
     def state(self) -> RolloutState:
-        return RolloutState({"sampler": self._sampler_state(), "counts": self.counts.state_dict()}, self.surplus)
+        return RolloutState({"sampler": self._sampler_state(), "counts": asdict(self.counts)}, self.surplus)
 
     def save(self, folder: Path, step: int, kept: RolloutState) -> dict[str, Any]:
         """Write samples that wait for training to files, because no weights will draw them again. Returns the state,
@@ -273,7 +264,7 @@ class SamplePool:
 
     def load(self, state: dict[str, Any], folder: Path, step: int) -> None:
         self.context.sampler.load_state_dict(state["sampler"])
-        self.counts.load_state_dict(state.get("counts", {}))
+        self.counts = Counts(**state.get("counts", {}))
         if state["surplus"]:
             self.surplus = self.read(folder / "surplus", step)
         self._warn_of_dropped(state, folder, step)
@@ -337,7 +328,7 @@ class RolloutSource:
 
     def paused(self, step: int) -> AbstractContextManager[None]:
         """Context in which the rollout engine has the weights of `step` and is free for other use."""
-        raise NotImplementedError
+        return nullcontext()
 
     def between_steps(self) -> RolloutState:
         """The state between two steps, for a checkpoint that is written then or during the next step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,6 @@ from hpcrl.rollout_source.source import (
     RolloutContext,
     RolloutSource,
     RolloutState,
-    SamplePool,
     recorded_samples,
 )
 from hpcrl.runtime.exits import InputError
@@ -34,13 +33,8 @@ log = logging.getLogger(__name__)
 FIRST_WARNING = 10  # generations of one step after which a line says that it continues; the next after 20, 40, ...
 
 
-class StepGenerator:
-    """Generates the samples of a step. Surplus samples stay in the pool for the next step."""
-
-    def __init__(self, context: RolloutContext, pool: SamplePool) -> None:
-        self.context = context
-        self.pool = pool
-        self.sampling = context.sampling
+class Stepwise(RolloutSource):
+    """Generates the samples of a step together. Surplus samples stay in the pool for the next step."""
 
     def gather(self, step: int) -> Steps[Collected]:
         """Generate until the step has its samples.
@@ -101,12 +95,12 @@ class StepGenerator:
         found.num_generated += size * n
         batch = prompts.repeat(n)
         batch.samples["sample_index"] = np.tile(np.arange(n, dtype=np.int64), size)
-        batch = yield from self._respond(batch, self.sampling, "gen", found)
+        batch = yield from self._respond(batch, self.context.sampling, "gen", found)
         found.reports.append(step_report(step, batch.samples))
         if self.context.derived.needs_reward_baseline:
             found.num_greedy += size
             prompts.samples["sample_index"] = np.full(size, n, np.int64)
-            sampling = replace(self.sampling, temperature=0.0, routed_experts=False)
+            sampling = replace(self.context.sampling, temperature=0.0, routed_experts=False)
             greedy = yield from self._respond(prompts, sampling, "gen_max", found)
             batch.samples["reward_baseline"] = np.repeat(greedy.samples["score"], n)
         batch.meta_info.clear()
@@ -131,24 +125,17 @@ class StepGenerator:
         return numbered(batch[~late], step)
 
 
-class Synchronous(RolloutSource):
+class Synchronous(Stepwise):
     """A step's samples are drawn with the weights that it trains."""
 
     can_repeat = True
 
-    def __init__(self, context: RolloutContext) -> None:
-        super().__init__(context)
-        self.generator = StepGenerator(context, self.pool)
-
     def next(self, step: int) -> DataProto:
-        return self.context.deliver(BackgroundTask(self.generator.gather(step), self.context.timers).get())
+        return self.context.deliver(BackgroundTask(self.gather(step), self.context.timers).get())
 
     def update_weights(self, step: int) -> None:
         self.context.wait()
         self.weights.update_to(step)
-
-    def paused(self, step: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 class Recorded(Synchronous):
@@ -170,7 +157,7 @@ class Recorded(Synchronous):
 T = TypeVar("T")
 
 
-class OneStepOff(RolloutSource):
+class OneStepOff(Stepwise):
     """Step k trains on samples that the weights of step k - 2 have drawn; step 1 on those of the start weights.
 
     The samples do not depend on timing, so a resumed run has the numbers of an uninterrupted one: a checkpoint holds
@@ -179,7 +166,6 @@ class OneStepOff(RolloutSource):
 
     def __init__(self, context: RolloutContext) -> None:
         super().__init__(context)
-        self.generator = StepGenerator(context, self.pool)
         # Of the step after the one that `next` returned; its value is None if the run ends before it: see `_spare`.
         self.ahead: BackgroundTask[Collected | None] | None = None
 
@@ -218,13 +204,13 @@ class OneStepOff(RolloutSource):
             self.ahead = BackgroundTask(_done((batch, with_nan(state["ahead"]))), self.context.timers)
 
     def _begin(self, step: int) -> BackgroundTask[Collected | None]:
-        steps = self.generator.gather(step) if step <= self.context.total_steps else self._spare(step)
+        steps = self.gather(step) if step <= self.context.total_steps else self._spare(step)
         return BackgroundTask(steps, self.context.timers).in_background(self.context.controller)
 
     def _spare(self, step: int) -> Steps[Collected | None]:
         """As `gather`, for the step after the last one: the run does not fail if there are no samples for it."""
         try:
-            return (yield from self.generator.gather(step))
+            return (yield from self.gather(step))
         except InputError as error:
             log.warning("no samples for a step after the last one: %s", error)
             return None

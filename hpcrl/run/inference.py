@@ -39,6 +39,7 @@ class SamplingJob(Job):
     """
 
     memory_advice = "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs, a larger placement.rollout.tp"
+    is_scored: bool = True  # whether responses get scores
     derived: RoleLayouts
 
     @classmethod
@@ -49,10 +50,6 @@ class SamplingJob(Job):
     def split(self) -> str:
         """The data set whose prompts are sampled for: data.val_files if there are any, otherwise data.train_files."""
         return "val" if self.config.data.val_files else "train"
-
-    @property
-    def is_scored(self) -> bool:
-        return True
 
     @property
     def with_model(self) -> bool:

@@ -34,11 +34,7 @@ POLL_SECONDS = 0.02  # between two tests for a part
 
 
 class SaveError(Exception):
-    """A failed save, with one line for each rank that has a problem."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+    """A failed save; its arguments are one line for each rank that has a problem."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ class Saver:
         everyone = [part for found in parts.values() for part in found]
         problems = [part.problem for part in everyone if part.problem is not None]
         if problems:
-            raise SaveError(problems)
+            raise SaveError(*problems)
         files = [entry for part in everyone for entry in part.files]
         for role, plans in save.plans.items():
             files.append(describe(save.folder / role, list(plans.values()), parts[role]))
@@ -166,7 +162,9 @@ class Saver:
         try:
             self._seconds = committed.result()
         except Exception as error:
-            self._fail(save.step, error.problems if isinstance(error, SaveError) else [f"rank 0: {error_line(error)}"])
+            self._fail(
+                save.step, list(error.args) if isinstance(error, SaveError) else [f"rank 0: {error_line(error)}"]
+            )
             return
         self.saved_step, self._under_way, self._last_failed = save.step, None, False
         self._timers.took("save_checkpoint", self._seconds)  # of a save that the loop waits for

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,11 +44,6 @@ def release_cached_memory(device: torch.device) -> None:
 
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def pins_memory(device: torch.device) -> bool:
-    """Whether copies between host and device are faster from pinned host memory."""
-    return device.type == "cuda"
 
 
 def free_bytes(device: torch.device, ranks_on_node: int) -> int:
@@ -109,22 +104,7 @@ def annotated(name: str) -> AbstractContextManager[object]:
         return _NO_RANGE
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(name)
-    return _NvtxRange(name) if torch.cuda.is_initialized() else _NO_RANGE
-
-
-class _NvtxRange:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        import torch
-
-        torch.cuda.nvtx.range_push(self._name)
-
-    def __exit__(self, *exception: object) -> None:
-        import torch
-
-        torch.cuda.nvtx.range_pop()
+    return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else _NO_RANGE
 
 
 def name_of(device: torch.device) -> str | None:
@@ -215,13 +195,10 @@ class MegatronRanges:
 class _Range:
     def __init__(self, name: str) -> None:
         self._name = name
-        self._open: AbstractContextManager[object] | None = None
+        self._open = ExitStack()
 
     def start(self, barrier: bool = False) -> None:
-        self._open = annotated(self._name)
-        self._open.__enter__()
+        self._open.enter_context(annotated(self._name))
 
     def stop(self, barrier: bool = False) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
+        self._open.close()

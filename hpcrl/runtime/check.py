@@ -101,24 +101,23 @@ def mpi_findings(comm: MPI.Intracomm, hosts: list[tuple[str, int]]) -> Iterator[
 
 def local_findings(ranks: int = 1) -> list[Finding]:
     """Findings about this process's own node."""
-    probes: list[Callable[[], Finding]] = [
-        python,
-        lambda: package("mpi4py", needed=True),
-        torch,
-        cuda,
-        triton,
-        megatron_core,
-        transformer_engine,
-        lambda: package("tensorrt_llm", absent="not installed (the native rollout engine is used)"),
-        apex,
-        requirements,
-        sandbox,
-        cores,
-        memory,
-        lambda: shared_memory(ranks),
-        disk,
+    return [
+        python(),
+        package("mpi4py", needed=True),
+        torch(),
+        cuda(),
+        triton(),
+        megatron_core(),
+        transformer_engine(),
+        package("tensorrt_llm", absent="not installed (the native rollout engine is used)"),
+        apex(),
+        requirements(),
+        sandbox(),
+        cores(),
+        memory(),
+        shared_memory(ranks),
+        disk(),
     ]
-    return [probe() for probe in probes]
 
 
 def python() -> Finding:

@@ -387,7 +387,10 @@ def _try_folder(comm: MPI.Intracomm, folder: str) -> Folder:
     path = os.path.abspath(folder)
     token, wrong = secrets.token_hex(8), None
     if comm.rank == 0:
-        wrong = write_canary(path, token)
+        try:
+            canary_path(path, token).write_text(token, encoding="utf-8")
+        except OSError as error:
+            wrong = f"cannot be written to ({error.strerror})"
     token, wrong = broadcast_object(comm, (token, wrong))
     seen = all_gather_object(comm, wrong is not None or see_canary(path, token))
     if comm.rank == 0:
@@ -481,15 +484,6 @@ def interface_of(address: str) -> str:
         if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
             return str(name)
     return "?"
-
-
-def write_canary(folder: str, token: str) -> str | None:
-    """Write `token` to a file that is named after it. Returns what is wrong if that fails."""
-    try:
-        canary_path(folder, token).write_text(token, encoding="utf-8")
-    except OSError as error:
-        return f"cannot be written to ({error.strerror})"
-    return None
 
 
 def see_canary(folder: str, token: str, timeout: float = CANARY_SECONDS) -> bool:

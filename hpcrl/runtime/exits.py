@@ -116,11 +116,6 @@ def write_exit(
         return True
 
 
-def clear_exit(run_dir: str | os.PathLike[str]) -> None:
-    """Remove the exit.json of an earlier attempt of the same run."""
-    (Path(run_dir) / "exit.json").unlink(missing_ok=True)
-
-
 def exit_with_error(error: BaseException) -> NoReturn:
     """End a process that has not started MPI: the first one prints one line, all exit with code 2."""
     if is_first_launched(os.environ):

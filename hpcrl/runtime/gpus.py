@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import glob
 import importlib.util
-import itertools
 import logging
 import os
 import re
@@ -73,13 +72,6 @@ def parse_cpu_list(text: str) -> list[int]:
         first, _, last = part.partition("-")
         cpus.extend(range(int(first), int(last or first) + 1))
     return cpus
-
-
-def format_cpu_list(cpus: Sequence[int]) -> str:
-    """Convert [0, 1, 2, 8] to '0-2,8'."""
-    groups = itertools.groupby(enumerate(cpus), key=lambda item: item[1] - item[0])
-    runs = [[cpu for _, cpu in group] for _, group in groups]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def cores_near(pci_id: str, sysfs: str = "/sys") -> list[Core]:

@@ -91,10 +91,7 @@ def run_spmd(
         )
         remove_torch_log_handlers()
         set_torch_precision(config.run.full_determinism)
-        from hpcrl.runtime import (
-            accelerator,  # import torch
-            platform,
-        )
+        from hpcrl.runtime import accelerator, platform  # import torch
 
         if config.run.memory_snapshot:
             accelerator.record_memory_history(world.device)
@@ -156,7 +153,7 @@ def make_run_directory(path: Path) -> None:
     """Make the run directory, readable by the user only, and remove exit.json and heartbeats of an earlier attempt."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        exits.clear_exit(path)
+        (path / "exit.json").unlink(missing_ok=True)
         shutil.rmtree(path / rank_status.FOLDER, ignore_errors=True)
     except OSError as error:
         why = f"cannot make the run directory {path}: {error.strerror}; change run.dir or run.name"

@@ -5,11 +5,12 @@ Nothing here calls MPI.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 
@@ -19,6 +20,13 @@ SQUEUE_TIMEOUT = 20.0  # seconds, for a busy slurmctld
 def node_name() -> str:
     """Name of this node: Slurm's, so that it can be excluded from a job, otherwise the host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def format_spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in the notation of CPU lists and pools of ranks: (0, 1, 2, 3, 6) is "0-3,6"."""
+    groups = itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
+    spans = [[number for _, number in group] for _, group in groups]
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
 
 
 def version_of(package: str) -> str | None:

@@ -136,10 +136,10 @@ def broadcast_object(comm: MPI.Intracomm, obj: Any, root: int = 0) -> Any:
     blob = bytearray(pickle.dumps(obj, 5)) if comm.rank == root and obj is not None else bytearray()
     size = array("q", [len(blob)])
     wait(comm.Ibcast(size, root))
+    if not size[0]:
+        return None
     if comm.rank != root:
         blob = bytearray(size[0])
-    if not blob:
-        return None
     wait(comm.Ibcast(blob, root))
     return obj if comm.rank == root else pickle.loads(blob)
 

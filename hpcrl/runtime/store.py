@@ -60,21 +60,18 @@ def open_store(comm: MPI.Intracomm, one_node: bool) -> tuple[Store, tuple[str, i
     """
     from torch.distributed import TCPStore
 
-    host, port = "127.0.0.1", 0
+    address = None
     if comm.rank == 0:
-        if not one_node:
-            host = own_address(socket.gethostname())
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two connections of every rank end here
-        listener = socket.socket()
-        listener.bind((host, 0))
-        listener.listen(1024)
-        port = listener.getsockname()[1]
+        host = "127.0.0.1" if one_node else own_address(socket.gethostname())
+        listener = socket.create_server((host, 0), backlog=1024)
+        address = listener.getsockname()
         # the port is open before its number is sent, so that no other process can take it in between
         listen = listener.detach()
-        store = TCPStore(host, port, comm.size, is_master=True, master_listen_fd=listen, **STORE_OPTIONS)
-    host, port = broadcast_object(comm, (host, port))
-    return (store if comm.rank == 0 else connect_store((host, port), comm.size)), (host, port)
+        store = TCPStore(*address, comm.size, is_master=True, master_listen_fd=listen, **STORE_OPTIONS)
+    address = broadcast_object(comm, address)
+    return (store if comm.rank == 0 else connect_store(address, comm.size)), address
 
 
 def connect_store(address: tuple[str, int], size: int) -> Store:

@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from hpcrl.runtime import exits, rank_status
-from hpcrl.runtime.launcher import node_name
+from hpcrl.runtime.launcher import format_spans, node_name
 from hpcrl.runtime.mpi import wait_time
 from hpcrl.runtime.rank_status import Heartbeat, Peers, PeerStatus, RankStatus
 from hpcrl.sandbox import fork_server
@@ -164,11 +163,7 @@ def _hosts(peers: Iterable[PeerStatus]) -> set[str]:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """'rank 5'; 'ranks 0, 3-5'"""
-    spans = []
-    for _, span in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0]):
-        numbers = [rank for _, rank in span]
-        spans.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"
+    return f"rank{'s' * (len(ranks) > 1)} {format_spans(sorted(ranks)).replace(',', ', ')}"
 
 
 def _places(peers: Sequence[PeerStatus]) -> str:

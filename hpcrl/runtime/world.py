@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from hpcrl.runtime import exits, gpus, mpi
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
-from hpcrl.runtime.launcher import on_one_node, split_world
-from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_collectively
+from hpcrl.runtime.launcher import format_spans, on_one_node, split_world
+from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, duplicate, run_collectively
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import KeyValueStore, StopRequests, connect_store, open_store
 from hpcrl.sandbox import fork_server
@@ -92,8 +92,6 @@ def start_mpi() -> MPI.Intracomm:
     problem = split_world(launched, MPI.COMM_WORLD.size, MPI.Get_library_version())
     if problem:
         raise InputError(problem)
-    from hpcrl.runtime.mpi import duplicate
-
     return duplicate(MPI.COMM_WORLD)
 
 
@@ -189,7 +187,7 @@ def start_torch(
     if device.type == "cuda" and cpu_bind:
         pci_id = gpus.pci_id(torch.cuda.get_device_properties(device))
         if cpus := gpus.bind_near_gpu(node, pci_id):
-            log.info("bound to CPUs %s, near GPU %s", gpus.format_cpu_list(cpus), pci_id)
+            log.info("bound to CPUs %s, near GPU %s", format_spans(cpus), pci_id)
             threads = rank_threads(launched, len(cpus), 1)
             os.environ["OMP_NUM_THREADS"] = str(threads)
     node.Free()

@@ -312,20 +312,14 @@ class ProcessPool:
 
     def _wait_until_loaded(self, worker: _Worker) -> None:
         """Raise the source's `load_error` if a worker cannot load it."""
-        why: str | None = "the process that loads it died"
         try:
-            if not worker.pipe.poll(START_SECONDS):
-                why = f"not loaded after {START_SECONDS:.0f} s"
-            else:
-                worker.ready = worker.pipe.recv()
-                assert worker.ready is not None
-                why = worker.ready.why
+            worker.ready = worker.pipe.recv() if worker.pipe.poll(START_SECONDS) else None
+            why = worker.ready.why if worker.ready else f"not loaded after {START_SECONDS:.0f} s"
         except (EOFError, OSError):
-            pass
-        if why is None:
-            return
-        self.close()
-        raise self._source.load_error(why)
+            why = "the process that loads it died"
+        if why is not None:
+            self.close()
+            raise self._source.load_error(why)
 
 
 @dataclass
@@ -349,26 +343,17 @@ class TokenBucket:
         return start
 
 
-@dataclass
 class RateLimit:
     """Limits of requests at the same time, and of requests and tokens per minute (None: no limit)."""
 
-    max_concurrent: int
-    rpm: TokenBucket | None
-    tpm: TokenBucket | None
-    tokens_per_request: int
-
-    @classmethod
-    def per_minute(
-        cls, max_concurrent: int, max_rpm: int | None, max_tpm: int | None, tokens_per_request: int
-    ) -> RateLimit:
-        rpm, tpm = (None if most is None else TokenBucket(most / 60) for most in (max_rpm, max_tpm))
-        return cls(max_concurrent, rpm, tpm, tokens_per_request)
+    def __init__(self, max_concurrent: int, max_rpm: int | None, max_tpm: int | None, tokens_per_request: int) -> None:
+        self.max_concurrent, self._tokens_per_request = max_concurrent, tokens_per_request
+        self._rpm, self._tpm = (None if most is None else TokenBucket(most / 60) for most in (max_rpm, max_tpm))
 
     def reserve(self, now: float) -> float:
         """The time at which the next request may start, according to the request limit and then the token limit."""
-        if self.rpm is not None:
-            now = self.rpm.reserve(1, now)
-        if self.tpm is not None:
-            now = self.tpm.reserve(self.tokens_per_request, now)
+        if self._rpm is not None:
+            now = self._rpm.reserve(1, now)
+        if self._tpm is not None:
+            now = self._tpm.reserve(self._tokens_per_request, now)
         return now

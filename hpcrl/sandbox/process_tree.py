@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from resource import struct_rusage
 
 # Batch systems send these to every process of a job. Only ranks handle them.
 STEP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
@@ -84,7 +85,10 @@ def kill_tree(pid: int) -> None:
         children = _children_lookup()
         found = [child for member in stopped for child in children(member) if child not in stopped]
     for member in stopped:
-        _signal(member, signal.SIGKILL)
+        try:
+            os.kill(member, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 def kill_descendants() -> None:
@@ -99,13 +103,15 @@ def kill_descendants() -> None:
         reap()
 
 
-def reap() -> None:
-    """Reap the children that have ended."""
+def reap() -> list[tuple[int, int, struct_rusage]]:
+    """Reap the children that have ended; returns process id, status and usage of each."""
+    ended = []
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (child := os.wait4(-1, os.WNOHANG))[0]:
+            ended.append(child)
     except ChildProcessError:
         pass
+    return ended
 
 
 def _stop(pid: int) -> None:
@@ -116,13 +122,6 @@ def _stop(pid: int) -> None:
             os.kill(pid, signal.SIGSTOP)
         else:
             os.killpg(group, signal.SIGSTOP)
-    except ProcessLookupError:
-        pass
-
-
-def _signal(pid: int, signum: signal.Signals) -> None:
-    try:
-        os.kill(pid, signum)
     except ProcessLookupError:
         pass
 

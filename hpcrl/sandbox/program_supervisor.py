@@ -49,16 +49,10 @@ class Child:
 
     def reap(self) -> None:
         """Reap the child and orphans that this process has adopted."""
-        try:
-            while True:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
-                if not pid:
-                    return
-                if pid == self.pid:
-                    self.status = status
-                    self.cpu_seconds = usage.ru_utime + usage.ru_stime
-        except ChildProcessError:
-            return
+        for pid, status, usage in process_tree.reap():
+            if pid == self.pid:
+                self.status = status
+                self.cpu_seconds = usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ class RecordLog:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = open(path, "ab" if keep else "wb")
         if keep:
-            self._file.truncate(whole_bytes(path))
+            self._file.truncate(max((end for _, end in _whole_records(path)), default=0))
 
     def append(self, record: Record) -> None:
         payload = msgpack.packb(record)
@@ -67,11 +67,6 @@ def read_records(path: str | os.PathLike[str], report: Callable[[str], None]) ->
             f"{path}: record {count} at byte {good_end} is torn or damaged; dropped the last {size - good_end} bytes, "
             f"kept {count} samples"
         )
-
-
-def whole_bytes(path: str | os.PathLike[str]) -> int:
-    """Return the end of the last whole record of a log."""
-    return max((end for _, end in _whole_records(path)), default=0)
 
 
 def _whole_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, int]]:
@@ -133,13 +128,13 @@ def step_path(folder: str | os.PathLike[str], step: int) -> Path:
     return Path(folder) / f"step_{step:08d}.h5"
 
 
-class RolloutLog:
-    """One rank's records of one step: {"tokens": {column: [dtype, bytes]}, "samples": {name: scalar}}."""
+class RolloutLog(RecordLog):
+    """One rank's records of one step: {"tokens": {column: [dtype, bytes]}, "samples": {name: scalar}}.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._log = RecordLog(path)  # replaces the log of an earlier, interrupted attempt
+    It replaces the log of an earlier, interrupted attempt.
+    """
 
-    def append(self, tokens: Mapping[str, np.ndarray], samples: Mapping[str, Any]) -> None:
+    def append_sample(self, tokens: Mapping[str, np.ndarray], samples: Mapping[str, Any]) -> None:
         """Add one sample.
 
         tokens: column -> (length,) array, one dtype per column. samples: name -> number or string; the integer
@@ -149,10 +144,7 @@ class RolloutLog:
         if "position" not in samples:
             raise ValueError("a sample needs an integer `position`, its place in the step's file")
         packed = {name: [array.dtype.str, np.ascontiguousarray(array).tobytes()] for name, array in tokens.items()}
-        self._log.append({"tokens": packed, "samples": {name: _plain(value) for name, value in samples.items()}})
-
-    def close(self) -> None:
-        self._log.close()
+        self.append({"tokens": packed, "samples": {name: _plain(value) for name, value in samples.items()}})
 
 
 def _plain(value: Any) -> Scalar:
@@ -166,12 +158,7 @@ def _plain(value: Any) -> Scalar:
 
 
 def finish_step(
-    folder: str | os.PathLike[str],
-    step: int,
-    *,
-    seed: int,
-    weight_version: int,
-    report: Callable[[str], None] = print,
+    folder: str | os.PathLike[str], step: int, *, seed: int, weight_version: int, report: Callable[[str], None] = print
 ) -> Path:
     """Merge the step's logs, in the order of `position`, into its HDF5 file and remove them.
 
@@ -190,9 +177,9 @@ def finish_step(
         file.attrs.update({"seed": seed, "step": step, "weight_version": weight_version, "schema": SCHEMA})
         _write_tokens(file.create_group("tokens"), records)
         _write_samples(file.create_group("samples"), records)
-    _fsync(temporary)
+    fsync(temporary)
     os.replace(temporary, path)
-    _fsync(path.parent)
+    fsync(path.parent)
     for log in logs:
         log.unlink()
     return path
@@ -251,7 +238,8 @@ def _write(group: h5py.Group, name: str, values: np.ndarray) -> None:
     group.create_dataset(name, data=values, **({"fletcher32": True} if len(values) else {}))
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

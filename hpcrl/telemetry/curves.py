@@ -102,21 +102,19 @@ def _lines(title: str, keys: list[str], *, percent: bool = False) -> Panel:
     """A curve per key and run. With one run, colours are keys; with several, colours are runs and dashes keys."""
 
     def panel(axes: Axes, runs: list[RunLog]) -> None:
+        one = len(runs) == 1
+        styles = ["-" if one else LINES[i % len(LINES)] for i in range(len(keys))]
         for i, key in enumerate(keys):
             for j, run in enumerate(runs):
                 points = [(step, value) for step, value in run.series(key) if not math.isnan(value)]
                 if points:
-                    one = len(runs) == 1
-                    _curve(axes, points, _colour(i if one else j), "-" if one else LINES[i % len(LINES)])
+                    _curve(axes, points, _colour(i if one else j), styles[i])
         _decorate(axes, title)
         if percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         if len(keys) > 1:
-            one = len(runs) == 1
             handles = [
-                plt.Line2D(
-                    [], [], color=_colour(i) if one else "0.3", ls="-" if one else LINES[i % len(LINES)], label=label
-                )
+                plt.Line2D([], [], color=_colour(i) if one else "0.3", ls=styles[i], label=label)
                 for i, label in enumerate(_short(keys))
             ]
             axes.legend(handles=handles, fontsize=8, frameon=False, loc="best")

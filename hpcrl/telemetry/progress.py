@@ -11,10 +11,6 @@ from typing import TextIO
 from tqdm import tqdm
 
 
-def _no_announcement(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class PhaseTimers:
     """Sums the time of each phase of a step: `with timers("gen"): ...`.
 
@@ -27,7 +23,7 @@ class PhaseTimers:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        announce: Callable[[str], AbstractContextManager[None]] = _no_announcement,
+        announce: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.longest: dict[str, float] = {}
         self._clock = clock
@@ -44,14 +40,11 @@ class PhaseTimers:
         finally:
             seconds = self._clock() - start
             self.took(name, seconds)
-            self.add_seconds(name, seconds)
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def took(self, name: str, seconds: float) -> None:
         """Update `longest` only: for a phase that ran at the same time as others."""
         self.longest[name] = max(seconds, self.longest.get(name, 0.0))
-
-    def add_seconds(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def add_bytes(self, name: str, count: int) -> None:
         self._bytes[name] = self._bytes.get(name, 0) + count

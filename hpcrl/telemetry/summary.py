@@ -61,18 +61,14 @@ def validation_table(run: RunLog) -> Table:
             continue
         best_step, best = max(series, key=lambda point: point[1])
         before, after = series[0][1], series[-1][1]
-        show, sign = (_percent, _signed_percent) if "/acc/" in key else (number, "{:+.4g}".format)
+        show, sign = ("{:.1%}".format, _percentage_points) if "/acc/" in key else (number, "{:+.4g}".format)
         table.append(
             [key.removeprefix(VALIDATION), show(before), show(after), sign(after - before), show(best), str(best_step)]
         )
     return table
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def _signed_percent(value: float) -> str:
+def _percentage_points(value: float) -> str:
     return f"{100 * value:+.1f}"
 
 

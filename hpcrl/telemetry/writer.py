@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpcrl.telemetry.archive import fsync
+
 
 def write_generations(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write one JSON object per row, all with the same keys: null if a row lacks one, or has a number that JSON does
@@ -118,10 +120,8 @@ class MetricsWriter:
         """
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; steps must increase")
-        line: dict[str, float | int | None] = {"step": step}
-        for tag, value in metrics.items():
-            number = value if isinstance(value, int) else float(value)
-            line[tag] = number if math.isfinite(number) else None
+        numbers = {tag: value if isinstance(value, int) else float(value) for tag, value in metrics.items()}
+        line = {"step": step, **without_nan(numbers)}
         self._last_step = step
         self._waiting += (json.dumps(line, allow_nan=False) + "\n").encode()
         self._write_lines()
@@ -192,10 +192,8 @@ def _drop_steps_from(path: Path, step: int) -> int:
             last = number
     if "".join(kept) != text:
         temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text("".join(kept), encoding="utf-8")
+        fsync(temporary)
         os.replace(temporary, path)
     return last
 

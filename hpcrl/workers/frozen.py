@@ -11,9 +11,7 @@ from hpcrl.config.roles import POLICY, REF, REWARD, TEACHER
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.runtime.exits import InputError
 from hpcrl.workers.model_worker import ModelWorker
 
 
@@ -57,7 +55,7 @@ class RewardModelWorker(ModelWorker):
         from hpcrl.checkpoint.sharded_load import load_sharded
 
         with self.engine.offload.on_device("parameters"):
-            load_sharded(self.engine, Path(folder) / "reward", self.groups, optimizer=False)
+            load_sharded(self.engine, Path(folder) / "reward", optimizer=False)
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids",))
     def compute_rm_score(self, batch: DataProto) -> DataProto:
@@ -71,46 +69,11 @@ class RewardModelWorker(ModelWorker):
 TEMPERATURE = 1.0
 
 
-def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
-    """The teacher's architecture: its own, or the policy's. Both must have the same vocabulary."""
-    loss, own = config.distillation.distillation_loss, config.teacher.model
-    if loss.loss_mode == "forward_kl_topk" and loss.topk > policy.vocab_size:
-        raise InputError(
-            f"distillation.distillation_loss.topk={loss.topk} exceeds the vocabulary of {policy.vocab_size} tokens; "
-            f"use {policy.vocab_size} or less"
-        )
-    if own is None:
-        return policy
-    if own.init_from is not None or own.tokenizer is not None:
-        raise InputError(
-            "teacher.model gives init_from or tokenizer; it takes an architecture or a path only: the tokenizer is "
-            "the policy's, and weights are named by teacher.init_from"
-        )
-    if own.vocab_size not in (None, policy.vocab_size):
-        raise InputError(
-            f"teacher.model.vocab_size={own.vocab_size}, and the policy's vocabulary has {policy.vocab_size} tokens; "
-            "a teacher must have the same: leave it null"
-        )
-    shape = shape_of(own, policy.vocab_size)
-    if shape.vocab_size != policy.vocab_size:
-        raise InputError(
-            f"teacher.model.path={own.path} has {shape.vocab_size} tokens, and the policy's vocabulary "
-            f"{policy.vocab_size}; a teacher must have the same"
-        )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > shape.max_position_embeddings:
-        raise InputError(
-            f"teacher.model.max_position_embeddings={shape.max_position_embeddings} is less than the longest sequence, "
-            f"data.max_prompt_length + data.max_response_length = {longest}; raise it or shorten them"
-        )
-    return shape
-
-
 class TeacherWorker(ModelWorker):
     spec = TEACHER
 
     def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
-        """`shape` is the teacher's, by `teacher_shape`."""
+        """`shape` is the teacher's, by `team.teacher_shape`."""
         super().__init__(groups, shape, config)
         loss = config.distillation.distillation_loss
         self.topk, self.needs_topk = loss.topk, loss.loss_mode == "forward_kl_topk"

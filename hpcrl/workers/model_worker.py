@@ -145,7 +145,7 @@ class ModelWorker(Worker):
         source, whole = Path(folder) / (role or self.groups.role), not weights_only
         adapters = whole or self.engine.optimizer is None
         with self.engine.offload.on_device("parameters", "optimizer"):
-            load_sharded(self.engine, source, self.groups, optimizer=whole, strict=whole, adapters=adapters)
+            load_sharded(self.engine, source, optimizer=whole, strict=whole, adapters=adapters)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_frozen(self, folder: str) -> None:

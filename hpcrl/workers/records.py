@@ -12,7 +12,6 @@ import numpy as np
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.roles import ARCHIVE, GENERATIONS
 from hpcrl.controller.register import Dispatch, Worker, register
-from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.layout import Layout
 from hpcrl.telemetry.archive import RolloutLog, log_path
 from hpcrl.telemetry.writer import json_line
@@ -34,17 +33,25 @@ SAMPLES = (
 )
 
 
-class ArchiveWorker(Worker):
-    spec = ARCHIVE
+class InputsWorker(Worker):
+    """A worker that needs only what was read from files."""
+
+    def __init__(self, layout: Layout, rank: int, inputs: Inputs) -> None:
+        super().__init__(layout, rank)
+        self.inputs = inputs
 
     @classmethod
-    def build(cls, team: Team, role: str) -> ArchiveWorker | None:
+    def build(cls, team: Team, role: str) -> InputsWorker | None:
         layout, rank = team.layouts[role], team.world.rank
-        return cls(layout, rank, team.inputs.prompts) if rank in layout else None
+        return cls(layout, rank, team.inputs) if rank in layout else None
 
-    def __init__(self, layout: Layout, rank: int, prompts: dict[str, PromptDataset]) -> None:
-        super().__init__(layout, rank)
-        self.prompts = prompts["train"]
+
+class ArchiveWorker(InputsWorker):
+    spec = ARCHIVE
+
+    def __init__(self, layout: Layout, rank: int, inputs: Inputs) -> None:
+        super().__init__(layout, rank, inputs)
+        self.prompts = inputs.prompts["train"]
         self.sources = self.prompts.source_of_rows()
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), leader_only=True)
@@ -71,7 +78,7 @@ class ArchiveWorker(Worker):
                 "data_source": self.sources[row],
                 "extras": json.dumps(samples["extras"]),
             }
-            log.append({name: column.row(index) for name, column in columns.items()}, samples)
+            log.append_sample({name: column.row(index) for name, column in columns.items()}, samples)
         log.close()
 
 

@@ -6,11 +6,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpcrl.controller.register import Worker
 from hpcrl.rollout.protocol import (
     Completion,
     FinishReason,
@@ -22,7 +21,9 @@ from hpcrl.rollout.protocol import (
 )
 from hpcrl.runtime.mpi import wait_for_ranks
 from hpcrl.workers.response_journal import ResponseJournal
-from hpcrl.workers.scorer import ResponseScorer
+
+if TYPE_CHECKING:
+    from hpcrl.workers.rollout import RolloutWorker
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class Response:
     versions: tuple[int, int] | None = None
     is_recalled: bool = False  # drawn by an earlier attempt
 
-    def extend(self, more: Completion, version: int) -> None:
+    def extend(self, more: Completion | Trajectory, version: int) -> None:
         self.finish_reason = more.finish_reason
         if not len(more.token_ids):
             return
@@ -79,14 +80,11 @@ class ResponseStream:
     of others would be older than their recorded version.
     """
 
-    def __init__(
-        self, worker: Worker, scorer: ResponseScorer | None, split: str, *, capacity: int, interrupts: bool
-    ) -> None:
+    def __init__(self, worker: RolloutWorker) -> None:
         self.worker = worker
-        self.scorer = scorer
-        self.split = split
-        self.capacity = capacity
-        self.interrupts = interrupts
+        self.scorer = worker.scorer
+        self.capacity = worker.config.rollout.max_num_seqs
+        self.interrupts = worker.config.async_training.partial_rollout
         self.journal: ResponseJournal | None = None  # on the leader, if responses are kept for a restart
         self._busy_seconds = 0.0  # since the previous notification
         self._waiting: deque[Response] = deque()  # on the leader: not yet given to the engine
@@ -164,8 +162,7 @@ class ResponseStream:
         done = self.journal.recall(response.request) if self.journal is not None else None
         if done is None:
             return False
-        found = Completion(done.token_ids, done.log_probs, done.finish_reason, done.routed_experts)
-        response.extend(found, self._version)
+        response.extend(done, self._version)
         response.is_recalled = True
         self._close(response)
         return True
@@ -188,7 +185,7 @@ class ResponseStream:
     def _close(self, response: Response) -> None:
         """Start scoring a finished response. On the leader."""
         if self.scorer is not None:
-            self.scorer.begin(self.split, response.row, response.token_ids, response.finish_reason)
+            self.scorer.begin("train", response.row, response.token_ids, response.finish_reason)
         self._done.setdefault(response.group, []).append(response)
         self._open[response.group] -= 1
         if not self._open[response.group]:
@@ -219,6 +216,6 @@ class ResponseStream:
     def _has_scores(self, group: int) -> bool:
         scorer = self.scorer
         return scorer is None or all(
-            scorer.is_ready(self.split, response.row, response.token_ids, response.finish_reason)
+            scorer.is_ready("train", response.row, response.token_ids, response.finish_reason)
             for response in self._done[group]
         )

@@ -102,8 +102,7 @@ class RolloutWorker(Worker):
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
         self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
-        capacity, interrupts = config.rollout.max_num_seqs, config.async_training.partial_rollout
-        self.stream = ResponseStream(self, scorer, "train", capacity=capacity, interrupts=interrupts)
+        self.stream = ResponseStream(self)
 
     @classmethod
     def build(cls, team: Team, role: str) -> RolloutWorker | None:
@@ -319,15 +318,12 @@ def response_columns(requests: Sequence[Request], trajectories: Sequence[Traject
     per response token, `routed_experts`, if responses have them, a row per token of the sequence."""
     prompt_length = np.array([len(request.prompt_ids) for request in requests], np.int32)
     response_length = np.array([len(found.token_ids) for found in trajectories], np.int32)
-    ids = [
-        part
-        for request, found in zip(requests, trajectories, strict=True)
-        for part in (request.prompt_ids, found.token_ids)
-    ]
+    pairs = zip(requests, trajectories, strict=True)
+    ids = [np.concatenate([request.prompt_ids, found.token_ids]) for request, found in pairs]
     columns: Columns = {
-        "input_ids": _column(ids, np.int32, prompt_length + response_length),
-        "response_mask": _column([found.mask for found in trajectories], np.int32, response_length),
-        "rollout_log_probs": _column([found.log_probs for found in trajectories], np.float32, response_length),
+        "input_ids": Ragged.from_rows(ids, np.int32),
+        "response_mask": Ragged.from_rows([found.mask for found in trajectories], np.int32),
+        "rollout_log_probs": Ragged.from_rows([found.log_probs for found in trajectories], np.float32),
     }
     if trajectories and trajectories[0].routed_experts is not None:
         parts = [found.routed_experts for found in trajectories]
@@ -349,8 +345,3 @@ def _experts(parts: Sequence[np.ndarray | None], lengths: np.ndarray) -> Ragged:
     for part, end, length in zip(known, ends, lengths.tolist(), strict=True):
         values[end - length :][: len(part)] = part
     return Ragged.from_lengths(values.reshape(-1), lengths * width)
-
-
-def _column(parts: Sequence[np.ndarray | list[int]], dtype: type, lengths: np.ndarray) -> Ragged:
-    values = np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.zeros(0, dtype)
-    return Ragged.from_lengths(values, lengths)

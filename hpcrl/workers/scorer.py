@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +28,16 @@ if TYPE_CHECKING:
     from hpcrl.workers.team import Team
 
 
+@dataclass(eq=False)
 class ResponseScorer:
     """Scores responses on a leader. The rollout role starts the scoring, the scorer role takes the scores.
 
     Without a manager every score is 0, to which a reward model's score is added.
     """
 
-    def __init__(
-        self, manager: RewardManager | None, tokenizer: PreTrainedTokenizerBase, prompts: dict[str, PromptDataset]
-    ) -> None:
-        self.manager = manager
-        self.tokenizer = tokenizer
-        self.prompts = prompts
+    manager: RewardManager | None
+    tokenizer: PreTrainedTokenizerBase
+    prompts: dict[str, PromptDataset]
 
     def begin(
         self,

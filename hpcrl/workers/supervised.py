@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,33 +15,20 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.roles import ACTOR, REWARD
 from hpcrl.config.schema import Config
-from hpcrl.controller.register import Dispatch, Worker, register
-from hpcrl.data.answers import PreferenceDataset, SftDataset
+from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
-from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.model_worker import ModelWorker
-
-if TYPE_CHECKING:
-    from hpcrl.workers.team import Team
+from hpcrl.workers.records import InputsWorker
 
 SEQUENCE = ("input_ids", "response_mask")  # columns of a prompt and its answer
 
 
-class SftDataWorker(Worker):
-    @classmethod
-    def build(cls, team: Team, role: str) -> SftDataWorker | None:
-        layout, rank = team.layouts[role], team.world.rank
-        return cls(layout, rank, team.inputs.answers) if rank in layout else None
-
-    def __init__(self, layout: Layout, rank: int, answers: SftDataset) -> None:
-        super().__init__(layout, rank)
-        self.answers = answers
-
+class SftDataWorker(InputsWorker):
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=SEQUENCE, phase="data")
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of the rows, prompt then answer; the mask covers the answer."""
-        return answer_columns([self.answers.pair(row) for row in batch.samples["row"].tolist()])
+        return answer_columns([self.inputs.answers.pair(row) for row in batch.samples["row"].tolist()])
 
 
 class SftActorWorker(ModelWorker):
@@ -77,13 +63,7 @@ class PreferenceWorker(ModelWorker):
 
     def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
         rm = config.section("rm")
-        super().__init__(
-            groups,
-            shape,
-            config,
-            optim=rm.optim,
-            total_updates=rm.total_training_steps,
-        )
+        super().__init__(groups, shape, config, optim=rm.optim, total_updates=rm.total_training_steps)
         self.max_tokens = rm.max_token_len_per_gpu
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE, phase="update", updates=True)
@@ -106,24 +86,15 @@ class PreferenceWorker(ModelWorker):
         return {} if scores is None else to_floats(pair_loss(scores, num_pairs, "val")[1])
 
 
-class PreferenceDataWorker(Worker):
+class PreferenceDataWorker(InputsWorker):
     """Pairs as columns, made on the leaders of the reward model's replicas."""
-
-    @classmethod
-    def build(cls, team: Team, role: str) -> PreferenceDataWorker | None:
-        layout, rank = team.layouts[role], team.world.rank
-        return cls(layout, rank, team.inputs.pairs) if rank in layout else None
-
-    def __init__(self, layout: Layout, rank: int, pairs: dict[str, PreferenceDataset]) -> None:
-        super().__init__(layout, rank)
-        self.pairs = pairs
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "side"), writes=SEQUENCE, leader_only=True, phase="data")
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of (row, side) of meta_info["split"]: prompt, then answer, which the mask covers."""
-        pairs = self.pairs[batch.meta_info["split"]]
+        pairs = self.inputs.pairs[batch.meta_info["split"]]
         rows = zip(batch.samples["row"].tolist(), batch.samples["side"].tolist(), strict=True)
-        return answer_columns([(pairs.prompt_ids(row), pairs.response(row, side)) for row, side in rows])
+        return answer_columns([pairs.pair(row, side) for row, side in rows])
 
 
 def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:

@@ -11,7 +11,7 @@ from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.roles import REWARD, RoleSpec
 from hpcrl.config.schema import Config, DataConfig
 from hpcrl.controller.register import Worker
-from hpcrl.data.answers import PreferenceDataset, SftDataset
+from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
@@ -24,7 +24,6 @@ from hpcrl.rollout.agent.tools import tool_schemas
 from hpcrl.runtime import platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
-from hpcrl.workers.frozen import teacher_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,8 +36,8 @@ class Inputs:
     shape: ModelShape  # the policy's, or that of the only model
     tokenizer: PreTrainedTokenizerBase | Any = None
     prompts: dict[str, PromptDataset] = field(default_factory=dict)  # "train", "val"
-    answers: SftDataset | Any = None
-    pairs: dict[str, PreferenceDataset] = field(default_factory=dict)  # "train", and "val" for evaluations
+    answers: AnswerDataset | Any = None
+    pairs: dict[str, AnswerDataset] = field(default_factory=dict)  # "train", and "val" for evaluations
     shapes: dict[str, ModelShape] = field(default_factory=dict)  # role -> shape, of models with one of their own
     is_scored: bool = True  # whether responses get scores
 
@@ -125,7 +124,7 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
 
 def _check_scorers(inputs: Inputs, config: Config) -> None:
     if config.reward.uses_rules:
-        sources = [source for dataset in inputs.prompts.values() for source in dataset.data_sources()]
+        sources = [source for dataset in inputs.prompts.values() for source in dataset.source_of_rows()]
         check_rewards(config.reward, sources)
 
 
@@ -144,7 +143,7 @@ def read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
         raise InputError("model.tokenizer and model.path are null; name a tokenizer directory")
     tokenizer = load_tokenizer(named)
     shape = shape_of(config.model, len(tokenizer))
-    check_longest(shape, config)
+    check_longest(shape, config, "model")
     check_experts(shape, config)
     return tokenizer, shape
 
@@ -162,14 +161,44 @@ def check_experts(shape: ModelShape, config: Config) -> None:
             raise InputError(f"{key} is for a mixture of experts, and the model has none; leave it out")
 
 
-def check_longest(shape: ModelShape, config: Config) -> None:
-    """Raise InputError if sequences may be longer than the model's context."""
+def check_longest(shape: ModelShape, config: Config, section: str) -> None:
+    """Raise InputError if sequences may be longer than the context of the model of this section."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     if longest > shape.max_position_embeddings:
         raise InputError(
             f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
-            f"{shape.max_position_embeddings} tokens that model.path={config.model.path} supports; shorten them"
+            f"{shape.max_position_embeddings} tokens that the model of {section} supports; shorten them"
         )
+
+
+def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
+    """The teacher's architecture: its own, or the policy's. Both must have the same vocabulary."""
+    loss, own = config.distillation.distillation_loss, config.teacher.model
+    if loss.loss_mode == "forward_kl_topk" and loss.topk > policy.vocab_size:
+        raise InputError(
+            f"distillation.distillation_loss.topk={loss.topk} exceeds the vocabulary of {policy.vocab_size} tokens; "
+            f"use {policy.vocab_size} or less"
+        )
+    if own is None:
+        return policy
+    if own.init_from is not None or own.tokenizer is not None:
+        raise InputError(
+            "teacher.model gives init_from or tokenizer; it takes an architecture or a path only: the tokenizer is "
+            "the policy's, and weights are named by teacher.init_from"
+        )
+    if own.vocab_size not in (None, policy.vocab_size):
+        raise InputError(
+            f"teacher.model.vocab_size={own.vocab_size}, and the policy's vocabulary has {policy.vocab_size} tokens; "
+            "a teacher must have the same: leave it null"
+        )
+    shape = shape_of(own, policy.vocab_size)
+    if shape.vocab_size != policy.vocab_size:
+        raise InputError(
+            f"teacher.model.path={own.path} has {shape.vocab_size} tokens, and the policy's vocabulary "
+            f"{policy.vocab_size}; a teacher must have the same"
+        )
+    check_longest(shape, config, "teacher.model")
+    return shape
 
 
 def policy_shape(config: Config) -> ModelShape:

@@ -12,6 +12,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.jobs.rm import RewardModel
 from hpcrl.jobs.sft import Sft
 from hpcrl.jobs.train import Train
+from hpcrl.runtime.launcher import format_spans
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -39,7 +40,7 @@ def refusal(ranks: int = 4, /, **sections: dict[str, Any]) -> str:
 )
 def test_pool_strings(text: str, ranks: tuple[int, ...]) -> None:
     assert placement.parse_ranks(text, 7) == ranks
-    assert placement.parse_ranks(placement.format_ranks(ranks), 7) == ranks
+    assert placement.parse_ranks(format_spans(ranks), 7) == ranks
 
 
 @pytest.mark.parametrize(

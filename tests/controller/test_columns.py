@@ -49,7 +49,7 @@ def test_a_move_brings_every_row_to_its_destination_once(rank: np.ndarray, data:
     read = Read("x", Location.of_block(Block(1), rank))
     stores = [ColumnStore() for _ in range(RANKS)]
     for r, store in enumerate(stores):
-        store.put(1, whole.take(np.flatnonzero(rank == r)))
+        store[1] = whole.take(np.flatnonzero(rank == r))
     for receiver in range(RANKS):
         needed = np.flatnonzero(destination == receiver)
         parts, positions, senders = [], [], []

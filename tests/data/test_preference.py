@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.schema import DataConfig
-from hpcrl.data.answers import CHOSEN, REJECTED, PreferenceDataset
+from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
 from hpcrl.runtime.exits import InputError
 
 USER = {"role": "user", "content": "1 2 3:"}
@@ -20,11 +20,11 @@ def said(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
-def make(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **options: Any) -> PreferenceDataset:
+def make(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **options: Any) -> AnswerDataset:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {name: options.pop(name) for name in ("chosen_key", "rejected_key") if name in options}
-    return PreferenceDataset([str(path)], tokenizer, DataConfig(**options), **keys)
+    columns = {f"rm.{side}_key": options.pop(f"{side}_key", side) for side in ("chosen", "rejected")}
+    return AnswerDataset([str(path)], tokenizer, DataConfig(**options), columns)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_text_and_messages_are_the_same_pair(tmp_path: Path, tokenizer: Any, cho
     """Each answer is what a policy would write after the prompt: its text, and the end of the sequence."""
     data = make(tmp_path, tokenizer, {"prompt": [USER], "chosen": chosen, "rejected": rejected})
     for side, text in ((CHOSEN, "<a>1+2</a>"), (REJECTED, "2")):
-        sequence = np.concatenate([data.prompt_ids(0), data.response(0, side)])
+        sequence = np.concatenate(data.pair(0, side))
         assert sequence.dtype == np.int32
         assert tokenizer.decode(sequence.tolist()) == f"<|bos|>1 2 3:{text}<|eos|>"
         assert data.lengths(side).tolist() == [len(sequence)]
@@ -59,7 +59,7 @@ def test_other_columns_and_equal_answers(tmp_path: Path, tokenizer: Any) -> None
         max_response_length=1,
         truncation="right",
     )
-    assert cut.response(2, REJECTED).tolist() == tokenizer("2", add_special_tokens=False)["input_ids"]
+    assert cut.pair(2, REJECTED)[1].tolist() == tokenizer("2", add_special_tokens=False)["input_ids"]
     assert cut.num_equal == 2
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from hpcrl.config.schema import DataConfig
-from hpcrl.data.answers import SftDataset
+from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.prompts import PromptDataset
 
 Rows = list[dict[str, Any]]
@@ -111,5 +111,6 @@ def test_the_task_fits_its_lengths(folder: Path, tokenizer: Any) -> None:
     cfg = DataConfig(max_prompt_length=16, max_response_length=17)
     for name in ("train", "val"):
         PromptDataset([str(folder / f"{name}.parquet")], tokenizer, cfg, -1)
-    prompt, answer = SftDataset([str(folder / "sft.parquet")], tokenizer, cfg).pair(0)
+    columns = {"sft.answer_key": "answer"}
+    prompt, answer = AnswerDataset([str(folder / "sft.parquet")], tokenizer, cfg, columns).pair(0)
     assert prompt[0] == tokenizer.bos_token_id and answer[-1] == tokenizer.eos_token_id

@@ -13,10 +13,12 @@ import pyarrow.parquet
 import pytest
 
 from hpcrl.config.schema import DataConfig
-from hpcrl.data.answers import SftDataset
+from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.prompts import PromptDataset, truncate
 from hpcrl.data.row_file import short_names
 from hpcrl.runtime.exits import InputError
+
+ANSWER = {"sft.answer_key": "answer"}
 
 
 def _row(content: Any, **more: Any) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def test_rows_come_back_tokenised_and_with_their_record(tmp_path: Path, tokenize
     }
     assert data.row(0)["answer"] == "<a>1+2</a>"
     assert data.uid(1, 4) == f"train{suffix}:1:4"
-    assert data.data_sources() == {"countdown"}
+    assert set(data.source_of_rows()) == {"countdown"}
 
 
 def test_only_prompt_is_required_and_may_be_a_string(tmp_path: Path, tokenizer: Any) -> None:
@@ -198,21 +200,21 @@ def test_a_template_that_fails_is_one_line(tmp_path: Path, tokenizer: Any) -> No
 
 def test_sft_pairs_end_with_eos(tmp_path: Path, tokenizer: Any) -> None:
     path = _write(tmp_path / "a.jsonl", [_row("1 2 3:", answer="<a>1+2</a>"), _row("4:", answer="4")])
-    data = SftDataset([path], tokenizer, DataConfig(max_response_length=11))
+    data = AnswerDataset([path], tokenizer, DataConfig(max_response_length=11), ANSWER)
     prompt, answer = data.pair(0)
     assert prompt.dtype == answer.dtype == np.int32
     assert _text(tokenizer, prompt) + _text(tokenizer, answer) == "<|bos|>1 2 3:<a>1+2</a><|eos|>"
     assert answer[-1] == tokenizer.eos_token_id
-    assert data.lengths.tolist() == [7 + 11, 3 + 2]
+    assert data.lengths().tolist() == [7 + 11, 3 + 2]
     with pytest.raises(InputError, match="row 0: the answer in .answer. has 11 tokens"):
-        SftDataset([path], tokenizer, DataConfig(max_response_length=10))
-    cut = SftDataset([path], tokenizer, DataConfig(max_response_length=10, truncation="right"))
+        AnswerDataset([path], tokenizer, DataConfig(max_response_length=10), ANSWER)
+    cut = AnswerDataset([path], tokenizer, DataConfig(max_response_length=10, truncation="right"), ANSWER)
     assert _text(tokenizer, cut.pair(0)[1]) == "<a>1+2</a>"
 
 
 def test_sft_without_answers_is_one_line(tmp_path: Path, tokenizer: Any) -> None:
     path = _write(tmp_path / "a.jsonl", [_row("1", answer="1"), _row("2")])
     with pytest.raises(InputError, match=r"row 1: no column 'answer'; .* sft\.answer_key"):
-        SftDataset([path], tokenizer, DataConfig())
+        AnswerDataset([path], tokenizer, DataConfig(), ANSWER)
     with pytest.raises(InputError, match="row 0: column .extra_info. holds"):
-        SftDataset([path], tokenizer, DataConfig(), answer_key="extra_info")
+        AnswerDataset([path], tokenizer, DataConfig(), {"sft.answer_key": "extra_info"})

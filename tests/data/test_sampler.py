@@ -183,7 +183,7 @@ def test_rows_that_are_not_there_are_refused(rows: Any, line: str) -> None:
         ({"train_weights": [1.0, 1.0], "sampler": {"class_name": "DifficultyCurriculum"}}, "use one of them"),
         ({"sampler": {"class_name": "Hard"}}, "Hard is not a built-in sampler; use DifficultyCurriculum"),
         ({"sampler": {"class_path": "x.py"}}, "without data.sampler.class_name"),
-        ({"sampler": {"class_path": "no.py", "class_name": "X"}}, "no.py: no such file"),
+        ({"sampler": {"class_path": "no.py", "class_name": "X"}}, "no.py: ImportError: no such file"),
         ({"sampler": {"class_path": "cycling.py", "class_name": "X"}}, "'X' is missing; expected a subclass"),
         ({"sampler": {"class_path": "cycling.py", "class_name": "Nothing"}}, "Nothing'>; expected a subclass"),
     ],

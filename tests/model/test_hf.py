@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from hpcrl.grid.layout import Layout
 from hpcrl.model.exact import check_exact
-from hpcrl.model.hf.directory import Safetensors, load_weights, open_weights
+from hpcrl.model.hf.directory import Safetensors, open_weights
 from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
 from hpcrl.model.hf.files import differing, hf_shards, plan_files, write_beside
 from hpcrl.model.params import shards
@@ -37,7 +37,7 @@ def test_the_engine_says_what_transformers_says(name: str, exact: bool, tmp_path
     engine = NativeEngine(shape, None, 0, 1, torch.float32, **options)
     source = Safetensors(tmp_path)
     source.check(shape)
-    load_weights(shape, source, shards(shape), engine.weights())
+    source.load(shape, shards(shape), engine.weights())
     prompts = [np.arange(length) % 47 for length in (1, 5, 90)]
     requests = [Request(prompt, str(number)) for number, prompt in enumerate(prompts)]
     completions = engine.generate(requests, SamplingParams(12), seed=0, step=0)
@@ -59,7 +59,7 @@ def test_ranks_get_their_slices_and_together_they_are_the_files(name: str, tp_si
     for tp_rank in range(tp_size):
         table = shards(shape, Layout(tuple(range(tp_size)), tp=tp_size), tp_rank)
         weights = {shard.name: torch.full(shard.local_shape, torch.nan) for shard in table}
-        load_weights(shape, Safetensors(tmp_path), table, weights)
+        Safetensors(tmp_path).load(shape, table, weights)
         for shard in table:
             ours = torch.full(shard.global_shape, torch.nan)
             for box in shard.boxes:

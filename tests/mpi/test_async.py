@@ -81,10 +81,10 @@ def test_samples_that_a_full_disk_does_not_take_cost_the_checkpoint_and_not_the_
             super().__init__(path)
             self.is_full = "step_00000002.tmp" in str(path)
 
-        def append(self, tokens, samples) -> None:
+        def append_sample(self, tokens, samples) -> None:
             if self.is_full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            super().append(tokens, samples)
+            super().append_sample(tokens, samples)
 
     monkeypatch.setattr("hpcrl.workers.records.RolloutLog", FullDisk)
     folder = run(lab, "full_disk", "one_step_off", steps=3, trainer={"save_freq": 1})

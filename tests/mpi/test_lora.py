@@ -168,7 +168,7 @@ def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path:
     save_sharded(engine, world_tmp_path / "actor", saved)
     again, alone = (TrainEngine(shape, its, lora=LORA, optim=adam, seed=8) for its in (resumed, groups["alone"]))
     for one in (again, alone):
-        load_sharded(one, world_tmp_path / "actor", one.groups)
+        load_sharded(one, world_tmp_path / "actor")
     assert_slices(again, again.named_shards(), alone.named_shards())
     for one, mine in ((engine, saved), (again, resumed)):
         one.train(part_of(batch, mine), max_tokens=64, loss=policy_loss, entropy=True)
@@ -177,7 +177,7 @@ def test_resumed_in_another_layout(groups, layout, other, shape, world_tmp_path:
     assert_slices(again, again.named_shards(), alone.named_shards())
     for plain in (TrainEngine(shape, resumed, seed=3), TrainEngine(shape, resumed, optim=adam, seed=3)):
         with pytest.raises(InputError, match="merge them with `hpcrl convert`"):
-            load_sharded(plain, world_tmp_path / "actor", resumed, optimizer=False, strict=False)
+            load_sharded(plain, world_tmp_path / "actor", optimizer=False, strict=False)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.rollout_source.source import refit_metrics
 from hpcrl.runtime import exits
+from hpcrl.runtime.watchdog import format_ranks
 from hpcrl.runtime.world import World
 from tests.covering import covering
 from tests.live_bytes import LiveBytes, all_tensors
@@ -334,7 +335,7 @@ def test_one_corrupted_byte_is_caught_and_named(world, place, weight_format, mon
     named = {name for names in by_rank for name in names}
     ranks = [rank for rank, names in enumerate(by_rank) if names]
     assert len(named) == 1
-    where = f"{named.pop()} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))};"
+    where = f"{named.pop()} on {format_ranks(ranks)};"
     assert where in str(caught.value)
     sizes = "pp=2" if world.size == 2 else "tp=4"
     assert f"actor ({sizes}, ranks 0-{world.size - 1}) -> rollout (tp=2" in str(caught.value)

@@ -45,7 +45,7 @@ def test_training_goes_on_beside_a_save(groups, world_tmp_path, layout) -> None:
     expected.append(step(engine))
     for turn in range(3):
         again = TrainEngine(SHAPE, groups[layout], optim=ADAM, total_steps=9, seed=4)
-        load_sharded(again, world_tmp_path / f"{turn}", groups[layout])
+        load_sharded(again, world_tmp_path / f"{turn}")
         assert [step(again) for _ in expected[turn:]] == expected[turn:]
 
 

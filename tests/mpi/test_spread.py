@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.config.schema import DataConfig
 from hpcrl.data import answers, prompts
-from hpcrl.data.answers import PreferenceDataset
+from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.world import World
@@ -18,6 +18,7 @@ from hpcrl.runtime.world import World
 pytestmark = [pytest.mark.world(2, 4), pytest.mark.ci_world(2)]
 
 TOKENIZER = load_tokenizer(str(Path(__file__).parents[2] / "configs" / "tokenizer"))
+COLUMNS = {"rm.chosen_key": "chosen", "rm.rejected_key": "rejected"}
 CONFIG = DataConfig(max_prompt_length=8, max_response_length=8, filter_overlong_prompts=True)
 
 
@@ -42,27 +43,25 @@ def two_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_dataset_is_that_of_one_rank(world: World, world_tmp_path: Path) -> None:
     files = [write(world_tmp_path, world, name) for name in ("a.jsonl", "b.jsonl")]
-    alone = PreferenceDataset(files, TOKENIZER, CONFIG, max_samples=17)
-    shared = PreferenceDataset(files, TOKENIZER, CONFIG, max_samples=17, world=world)
+    alone = AnswerDataset(files, TOKENIZER, CONFIG, COLUMNS, max_samples=17)
+    shared = AnswerDataset(files, TOKENIZER, CONFIG, COLUMNS, max_samples=17, world=world)
     assert 0 < len(shared) == len(alone) < 17
     assert shared.prompts.num_filtered == alone.prompts.num_filtered
     assert shared.prompts.file_sizes == alone.prompts.file_sizes
     for row in range(len(alone)):
         assert shared.prompts.uid(row, 0) == alone.prompts.uid(row, 0)
-        for found, expected in (
-            (shared.prompt_ids(row), alone.prompt_ids(row)),
-            *((shared.response(row, side), alone.response(row, side)) for side in (0, 1)),
-        ):
-            assert found.dtype == expected.dtype == np.int32
-            assert found.tolist() == expected.tolist()
+        for side in (0, 1):
+            for found, expected in zip(shared.pair(row, side), alone.pair(row, side), strict=True):
+                assert found.dtype == expected.dtype == np.int32
+                assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("bad", [0, 3, 10])
 def test_a_bad_row_is_the_same_error_on_all_ranks(world: World, world_tmp_path: Path, bad: int) -> None:
     path = write(world_tmp_path, world, "bad.jsonl", bad)
 
-    def read() -> PreferenceDataset:
-        return PreferenceDataset([path], TOKENIZER, CONFIG, world=world)
+    def read() -> AnswerDataset:
+        return AnswerDataset([path], TOKENIZER, CONFIG, COLUMNS, world=world)
 
     with pytest.raises(InputError, match=f"bad.jsonl: row {bad}: the tokenizer cannot encode") as caught:
         world.run_collectively(read)
@@ -74,8 +73,8 @@ def test_an_error_of_one_rank_alone_is_that_of_all(world: World, world_tmp_path:
     path = write(world_tmp_path, world, "good.jsonl")
     last = world.rank == world.size - 1
 
-    def read() -> PreferenceDataset:
-        return PreferenceDataset([path + ".gone" if last else path], TOKENIZER, CONFIG, world=world)
+    def read() -> AnswerDataset:
+        return AnswerDataset([path + ".gone" if last else path], TOKENIZER, CONFIG, COLUMNS, world=world)
 
     with pytest.raises(InputError, match="gone"):
         world.run_collectively(read)

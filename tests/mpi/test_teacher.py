@@ -19,8 +19,9 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.exits import InputError
-from hpcrl.workers.frozen import TeacherWorker, teacher_shape
+from hpcrl.workers.frozen import TeacherWorker
 from hpcrl.workers.model_worker import ModelWorker
+from hpcrl.workers.team import teacher_shape
 from tests.mpi.layouts import SGD, SHAPE, TOKENS, Policy, make_batch, seeded
 
 TOPK = 6
@@ -128,7 +129,10 @@ def test_student_learns_from_a_teacher_anywhere(world, pools, actor, teacher):
         ({"vocab_size": 64}, "teacher.model.vocab_size=64, and the policy's vocabulary has 45 tokens"),
         ({"path": "somewhere"}, "somewhere/config.json cannot be read"),
         ({"init_from": "somewhere"}, "teacher.model gives init_from"),
-        ({"max_position_embeddings": 59}, "data.max_prompt_length . data.max_response_length = 60; raise it"),
+        (
+            {"max_position_embeddings": 59},
+            "= 60 exceeds the 59 tokens that the model of teacher.model",
+        ),
     ],
 )
 def test_teacher_that_does_not_fit(model, message):

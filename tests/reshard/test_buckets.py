@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.reshard.messages import messages, pages, parts_by_page, size
+from hpcrl.reshard.messages import messages, pages, size
 from hpcrl.reshard.planner import Move
 
 ITEMSIZE = 4
@@ -52,7 +52,7 @@ def test_messages_have_everything_within_the_limit(its, limit) -> None:
 
 @given(st.dictionaries(st.integers(1, 4), moves, max_size=4), limits)
 def test_readers_of_pages_find_all_their_moves(sends, limit) -> None:
-    published, locations = pages(sends, limit)
+    published, read = pages(sends, limit)
     rectangles = {(it.name, it.src_row, it.src_col, it.rows, it.cols) for its in sends.values() for it in its}
     packed = elements([part.move._replace(dst_row=0, dst_col=0) for page in published for part in page.parts])
     once = elements([move(name, rows, cols, (row, col), (0, 0)) for name, row, col, rows, cols in rectangles])
@@ -60,7 +60,7 @@ def test_readers_of_pages_find_all_their_moves(sends, limit) -> None:
     assert sum(packed.values()) == sum(once.values())  # each rectangle once, however many read it
     assert all(0 < page.nbytes == size(page.parts) <= limit for page in published)
     for reader, its in sends.items():
-        found = parts_by_page(its, locations[reader])
+        found = read[reader]
         assert elements([part.move for parts in found.values() for part in parts]) == elements(its)
         assert set(found) == {number for number, page in enumerate(published) if reader in page.readers}
         for number, parts in found.items():

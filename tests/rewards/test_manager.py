@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.config.plugins import parameters
 from hpcrl.config.schema import Config, RewardConfig
-from hpcrl.rewards.manager import REWARD_MANAGERS, RewardManager, ScoreRequest, check_rewards, split_path
+from hpcrl.rewards.manager import REWARD_MANAGERS, RewardManager, ScoreRequest, check_rewards, custom_function
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox import process_pool as pool_module
 
@@ -41,9 +41,13 @@ def test_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
         check_rewards(RewardConfig(), {"countdown", "gsm8k"})
 
 
-def test_path_with_a_function_name() -> None:
-    assert split_path("a/b.py:score", "compute_score") == ("a/b.py", "score")
-    assert split_path("a/b.py", "compute_score") == ("a/b.py", "compute_score")
+@pytest.mark.parametrize(("suffix", "name"), [(":score", "score"), ("", "compute_score")])
+def test_path_with_a_function_name(tmp_path: Path, suffix: str, name: str) -> None:
+    path = tmp_path / "b.py"
+    path.touch()
+    custom = {"path": f"{path}{suffix}", "name": "compute_score"}
+    config = RewardConfig.model_validate({"custom_reward_function": custom})
+    assert custom_function(config) == (str(path), name)
 
 
 FUNCTIONS = """

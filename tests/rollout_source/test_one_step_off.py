@@ -21,14 +21,12 @@ from hpcrl.telemetry.progress import PhaseTimers
 LAST = 2
 
 
-class WithoutStepThree:
-    """A generator that finds no samples for the step after the last one."""
-
-    def gather(self, step: int) -> Steps[Collected]:
-        yield "gen", Future(lambda: None, lambda: True)
-        if step == LAST + 1:
-            raise InputError("no prompt is left that differs")
-        return SimpleNamespace(samples={"epoch": [0]}), {"step": float(step)}  # type: ignore[return-value]
+def without_step_three(step: int) -> Steps[Collected]:
+    """Find no samples for the step after the last one."""
+    yield "gen", Future(lambda: None, lambda: True)
+    if step == LAST + 1:
+        raise InputError("no prompt is left that differs")
+    return SimpleNamespace(samples={"epoch": [0]}), {"step": float(step)}  # type: ignore[return-value]
 
 
 def make(total_steps: int) -> tuple[OneStepOff, list[dict[str, float]]]:
@@ -40,7 +38,7 @@ def make(total_steps: int) -> tuple[OneStepOff, list[dict[str, float]]]:
         *(anything, config, anything, sampler, PhaseTimers(), (0,), anything, total_steps), log=logged.append
     )
     source = OneStepOff(context)
-    source.generator = WithoutStepThree()  # type: ignore[assignment]
+    source.gather = without_step_three  # type: ignore[method-assign]
     return source, logged
 
 

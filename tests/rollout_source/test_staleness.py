@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 
 from hpcrl.rollout_source.source import Counts, idle_metrics, staleness_metrics
@@ -27,8 +29,7 @@ def test_staleness_counts_from_the_first_token_and_spans_to_the_last() -> None:
 def test_counts_add_up_over_a_resume() -> None:
     counts = Counts()
     counts.add(SAMPLES, 5, 6)
-    again = Counts()
-    again.load_state_dict(counts.state_dict())
+    again = Counts(**asdict(counts))
     assert again.add(SAMPLES, 6, 4) == {
         "fully_async/count/total_generated_samples": 10.0,
         "fully_async/count/stale_samples_processed": 6.0,

@@ -72,7 +72,7 @@ def test_a_change_of_mode_says_which_prompts_it_drops(
     if before == "one_step_off":
         recording = RolloutLog(log_path(tmp_path / "ahead", 4, 0))
         for position in range(6):  # of 3 prompts
-            recording.append({}, dict.fromkeys(RECORDED, 0) | {"position": position, "prompt": position // 2})
+            recording.append_sample({}, dict.fromkeys(RECORDED, 0) | {"position": position, "prompt": position // 2})
         recording.close()
         finish_step(tmp_path / "ahead", 4, seed=0, weight_version=3)
         state["ahead"] = {}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hpcrl.runtime import gpus
-from hpcrl.runtime.gpus import Core, format_cpu_list, is_bound, parse_cpu_list, share
+from hpcrl.runtime.gpus import Core, is_bound, parse_cpu_list, share
+from hpcrl.runtime.launcher import format_spans
 from hpcrl.sandbox import fork_server
 
 # Two sockets of four cores with two threads each, numbered as Linux does; four GPUs, two on each socket.
@@ -40,7 +41,7 @@ def test_a_process_without_all_cpus_is_bound() -> None:
 @pytest.mark.parametrize("text, cpus", [("0-2,8", [0, 1, 2, 8]), ("5", [5]), ("", []), ("0,2-3", [0, 2, 3])])
 def test_lists_of_cpus(text: str, cpus: list[int]) -> None:
     assert parse_cpu_list(f"{text}\n") == cpus
-    assert format_cpu_list(cpus) == text
+    assert format_spans(cpus) == text
 
 
 def plant(sysfs: Path, pci_id: str, cpus: str, cores: list[Core]) -> None:

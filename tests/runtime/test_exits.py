@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.runtime import exits
+from hpcrl.runtime.job import make_run_directory
 
 
 def test_the_first_rank_that_fails_is_the_one_in_exit_json(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_the_first_rank_that_fails_is_the_one_in_exit_json(tmp_path: Path) -> No
 
 def test_a_later_attempt_starts_without_the_earlier_exit_json(tmp_path: Path) -> None:
     exits.write_exit(tmp_path, 85)
-    exits.clear_exit(tmp_path)
+    make_run_directory(tmp_path)
     assert exits.write_exit(tmp_path, 0)
 
 

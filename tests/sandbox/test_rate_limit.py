@@ -21,11 +21,11 @@ def test_what_is_more_than_a_seconds_worth_waits_for_the_rest_of_it() -> None:
 
 
 def test_a_request_waits_for_its_turn_and_then_for_its_tokens() -> None:
-    limit = RateLimit.per_minute(1, max_rpm=60, max_tpm=60_000, tokens_per_request=500)
+    limit = RateLimit(1, max_rpm=60, max_tpm=60_000, tokens_per_request=500)
     assert [limit.reserve(0.0) for _ in range(3)] == [0.0, 1.0, 2.0]  # requests bind
-    limit = RateLimit.per_minute(1, max_rpm=600, max_tpm=60_000, tokens_per_request=1000)
+    limit = RateLimit(1, max_rpm=600, max_tpm=60_000, tokens_per_request=1000)
     assert [limit.reserve(0.0) for _ in range(3)] == [0.0, 1.0, 2.0]  # tokens bind
-    assert RateLimit.per_minute(1, None, None, 2000).reserve(7.0) == 7.0
+    assert RateLimit(1, None, None, 2000).reserve(7.0) == 7.0
 
 
 @given(

@@ -38,7 +38,7 @@ def sample(position: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
 def write_log(path: Path, positions: list[int]) -> None:
     log = RolloutLog(path)
     for position in positions:
-        log.append(*sample(position))
+        log.append_sample(*sample(position))
     log.close()
 
 
@@ -73,7 +73,7 @@ def test_a_step_without_samples_has_a_file(tmp_path):
 @pytest.mark.parametrize("text", ["", "déjà 漢字 🙂", "a\0b", "lone \ud800 surrogate"])
 def test_any_text_that_a_model_writes_can_be_stored(tmp_path, text):
     log = RolloutLog(log_path(tmp_path, 1, 0))
-    log.append({}, {"position": 0, "text": text})
+    log.append_sample({}, {"position": 0, "text": text})
     log.close()
     _, samples, _ = read_step(finish(tmp_path, 1))
     assert samples["text"][0] == text.replace("\0", "\u2400").replace("\ud800", "?")
@@ -81,7 +81,7 @@ def test_any_text_that_a_model_writes_can_be_stored(tmp_path, text):
 
 def test_numpy_scalars_are_numbers(tmp_path):
     log = RolloutLog(log_path(tmp_path, 1, 0))
-    log.append({}, {"position": np.int64(0), "score": np.float32(0.1), "n": np.int32(3)})
+    log.append_sample({}, {"position": np.int64(0), "score": np.float32(0.1), "n": np.int32(3)})
     log.close()
     _, samples, _ = read_step(finish(tmp_path, 1))
     assert np.float32(samples["score"][0]) == np.float32(0.1)
@@ -90,7 +90,7 @@ def test_numpy_scalars_are_numbers(tmp_path):
 
 def test_what_was_appended_is_there_without_close(tmp_path):
     log = RolloutLog(tmp_path / "x.log")
-    log.append(*sample(3))
+    log.append_sample(*sample(3))
     assert len(list(read_records(tmp_path / "x.log", pytest.fail))) == 1
     log.close()
 
@@ -101,7 +101,7 @@ def log_bytes(count: int) -> tuple[bytes, list[int]]:
         path, ends = Path(folder) / "x.log", []
         log = RolloutLog(path)
         for position in range(count):
-            log.append(*sample(position))
+            log.append_sample(*sample(position))
             ends.append(path.stat().st_size)
         log.close()
         return path.read_bytes(), ends
@@ -177,7 +177,7 @@ def test_records_that_do_not_fit_together_are_named(tmp_path):
     with pytest.raises(ArchiveError, match="two samples have position 1"):
         finish(tmp_path)
     log = RolloutLog(log_path(tmp_path, 20, 1))
-    log.append({"input_ids": np.zeros(1, np.int32)}, sample(2)[1])
+    log.append_sample({"input_ids": np.zeros(1, np.int32)}, sample(2)[1])
     log.close()
     with pytest.raises(ArchiveError, match="rollout_log_probs"):
         finish(tmp_path)

@@ -78,17 +78,19 @@ class Safetensors:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise InputError(f"{self._folder}: {problems[0]}{more}; copy the directory again, or fix {CONFIG}")
 
-    def read(self, shape: ModelShape, shard: Shard, out: Tensor) -> None:
-        """Read a rank's part of a Megatron parameter into `out`, in its dtype; padding rows become 0."""
-        out = out.view(out.size(0), -1)
-        out.zero_()
-        for part in slices(shape, shard):
-            source = self._slice(part.hf_name)
-            rows, cols = slice(*part.rows), slice(*part.cols)
-            with self._named(part.hf_name):
-                values = source[rows, cols] if len(source.get_shape()) > 1 else source[rows].unsqueeze(1)
-            height, width = values.shape
-            out[part.local_row : part.local_row + height, part.local_col : part.local_col + width].copy_(values)
+    @torch.no_grad()
+    def load(self, shape: ModelShape, shards: list[Shard], weights: Mapping[str, Tensor]) -> None:
+        """Read a rank's parts of Megatron parameters into `weights`, by global names; padding rows become 0."""
+        for shard in shards:
+            out = weights[shard.name].view(shard.local_shape[0], -1)
+            out.zero_()
+            for part in slices(shape, shard):
+                source = self._slice(part.hf_name)
+                rows, cols = slice(*part.rows), slice(*part.cols)
+                with self._named(part.hf_name):
+                    values = source[rows, cols] if len(source.get_shape()) > 1 else source[rows].unsqueeze(1)
+                height, width = values.shape
+                out[part.local_row : part.local_row + height, part.local_col : part.local_col + width].copy_(values)
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
@@ -112,10 +114,3 @@ class Safetensors:
         except (OSError, SafetensorError) as error:
             path, reason = self._folder / self._file_of[tensor], " ".join(str(error).split())
             raise InputError(f"{path}: {reason}; expected {tensor} in it: copy the directory again") from error
-
-
-@torch.no_grad()
-def load_weights(shape: ModelShape, source: Safetensors, shards: list[Shard], weights: Mapping[str, Tensor]) -> None:
-    """Load this rank's parts of all parameters into `weights`, by global names."""
-    for shard in shards:
-        source.read(shape, shard, weights[shard.name])

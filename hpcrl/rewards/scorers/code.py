@@ -67,13 +67,7 @@ judge(PROGRAM, PREAMBLE, METHOD, MARK)
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str | dict[str, Any],
-    extra_info: dict[str, Any] | None = None,
-    *,
-    seconds_per_test: float = 10.0,
-    **_: Any,
+    data_source: str, solution_str: str, ground_truth: str | dict[str, Any], *, seconds_per_test: float = 10.0, **_: Any
 ) -> float:
     """The fraction of the first ten tests that the program in the last ```python block passes; a function all or none.
 

@@ -17,16 +17,10 @@ class ExpressionError(ValueError):
     """The text is not an expression of this grammar."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """`value` is None where the expression divides by zero; `numbers` are the literals from left to right."""
+def evaluate(text: str) -> tuple[Fraction | None, list[int]]:
+    """The value of all of `text`, None where it divides by zero, and its numbers from left to right.
 
-    value: Fraction | None
-    numbers: tuple[int, ...]
-
-
-def evaluate(text: str) -> Evaluation:
-    """Parses all of `text`; raises ExpressionError where it does not follow the grammar.
+    Raises ExpressionError where it does not follow the grammar.
 
     sum = product (("+" | "-") product)*; product = atom (("*" | "/") atom)*; atom = number | "(" sum ")";
     number = ASCII digits. There is no unary sign and no white space.
@@ -37,7 +31,7 @@ def evaluate(text: str) -> Evaluation:
     value = parser.sum(depth=0)
     if parser.place != len(text):
         raise ExpressionError(f"{text[parser.place]!r} at {parser.place}; expected an operator or the end")
-    return Evaluation(value, tuple(parser.numbers))
+    return value, parser.numbers
 
 
 @dataclass
@@ -118,8 +112,8 @@ def compute_score(
     if answer is None or finish_reason != "stop":
         return {"score": 0.0, "acc": 0.0, "format": 0.0}
     try:
-        found = evaluate(answer[1])
+        value, used = evaluate(answer[1])
     except ExpressionError:
         return {"score": 0.0, "acc": 0.0, "format": 0.0}
-    right = found.value == target and Counter(found.numbers) == numbers
+    right = value == target and Counter(used) == numbers
     return {"score": 1.0 if right else format_score, "acc": float(right), "format": 1.0}

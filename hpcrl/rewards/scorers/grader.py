@@ -6,7 +6,7 @@ import re
 from typing import Any, Literal
 
 from hpcrl.rewards.scorers import algebra
-from hpcrl.rewards.scorers.math_answers import UnusualSpelling, closing_brace, math_spelling
+from hpcrl.rewards.scorers.math_answers import UnusualSpelling, last_box, math_spelling
 
 MAX_DEPTH = 64  # nested braces; bounds the recursion
 TOKEN = re.compile(r"\\[A-Za-z]+\s*|\\\\\*?|\\.|%[^\n]*\n?|--|[^\\]", re.DOTALL)
@@ -236,15 +236,7 @@ def same_element(found: str, expected: str) -> bool:
 NO_ANSWER = "None"
 
 
-def geometry3k(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    format_score: float = 0.1,
-    **_: Any,
-) -> float:
+def geometry3k(data_source: str, solution_str: str, ground_truth: str, *, format_score: float = 0.1, **_: Any) -> float:
     """(1 - format_score) x right + format_score x form.
 
     verl's `reward_score/geo3k.py` over mathruler 0.1.0; see `grader.same_answer` for what is right. Quirk: without a
@@ -255,9 +247,8 @@ def geometry3k(
 
 
 def boxed_answer(text: str) -> str:
-    start = text.rfind(r"\boxed{")
-    end = closing_brace(text, start) if start >= 0 else -1
-    return text[start + len(r"\boxed{") : end].strip() if end >= 0 else NO_ANSWER
+    box = last_box(text)
+    return NO_ANSWER if box is None else box.strip()
 
 
 def has_form(text: str) -> bool:

@@ -28,9 +28,7 @@ class UnusualSpelling(ValueError):
     """The rules do not apply to this text."""
 
 
-def math_boxed(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
-) -> float:
+def math_boxed(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
     """1 or 0.
 
     verl's `reward_score/math_reward.py` (Hendrycks et al. 2021, "Measuring Mathematical Problem Solving With the MATH
@@ -48,11 +46,7 @@ def boxed_answer(text: str) -> str | None:
     """
     if r"\boxed " in text:
         return text.rpartition(r"\boxed ")[2].partition("$")[0]
-    start = text.rfind(r"\boxed")
-    end = closing_brace(text, start) if start >= 0 else -1
-    if end < 0 or not text.startswith(r"\boxed{", start):
-        return None
-    return text[start + len(r"\boxed{") : end]
+    return last_box(text[max(text.rfind(r"\boxed"), 0) :])
 
 
 def closing_brace(text: str, start: int) -> int:
@@ -170,13 +164,7 @@ MINERVA_ROOT = re.compile(r"sqrt([^{])")
 
 
 def math_dapo(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    strict_box_verify: bool = False,
-    **_: Any,
+    data_source: str, solution_str: str, ground_truth: str, *, strict_box_verify: bool = False, **_: Any
 ) -> dict[str, float | str | bool | None]:
     r"""`score` 1 or -1, `acc` whether it is right, `pred` the answer that was found.
 
@@ -222,9 +210,7 @@ def minerva_form(answer: str) -> str:
     return (without_commas if without_commas.isdigit() else answer).strip()
 
 
-def math_verify(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
-) -> float:
+def math_verify(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
     """1 if one of the answers that the library finds equals the ground truth, else 0.
 
     verl's `reward_score/math_verify.py`: the ground truth is read as LaTeX in a box, the response as LaTeX or as a

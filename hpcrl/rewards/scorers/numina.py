@@ -28,9 +28,7 @@ MAX_CHARACTERS = 1000
 MAX_DEPTH = 8  # tuples in tuples
 
 
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
-) -> float:
+def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
     r"""1 or 0.
 
     verl's `reward_score/prime_math` (Cui et al. 2025, "PRIME"; Gou et al. 2024, "ToRA", for `same_numbers`), which

@@ -17,7 +17,6 @@ def gsm8k(
     data_source: str,
     solution_str: str,
     ground_truth: str,
-    extra_info: dict[str, Any] | None = None,
     *,
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
@@ -31,23 +30,14 @@ def gsm8k(
     """
     if method not in ("strict", "flexible"):
         raise InputError(f"gsm8k: method={method!r}; expected 'strict' or 'flexible'")
-    found = strict_answer(solution_str) if method == "strict" else flexible_answer(solution_str)
-    if found is None:
-        return 0.0
-    return score if found == ground_truth else format_score
-
-
-def strict_answer(text: str) -> str | None:
-    numbers = MARKED.findall(text[-LAST_CHARACTERS:])
-    return numbers[-1].replace(",", "") if numbers else None
-
-
-def flexible_answer(text: str) -> str | None:
-    """The last number that is more than a full stop; a full stop where there is nothing else."""
-    numbers = NUMBER.findall(text[-LAST_CHARACTERS:])
+    numbers = (MARKED if method == "strict" else NUMBER).findall(solution_str[-LAST_CHARACTERS:])
     if not numbers:
-        return None
-    return next((number for number in reversed(numbers) if number != "."), numbers[0])
+        return 0.0
+    if method == "strict":
+        found = numbers[-1].replace(",", "")
+    else:  # the last number that is more than a full stop; a full stop if there is nothing else
+        found = next((number for number in reversed(numbers) if number != "."), numbers[0])
+    return score if found == ground_truth else format_score
 
 
 OPEN, CLOSE = "<answer>", "</answer>"
@@ -60,7 +50,6 @@ def search_r1(
     data_source: str,
     solution_str: str,
     ground_truth: dict[str, Any],
-    extra_info: dict[str, Any] | None = None,
     *,
     format_score: float = 0.0,
     score: float = 1.0,

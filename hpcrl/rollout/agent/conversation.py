@@ -116,8 +116,8 @@ class TurnTemplate:
         self._kwargs = cfg.apply_chat_template_kwargs
         self._specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._encodable: dict[str, bool] = {}
-        self._has_tool_role = self._template is not None and self._has_role("tool")
-        if self._template is not None and not self._has_tool_role and not self._has_role("user"):
+        self._has_tool_role = self._template is not None and self._problem("tool") is None
+        if self._template is not None and not self._has_tool_role and self._problem("user"):
             raise InputError(
                 "rollout.multi_turn: the chat template accepts neither a tool nor a user after an assistant: "
                 f"{self._problem('user')}; expected a template for conversations (data.chat_template)"
@@ -197,9 +197,6 @@ class TurnTemplate:
         text_after = text.partition(MODEL_TURN_MARK)[2]
         between, end, rest = text_after.partition(str(self._tokenizer.eos_token))
         return rest if end and not between.strip() else text_after  # the model wrote this token itself
-
-    def _has_role(self, role: str) -> bool:
-        return self._problem(role) is None
 
     def _problem(self, role: str) -> str | None:
         """Return why a message of this role cannot follow a turn of the model; None if it can."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +12,10 @@ import numpy as np
 from hpcrl.algorithms.metrics import Metric
 from hpcrl.rollout.agent.conversation import Conversation, TurnTemplate
 from hpcrl.rollout.agent.tool_worker import AgentSource
-from hpcrl.rollout.agent.tools import tool_parser, tool_schemas
+from hpcrl.rollout.agent.tools import PARSERS, tool_schemas
 from hpcrl.rollout.agent.turn_handler import TurnHandler, TurnResult, tool_metrics
 from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
-from hpcrl.runtime.mpi import wait, wait_until
+from hpcrl.runtime.mpi import broadcast_object, wait_until
 from hpcrl.sandbox.process_pool import ProcessPool
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hpcrl.config.schema import DataConfig, MultiTurnConfig
 
 
+@dataclass(eq=False)
 class TurnSource:
     """Next turns of conversations, on one rank; a `RequestSource`. The leader, rank 0 of `comm`, has the turn handler
     and broadcasts its results.
@@ -33,34 +34,27 @@ class TurnSource:
     if there is no result yet. `comm` is None if the replica has one rank. `records` are needed on the leader only.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        records: Sequence[dict[str, Any]] | None,
-        handler: TurnHandler | None,
-        comm: MPI.Intracomm | None,
-        on_finished: Callable[[int, Trajectory], None] | None = None,
-        on_step: Callable[[], None] | None = None,
-    ) -> None:
-        self.trajectories: dict[int, Trajectory] = {}
-        self._conversations = [Conversation(request) for request in requests]
-        self._records = records
-        self._handler = handler
-        self._comm = comm
-        self._on_finished = on_finished
-        self._on_step = on_step
-        self._conversation_of = list(range(len(requests)))  # by index of the engine's request
-        self._num_waiting = 0
+    conversations: Sequence[Conversation]
+    records: Sequence[dict[str, Any]] | None
+    handler: TurnHandler | None
+    comm: MPI.Intracomm | None
+    on_finished: Callable[[int, Trajectory], None] | None
+    on_step: Callable[[], None] | None
+    trajectories: dict[int, Trajectory] = field(default_factory=dict, init=False)
+    _num_waiting: int = 0
+
+    def __post_init__(self) -> None:
+        self._conversation_of = list(range(len(self.conversations)))  # by index of the engine's request
 
     def turn_ended(self, index: int, done: Completion) -> None:
         """The engine's `on_finished`."""
         number = self._conversation_of[index]
-        conversation = self._conversations[number]
+        conversation = self.conversations[number]
         conversation.add_turn(done)
         self._num_waiting += 1
-        if self._handler is not None:
-            record = self._records[number] if self._records is not None else {}
-            self._handler.add_turn(number, conversation, done.token_ids, record)
+        if self.handler is not None:
+            record = self.records[number] if self.records is not None else {}
+            self.handler.add_turn(number, conversation, done.token_ids, record)
 
     def take(self, idle: bool) -> Sequence[Request] | None:
         requests: list[Request] = []
@@ -69,64 +63,45 @@ class TurnSource:
                 requests += self._apply(result)
             if not idle:
                 break
-        if len(self.trajectories) == len(self._conversations):
+        if len(self.trajectories) == len(self.conversations):
             return None
         return requests
 
     def _apply(self, result: TurnResult) -> list[Request]:
         """Return the request for the conversation's next turn, if there is one."""
         self._num_waiting -= 1
-        number, conversation = result.conversation, self._conversations[result.conversation]
+        number, conversation = result.conversation, self.conversations[result.conversation]
         if result.answer is not None:
             conversation.add_answer(result.answer)
             self._conversation_of.append(number)
             return [conversation.next_request()]
         done = conversation.trajectory(result.finish_reason, result.num_tool_calls, result.turn_scores)
         self.trajectories[number] = done
-        if self._on_finished is not None:
-            self._on_finished(number, done)
+        if self.on_finished is not None:
+            self.on_finished(number, done)
         return []
 
     def _next_results(self, idle: bool) -> list[TurnResult]:
         """Return the leader's results, on every rank. If the engine is idle, waits for the first one."""
-        if self._handler is None:
-            return self._receive()
-        results = self._handler.poll()
-        if idle and not results:
-            results = self._wait_for_results(self._handler)
-        if self._comm is not None:
-            self._broadcast(self._comm, results)
-        return results
+        results: list[TurnResult] = []
+        if self.handler is not None:
+            results = self.handler.poll()
+            if idle and not results:
+                results = self._wait_for_results(self.handler)
+        return results if self.comm is None else broadcast_object(self.comm, results or None) or []
 
     def _wait_for_results(self, handler: TurnHandler) -> list[TurnResult]:
         """Wait for results, and advance scoring meanwhile."""
         results: list[TurnResult] = []
 
         def has_results() -> bool:
-            if self._on_step is not None:
-                self._on_step()
+            if self.on_step is not None:
+                self.on_step()
             results.extend(handler.poll())
             return bool(results)
 
         wait_until(has_results)
         return results
-
-    @staticmethod
-    def _broadcast(comm: MPI.Intracomm, results: list[TurnResult]) -> None:
-        blob = bytearray(pickle.dumps(results) if results else b"")
-        wait(comm.Ibcast(np.array([len(blob)], np.int64)))
-        if blob:
-            wait(comm.Ibcast(blob))
-
-    def _receive(self) -> list[TurnResult]:
-        assert self._comm is not None
-        size = np.zeros(1, np.int64)
-        wait(self._comm.Ibcast(size))
-        if not size[0]:
-            return []
-        blob = bytearray(int(size[0]))
-        wait(self._comm.Ibcast(blob))
-        return pickle.loads(blob)
 
 
 class AgentLoop:
@@ -156,7 +131,7 @@ class AgentLoop:
             return
         if cfg.function_tool_path is not None:
             tool_schemas(cfg.function_tool_path)  # the file may register a parser
-        self._parser = tool_parser(cfg.format)
+        self._parser = PARSERS.get(cfg.format)
         self._template = TurnTemplate(tokenizer, data)
         source = AgentSource(cfg.function_tool_path, cfg.interaction_path, cfg.interaction_name)
         self._pool = ProcessPool(source, cfg.num_tool_workers, cfg.tool_timeout, log_path=log_path)
@@ -191,7 +166,9 @@ class AgentLoop:
                 sampling.max_new_tokens,
                 self._warned,
             )
-        source = TurnSource(requests, records, handler, self._comm, on_finished, on_step)
+        source = TurnSource(
+            [Conversation(request) for request in requests], records, handler, self._comm, on_finished, on_step
+        )
         engine.generate(
             requests, sampling, seed=seed, step=step, source=source, on_finished=source.turn_ended, on_step=on_step
         )

@@ -8,12 +8,12 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
+from hpcrl.algorithms.registry import Registry
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.user_code import import_file
 
@@ -155,7 +155,7 @@ def _problem(error: Any) -> str:
     return f"{place}: {error['msg']}" if place else str(error["msg"])
 
 
-HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -176,46 +176,26 @@ class BadCall:
 Call: TypeAlias = ToolCall | BadCall
 Parser: TypeAlias = Callable[[str], list[Call]]  # a turn's text without its end-of-sequence token -> calls in order
 
-_parsers: dict[str, Parser] = {}
+PARSERS: Registry[Parser] = Registry("rollout.multi_turn.format", __name__)
 
 
 def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
     """Register a function as the parser of `rollout.multi_turn.format=<name>`; the tools' file may do so."""
 
     def register(parser: Parser) -> Parser:
-        if name in _parsers:
-            raise ValueError(f"tool parser {name!r} is registered already; use another name")
-        _parsers[name] = parser
+        PARSERS.add(name, parser)
         return parser
 
     return register
 
 
-def tool_parser(name: str) -> Parser:
-    """Raises InputError for an unregistered name."""
-    if name not in _parsers:
-        near = get_close_matches(name, _parsers, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise InputError(
-            f"rollout.multi_turn.format={name}: no such parser{hint}; expected one of {', '.join(_parsers)}"
-        )
-    return _parsers[name]
-
-
 @register_tool_parser("hermes")
 def hermes(text: str) -> list[Call]:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, among other text."""
-    calls: list[Call] = []
-    place = text.find(HERMES_OPEN)
-    while place >= 0:
-        start = place + len(HERMES_OPEN)
-        end = text.find(HERMES_CLOSE, start)
-        if end < 0:
-            calls.append(BadCall(f"{HERMES_OPEN} without {HERMES_CLOSE}"))
-            break
-        calls.append(call_of_json(text[start:end]))
-        place = text.find(HERMES_OPEN, end)
-    return calls
+    return [
+        call_of_json(found[1]) if found[2] else BadCall("<tool_call> without </tool_call>")
+        for found in HERMES.finditer(text)
+    ]
 
 
 @register_tool_parser("json")

@@ -56,6 +56,7 @@ class _Dialog:
     state: str | None = None  # of the simulated user, JSON
 
 
+@dataclass(eq=False)
 class TurnHandler:
     """Turns of one generation. `pool` runs an AgentSource. A response has at most `max_tokens`, answers included.
 
@@ -64,39 +65,29 @@ class TurnHandler:
     generations too.
     """
 
-    def __init__(
-        self,
-        cfg: MultiTurnConfig,
-        pool: ProcessPool,
-        parser: Parser,
-        template: TurnTemplate,
-        text_of: Callable[[np.ndarray], str],
-        max_tokens: int,
-        warned: Counter[str],
-    ) -> None:
-        self._warned = warned
-        self.counts: Counter[str] = Counter()
-        self.tool_metrics: dict[str, list[float]] = {}
-        self._cfg = cfg
-        self._pool = pool
-        self._parser = parser
-        self._template = template
-        self._text_of = text_of
-        self._max_tokens = max_tokens
-        self._dialogs: dict[int, _Dialog] = {}
-        self._waiting: dict[int, None] = {}  # conversations with pending calls, in order
-        self._results: list[TurnResult] = []
+    cfg: MultiTurnConfig
+    pool: ProcessPool
+    parser: Parser
+    template: TurnTemplate
+    text_of: Callable[[np.ndarray], str]
+    max_tokens: int
+    warned: Counter[str]
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    tool_metrics: dict[str, list[float]] = field(default_factory=dict, init=False)
+    _dialogs: dict[int, _Dialog] = field(default_factory=dict, init=False)
+    _waiting: dict[int, None] = field(default_factory=dict, init=False)  # conversations with pending calls, in order
+    _results: list[TurnResult] = field(default_factory=list, init=False)
 
     def add_turn(self, number: int, conversation: Conversation, turn: np.ndarray, record: Record) -> None:
         """Handle the end of a model's turn. Does not wait."""
         dialog = self._dialogs.setdefault(number, _Dialog(record, conversation))
-        text = self._text_of(turn)
+        text = self.text_of(turn)
         dialog.messages.append({"role": "assistant", "content": text})
         if conversation.finish_reason not in ("stop", None):
             self._end(number, conversation.finish_reason)
         elif not self._may_answer(dialog):
             self._end(number, "stop")
-        elif conversation.num_tokens >= self._max_tokens:
+        elif conversation.num_tokens >= self.max_tokens:
             self._end(number, "length" if self._tool_calls(text) else "stop")  # no room for the answer to a call
         elif self._start_calls(dialog, text):
             self._waiting[number] = None
@@ -105,7 +96,7 @@ class TurnHandler:
 
     def poll(self) -> list[TurnResult]:
         """Return the results since the last call. Does not wait."""
-        self._pool.pump()
+        self.pool.pump()
         for number in [number for number in self._waiting if self._is_answered(self._dialogs[number])]:
             del self._waiting[number]
             self._handle_answers(number, self._dialogs[number])
@@ -113,7 +104,7 @@ class TurnHandler:
         return found
 
     def _may_answer(self, dialog: _Dialog) -> bool:
-        turns, answers = self._cfg.max_assistant_turns, self._cfg.max_user_turns
+        turns, answers = self.cfg.max_assistant_turns, self.cfg.max_user_turns
         return (turns is None or dialog.conversation.num_turns < turns) and (
             answers is None or dialog.num_answers < answers
         )
@@ -124,21 +115,17 @@ class TurnHandler:
         if calls:
             dialog.calls_tools = True
             dialog.pending = [self._begin(call, dialog) for call in calls]
-        elif self._cfg.interaction_path is not None:
+        elif self.cfg.interaction_path is not None:
             dialog.calls_tools = False
-            pending = {
-                "state": dialog.state,
-                "record": dialog.record,
-                "messages": dialog.messages,
-            }
-            dialog.pending = [self._pool.submit(pending)]
+            request = {"state": dialog.state, "record": dialog.record, "messages": dialog.messages}
+            dialog.pending = [self.pool.submit(request)]
         return bool(dialog.pending)
 
     def _tool_calls(self, text: str) -> Sequence[Call]:
-        if self._cfg.function_tool_path is None:
+        if self.cfg.function_tool_path is None:
             return []
         try:
-            calls = list(self._parser(text) or ())[: self._cfg.max_parallel_calls]
+            calls = list(self.parser(text) or ())[: self.cfg.max_parallel_calls]
             for call in calls:
                 if not isinstance(call, Call):
                     raise TypeError(f"the parser returned a {type(call).__name__}; expected a ToolCall or a BadCall")
@@ -152,14 +139,14 @@ class TurnHandler:
         if isinstance(call, BadCall):
             self.counts["rejected"] += 1
             return f"error: {call.why}"
-        return self._pool.submit({"tool": call.name, "arguments": call.arguments, "record": dialog.record})
+        return self.pool.submit({"tool": call.name, "arguments": call.arguments, "record": dialog.record})
 
     def _is_answered(self, dialog: _Dialog) -> bool:
-        return all(isinstance(pending, str) or self._pool.has(pending) for pending in dialog.pending)
+        return all(isinstance(pending, str) or self.pool.has(pending) for pending in dialog.pending)
 
     def _handle_answers(self, number: int, dialog: _Dialog) -> None:
         """All pending calls have ended."""
-        outcomes = [pending if isinstance(pending, str) else self._pool.take(pending) for pending in dialog.pending]
+        outcomes = [pending if isinstance(pending, str) else self.pool.take(pending) for pending in dialog.pending]
         dialog.pending = []
         if dialog.calls_tools:
             answers = [self._tool_message(found) for found in outcomes]
@@ -168,8 +155,8 @@ class TurnHandler:
         if not answers:
             self._end(number, "stop")
             return
-        tokens = self._template.tokens(answers)
-        if dialog.conversation.num_tokens + len(tokens) >= self._max_tokens:  # no room for a token of the model
+        tokens = self.template.tokens(answers)
+        if dialog.conversation.num_tokens + len(tokens) >= self.max_tokens:  # no room for a token of the model
             self._end(number, "length")
             return
         dialog.messages += answers
@@ -178,8 +165,8 @@ class TurnHandler:
 
     def _tool_message(self, outcome: Outcome | str) -> Message:
         text = outcome if isinstance(outcome, str) else self._tool_text(outcome)
-        limit, side = self._cfg.max_tool_response_length, self._cfg.tool_response_truncate_side
-        return {"role": "tool", "content": self._template.shortened(text, limit, side)}
+        limit, side = self.cfg.max_tool_response_length, self.cfg.tool_response_truncate_side
+        return {"role": "tool", "content": self.template.shortened(text, limit, side)}
 
     def _tool_text(self, outcome: Outcome) -> str:
         if outcome.fate != "ok":
@@ -204,8 +191,8 @@ class TurnHandler:
 
     def _count_failure(self, what: str, fate: str, why: str) -> None:
         self.counts[fate] += 1
-        self._warned[fate] += 1
-        if self._warned[fate] <= MAX_WARNINGS:
+        self.warned[fate] += 1
+        if self.warned[fate] <= MAX_WARNINGS:
             log.warning("rollout.multi_turn: a %s failed (%s): %s", what, fate, why)
 
     def _end(self, number: int, finish_reason: FinishReason) -> None:

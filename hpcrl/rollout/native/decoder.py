@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from hpcrl.grid.layout import Layout
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
 from hpcrl.kernels.linear_log_prob import product
-from hpcrl.model.exact import exact_sum
+from hpcrl.model.exact import exact_linear, exact_sum
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.router import by_expert, route
@@ -31,16 +32,18 @@ from hpcrl.rollout.native.attention import (
 )
 
 
+@dataclass(frozen=True)
 class TensorParallel:
     """A tensor-parallel group; with one rank every call is the identity. `exact` sums in rank order."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, exact: bool = False) -> None:
-        if size > 1 and group is None:
-            raise ValueError(f"tensor parallelism over {size} ranks needs a process group")
-        self.group = group
-        self.rank = rank
-        self.size = size
-        self.exact = exact
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and self.group is None:
+            raise ValueError(f"tensor parallelism over {self.size} ranks needs a process group")
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks; `partial` may be overwritten."""
@@ -67,12 +70,9 @@ class TensorParallel:
         return int(least)
 
 
-# positions int64 (n,) -> a function that rotates heads (n, KV heads, heads, head_dim)
-Rotation = Callable[[Tensor, ModelShape], Callable[[Tensor], Tensor]]
-
-
 class PlainRope:
-    """Rotary embedding, bitwise equal to the training model's."""
+    """Rotary embedding of heads (n, KV heads, heads, head_dim) at `positions` int64 (n,), bitwise equal to the training
+    model's."""
 
     def __init__(self, positions: Tensor, shape: ModelShape) -> None:
         self._cos, self._sin = rope_cos_sin(positions[:, None], shape.rope_dim, shape.rope_theta, shape.rope_scaling)
@@ -100,9 +100,6 @@ class FastRope(PlainRope):
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-Linear = Callable[[Tensor, Tensor], Tensor]
-
-
 class _Layer(NamedTuple):
     """fc1, fc2: of the layer, or one per expert. shared_fc1, shared_fc2: of the shared experts of all tokens.
     next_norm: the next layer's first norm, or the final one. Either qkv or latent is set."""
@@ -124,25 +121,14 @@ class _Layer(NamedTuple):
 
 
 class Decoder:
-    """The model's forward pass. `weights` maps global parameter names to this rank's shards.
+    """The model's forward pass. `weights` maps global parameter names to this rank's shards."""
 
-    `linear(x, weight)` is the matrix product; `rotation` makes the rotary embedding of one call.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device,
-        linear: Linear = torch.nn.functional.linear,
-        rotation: Rotation = FastRope,
-    ) -> None:
+    def __init__(self, shape: ModelShape, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
         self.vocab_size = shape.vocab_size
         self._shape = shape
         self.tp = tp
-        self._linear = linear
-        self._rotation = rotation
+        self._linear: Callable[[Tensor, Tensor], Tensor] = exact_linear if tp.exact else linear
+        self._rotation = PlainRope if tp.exact else FastRope
         self._num_groups = shape.num_query_groups // tp.size
         layout = Layout(tuple(range(tp.size)), tp=tp.size, etp=tp.size if shape.num_experts else 1)
         self.weights = {
@@ -163,10 +149,7 @@ class Decoder:
         self._bind()
 
     def _bind(self) -> None:
-        names = {
-            "proj": "self_attention.linear_proj.weight",
-            "mlp_norm": "pre_mlp_layernorm.weight",
-        }
+        names = {"proj": "self_attention.linear_proj.weight", "mlp_norm": "pre_mlp_layernorm.weight"}
         if self._shape.mla is None:
             names["qkv"] = "self_attention.linear_qkv.weight"
         if self._shape.qkv_bias:
@@ -324,9 +307,8 @@ class DecodeGraphs:
         self._decoder = decoder
         self._graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = (
-            torch.cuda.Stream()
-        )  # shared by all captures, because cuBLAS keeps a workspace of 32 MiB per stream
+        # Shared by all captures, because cuBLAS keeps a workspace of 32 MiB per stream.
+        self._stream = torch.cuda.Stream()
 
     def clear(self) -> None:
         """Drop all graphs and start a new memory pool.

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import collections.abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
+from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.model.exact import check_exact, exact_linear
+from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.rollout.native.attention import PagedAttention
-from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, PlainRope, TensorParallel
+from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
 from hpcrl.rollout.native.kv_cache import KVCache
-from hpcrl.rollout.native.scheduler import Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")
@@ -57,15 +54,8 @@ class NativeEngine:
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         if kv_cache_bytes is None:
             kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
-        self._enable_prefix_caching = enable_prefix_caching
-        self._exact = exact
         self._generating = False
-        self._decoder = (
-            Decoder(shape, tp, dtype, device, exact_linear, PlainRope) if exact else Decoder(shape, tp, dtype, device)
-        )
+        self._decoder = Decoder(shape, tp, dtype, device)
         self._cache = KVCache(
             shape.num_layers,
             tp.smallest(num_blocks(shape, tp_size, dtype.itemsize, kv_cache_bytes, max_model_len)),
@@ -78,6 +68,16 @@ class NativeEngine:
         # Not with experts: the host reads how many tokens each of them has.
         graphed = device.type == "cuda" and not (enforce_eager or exact or shape.num_experts)
         self._graphs = DecodeGraphs(self._decoder) if graphed and PagedAttention.fits(self._cache) else None
+        self._begin = partial(
+            GenerateCall,
+            self._decoder,
+            self._cache,
+            graphs=self._graphs,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+        )
 
     def weights(self) -> dict[str, Tensor]:
         return self._decoder.weights
@@ -107,7 +107,7 @@ class NativeEngine:
     @torch.no_grad()
     def generate(
         self,
-        requests: collections.abc.Sequence[Request],
+        requests: Sequence[Request],
         sampling: SamplingParams,
         *,
         seed: int,
@@ -119,29 +119,17 @@ class NativeEngine:
     ) -> list[Completion]:
         if not self._cache.is_allocated:
             raise RuntimeError("the engine is asleep; call wake() before generate()")
-        generation = GenerateCall(
-            self._decoder,
-            self._cache,
-            Scheduler(self._max_num_seqs, self._max_num_batched_tokens, BLOCK_SIZE),
-            sampling,
-            step,
-            exact=self._exact,
-            graphs=self._graphs,
-            max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            on_finished=on_finished,
-        )
-        queue = _RequestQueue(self, sampling, seed)
+        generation = self._begin(sampling, seed, step, on_finished=on_finished)
         self._generating = True
         try:
-            generation.add(queue.sequences(requests))
+            generation.add(requests)
             while should_abort is None or not should_abort():
                 if source is not None:
                     more = source.take(idle=not generation.has_work)
                     if more is None:
                         source = None
                     else:
-                        generation.add(queue.sequences(more))
+                        generation.add(more)
                 if generation.has_work:
                     generation.step()
                     if on_step is not None:
@@ -151,48 +139,4 @@ class NativeEngine:
             generation.abort()
         finally:
             self._generating = False
-        return [generation.completions[index] for index in range(queue.num_requests)]
-
-    def check(self, request: Request, sequence: Sequence) -> None:
-        """Raise ValueError for an invalid request."""
-        context, longest = sequence.context_ids, self._max_model_len
-        what = f"prompt {request.uid}"
-        if not len(request.prompt_ids):
-            raise ValueError(f"{what} has no tokens; at least one is needed, such as a beginning-of-sequence token")
-        if sequence.max_new_tokens < 1:
-            raise ValueError(
-                f"{what} may draw {sequence.max_new_tokens} more tokens after a prefix of {sequence.first_position}; "
-                "it must be 1 or more: drop such requests"
-            )
-        if len(context) + sequence.max_new_tokens > longest:
-            raise ValueError(
-                f"{what} has {len(context)} tokens; with max_new_tokens={sequence.max_new_tokens} that is more "
-                f"than max_model_len={longest}; shorten one of them or raise the engine's limit"
-            )
-        # Under tensor parallelism an id outside the embedding would read as zeros without an error.
-        low, high, last = np.min(context), np.max(context), self._decoder.vocab_size - 1
-        if low < 0 or high > last:
-            raise ValueError(f"{what} has token ids {low} to {high}; expected 0 to {last}")
-
-
-class _RequestQueue:
-    """Numbers the requests of one generation and groups those with equal context."""
-
-    def __init__(self, engine: NativeEngine, sampling: SamplingParams, seed: int) -> None:
-        self._engine = engine
-        self._sampling = sampling
-        self._seed = seed
-        self._groups: dict[bytes, int] = {}
-        self.num_requests = 0
-
-    def sequences(self, requests: collections.abc.Sequence[Request]) -> list[Sequence]:
-        made = []
-        for request in requests:
-            sequence = Sequence.from_request(self.num_requests, request, self._sampling, self._seed)
-            self._engine.check(request, sequence)
-            if self._engine._enable_prefix_caching:
-                key = blake2b(sequence.context_ids.tobytes(), digest_size=16).digest()
-                sequence.group = self._groups.setdefault(key, self.num_requests)
-            self.num_requests += 1
-            made.append(sequence)
-        return made
+        return [generation.completions[index] for index in range(len(generation.completions))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -20,53 +22,57 @@ from hpcrl.rollout.native.attention import (
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder
 from hpcrl.rollout.native.kv_cache import KVCache, Moves
 from hpcrl.rollout.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
-from hpcrl.rollout.protocol import Completion, SamplingParams
-from hpcrl.rollout.sampling import sample, sample_sharded, uniforms
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.rollout.sampling import request_key, sample, sample_sharded, uniforms
 from hpcrl.runtime.accelerator import annotated
 
 
+@dataclass(eq=False)
 class GenerateCall:
     """Runs steps until every sequence is complete; `completions` is by the index of the request."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache: KVCache,
-        scheduler: Scheduler,
-        sampling: SamplingParams,
-        trainer_step: int,
-        *,
-        exact: bool,
-        graphs: DecodeGraphs | None,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        on_finished: Callable[[int, Completion], None] | None,
-    ) -> None:
-        self.completions: dict[int, Completion] = {}
-        self._decoder = decoder
-        self._cache = cache
-        self._scheduler = scheduler
-        self._sampling = sampling
-        self._trainer_step = trainer_step
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._exact = exact
-        self._graphs = graphs
-        self._on_finished = on_finished
-        self._records = sampling.routed_experts
-        self._batch = RunningBatch(max_num_seqs, sampling, decoder.routing_width if self._records else 0)
-        cache.clear()
+    decoder: Decoder
+    cache: KVCache
+    sampling: SamplingParams
+    seed: int
+    trainer_step: int
+    graphs: DecodeGraphs | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_prefix_caching: bool
+    on_finished: Callable[[int, Completion], None] | None
+    completions: dict[int, Completion] = field(default_factory=dict, init=False)
+    _num_requests: int = field(default=0, init=False)
+    _groups: dict[bytes, int] = field(default_factory=dict, init=False)  # hash of a context -> its first request
+
+    def __post_init__(self) -> None:
+        self._scheduler = Scheduler(self.max_num_seqs, self.max_num_batched_tokens, self.cache.block_size)
+        self._records = self.sampling.routed_experts
+        width = self.decoder.routing_width if self._records else 0
+        self._batch = RunningBatch(self.max_num_seqs, self.sampling, width)
+        self.cache.clear()
 
     @property
     def has_work(self) -> bool:
         return self._batch.num_rows > 0 or self._scheduler.has_waiting
 
-    def add(self, sequences: list[Sequence]) -> None:
-        self._scheduler.add(sequences)
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests, numbered in their order; those with equal contexts are a group."""
+        for request in requests:
+            context = request.context_ids(self.sampling, self.max_model_len, self.decoder.vocab_size)
+            key, first = request_key(self.seed, request.uid), len(request.prefix_ids)
+            index = group = self._num_requests
+            if self.enable_prefix_caching:
+                group = self._groups.setdefault(blake2b(context.tobytes(), digest_size=16).digest(), index)
+            limit = request.num_to_draw(self.sampling)
+            self._scheduler.add([Sequence(index, context, key, request.sample_index, first, limit, group)])
+            self._num_requests += 1
 
     def step(self) -> None:
         """Prefill the sequences that can be admitted; if there are none, decode one token of all running sequences."""
         groups = set(self._batch.groups[self._batch.rows].tolist())
-        admission = self._scheduler.schedule(groups, self._batch.num_rows, self._cache.pool.num_free)
+        admission = self._scheduler.schedule(groups, self._batch.num_rows, self.cache.pool.num_free)
         if len(admission):
             with annotated("prefill"):
                 self._prefill(admission)
@@ -84,7 +90,7 @@ class GenerateCall:
 
     def _prefill(self, admission: Admission) -> None:
         """Cache all tokens but the last of each sequence, which decoding starts from."""
-        pool, limit = self._cache.pool, self._max_num_batched_tokens
+        pool, limit = self.cache.pool, self.max_num_batched_tokens
         if admission.prefilled:
             rows = np.array([self._batch.add(sequence) for sequence in admission.prefilled])
             lengths = self._batch.cached[rows]
@@ -108,35 +114,28 @@ class GenerateCall:
             if sequence.num_to_cache:
                 assert source is not None
                 blocks = pool.grow(np.array([row]), self._batch.cached[[row]])
-                self._cache.move(Moves(pool.blocks_of(source)[: len(blocks)], blocks))
+                self.cache.move(Moves(pool.blocks_of(source)[: len(blocks)], blocks))
                 if self._records:
                     sequence.routed = self._batch.sequences[source].routed[:1]
 
     def _fill(self, token_ids: np.ndarray, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
-        new = NewTokens(self._cache, rows, starts, lengths)
+        kind = ExactAttention if self.decoder.tp.exact else ContinuedAttention if starts[0] else PrefillAttention
+        attention: Attention = kind(NewTokens(self.cache, rows, starts, lengths))
         chosen: list[torch.Tensor] | None = [] if self._records else None
-        self._decoder.fill(torch.from_numpy(token_ids).to(self._cache.device), self._prefill_attention(new), chosen)
+        self.decoder.fill(torch.from_numpy(token_ids).to(self.cache.device), attention, chosen)
         return _experts(chosen)
 
-    def _prefill_attention(self, new: NewTokens) -> Attention:
-        if self._exact:
-            return ExactAttention(new)
-        return ContinuedAttention(new) if new.starts[0] else PrefillAttention(new)
-
     def _forward(self, token_ids: torch.Tensor, new: NewTokens, chosen: list[torch.Tensor] | None) -> torch.Tensor:
-        if self._graphs is not None:  # never for models with experts
-            return self._graphs(token_ids, new)
-        return self._decoder.forward(token_ids, self._decode_attention(new), chosen)
-
-    def _decode_attention(self, new: NewTokens) -> Attention:
-        if self._exact:
-            return ExactAttention(new)
-        return PagedAttention(new) if PagedAttention.fits(self._cache) else DecodeAttention(new)
+        if self.graphs is not None:  # never for models with experts
+            return self.graphs(token_ids, new)
+        fused = PagedAttention if PagedAttention.fits(self.cache) else DecodeAttention
+        attention: Attention = ExactAttention(new) if self.decoder.tp.exact else fused(new)
+        return self.decoder.forward(token_ids, attention, chosen)
 
     def _preempt(self) -> None:
         """Preempt the sequences that joined last, until the next tokens of the others fit."""
-        batch, pool = self._batch, self._cache.pool
+        batch, pool = self._batch, self.cache.pool
         latest = batch.latest_first()
         missing = pool.missing(latest, batch.cached[latest] + 1)
         # by number of preempted sequences: blocks that the others lack, and blocks that are free
@@ -150,20 +149,20 @@ class GenerateCall:
     def _decode(self) -> None:
         batch = self._batch
         rows = np.arange(batch.num_rows)
-        self._cache.pool.grow(rows, batch.cached[rows] + 1)
-        new = NewTokens(self._cache, rows, batch.cached[rows], np.ones_like(rows))
-        token_ids = torch.from_numpy(batch.last_tokens[rows]).to(self._cache.device)
+        self.cache.pool.grow(rows, batch.cached[rows] + 1)
+        new = NewTokens(self.cache, rows, batch.cached[rows], np.ones_like(rows))
+        token_ids = torch.from_numpy(batch.last_tokens[rows]).to(self.cache.device)
         chosen: list[torch.Tensor] | None = [] if self._records else None
         logits = self._forward(token_ids, new, chosen)
-        uniform = uniforms(batch.keys[rows], batch.positions, batch.sample_indices[rows], self._trainer_step)
-        tp, vocab_size = self._decoder.tp, self._decoder.vocab_size
-        if self._exact:
+        uniform = uniforms(batch.keys[rows], batch.positions, batch.sample_indices[rows], self.trainer_step)
+        tp, vocab_size = self.decoder.tp, self.decoder.vocab_size
+        if self.decoder.tp.exact:
             logits = tp.gather_columns(logits)
-            token_ids = sample(logits, uniform, vocab_size, self._sampling).token_ids
-            every = exact_log_softmax(logits, vocab_size, self._sampling.temperature)
+            token_ids = sample(logits, uniform, vocab_size, self.sampling).token_ids
+            every = exact_log_softmax(logits, vocab_size, self.sampling.temperature)
             log_probs = every.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         else:
-            token_ids, log_probs = sample_sharded(logits, uniform, vocab_size, self._sampling, tp)
+            token_ids, log_probs = sample_sharded(logits, uniform, vocab_size, self.sampling, tp)
         batch.append(token_ids.cpu().numpy(), log_probs.cpu().numpy(), _experts(chosen))
 
     def _finish(self) -> None:
@@ -172,17 +171,17 @@ class GenerateCall:
         for sequence, has_stopped in zip(self._remove(rows), stopped[rows], strict=True):
             completion = sequence.completion("stop" if has_stopped else "length")
             self.completions[sequence.index] = completion
-            if self._on_finished is not None:
-                self._on_finished(sequence.index, completion)
+            if self.on_finished is not None:
+                self.on_finished(sequence.index, completion)
 
     def _remove(self, rows: np.ndarray) -> list[Sequence]:
         if not len(rows):
             return []
         sequences, moves = self._batch.remove(rows)
-        self._cache.pool.release(rows)
-        self._cache.pool.renumber(*moves)
-        if self._cache.pool.num_holes > self._cache.pool.extent // 8:
-            self._cache.move(self._cache.pool.compact())
+        self.cache.pool.release(rows)
+        self.cache.pool.renumber(*moves)
+        if self.cache.pool.num_holes > self.cache.pool.extent // 8:
+            self.cache.move(self.cache.pool.compact())
         return sequences
 
 

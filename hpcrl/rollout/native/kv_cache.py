@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -128,6 +129,7 @@ class Scratch(NamedTuple):
     bias: Tensor
 
 
+@dataclass(eq=False)
 class KVCache:
     """`keys` are (layers, blocks, KV heads of this rank, key_dim, block size), the order that products with queries
     need; `values` (layers, blocks, KV heads, block size, value_dim), which may be a view of the keys.
@@ -135,23 +137,15 @@ class KVCache:
     `pool` maps rows of the running batch to blocks; it starts empty with each generation.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        heads: CachedHeads,
-        block_size: int,
-        num_rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.heads = heads
-        self.block_size = block_size
-        self.dtype = dtype
-        self.device = device
-        self._num_layers = num_layers
-        self._num_rows = num_rows
+    num_layers: int
+    num_blocks: int
+    heads: CachedHeads
+    block_size: int
+    num_rows: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self.allocate()
 
     @property
@@ -160,7 +154,7 @@ class KVCache:
 
     def allocate(self) -> None:
         # Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN.
-        heads, size = self.heads, (self._num_layers, self.num_blocks, self.heads.groups)
+        heads, size = self.heads, (self.num_layers, self.num_blocks, self.heads.groups)
         self.keys = _zeros((*size, heads.key_dim, self.block_size), self.dtype, self.device)
         if heads.value_in_key:
             self.values = self.keys[..., : heads.value_dim, :].transpose(-1, -2)
@@ -184,7 +178,7 @@ class KVCache:
         del self.scratch
 
     def clear(self) -> None:
-        self.pool = BlockPool(self.num_blocks, self.block_size, self._num_rows)
+        self.pool = BlockPool(self.num_blocks, self.block_size, self.num_rows)
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `offsets` in

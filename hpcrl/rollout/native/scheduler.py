@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hpcrl.rollout.native.kv_cache import Moves
-from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
-from hpcrl.rollout.sampling import request_key
+from hpcrl.rollout.protocol import Completion, FinishReason, SamplingParams
 
 
 @dataclass(eq=False)
@@ -34,13 +33,6 @@ class Sequence:
     drawn: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     routed: list[np.ndarray] = field(default_factory=list)
 
-    @classmethod
-    def from_request(cls, index: int, request: Request, sampling: SamplingParams, seed: int) -> Sequence:
-        context_ids = np.concatenate([request.prompt_ids, request.prefix_ids]).astype(np.int32)
-        first = len(request.prefix_ids)
-        limit = sampling.max_new_tokens - first if request.max_new_tokens is None else request.max_new_tokens
-        return cls(index, context_ids, request_key(seed, request.uid), request.sample_index, first, limit, index)
-
     @property
     def num_drawn(self) -> int:
         return sum(len(ids) for ids, _ in self.drawn)
@@ -56,10 +48,7 @@ class Sequence:
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return the drawn tokens, and clear them here so that they are not held twice."""
-        ids, log_probs = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
-        for part in self.drawn:
-            ids.append(part[0])
-            log_probs.append(part[1])
+        ids, log_probs = zip((np.zeros(0, np.int32), np.zeros(0, np.float32)), *self.drawn, strict=True)
         routed = np.concatenate(self.routed) if self.routed else None
         self.drawn, self.routed = [], []
         return Completion(np.concatenate(ids), np.concatenate(log_probs), reason, routed)
@@ -144,19 +133,13 @@ class RunningBatch:
     def __init__(self, capacity: int, sampling: SamplingParams, routing_width: int = 0) -> None:
         self.num_rows = 0
         self.keys = np.zeros((capacity, 2), np.uint32)
-        self.sample_indices = np.zeros(capacity, np.int64)
-        self.first_positions = np.zeros(capacity, np.int64)
-        self.num_drawn = np.zeros(capacity, np.int64)
-        self.cached = np.zeros(capacity, np.int64)
-        self.last_tokens = np.zeros(capacity, np.int64)
-        self.groups = np.zeros(capacity, np.int64)
+        self._numbers = np.zeros((9, capacity), np.int64)
+        self.sample_indices, self.first_positions, self.num_drawn, self.cached, self.last_tokens = self._numbers[:5]
+        self.groups, self._limits, self._in_part, self._started = self._numbers[5:]
         self.sequences = np.empty(capacity, object)
-        self._limits = np.zeros(capacity, np.int64)
-        self._in_part = np.zeros(capacity, np.int64)
         self._part_ids = np.zeros((capacity, FLUSH_TOKENS), np.int32)
         self._part_log_probs = np.zeros((capacity, FLUSH_TOKENS), np.float32)
         self._part_experts = np.zeros((capacity, FLUSH_TOKENS, routing_width), np.int16)
-        self._started = np.zeros(capacity, np.int64)
         self._stop_ids = np.array(() if sampling.ignore_eos else sampling.eos_token_ids, np.int64)
         self._num_started = 0
 
@@ -237,22 +220,8 @@ class RunningBatch:
         stays = np.ones(self.num_rows, bool)
         stays[rows] = False
         moves = Moves(left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left]))
-        for column in (
-            self.keys,
-            self.sample_indices,
-            self.first_positions,
-            self.num_drawn,
-            self.cached,
-            self.last_tokens,
-            self.groups,
-            self.sequences,
-            self._limits,
-            self._in_part,
-            self._part_ids,
-            self._part_log_probs,
-            self._part_experts,
-            self._started,
-        ):
+        parts = self._part_ids, self._part_log_probs, self._part_experts
+        for column in (self.keys, self._numbers.T, self.sequences, *parts):
             column[moves.targets] = column[moves.sources]
         self.sequences[left : self.num_rows] = None
         self.num_rows = left

@@ -9,10 +9,9 @@ all requests, and returns log-probs before temperature of the most likely token.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,7 @@ def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int,
     greedy = sampling.temperature == 0
     stops = [] if sampling.ignore_eos else list(sampling.eos_token_ids)
     return {
-        "max_tokens": new_tokens(request, sampling),
+        "max_tokens": request.num_to_draw(sampling),
         "temperature": 1.0 if greedy else sampling.temperature,  # log-probs of a greedy token are under temperature 1
         "top_k": 1 if greedy else max(sampling.top_k, 0),
         "top_p": 1.0 if greedy else sampling.top_p,
@@ -66,45 +65,11 @@ def sampling_arguments(request: Request, sampling: SamplingParams, *, seed: int,
     }
 
 
-def new_tokens(request: Request, sampling: SamplingParams) -> int:
-    """Return the largest number of tokens to draw."""
-    if request.max_new_tokens is not None:
-        return request.max_new_tokens
-    return sampling.max_new_tokens - len(request.prefix_ids)
-
-
 FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 
-class LogProb(Protocol):
-    logprob: float
-
-
-class Output(Protocol):
-    """The fields that are read of tensorrt_llm's CompletionOutput."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[Mapping[int, LogProb]]: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-
-
-def input_ids(request: Request, vocab_size: int) -> list[int]:
-    """Return prompt and prefix. Raises ValueError if there are no ids, or ids outside the vocabulary."""
-    ids = np.concatenate([np.asarray(request.prompt_ids, np.int64), np.asarray(request.prefix_ids, np.int64)])
-    if not len(request.prompt_ids):
-        raise ValueError(f"prompt {request.uid} has no tokens; at least one is needed")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"prompt {request.uid} has token ids {ids.min()} to {ids.max()}; expected 0 to {vocab_size - 1}"
-        )
-    return [int(token) for token in ids]
-
-
-def completion(output: Output, uid: str) -> Completion:
-    """Convert an output. Raises RuntimeError if it is not what version 1.2.1 should return.
+def completion(output: Any, uid: str) -> Completion:
+    """Convert a CompletionOutput of tensorrt_llm. Raises RuntimeError if it is not what version 1.2.1 should return.
 
     The entry of the sampled token is looked up by id: under another sampler or version the first entry could silently
     be that of another token.
@@ -132,11 +97,6 @@ def completion(output: Output, uid: str) -> Completion:
         )
     log_probs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
     return Completion(np.array(tokens, np.int32), np.array(log_probs, np.float32), reason)
-
-
-def empty_completion() -> Completion:
-    """The completion of a request that was aborted before its first token."""
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort")
 
 
 TOKENS_PER_BLOCK = 32  # of its paged KV cache
@@ -169,11 +129,6 @@ def engine_arguments(config: Config, shape: ModelShape, tp_size: int) -> dict[st
     check_tensorrt_llm(config, tp_size)
     rollout = config.rollout
     longest = max_model_len(config)
-    if longest > shape.max_position_embeddings:
-        raise InputError(
-            f"data.max_prompt_length + data.max_response_length={longest} is more than "
-            f"model.max_position_embeddings={shape.max_position_embeddings}; shorten one of them"
-        )
     return {
         "model": str(model_dir(config)),
         "skip_tokenizer_init": True,

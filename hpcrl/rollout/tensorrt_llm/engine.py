@@ -10,10 +10,11 @@ import contextlib
 import importlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from hpcrl.config.schema import Config
@@ -22,18 +23,14 @@ from hpcrl.reshard.pieces import tensorrt_llm_shards
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 from hpcrl.rollout.tensorrt_llm import signatures
 from hpcrl.rollout.tensorrt_llm.arguments import (
-    Output,
     check_architecture,
     completion,
-    empty_completion,
     engine_arguments,
-    input_ids,
     max_model_len,
     model_dir,
-    new_tokens,
     sampling_arguments,
 )
-from hpcrl.rollout.tensorrt_llm.worker import buffers
+from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker, buffers
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -42,25 +39,11 @@ if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.params import Shard
 
-
-T = TypeVar("T")
-
 POLL_SECONDS = 0.02  # longest time between two broadcasts of results
 CANCEL_SECONDS = 60.0  # then a cancelled request without a result counts as not started
 
 
-class Server(Protocol):
-    """The engine as used by its replica's first rank; a handle is its return value for a request."""
-
-    def submit(self, token_ids: list[int], arguments: dict[str, Any]) -> Any: ...
-
-    def poll(self, handle: Any) -> Output | None:
-        """Return the output if it is complete, else None. Never waits."""
-        ...
-
-    def cancel(self, handle: Any) -> None: ...
-
-
+@dataclass(eq=False)
 class GenerateCall:
     """One call of generate(). `server` is None on all ranks but the first; `share` broadcasts the first rank's
     argument.
@@ -69,30 +52,19 @@ class GenerateCall:
     it is queued.
     """
 
-    def __init__(
-        self,
-        server: Server | None,
-        share: Callable[[Any], Any],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        max_in_flight: int,
-        max_model_len: int,
-        vocab_size: int,
-    ) -> None:
-        self._server = server
-        self._share = share
-        self._sampling = sampling
-        self._seed, self._step = seed, step
-        self._max_in_flight = max_in_flight
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
-        self._requests: list[Request] = []
-        self._inputs: list[list[int]] = []
-        self._waiting: deque[int] = deque()
-        self._in_flight: dict[int, Any] = {}  # on the first rank only
-        self._completions: dict[int, Completion] = {}
+    server: TrtllmWorker | None
+    share: Callable[[Any], Any]
+    sampling: SamplingParams
+    seed: int
+    step: int
+    max_in_flight: int
+    max_model_len: int
+    vocab_size: int
+    _requests: list[Request] = field(default_factory=list, init=False)
+    _inputs: list[list[int]] = field(default_factory=list, init=False)
+    _waiting: deque[int] = field(default_factory=deque, init=False)
+    _in_flight: dict[int, Any] = field(default_factory=dict, init=False)  # on the first rank only
+    _completions: dict[int, Completion] = field(default_factory=dict, init=False)
 
     def run(
         self,
@@ -119,7 +91,7 @@ class GenerateCall:
                 if source is None:
                     break
                 continue
-            self._store(self._share(self._advance()), on_finished)
+            self._store(self.share(self._advance()), on_finished)
             if on_step is not None:
                 on_step()
         return [self._completions[index] for index in range(len(self._requests))]
@@ -131,38 +103,30 @@ class GenerateCall:
     def _add(self, requests: Sequence[Request]) -> None:
         """Check requests, on every rank alike, before one of them is submitted."""
         for request in requests:
-            ids = input_ids(request, self._vocab_size)
-            limit = new_tokens(request, self._sampling)
-            if limit < 1:
-                raise ValueError(f"prompt {request.uid} may draw {limit} tokens; expected 1 or more")
-            if len(ids) + limit > self._max_model_len:
-                raise ValueError(
-                    f"prompt {request.uid} has {len(ids)} tokens and may draw {limit}, together more than "
-                    f"max_model_len={self._max_model_len}; shorten one of them"
-                )
+            ids = request.context_ids(self.sampling, self.max_model_len, self.vocab_size)
             self._waiting.append(len(self._requests))
             self._requests.append(request)
-            self._inputs.append(ids)
+            self._inputs.append(ids.tolist())
 
     def _advance(self) -> list[tuple[int, Completion]]:
         """On the first rank: submit requests up to the limit, and return those that ended within POLL_SECONDS."""
-        if self._server is None:
+        if self.server is None:
             return []
-        while self._waiting and len(self._in_flight) < self._max_in_flight:
+        while self._waiting and len(self._in_flight) < self.max_in_flight:
             index = self._waiting.popleft()
             request = self._requests[index]
-            arguments = sampling_arguments(request, self._sampling, seed=self._seed, step=self._step)
-            self._in_flight[index] = self._server.submit(self._inputs[index], arguments)
+            arguments = sampling_arguments(request, self.sampling, seed=self.seed, step=self.step)
+            self._in_flight[index] = self.server.submit(self._inputs[index], arguments)
         return self._wait(POLL_SECONDS)
 
     def _wait(self, seconds: float) -> list[tuple[int, Completion]]:
         """Return ended requests; polls until there is one, or for `seconds`."""
-        assert self._server is not None
+        assert self.server is not None
         deadline = time.monotonic() + seconds
         while True:
             ended = []
             for index, handle in list(self._in_flight.items()):
-                output = self._server.poll(handle)
+                output = self.server.poll(handle)
                 if output is not None:
                     del self._in_flight[index]
                     ended.append((index, completion(output, self._requests[index].uid)))
@@ -181,26 +145,16 @@ class GenerateCall:
     def _abort(self, on_finished: Callable[[int, Completion], None] | None) -> None:
         """Cancel all open requests; those that end by themselves meanwhile keep their reason and are reported."""
         ended: list[tuple[int, Completion]] = []
-        if self._server is not None:
+        if self.server is not None:
             for handle in self._in_flight.values():
-                self._server.cancel(handle)
+                self.server.cancel(handle)
             deadline = time.monotonic() + CANCEL_SECONDS
             while self._in_flight and time.monotonic() < deadline:
                 ended += self._wait(POLL_SECONDS)
-        self._store(self._share(ended), on_finished)
+        self._store(self.share(ended), on_finished)
+        not_started = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort")
         for index in range(len(self._requests)):
-            self._completions.setdefault(index, empty_completion())
-
-
-class Worker(Server, Protocol):
-    """The interface of worker.TrtllmWorker that the engine uses."""
-
-    def parameters(self) -> Iterable[tuple[str, Tensor]]: ...
-    def paused(self) -> AbstractContextManager[None]: ...
-    def reset_prefix_cache(self) -> None: ...
-    def release_cache(self) -> None: ...
-    def allocate_cache(self) -> None: ...
-    def close(self) -> None: ...
+            self._completions.setdefault(index, not_started)
 
 
 class TrtllmEngine:
@@ -214,7 +168,7 @@ class TrtllmEngine:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: TrtllmWorker,
         expected: Sequence[Shard],
         *,
         tp_rank: int,
@@ -251,24 +205,13 @@ class TrtllmEngine:
             self._worker.reset_prefix_cache()
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        source: RequestSource | None = None,
-        on_finished: Callable[[int, Completion], None] | None = None,
-        on_step: Callable[[], None] | None = None,
-        should_abort: Callable[[], bool] | None = None,
+        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int, step: int, **callbacks: Any
     ) -> list[Completion]:
         if self._asleep:
             raise RuntimeError("the engine is asleep; call wake() before generate()")
         server = self._worker if self._is_first else None
         generation = GenerateCall(server, self._share, sampling, seed=seed, step=step, **self._limits)
-        return generation.run(
-            requests, source=source, on_finished=on_finished, on_step=on_step, should_abort=should_abort
-        )
+        return generation.run(requests, **callbacks)
 
     def sleep(self) -> None:
         if not self._can_sleep or self._asleep:
@@ -315,7 +258,6 @@ def make_engine(config: Config, shape: ModelShape, groups: RoleGroups, device: t
 
     from mpi4py import MPI
 
-    from hpcrl.rollout.tensorrt_llm.worker import TrtllmWorker
     from hpcrl.runtime.mpi import broadcast_object, create_group, duplicate
     from hpcrl.runtime.world import before_mpi_finalize
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcrl.runtime import mpi
@@ -114,21 +114,13 @@ def problem(expected: Expected, load: Import) -> str | None:
     return None
 
 
-def problems(load: Import) -> Iterator[tuple[Expected, str]]:
-    for expected in TABLE:
-        why = problem(expected, load)
-        if why is not None:
-            yield expected, why
-
-
 def self_test(load: Import) -> None:
     """Raise InputError with one line unless version and signatures are the expected ones."""
     version = wrong_version(load)
-    found = list(problems(load))
+    found = [f"{expected.name} {why}" for expected in TABLE if (why := problem(expected, load)) is not None]
     if version is None and not found:
         return
-    what = [version] if version else []
-    what += [f"{expected.name} {why}" for expected, why in found[:1]]
+    what = [*([version] if version else []), *found[:1]]
     if len(found) > 1:
         what.append(f"and {len(found) - 1} more")
     raise InputError(f"{'; '.join(what)}; see `hpcrl check --trtllm`, or use rollout.engine=native")

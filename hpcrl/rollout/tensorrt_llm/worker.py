@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcrl.rollout.tensorrt_llm.arguments import Output
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -126,11 +125,13 @@ class TrtllmWorker:
         materialize_with_tag(KV_CACHE)
 
     def submit(self, token_ids: list[int], arguments: dict[str, Any]) -> Any:
+        """Start a request; returns its handle."""
         from tensorrt_llm import SamplingParams
 
         return self._front.generate_async(token_ids, SamplingParams(**arguments))
 
-    def poll(self, handle: Any) -> Output | None:
+    def poll(self, handle: Any) -> Any:
+        """Return the output if it is complete, else None. Never waits."""
         # result() ignores its timeout; without streaming there is one message per request
         if not handle.finished:
             if handle.queue.empty():

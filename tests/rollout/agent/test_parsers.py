@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.agent.tools import BadCall, ToolCall, hermes, plain_json, register_tool_parser, tool_parser
-from hpcrl.runtime.exits import InputError
+from hpcrl.algorithms.registry import UnknownName
+from hpcrl.rollout.agent.tools import PARSERS, BadCall, ToolCall, hermes, plain_json, register_tool_parser
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -74,8 +74,8 @@ def test_plain_json_takes_answers_for_answers() -> None:
 
 
 def test_parsers_have_names() -> None:
-    assert tool_parser("hermes") is hermes and tool_parser("json") is plain_json
+    assert PARSERS.get("hermes") is hermes and PARSERS.get("json") is plain_json
     with pytest.raises(ValueError, match="already"):
         register_tool_parser("json")(hermes)
-    with pytest.raises(InputError, match="did you mean 'hermes'"):
-        tool_parser("herms")
+    with pytest.raises(UnknownName, match="did you mean 'hermes'"):
+        PARSERS.get("herms")

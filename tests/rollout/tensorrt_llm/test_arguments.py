@@ -66,8 +66,6 @@ def test_bytes_of_a_token() -> None:
 def test_refusals(keys: dict[str, Any], line: str) -> None:
     with pytest.raises((ConfigError, InputError), match=line):
         engine_arguments(config(**keys), SHAPE, 1)
-    with pytest.raises(InputError, match="max_position_embeddings=64"):
-        engine_arguments(config(), replace(SHAPE, max_position_embeddings=64), 1)
 
 
 HF: dict[str, Any] = {

@@ -7,20 +7,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpcrl.rollout.protocol import Request
-from hpcrl.rollout.tensorrt_llm.arguments import completion, input_ids
+from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.rollout.tensorrt_llm.arguments import completion
 from tests.rollout.tensorrt_llm.standins import output
 
 
 def test_the_input_is_the_prompt_and_what_there_is_of_the_response() -> None:
-    found = input_ids(Request(np.array([1, 2], np.int32), "a", prefix_ids=np.array([3], np.int32)), 10)
-    assert found == [1, 2, 3] and all(type(token) is int for token in found)
+    request = Request(np.array([1, 2], np.int32), "a", prefix_ids=np.array([3], np.int32))
+    found = request.context_ids(SamplingParams(4), 16, 10)
+    assert found.dtype == np.int32 and found.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("ids", [[], [-1, 2], [2, 10]])
 def test_what_is_no_prompt_is_refused(ids: list[int]) -> None:
     with pytest.raises(ValueError, match="prompt a"):
-        input_ids(Request(ids, "a"), 10)
+        Request(ids, "a").context_ids(SamplingParams(4), 16, 10)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("stop", "stop"), ("length", "length"), ("cancelled", "abort")])
