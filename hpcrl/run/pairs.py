@@ -1,0 +1,100 @@
+"""What jobs on pairs of answers share: their data, its check, evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import Field, PositiveInt
+
+from hpcrl.batch.balance import balanced_assignment
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.config.derive import RoleLayouts
+from hpcrl.config.placement import place
+from hpcrl.config.roles import RoleSpec
+from hpcrl.config.schema import Config, PositiveOrMinusOne, Section
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.controller.controller import replica_column
+from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
+from hpcrl.run.calls import metrics_of
+from hpcrl.run.job import SupervisedJob
+
+if TYPE_CHECKING:
+    from hpcrl.run.run import Run
+    from hpcrl.workers.team import Inputs
+
+log = logging.getLogger(__name__)
+
+
+class PairsConfig(Section):
+    chosen_key: str = Field("chosen", description="column that holds the better answer")
+    rejected_key: str = Field("rejected", description="column that holds the worse answer")
+    batch_size: PositiveInt = Field(256, description="pairs per optimizer step, over all ranks")
+    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
+    total_training_steps: PositiveInt = Field(200, description="optimizer steps")
+    eval_freq: PositiveOrMinusOne = Field(-1, description="evaluate on data.val_files every N steps; -1: never")
+    eval_samples: PositiveInt = Field(256, description="validation pairs per evaluation")
+
+
+class PairsJob(SupervisedJob):
+    """A job that trains one role on chosen and rejected answers; its section is a `PairsConfig`."""
+
+    @classmethod
+    def check_pairs(cls, config: Config, roles: Sequence[RoleSpec], num_ranks: int) -> RoleLayouts:
+        """Layouts of these roles, if the data and the tokens of a micro-batch allow them."""
+        own = cls.section_of(config)
+        placed = place(config, roles, num_ranks)
+        longest = cls.check_data(config, "chosen and rejected")
+        if own.max_token_len_per_gpu < 2 * longest:
+            raise ConfigError(
+                f"{cls.name}.max_token_len_per_gpu={own.max_token_len_per_gpu} holds no pair of the longest sequences, "
+                f"2 * (data.max_prompt_length + data.max_response_length) = {2 * longest}; use {2 * longest} or more"
+            )
+        rows = [("longest sequence", longest, "tokens"), ("step", 2 * own.batch_size, "samples")]
+        return RoleLayouts(num_ranks, placed, rows)
+
+    def read_inputs(self) -> Inputs:
+        from hpcrl.workers.team import Inputs, read_model
+
+        tokenizer, shape = read_model(self.config)
+        data, own, pairs = self.config.data, self.own, {}
+        files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
+        columns = {f"{self.name}.{side}_key": getattr(own, f"{side}_key") for side in ("chosen", "rejected")}
+        for split, (paths, max_samples) in files.items():
+            if split == "train" or own.eval_freq > 0:
+                pairs[split] = AnswerDataset(paths, tokenizer, data, columns, max_samples, self.world)
+        return Inputs(shape, tokenizer, pairs=pairs)
+
+    def set_up(self, run: Run) -> None:
+        self.pair_lengths = {}  # tokens of chosen and rejected together, int64 (number of pairs,)
+        for split, dataset in self.inputs.pairs.items():
+            self.pair_lengths[split] = dataset.lengths(CHOSEN) + dataset.lengths(REJECTED)
+            equal = f"; in {dataset.num_equal} of them both answers are the same" if dataset.num_equal else ""
+            log.info("%s: %d pairs, %d too long%s", split, len(dataset), dataset.prompts.num_filtered, equal)
+
+    def next_pairs(self, run: Run, step: int) -> DataProto:
+        """The pairs that a step trains on, for the data worker to load."""
+        return self.pairs("train", self.next_rows(run, step, self.pair_lengths["train"]))
+
+    def pairs(self, split: str, rows: np.ndarray) -> DataProto:
+        """Chosen and rejected of each pair on one replica of each role, with tokens balanced over replicas."""
+        samples = {"row": np.repeat(rows, 2), "side": np.tile(np.array([CHOSEN, REJECTED]), len(rows))}
+        for dp in {layout.dp for layout in self.derived.roles.values()}:
+            samples[replica_column(dp)] = np.repeat(balanced_assignment(self.pair_lengths[split][rows], dp), 2)
+        return DataProto({}, samples, {"split": split})
+
+    def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
+        """Metrics of the loss over the first validation pairs."""
+        rows = np.arange(min(self.own.eval_samples, len(self.inputs.pairs["val"])), dtype=np.int64)
+        batch = self.pairs("val", rows)
+        batch = self.with_reference(run, batch.union(run.controller["data"].load(batch).get()))
+        return metrics_of(run.controller[self.trained_role].evaluate(batch).get()), ""
+
+    def with_reference(self, run: Run, batch: DataProto) -> DataProto:
+        """The batch with what the trained role's `evaluate` reads besides its sequences."""
+        return batch
+
+    def state(self, step: int) -> dict[str, int]:
+        return {"consumed_pairs": step * self.own.batch_size}
