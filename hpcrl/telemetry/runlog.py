@@ -104,6 +104,7 @@ USUAL_KEYS = (
     r"critic/rewards/mean",
     r"val-core/.*",
     r"(train|val|sft)/.*",
+    r"rewards/(accuracies|margins)",
     r"actor/(pg_loss|ppo_kl|kl_loss|reward_kl_penalty|entropy|pg_clipfrac|grad_norm)",
     r"critic/(vf_loss|vf_explained_var|grad_norm)",
     r"response_length/(mean|clip_ratio)",
