@@ -190,7 +190,7 @@ FAULTS = [
         "the engine's memory does not grow with the response limit",
         "rollout/native/scheduler.py",
         "self._part_ids = np.zeros((capacity, FLUSH_TOKENS), np.int32)",
-        "self._part_ids = np.zeros((capacity, max(PART, sampling.max_new_tokens)), np.int32)",
+        "self._part_ids = np.zeros((capacity, max(FLUSH_TOKENS, sampling.max_new_tokens)), np.int32)",
         0,
         "tests/rollout/test_native_memory.py::test_memory_does_not_grow_with_a_limit_that_no_response_reaches",
     ),

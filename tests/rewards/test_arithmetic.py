@@ -43,7 +43,8 @@ expressions = st.recursive(
 @given(expressions)
 def test_value_and_numbers_are_those_of_the_tree(node: Node) -> None:
     text, value, numbers, _ = node
-    assert evaluate(text) == (value, list(numbers))
+    found = evaluate(text)
+    assert (found.value, found.numbers) == (value, numbers)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_value_and_numbers_are_those_of_the_tree(node: Node) -> None:
     ],
 )
 def test_hand_cases(text: str, value: int | None) -> None:
-    assert evaluate(text)[0] == value
+    assert evaluate(text).value == value
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_what_is_not_an_expression(text: str) -> None:
 
 def test_nesting_is_bounded_not_recursed() -> None:
     depth = MAX_DEPTH
-    assert evaluate("(" * depth + "1" + ")" * depth)[0] == 1
+    assert evaluate("(" * depth + "1" + ")" * depth).value == 1
     for text in ("(" * (depth + 1) + "1" + ")" * (depth + 1), "(" * MAX_LENGTH, "(" * 1_000_000):
         with pytest.raises(ExpressionError):
             evaluate(text)

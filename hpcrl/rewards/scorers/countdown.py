@@ -17,10 +17,16 @@ class ExpressionError(ValueError):
     """The text is not an expression of this grammar."""
 
 
-def evaluate(text: str) -> tuple[Fraction | None, list[int]]:
-    """The value of all of `text`, None where it divides by zero, and its numbers from left to right.
+@dataclass(frozen=True)
+class Evaluation:
+    """`value` is None where the expression divides by zero; `numbers` are the literals from left to right."""
 
-    Raises ExpressionError where it does not follow the grammar.
+    value: Fraction | None
+    numbers: tuple[int, ...]
+
+
+def evaluate(text: str) -> Evaluation:
+    """Parses all of `text`; raises ExpressionError where it does not follow the grammar.
 
     sum = product (("+" | "-") product)*; product = atom (("*" | "/") atom)*; atom = number | "(" sum ")";
     number = ASCII digits. There is no unary sign and no white space.
@@ -31,7 +37,7 @@ def evaluate(text: str) -> tuple[Fraction | None, list[int]]:
     value = parser.sum(depth=0)
     if parser.place != len(text):
         raise ExpressionError(f"{text[parser.place]!r} at {parser.place}; expected an operator or the end")
-    return value, parser.numbers
+    return Evaluation(value, tuple(parser.numbers))
 
 
 @dataclass
@@ -112,8 +118,8 @@ def compute_score(
     if answer is None or finish_reason != "stop":
         return {"score": 0.0, "acc": 0.0, "format": 0.0}
     try:
-        value, used = evaluate(answer[1])
+        found = evaluate(answer[1])
     except ExpressionError:
         return {"score": 0.0, "acc": 0.0, "format": 0.0}
-    right = value == target and Counter(used) == numbers
+    right = found.value == target and Counter(found.numbers) == numbers
     return {"score": 1.0 if right else format_score, "acc": float(right), "format": 1.0}

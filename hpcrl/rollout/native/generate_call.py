@@ -129,8 +129,10 @@ class GenerateCall:
     def _forward(self, token_ids: torch.Tensor, new: NewTokens, chosen: list[torch.Tensor] | None) -> torch.Tensor:
         if self.graphs is not None:  # never for models with experts
             return self.graphs(token_ids, new)
-        fused = PagedAttention if PagedAttention.fits(self.cache) else DecodeAttention
-        attention: Attention = ExactAttention(new) if self.decoder.tp.exact else fused(new)
+        if self.decoder.tp.exact:
+            attention: Attention = ExactAttention(new)
+        else:
+            attention = PagedAttention(new) if PagedAttention.fits(self.cache) else DecodeAttention(new)
         return self.decoder.forward(token_ids, attention, chosen)
 
     def _preempt(self) -> None:

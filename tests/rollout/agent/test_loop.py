@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.algorithms.metrics import finish
+from hpcrl.algorithms.registry import UnknownName
 from hpcrl.config.schema import DataConfig, MultiTurnConfig
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.turn_handler import turn_metrics
@@ -333,5 +334,5 @@ def test_files_of_no_use_end_the_job_before_it_starts(make: Callable[..., AgentL
         make(interaction_path=str(tmp_path / "user.py"))
     with pytest.raises(InputError, match="function_tool_path=.*no such file"):
         make(function_tool_path=str(tmp_path / "nothing.py"))
-    with pytest.raises(InputError, match=r"format=nothing"):
+    with pytest.raises(UnknownName, match="unknown rollout.multi_turn.format 'nothing'"):
         make(format="nothing")
