@@ -8,13 +8,14 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from hpcrl.algorithms.parameters import NoParameters, param, parameters_of
 from hpcrl.algorithms.registry import LazyModule, Registry
 from hpcrl.rewards.registry import rule_for
 from hpcrl.rewards.score_worker import Source
 from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox.isolation import probe_in_child
 from hpcrl.sandbox.process_pool import ProcessPool, RateLimit
 from hpcrl.sandbox.worker import Outcome
 
@@ -46,6 +47,11 @@ class Scoring:
     timeout: float = param(10.0, gt=0, help="seconds for one score; then it is 0 and counted")
     format_score: float | None = param(
         None, help="score of an answer of the right form with the wrong value; null: the rule's own"
+    )
+    sandbox: Literal["required", "best_effort"] = param(
+        "required",
+        help="for code rewards, which run programs of the model: required: the job does not start where the kernel "
+        "cannot isolate them; best_effort: there they run with limits of time and memory only",
     )
 
 
@@ -298,20 +304,28 @@ class RewardKwargsParameters(Dapo, RateLimited):
 def check_rewards(cfg: Scoring, data_sources: Iterable[str]) -> None:
     """Check the rewards at the start of a run.
 
-    Raises InputError if the custom function's file does not exist, or if a data source has no rule.
+    Raises InputError if the custom function's file does not exist, if a data source has no rule, or if a rule runs
+    programs that the kernel does not isolate.
     """
     if cfg.custom_reward_function.path is not None:
         custom_function(cfg)
         return
-    for data_source in sorted(set(data_sources)):
-        rule_for(data_source)
+    modules = {data_source: rule_for(data_source)[0] for data_source in sorted(set(data_sources))}
+    programs = [data_source for data_source, module in modules.items() if module.endswith(".code")]
+    if programs and cfg.sandbox == "required" and not (isolation := probe_in_child()).shown:
+        raise InputError(
+            f"data_source {programs[0]!r} runs programs that the model wrote, and this kernel does not isolate them "
+            f"({isolation.why_not}); allow user namespaces with mounts (`hpcrl check`), or let them run as you with "
+            "reward.sandbox=best_effort"
+        )
 
 
 def source_of(cfg: Scoring, *, is_batched: bool = False, at_once: int | None = None, timeout: float = 10.0) -> Source:
     """The source that the scoring processes load."""
     custom = cfg.custom_reward_function
     if custom.path is None:
-        return Source(kwargs={} if cfg.format_score is None else {"format_score": cfg.format_score})
+        given = {"format_score": cfg.format_score, "sandbox": None if cfg.sandbox == "required" else cfg.sandbox}
+        return Source(kwargs={name: value for name, value in given.items() if value is not None})
     path, function = custom_function(cfg)
     return Source(
         os.path.abspath(path), function, custom.reward_kwargs, batched=is_batched, at_once=at_once, timeout=timeout

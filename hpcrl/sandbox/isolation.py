@@ -13,7 +13,10 @@ import functools
 import os
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -253,6 +256,25 @@ def probe_isolation(*packages: str) -> Isolation:
     if NO_FILES in lines:
         return Isolation(True, shown)
     return Isolation(NO_NETWORK in lines, [], lines[-1] or why_not or f"the probe ended with {probe.returncode}")
+
+
+def probe_in_child() -> Isolation:
+    """As `probe_isolation`, for a process that uses MPI: a child of the fork server finds out."""
+    from hpcrl.sandbox import fork_server
+
+    pipe, far_end = fork_server.context().Pipe()
+    child = fork_server.spawn(_send_isolation, (far_end,))
+    far_end.close()
+    try:
+        found: Isolation = pipe.recv()
+    except EOFError:
+        found = Isolation(False, [], "the process that was to find out died")
+    child.join()
+    return found
+
+
+def _send_isolation(pipe: Connection) -> None:
+    pipe.send(probe_isolation())
 
 
 def main(shown: list[str]) -> None:

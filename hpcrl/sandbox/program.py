@@ -49,18 +49,25 @@ class Ran(NamedTuple):
     stderr: str
 
 
-def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT) -> Ran:
+class SandboxUnavailable(RuntimeError):
+    """The kernel does not isolate programs from the user's files, processes and network."""
+
+
+def run_python(source: str, stdin: str = "", limits: Limits = DEFAULT, *, best_effort: bool = False) -> Ran:
     """Run `source` as the main module of a Python program, in an empty folder that is removed afterwards.
 
-    If the kernel allows it, the program has no network and sees no other process (`isolation`), and no files but
-    Python's, the system's programs and its own. Otherwise it can do what the user can, within
-    `limits`. Raises RuntimeError in a process that uses MPI, because it starts processes.
+    The program has no network and sees no other process (`isolation`), and no files but Python's, the system's programs
+    and its own. Raises SandboxUnavailable if the kernel does not allow that, unless `best_effort` is true: then it
+    can do what the user can, within `limits`. Raises RuntimeError in a process that uses MPI, because it starts
+    processes.
     """
     if "mpi4py.MPI" in sys.modules:
         raise RuntimeError("run_python was called in a process that uses MPI; call it from a worker process")
     packages = [folder for folder in sys.path if folder.endswith("site-packages")]
     folder = os.path.join(tempfile.gettempdir(), f"hpcrl_sandbox_{os.urandom(8).hex()}")
     isolation = probe_isolation(*packages)
+    if not isolation.shown and not best_effort:
+        raise SandboxUnavailable(f"this kernel does not isolate programs: {isolation.why_not}")
     job = (
         *(source, stdin.encode("utf-8", "surrogatepass"), tuple(limits), folder, packages),
         *(isolation.network, isolation.shown),

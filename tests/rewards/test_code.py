@@ -11,7 +11,7 @@ DOUBLE = {"inputs": ["1", "2"], "outputs": ["2", "4"], "fn_name": "double"}
 
 
 def _score(program: str, tests: dict, **kwargs: float) -> float:
-    return compute_score("apps", f"```python\n{program}\n```", tests, **kwargs)
+    return compute_score("apps", f"```python\n{program}\n```", tests, sandbox="best_effort", **kwargs)
 
 
 def test_a_program_runs_as_a_program() -> None:

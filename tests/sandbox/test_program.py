@@ -36,7 +36,7 @@ def run_elsewhere(source: str, stdin: str = "", limits: Limits | None = None, wi
     program = (
         "import sys; from hpcrl.sandbox import process_tree; from hpcrl.sandbox.program import Limits, run_python\n"
         "process_tree.adopt_orphans()\n"
-        f"print(tuple(run_python(*sys.argv[1:], Limits({seconds}, *{others}))))\n"
+        f"print(tuple(run_python(*sys.argv[1:], Limits({seconds}, *{others}), best_effort=True)))\n"
         "process_tree.kill_descendants()"
     )
     command = [sys.executable, "-c", program, source, stdin]
@@ -251,7 +251,7 @@ from hpcrl.sandbox.process_pool import ProcessPool
 from hpcrl.rewards.score_worker import Source
 fork_server.start()
 before = set(os.listdir(sys.argv[1]))
-pool = ProcessPool(Source(), 1, 0.5)
+pool = ProcessPool(Source(kwargs={"sandbox": "best_effort"}), 1, 0.5)
 program = "```python\\nopen('left', 'w').close()\\nwhile True: pass\\n```"
 tests = '{"inputs": ["1"], "outputs": ["1"]}'
 request = dict(data_source="apps", solution_str=program, ground_truth=tests, extra_info={})
@@ -274,7 +274,8 @@ def test_scores_that_time_out_leave_no_folder(tmp_path: Path, namespaces: bool) 
 
 def test_a_program_ends_with_the_process_that_runs_it() -> None:
     source = f"import os; os.execvp('sleep', ['sleep', '{NAP}'])"
-    program = f"from hpcrl.sandbox.program import Limits, run_python\nrun_python({source!r}, '', Limits(seconds=600))"
+    call = f"run_python({source!r}, '', Limits(seconds=600), best_effort=True)"
+    program = f"from hpcrl.sandbox.program import Limits, run_python\n{call}"
     runner = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY)
     give_up = time.monotonic() + 20
     while not with_argument(NAP):
@@ -291,3 +292,45 @@ def test_a_rank_may_not_run_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", sys)
     with pytest.raises(RuntimeError, match="from a worker process"):
         run_python("pass")
+
+
+REFUSED = """
+import sys
+from hpcrl.config.schema import RewardConfig
+from hpcrl.rewards.manager import check_rewards
+from hpcrl.rewards.score_worker import Source
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox import fork_server
+from hpcrl.sandbox.process_pool import ProcessPool
+fork_server.start()
+check_rewards(RewardConfig(), {"countdown"})
+check_rewards(RewardConfig(sandbox="best_effort"), {"countdown", "apps"})
+try:
+    check_rewards(RewardConfig(), {"countdown", "apps"})
+except InputError as error:
+    print(error)
+pool = ProcessPool(Source(), 1, 5)
+tests = '{"inputs": ["1"], "outputs": ["1"]}'
+outcome = pool.take(pool.submit(dict(data_source="apps", solution_str="print(1)", ground_truth=tests, extra_info={})))
+print(outcome.fate, outcome.why, sep="; ")
+pool.close()
+"""
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_programs_are_refused_where_the_kernel_does_not_isolate_them(isolated: bool) -> None:
+    """At the start of a job, and in the scorer; elsewhere they are not."""
+    if isolated and not probe_isolation().shown:
+        pytest.skip(f"this kernel does not isolate programs: {probe_isolation().why_not}")
+    command = [sys.executable, "-c", REFUSED]
+    if not isolated and probe_isolation().network:
+        command = [*WITHOUT, "user", *command]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    *refused, scored = done.stdout.splitlines()
+    if isolated:
+        assert not refused and scored == "ok; "
+    else:
+        assert len(refused) == 1 and "'apps' runs programs that the model wrote" in refused[0]
+        assert "reward.sandbox=best_effort" in refused[0]
+        assert scored.startswith("errors; SandboxUnavailable: this kernel does not isolate programs")

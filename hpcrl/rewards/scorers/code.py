@@ -67,7 +67,13 @@ judge(PROGRAM, PREAMBLE, METHOD, MARK)
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str | dict[str, Any], *, seconds_per_test: float = 10.0, **_: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: str | dict[str, Any],
+    *,
+    seconds_per_test: float = 10.0,
+    sandbox: str = "required",
+    **_: Any,
 ) -> float:
     """The fraction of the first ten tests that the program in the last ```python block passes; a function all or none.
 
@@ -86,31 +92,35 @@ def compute_score(
     that are lists of lines. And what passes there fails here: `return` outside a function, any file as if it were the
     input, more than 1 GB of memory.
 
+    Raises SandboxUnavailable where the kernel cannot isolate the program, unless `sandbox` is "best_effort".
+
     Up to ten times `seconds_per_test` may pass: reward.timeout must allow for that, or a slow program scores 0.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(tests, dict) or not len(tests.get("inputs", ())) == len(tests.get("outputs", ())) > 0:
         raise ValueError("ground_truth is not {'inputs': [...], 'outputs': [...]} of one length")
+    best_effort = sandbox == "best_effort"
     program = solution_str.split("```python")[-1].split("```")[0]
     inputs, outputs = (list(map(lines, tests[name])) for name in ("inputs", "outputs"))
     if method := tests.get("fn_name"):
-        return float(function_passes(program, method, inputs, outputs))
+        return float(function_passes(program, method, inputs, outputs, best_effort))
     cases = list(zip(inputs, outputs, strict=True))[:NUM_TESTS]
-    return sum(program_passes(program, *case, seconds_per_test) for case in cases) / len(cases)
+    return sum(program_passes(program, *case, seconds_per_test, best_effort) for case in cases) / len(cases)
 
 
 def lines(text: str | list[str]) -> str:
     return text if isinstance(text, str) else "\n".join(text)
 
 
-def program_passes(program: str, given: str, expected: str, seconds: float) -> bool:
-    ran = run_python(source_of(program, None, ""), given, limits_for(seconds, [expected]))
+def program_passes(program: str, given: str, expected: str, seconds: float, best_effort: bool) -> bool:
+    ran = run_python(source_of(program, None, ""), given, limits_for(seconds, [expected]), best_effort=best_effort)
     return ran.fate == "ok" and same_output(ran.stdout, expected)
 
 
-def function_passes(program: str, method: str, inputs: list[str], outputs: list[str]) -> bool:
+def function_passes(program: str, method: str, inputs: list[str], outputs: list[str], best_effort: bool) -> bool:
     mark = secrets.token_hex(16)  # the program cannot guess it: what it prints is not a result
-    ran = run_python(source_of(program, method, mark), json.dumps(inputs), limits_for(FUNCTION_SECONDS, outputs))
+    limits = limits_for(FUNCTION_SECONDS, outputs)
+    ran = run_python(source_of(program, method, mark), json.dumps(inputs), limits, best_effort=best_effort)
     found = [part.partition("\n")[0] for part in ran.stdout.split(mark)[1:]]
     if ran.fate != "ok" or len(found) != len(outputs):
         return False
