@@ -73,7 +73,8 @@ def prompts(tmp_path: Path) -> PromptDataset:
 
 def validator(prompts: PromptDataset, ways: list[ValKwargs], **more: Any) -> Validator:
     controller: Any = more.pop("controller", None) or StandIn(prompts)
-    inputs: Any = SimpleNamespace(prompts={"val": prompts}, tokenizer=SimpleNamespace(eos_token_id=1))
+    tokenizer = SimpleNamespace(eos_token_id=1, name_or_path="")
+    inputs: Any = SimpleNamespace(prompts={"val": prompts}, tokenizer=tokenizer)
     return Validator(controller, Config(), inputs, ways, **more)
 
 
