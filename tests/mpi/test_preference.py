@@ -34,7 +34,8 @@ LORA = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def run(lab: Lab, name: str, placement: dict[str, Any], steps: int = 3, model: Any = None, **options: Any) -> dict:
-    """Metrics by step."""
+    """Metrics by step, of the run `preference_<name>`: the session's jobs share a folder."""
+    name = f"preference_{name}"
     files = {split: [str(lab.data / f"{split}.parquet")] for split in ("preference", "preference_val")}
     data = {"train_files": files["preference"], "val_files": files["preference_val"], "max_response_length": 18}
     own = {"batch_size": 5, "max_token_len_per_gpu": 192, "total_training_steps": steps, "eval_freq": 2}
