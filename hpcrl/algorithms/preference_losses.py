@@ -118,8 +118,10 @@ def smoothed_logistic(logits: torch.Tensor, label_smoothing: float) -> torch.Ten
 
 
 @register_preference_loss("sigmoid", params=Smoothed)
+@register_preference_loss("cpo", params=Smoothed, reference=False, nll_weight=1.0)
 def sigmoid(pairs: PairLogps, params: Smoothed) -> torch.Tensor:
-    """DPO (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); conservative DPO with label_smoothing."""
+    """DPO (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); conservative DPO with label_smoothing. CPO (Xu et al. 2024,
+    arXiv 2401.08417, eq. 5) is the same with a uniform reference, and an NLL term."""
     return smoothed_logistic(params.beta * pairs.margin, params.label_smoothing)
 
 
@@ -207,19 +209,13 @@ def discopop(pairs: PairLogps, params: Discopop) -> torch.Tensor:
     return -F.logsigmoid(logits) * (1 - blend) + torch.exp(-logits) * blend
 
 
-@register_preference_loss("cpo", params=Smoothed, reference=False, nll_weight=1.0)
-def cpo(pairs: PairLogps, params: Smoothed) -> torch.Tensor:
-    """CPO (Xu et al. 2024, arXiv 2401.08417, eq. 5) without its NLL term: DPO with a uniform reference."""
-    return smoothed_logistic(params.beta * (pairs.chosen - pairs.rejected), params.label_smoothing)
-
-
 @register_preference_loss("simpo", params=SimPo, reference=False, per_token=True)
 def simpo(pairs: PairLogps, params: SimPo) -> torch.Tensor:
     """SimPO (Meng et al. 2024, arXiv 2405.14734, eq. 6): log-probs per token, and a target margin.
 
     TRL adds an NLL term of weight 1 (`cpo_alpha`) unless it is set to 0; here the paper's 0 is the default.
     """
-    chosen, rejected = pairs.chosen / pairs.chosen_length, pairs.rejected / pairs.rejected_length
+    chosen, rejected = pairs.mean_log_ratios
     return smoothed_logistic(params.beta * (chosen - rejected) - params.simpo_gamma, params.label_smoothing)
 
 
@@ -227,7 +223,7 @@ def simpo(pairs: PairLogps, params: SimPo) -> torch.Tensor:
 def orpo(pairs: PairLogps, params: Beta) -> torch.Tensor:
     """ORPO's odds-ratio term (Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7), without its NLL term:
     -beta log sigmoid(log(odds(chosen) / odds(rejected))), odds(p) = p / (1 - p), p per token."""
-    chosen, rejected = pairs.chosen / pairs.chosen_length, pairs.rejected / pairs.rejected_length
+    chosen, rejected = pairs.mean_log_ratios
     return -params.beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 

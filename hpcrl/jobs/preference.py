@@ -10,7 +10,7 @@ from pydantic import Field
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceParameters
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import RoleLayouts
-from hpcrl.config.roles import ACTOR, EXPORT, REF, RoleSpec
+from hpcrl.config.roles import ACTOR, REF, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.pairs import PairsConfig, PairsJob
@@ -39,8 +39,7 @@ class Preference(PairsJob):
         data, ref, actor = run.roles("data", "ref", "actor")
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             batch = data.load(self.next_pairs(run, step))  # chosen and rejected, next to each other
-            if self.needs_reference:
-                batch = batch | ref.compute_ref_log_prob(batch)
+            batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where the loss needs no reference
             actor.update(batch)
 
     @classmethod
@@ -65,19 +64,10 @@ class Preference(PairsJob):
         actor = replace(ACTOR, worker="hpcrl.workers.preference:PreferenceActorWorker")
         ref = replace(REF, worker="hpcrl.workers.preference:PreferenceRefWorker")
         data = RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("actor",))
-        export = [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
-        return [actor, *([ref] if "ref" in self.derived.roles else []), data, *export]
+        return [actor, *([ref] if "ref" in self.derived.roles else []), data, *self.export_roles]
 
     def stands_for(self, role: str) -> str:
-        return "actor" if role == "ref" and "ref" not in self.derived.roles else role
-
-    @property
-    def loaded_roles(self) -> tuple[str, ...]:
-        return (*self.saved_roles, "ref") if "ref" in self.derived.roles else self.saved_roles
-
-    @property
-    def needs_start_weights(self) -> bool:
-        return "ref" in self.derived.roles
+        return "actor" if role == "ref" and self.needs_reference and "ref" not in self.derived.roles else role
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:
         shown = {"loss": metrics["train/loss"], "accuracy": metrics["rewards/accuracies"]}

@@ -13,7 +13,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import RoleLayouts, check_budget
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, EXPORT, REFIT, ROLLOUT, SCORER, RoleSpec
+from hpcrl.config.roles import ACTOR, REFIT, ROLLOUT, SCORER, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
@@ -97,8 +97,7 @@ class Sft(SupervisedJob):
     def roles(self) -> list[RoleSpec]:
         actor = replace(ACTOR, worker="hpcrl.workers.supervised:SftActorWorker")
         data = RoleSpec("data", "hpcrl.workers.supervised:SftDataWorker", on=("actor",))
-        export = [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
-        return [actor, data, *export, *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else [])]
+        return [actor, data, *self.export_roles, *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else [])]
 
     def set_up(self, run: Run) -> None:
         self.validator = None

@@ -12,7 +12,7 @@ from hpcrl.algorithms.kl import KLController
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
 from hpcrl.config import derive
 from hpcrl.config.derive import Derived
-from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, EXPORT, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
+from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import make_sampler, steps_for_epochs
 from hpcrl.model.sizes import peak_of
@@ -146,19 +146,10 @@ class Train(TrainingJob):
 
     def roles(self) -> list[RoleSpec]:
         models = [spec for spec in (ACTOR, CRITIC, REF, TEACHER, REWARD) if spec.name in self.derived.roles]
-        export = [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
-        return [*models, *export, ARCHIVE, ROLLOUT, SCORER, REFIT]
+        return [*models, *self.export_roles, ARCHIVE, ROLLOUT, SCORER, REFIT]
 
     def stands_for(self, role: str) -> str:
         return "actor" if role == "ref" and self.derived.ref_in_actor else role
-
-    @property
-    def loaded_roles(self) -> tuple[str, ...]:
-        return (*self.saved_roles, "ref") if "ref" in self.derived.roles else self.saved_roles
-
-    @property
-    def needs_start_weights(self) -> bool:
-        return "ref" in self.derived.roles
 
     def frozen_weights(self) -> dict[str, str]:
         found = super().frozen_weights()

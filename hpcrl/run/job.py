@@ -15,7 +15,7 @@ import numpy as np
 from hpcrl.config.derive import RoleLayouts, check_lengths
 from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.placement import place
-from hpcrl.config.roles import ACTOR, RoleSpec, with_own
+from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, with_own
 from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, Section, extended
 from hpcrl.config.yaml_core import ConfigError
@@ -208,8 +208,13 @@ class TrainingJob(Job):
 
     @property
     def loaded_roles(self) -> tuple[str, ...]:
-        """Roles that begin with the weights of model.init_from."""
-        return self.saved_roles
+        """Roles that begin with the weights of model.init_from: the trained ones, and the reference."""
+        return (*self.saved_roles, "ref") if self.needs_start_weights else self.saved_roles
+
+    @property
+    def export_roles(self) -> list[RoleSpec]:
+        """The role that writes the policy for other programs, if checkpoints hold it in that form."""
+        return [EXPORT] if self.config.trainer.save_hf or self.config.model.lora_rank > 0 else []
 
     def frozen_weights(self) -> dict[str, str]:
         """Role -> path of the weights of a model that is not trained."""
@@ -219,7 +224,7 @@ class TrainingJob(Job):
     @property
     def needs_start_weights(self) -> bool:
         """Whether a resumed run reads model.init_from again, for a reference."""
-        return False
+        return "ref" in self.derived.roles
 
     def total_steps(self) -> int:
         raise NotImplementedError

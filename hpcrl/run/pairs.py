@@ -71,7 +71,8 @@ class PairsJob(SupervisedJob):
         self.pair_lengths = {}  # tokens of chosen and rejected together, int64 (number of pairs,)
         for split, dataset in self.inputs.pairs.items():
             self.pair_lengths[split] = dataset.lengths(CHOSEN) + dataset.lengths(REJECTED)
-            equal = f"; in {dataset.num_equal} of them both answers are the same" if dataset.num_equal else ""
+            num_equal = dataset.num_equal
+            equal = f"; in {num_equal} of them both answers are the same" if num_equal else ""
             log.info("%s: %d pairs, %d too long%s", split, len(dataset), dataset.prompts.num_filtered, equal)
 
     def next_pairs(self, run: Run, step: int) -> DataProto:

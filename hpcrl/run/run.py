@@ -304,7 +304,7 @@ class Run:
         def write(folder: Path) -> dict[str, Any]:
             """Write more files into the checkpoint; returns what its trainer.json holds."""
             if config.trainer.save_hf and "actor" in roles:
-                export(self.controller, config, folder / "huggingface")
+                export(self.controller, config, folder / "huggingface", self.job.inputs.tokenizer)
             if config.model.lora_rank > 0 and "actor" in roles:
                 export_adapter(self.controller, config, folder / "lora_adapter")
             kept = self.rollouts.save(folder, step, state.rollouts) if self.rollouts is not None else {}

@@ -26,6 +26,7 @@ from hpcrl.telemetry.progress import PhaseTimers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
+    from transformers import PreTrainedTokenizerBase
 
 
 log = logging.getLogger(__name__)
@@ -199,23 +200,28 @@ class Saver:
         return None
 
 
-def export(controller: Controller, config: Config, folder: Path) -> None:
-    """Write the policy as a Hugging Face directory to `folder`, which is made. On rank 0; raises OSError."""
+def export(
+    controller: Controller, config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Write the policy as a Hugging Face directory to `folder`, which is made. On rank 0; raises OSError.
+
+    tokenizer: the policy's, if it is loaded."""
     folder.mkdir(parents=True)
     shape = controller["export"].shape().get()[0]
     _raise(controller["export"].write(str(folder)).get())
     like = Path(config.model.path) if config.model.path is not None else None
     itemsize = ITEMSIZE[config.model.dtype]
     files = plan_files(shape, itemsize, controller["export"].layout.size)
-    write_beside(folder, files, shape, itemsize, config.model.dtype, like, tokenizer_files(config))
+    write_beside(folder, files, shape, itemsize, config.model.dtype, like, tokenizer_files(config, tokenizer))
 
 
-def tokenizer_files(config: Config) -> TokenizerFiles | None:
-    """What an export says of the policy's tokenizer; None if its directory is not there."""
+def tokenizer_files(config: Config, tokenizer: PreTrainedTokenizerBase | None = None) -> TokenizerFiles | None:
+    """What an export says of the policy's tokenizer, loaded unless given; None if its directory is not there."""
     named = config.model.tokenizer or config.model.path
     if named is None or not Path(named).is_dir():
         return None
-    tokenizer = load_tokenizer(named)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(named)
     ends = end_token_ids(tokenizer)
     ids: dict[str, int | list[int]] = {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
     ids["pad_token_id"] = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,24 +12,23 @@ from hpcrl.algorithms.metrics import Mean, Metric, Sum, to_floats
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogps
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.config.roles import ACTOR, REF
+from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.workers.frozen import RefWorker
 from hpcrl.workers.model_worker import ModelWorker
 
 PAIR = ("input_ids", "response_mask", "ref_log_prob?")
 
 
-class PreferenceRefWorker(ModelWorker):
-    """The reference: the weights that the policy started from."""
+class PreferenceRefWorker(RefWorker):
+    """The reference of given answers, which no temperature of sampling belongs to."""
 
-    spec = REF
-
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",), phase="ref")
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        return self.log_prob_column("ref_log_prob", batch, max_tokens=self.max_tokens, temperature=1.0)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.temperature = 1.0
 
 
 class PreferenceActorWorker(ModelWorker):
@@ -102,7 +102,7 @@ class PreferenceActorWorker(ModelWorker):
         nll = -policy[0].sum() / max(num_chosen, 1.0)
         if self.nll_weight:
             loss = loss + self.nll_weight * nll
-        logps = (policy[0] / lengths[0], policy[1] / lengths[1]) if self._averages else policy
+        logps = pairs.mean_log_ratios if self._averages else policy
         ratios = logps if ref is None else pairs.log_ratios
         every = torch.ones_like(policy[0])
         chosen, rejected = (self.params.beta * ratio.detach() for ratio in ratios)

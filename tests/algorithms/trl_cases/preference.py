@@ -65,6 +65,20 @@ def _accelerator() -> SimpleNamespace:
     return SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
 
 
+def _trainer(**settings: Any) -> SimpleNamespace:
+    """What `_compute_loss` of DPO's and KTO's trainers reads of them, with reference log-probs in the batch."""
+    return SimpleNamespace(
+        accelerator=_accelerator(),
+        model=SimpleNamespace(training=True),
+        precompute_ref_logps=True,
+        aux_loss_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        **settings,
+    )
+
+
 def _outputs(log_probs: Any) -> Any:
     import torch
 
@@ -88,22 +102,15 @@ def _dpo(inputs: dict[str, Any], policy: Any, ref: Any, mask: Any) -> Any:
     import torch
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    trainer = SimpleNamespace(
-        accelerator=_accelerator(),
-        model=SimpleNamespace(training=True),
+    trainer = _trainer(
         args=SimpleNamespace(discopop_tau=0.05),
         beta=inputs["beta"],
         label_smoothing=inputs["label_smoothing"],
         loss_types=[inputs["loss_type"]],
         loss_weights=[1.0],
         f_divergence_type="reverse_kl",
-        precompute_ref_logps=True,
         ld_alpha=None,
-        aux_loss_enabled=False,
         use_weighting=False,
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     ref_chosen, ref_rejected = ref.sum(-1)
     completion = torch.cat([torch.zeros(2 * PAIRS, 1, dtype=torch.int64), mask.flatten(0, 1)], 1)
@@ -153,19 +160,12 @@ def _kto(inputs: dict[str, Any], policy: Any, ref: Any, mask: Any) -> Any:
         def __call__(self, **given: Any) -> Any:
             return _outputs(self.log_probs[int(given["input_ids"][0, 0])])
 
-    trainer = SimpleNamespace(
-        accelerator=_accelerator(),
-        model=SimpleNamespace(training=True),
+    trainer = _trainer(
         loss_type="kto",
         beta=inputs["beta"],
         desirable_weight=inputs["desirable_weight"],
         undesirable_weight=inputs["undesirable_weight"],
         calculate_KL=True,
-        precompute_ref_logps=True,
-        aux_loss_enabled=False,
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     trainer._compute_kl_logps = lambda model, batch: KTOTrainer._compute_kl_logps(trainer, model, batch)
     own, other = (torch.cat([torch.zeros(PAIRS, 1, dtype=torch.int64), half], 1) for half in mask)
