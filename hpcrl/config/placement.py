@@ -61,7 +61,7 @@ def place(config: Config, used: Sequence[RoleSpec], world_size: int) -> dict[str
                 raise ConfigError(
                     f"placement.{name}: {'*'.join(axes)}={'*'.join(map(str, factors))}={math.prod(factors)} does not "
                     f"divide the {len(ranks)} ranks of pool {role.pool}; the product must be "
-                    f"{_either(_divisors(len(ranks)))}"
+                    f"{_either(divisors(len(ranks)))}"
                 )
         roles[name] = PlacedRole(ranks, **sizes, pool=role.pool)
     return roles
@@ -72,7 +72,7 @@ def _check_shape(model: ModelConfig) -> None:
     if heads % groups:
         raise ConfigError(
             f"model.num_query_groups={groups} does not divide num_attention_heads={heads}; "
-            f"use {_either(_divisors(heads))}"
+            f"use {_either(divisors(heads))}"
         )
     if model.head_dim is None and model.hidden_size % heads:
         raise ConfigError(
@@ -94,7 +94,7 @@ def _check_divides_model(name: str, role: RolePlacement, model: ModelConfig) -> 
         if size % role.tp:
             raise ConfigError(
                 f"placement.{name}.tp={role.tp} does not divide {key}={size}; "
-                f"use {_either(_divisors(math.gcd(*sizes.values())))}"
+                f"use {_either(divisors(math.gcd(*sizes.values())))}"
             )
     experts = {"ep": ("num_experts", model.num_experts)}
     experts["etp"] = "moe_ffn_hidden_size", model.moe_ffn_hidden_size or model.ffn_hidden_size
@@ -104,7 +104,7 @@ def _check_divides_model(name: str, role: RolePlacement, model: ModelConfig) -> 
             raise ConfigError(f"placement.{name}.{axis}={size} divides experts, and model: has none; use 1")
         if number % size:
             raise ConfigError(
-                f"placement.{name}.{axis}={size} does not divide {key}={number}; use {_either(_divisors(number))}"
+                f"placement.{name}.{axis}={size} does not divide {key}={number}; use {_either(divisors(number))}"
             )
     if role.pp > model.num_layers:
         raise ConfigError(
@@ -138,7 +138,7 @@ def parse_ranks(text: str, world_size: int, *, key: str = "ranks") -> tuple[int,
     return tuple(sorted(ranks))
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hpcrl.config.placement import divisors
 from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.files import peft_shards, plan_files
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Head, Shard, shards
@@ -23,13 +24,13 @@ def check_tensorrt_llm(shape: ModelShape, tp_size: int) -> None:
     for what, size in (("num_attention_heads", shape.num_attention_heads), ("ffn_hidden_size", shape.ffn_hidden_size)):
         if size % tp_size:
             raise InputError(
-                f"placement.rollout.tp={tp_size} does not divide {what}={size}; use one of {_divisors(size)}"
+                f"placement.rollout.tp={tp_size} does not divide {what}={size}; use one of {divisors(size)}"
             )
     groups = shape.num_query_groups
     if groups % tp_size and tp_size % groups:
         raise InputError(
             f"placement.rollout.tp={tp_size} and num_query_groups={groups}: one must divide the other; "
-            f"use one of {_divisors(groups)}, or a multiple of {groups}"
+            f"use one of {divisors(groups)}, or a multiple of {groups}"
         )
 
 
@@ -117,10 +118,6 @@ def _stacked(name: str, local_name: str, shape: tuple[int, ...], spans: list[tup
         boxes.append(Box((first, first + rows), (0, math.prod(shape[1:])), local_row, 0))
         local_row += rows
     return Shard(name, local_name, shape, (local_row, *shape[1:]), tuple(boxes), False)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 class ShardGroup(NamedTuple):
