@@ -126,6 +126,16 @@ class AnswerDataset:
         """(prompt_ids int32 (P,), answer_ids int32 (A,) ending with the end-of-sequence token)."""
         return self.prompts.prompt_ids(row), self._sides[side][row]
 
+    @property
+    def num_filtered(self) -> int:
+        """Rows whose prompts are too long."""
+        return self.prompts.num_filtered
+
+    @property
+    def file_sizes(self) -> list[int]:
+        """Rows of each file."""
+        return self.prompts.file_sizes
+
     def lengths(self, side: int = 0) -> np.ndarray:
         """Tokens of prompt and answer together, int64 (len,)."""
         return self.prompts.prompt_lengths + self._sides[side].lengths

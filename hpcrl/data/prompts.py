@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcrl.data.chat import ChatTemplate, folded
 from hpcrl.data.row_file import RowFile, short_names, spread
 from hpcrl.runtime.exits import InputError
 
@@ -43,6 +44,7 @@ class PromptDataset:
             raise InputError("no data files; set Parquet or JSONL files in data.train_files and data.val_files")
         self._cfg = cfg
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, cfg)
         self._files = [RowFile(path) for path in files]
         self._names = short_names(files)
         for file in self._files:
@@ -161,27 +163,7 @@ class PromptDataset:
                 f"{where}: column {self._cfg.prompt_key!r} holds {str(messages)[:80]!r}; "
                 "expected a string, or a non-empty list of {role, content} with text in both"
             )
-        template = self._cfg.chat_template
-        if template is None and self._tokenizer.chat_template is None:
-            raise InputError(
-                f"{where}: the prompt is a conversation, but the tokenizer has no chat template; "
-                "set data.chat_template, or make prompts plain strings"
-            )
-        try:
-            # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._cfg.apply_chat_template_kwargs,
-            )
-        except Exception as error:  # templates are user code
-            raise InputError(
-                f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
-                "expected a template for these roles (data.chat_template, data.apply_chat_template_kwargs)"
-            ) from None
-        return str(text)
+        return self._template.text(messages, where, generation_prompt=True)
 
     def _fit(self, ids: list[int], where: str) -> list[int] | None:
         """Truncate `ids` by data.truncation, or return None if the filter drops the prompt."""
@@ -242,8 +224,3 @@ def encode_texts(
                     "expected text in its vocabulary; use another model.tokenizer"
                 ) from None
         raise
-
-
-def folded(error: BaseException) -> str:
-    """Return an error's message with its white space collapsed, at most 160 characters."""
-    return " ".join(str(error).split())[:160]

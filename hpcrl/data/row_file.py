@@ -86,6 +86,20 @@ class RowFile:
             )
 
 
+def columns_of(path: str) -> list[str]:
+    """Columns of a data file; of JSON lines, those of the first row."""
+    if path.lower().endswith(PARQUET_SUFFIXES) and os.path.isfile(path):
+        import pyarrow.parquet
+
+        try:
+            return list(pyarrow.parquet.read_schema(path).names)
+        except (pyarrow.ArrowException, OSError):
+            pass  # RowFile says what is wrong
+    elif path.lower().endswith(JSONL_SUFFIXES) and os.path.isfile(path):
+        return list(next(iter(read_jsonl(path, max_rows=1)), {}))
+    return RowFile(path).columns
+
+
 class ParquetRows:
     """A Parquet file as an Arrow table, which takes a tenth of the memory of Python objects."""
 
@@ -116,9 +130,9 @@ class ParquetRows:
         return self._table.column(name).slice(start, stop - start).to_pylist()
 
 
-def read_jsonl(path: str) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; blank lines are skipped."""
-    rows = []
+def read_jsonl(path: str, max_rows: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, or the first ones; blank lines are skipped."""
+    rows: list[dict[str, Any]] = []
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -132,6 +146,8 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
                     f"{path}:{number}: found a JSON {type(row).__name__}; expected one JSON object per line"
                 )
             rows.append(row)
+            if len(rows) == max_rows:
+                break
     return rows
 
 

@@ -56,18 +56,6 @@ def rows_at(
     return rows, epochs
 
 
-def batch_rows(num_rows: int, batch_size: int, step: int, seed: int, shuffle: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a step: positions [(step - 1) * batch_size, step * batch_size) of all epochs laid end to end.
-
-    `step` counts from 1. Returns (rows, epochs), both int64 (batch_size,); epochs count from 0, and a batch may cross
-    from one epoch into the next.
-    """
-    if num_rows < 1 or batch_size < 1 or step < 1:
-        raise ValueError(f"num_rows={num_rows}, batch_size={batch_size}, step={step}: all must be at least 1")
-    positions = np.arange((step - 1) * batch_size, step * batch_size, dtype=np.int64)
-    return rows_at(positions, num_rows, seed, shuffle)
-
-
 def weight_quotas(weights: Sequence[float]) -> list[int]:
     """Return the weights, all above 0, as whole numbers in the same proportion with a sum of at most 10,000.
 
@@ -142,6 +130,11 @@ class OrderedSampler:
     def next_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the next n prompts: (rows, epochs), both int64 (n,). No pair of row and epoch repeats in a run."""
         return self._rows_at(self._advance(n))
+
+    def rows_of_step(self, step: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `next_rows`, of a step of a run whose steps all have this size; `step` counts from 1."""
+        self.position = (step - 1) * batch_size
+        return self.next_rows(batch_size)
 
     def update(self, report: StepReport) -> None:
         """Ignored: the order does not depend on results."""
@@ -224,9 +217,7 @@ def make_sampler(dataset: PromptDataset, config: DataConfig, seed: int) -> Sampl
             raise InputError(
                 f"data.sampler.class_path={chosen.class_path} without data.sampler.class_name; set class_name"
             )
-        if config.train_weights is None:
-            return OrderedSampler(len(dataset), seed, config.shuffle)
-        return WeightedFiles(config.train_files, dataset.file_sizes, config.train_weights, seed, config.shuffle)
+        return file_order(dataset.file_sizes, config, seed)
     if config.train_weights is not None:
         raise InputError(
             f"data.train_weights={config.train_weights} and data.sampler.class_name={chosen.class_name} exclude each "
@@ -234,3 +225,10 @@ def make_sampler(dataset: PromptDataset, config: DataConfig, seed: int) -> Sampl
         )
     chooser = load_class(chosen.class_path, chosen.class_name)
     return Curriculum(chooser(data_source=dataset, data_config=config, seed=seed), len(dataset))
+
+
+def file_order(file_sizes: Sequence[int], config: DataConfig, seed: int) -> OrderedSampler:
+    """The built-in order of the rows of data.train_files, with data.train_weights."""
+    if config.train_weights is None:
+        return OrderedSampler(sum(file_sizes), seed, config.shuffle)
+    return WeightedFiles(config.train_files, file_sizes, config.train_weights, seed, config.shuffle)

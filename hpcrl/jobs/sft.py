@@ -1,12 +1,14 @@
-"""supervised warm start"""
+"""policy, from conversations and answers: supervised fine-tuning"""
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
@@ -14,35 +16,47 @@ from hpcrl.config.derive import RoleLayouts, check_budget
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
 from hpcrl.config.roles import ACTOR, REFIT, ROLLOUT, SCORER, RoleSpec
-from hpcrl.config.schema import Config, OptimConfig, PositiveOrMinusOne, Section, ValKwargs
+from hpcrl.config.schema import Config, OptimConfig, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
-from hpcrl.data.answers import AnswerDataset
-from hpcrl.run.job import SupervisedJob
+from hpcrl.data.conversations import Turns
+from hpcrl.data.row_file import columns_of
+from hpcrl.data.sft import SftDataset, has_targets
+from hpcrl.run.calls import metrics_of
+from hpcrl.run.job import SupervisedConfig, SupervisedJob
 from hpcrl.run.validation import Validator
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
+log = logging.getLogger(__name__)
 
-class SftConfig(Section):
-    """`hpcrl sft`: supervised warm start on data.train_files, loss on the answer only."""
 
+class SftConfig(SupervisedConfig):
+    """`hpcrl sft`: supervised fine-tuning on data.train_files, loss on the assistant's turns or the answer."""
+
+    messages_key: str = Field(
+        "messages", description="column of conversations; files without it have prompts and answers"
+    )
+    assistant_turns: Turns = Field("all", description="turns of a conversation that have loss: all, or the last")
     answer_key: str = Field("answer", description="column that holds the answer text")
-    batch_size: PositiveInt = Field(256, description="sequences per optimizer step, over all ranks")
-    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
-    total_training_steps: PositiveInt = Field(200, description="optimizer steps at most")
+    loss_type: Literal["nll", "dft"] = Field(
+        "nll", description="nll: cross-entropy; dft: each token's weighted by its probability"
+    )
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=2e-3), description="optimizer")
-    eval_freq: PositiveOrMinusOne = Field(-1, description="sample validation prompts every N steps; -1: never")
-    eval_samples: PositiveInt = Field(256, description="validation prompts per evaluation")
+    eval_loss: bool = Field(
+        True, description="evaluate loss and perplexity, if data.val_files have conversations or answers"
+    )
+    eval_score: bool = Field(True, description="sample a response to each validation prompt, and score it")
     stop_at_score: float | None = Field(
         None, description="stop once validation accuracy at temperature 1 reaches this; null: run all steps"
     )
 
 
 class Sft(SupervisedJob):
-    """Cross-entropy on the answers, with the engine and the layouts of the actor."""
+    """Cross-entropy on given tokens, with the engine and the layouts of the actor."""
 
     name = label = "sft"
     section = SftConfig
@@ -53,32 +67,38 @@ class Sft(SupervisedJob):
     def loop(self, run: Run) -> None:
         data, actor = run.roles("data", "actor")
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
-            rows = self.next_rows(run, step, self.inputs.answers.lengths())
-            batch = data.load(self.balanced(rows, step))  # sequences of prompt and answer
+            rows = self.next_rows(run, step, self.lengths["train"])
+            batch = data.load(self.balanced("train", rows))  # sequences, and which of their tokens have loss
             actor.update(batch)
 
-    def balanced(self, rows: np.ndarray, step: int) -> DataProto:
+    def balanced(self, split: str, rows: np.ndarray) -> DataProto:
         """The rows as a batch, with balanced tokens on the replicas."""
-        lengths, dp = self.inputs.answers.lengths()[rows], self.derived.roles["actor"].dp
-        return DataProto({}, {"row": rows, replica_column(dp): balanced_assignment(lengths, dp)}, {"step": step})
+        dp = self.derived.roles["actor"].dp
+        replicas = balanced_assignment(self.lengths[split][rows], dp)
+        return DataProto({}, {"row": rows, replica_column(dp): replicas}, {"split": split})
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the actor's ranks, and samples on the rollout's."""
         sft = config.section("sft")
-        samples = sft.eval_freq > 0
+        samples = sft.eval_freq > 0 and sft.eval_score
         roles = place(config, [ACTOR, ROLLOUT] if samples else [ACTOR], num_ranks)
-        longest = cls.check_data(config, "prompts and answers")
+        longest = cls.check_data(config, "conversations, or of prompts and answers")
         if sft.stop_at_score is not None and not samples:
             raise ConfigError(
-                f"sft.stop_at_score={sft.stop_at_score} needs evaluations; set sft.eval_freq to 1 or more"
+                f"sft.stop_at_score={sft.stop_at_score} needs evaluations; set sft.eval_freq to 1 or more, and "
+                "sft.eval_score=true"
             )
         if samples:
             check_algorithms(config, {"reward": config.reward.reward_manager.name})
         if samples and config.rollout.engine != "native":
             raise ConfigError(
                 f"rollout.engine={config.rollout.engine} is not for the evaluations of `hpcrl sft`; "
-                "use rollout.engine=native there, or sft.eval_freq=-1"
+                "use rollout.engine=native there, or sft.eval_score=false"
+            )
+        if sft.eval_freq > 0 and not (sft.eval_loss or sft.eval_score):
+            raise ConfigError(
+                f"sft.eval_freq={sft.eval_freq} evaluates, and sft.eval_loss and sft.eval_score are false; set one"
             )
         check_budget("sft.max_token_len_per_gpu", sft.max_token_len_per_gpu, longest)
         rows = [("longest sequence", longest, "tokens"), ("step", sft.batch_size, "samples")]
@@ -88,10 +108,33 @@ class Sft(SupervisedJob):
         from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, read_model
 
         tokenizer, shape = read_model(self.config)
-        data, columns = data_config(self.config), {"sft.answer_key": self.own.answer_key}
-        answers = AnswerDataset(data.train_files, tokenizer, data, columns, data.train_max_samples, self.world)
-        inputs = Inputs(shape, tokenizer, {"train": answers.prompts}, answers)
-        add_validation_prompts(inputs, self.config, self.world)
+        data, own, inputs = data_config(self.config), self.own, Inputs(shape, tokenizer)
+        keys = {"messages_key": own.messages_key, "answer_key": own.answer_key}
+        splits = {"train": (data.train_files, data.train_max_samples)}
+        evaluates = own.eval_freq > 0
+        if evaluates and own.eval_loss and has_targets(data.val_files, **keys):
+            splits["val"] = (
+                data.val_files,
+                own.eval_samples if data.val_max_samples < 0 else min(own.eval_samples, data.val_max_samples),
+            )
+        for split, (files, num) in splits.items():
+            inputs.sequences[split] = SftDataset(
+                files, tokenizer, data, **keys, turns=own.assistant_turns, max_samples=num, world=self.world
+            )
+        self.order_rows(inputs.sequences["train"].file_sizes)
+        if evaluates and "val" not in splits and not own.eval_score:
+            raise InputError(
+                f"{data.val_files[0]}: no column {own.messages_key!r} or {own.answer_key!r} in every validation file, "
+                "and sft.eval_score=false: there is nothing to evaluate; add the column, or set sft.eval_freq=-1"
+            )
+        if evaluates and own.eval_score:
+            for path in data.val_files:
+                if data.prompt_key not in columns_of(path):
+                    raise InputError(
+                        f"{path}: no column {data.prompt_key!r} of prompts to sample for; name it in data.prompt_key, "
+                        "or set sft.eval_score=false, which leaves loss and perplexity"
+                    )
+            add_validation_prompts(inputs, self.config, self.world)
         return inputs
 
     def roles(self) -> list[RoleSpec]:
@@ -100,26 +143,54 @@ class Sft(SupervisedJob):
         return [actor, data, *self.export_roles, *([ROLLOUT, SCORER, REFIT] if "rollout" in self.derived.roles else [])]
 
     def set_up(self, run: Run) -> None:
+        self.lengths = {}  # tokens of each row, int64
+        for split, data in self.inputs.sequences.items():
+            self.lengths[split] = data.lengths()
+            log.info(
+                "%s: %d sequences of %.0f tokens in the mean, %d too long",
+                split,
+                len(data),
+                self.lengths[split].mean(),
+                data.num_filtered,
+            )
+            if data.num_endless:
+                log.warning(
+                    "%s: %d conversations end without an end-of-sequence token, so that the model does not learn to "
+                    "stop; expected one at the end of the chat template's assistant turns",
+                    split,
+                    data.num_endless,
+                )
         self.validator = None
-        if self.own.eval_freq > 0:
+        if "val" in self.inputs.prompts:
             ways = [ValKwargs(n=1, temperature=1.0)]
             self.validator = Validator(
                 run.controller, self.config, self.inputs, ways, num_prompts=self.own.eval_samples
             )
 
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
-        """Sample some validation prompts at temperature 1; end the run if the accuracy reaches sft.stop_at_score."""
-        assert self.validator is not None
-        run.controller["refit"].update_weights().get()
-        metrics, shown = self.validator.run(step)
-        score = float(np.mean([value for name, value in metrics.items() if name.startswith("val-core/")]))
-        wanted = self.own.stop_at_score
-        if wanted is not None and score >= wanted:
-            run.complete(f"accuracy reached sft.stop_at_score={wanted:g}")
+        """Loss and perplexity of validation rows; the accuracy of samples at temperature 1, which ends the run if it
+        reaches sft.stop_at_score."""
+        metrics, shown = {}, ""
+        if "val" in self.inputs.sequences:
+            rows = np.arange(len(self.inputs.sequences["val"]), dtype=np.int64)
+            batch = self.balanced("val", rows)
+            batch = batch.union(run.controller["data"].load(batch).get())
+            metrics |= metrics_of(run.controller["actor"].evaluate(batch).get())
+            metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700.0))
+        if self.validator is not None:
+            run.controller["refit"].update_weights().get()
+            sampled, shown = self.validator.run(step)
+            metrics |= sampled
+            score = float(np.mean([value for name, value in sampled.items() if name.startswith("val-core/")]))
+            wanted = self.own.stop_at_score
+            if wanted is not None and score >= wanted:
+                run.complete(f"accuracy reached sft.stop_at_score={wanted:g}")
         return metrics, shown
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:
         shown = {name.split("/")[-1]: value for name, value in metrics.items() if name.startswith("val-core/")}
+        if "val/loss" in metrics:
+            shown["val_loss"] = metrics["val/loss"]
         return {"loss": metrics["train/loss"], **shown}
 
     def state(self, step: int) -> dict[str, int]:

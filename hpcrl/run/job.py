@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
 from hpcrl.config.derive import RoleLayouts, check_lengths
 from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, with_own
 from hpcrl.config.rules import check_checkpoints
-from hpcrl.config.schema import Config, Section, extended
+from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.data.sampler import batch_rows
+from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
 from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.exits import DONE
 from hpcrl.runtime.world import World
@@ -282,10 +283,20 @@ class TrainingJob(Job):
         return DONE if code is None else code  # rank 0 has it
 
 
+class SupervisedConfig(Section):
+    batch_size: PositiveInt = Field(256, description="rows of data.train_files per optimizer step, over all ranks")
+    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
+    total_epochs: PositiveInt = Field(1, description="passes over the training rows")
+    total_training_steps: PositiveInt | None = Field(None, description="optimizer steps; null: by total_epochs")
+    eval_freq: PositiveOrMinusOne = Field(-1, description="evaluate on data.val_files every N steps; -1: never")
+    eval_samples: PositiveInt = Field(256, description="validation rows per evaluation")
+
+
 class SupervisedJob(TrainingJob):
-    """A job that trains on given answers. Its config section has the name of the job."""
+    """A job that trains on given answers. Its config section has the name of the job, and is a `SupervisedConfig`."""
 
     derived: RoleLayouts
+    order: OrderedSampler  # of the training rows
 
     @classmethod
     def check_data(cls, config: Config, columns: str) -> int:
@@ -305,8 +316,13 @@ class SupervisedJob(TrainingJob):
             )
         return check_lengths(config)
 
+    def order_rows(self, file_sizes: Sequence[int]) -> None:
+        """Order the training rows, of which each file of data.train_files has so many."""
+        self.order = file_order(file_sizes, self.config.data, self.config.run.seed)
+
     def total_steps(self) -> int:
-        return int(self.own.total_training_steps)
+        own = self.own
+        return own.total_training_steps or steps_for_epochs(self.order.num_rows, own.batch_size, own.total_epochs)
 
     @property
     def validation_freq(self) -> int:
@@ -314,7 +330,6 @@ class SupervisedJob(TrainingJob):
 
     def next_rows(self, run: Run, step: int, lengths: np.ndarray) -> np.ndarray:
         """The rows of the data that a step trains on, int64. lengths: tokens of every row, int64."""
-        config, size = self.config, self.own.batch_size
-        rows, epochs = batch_rows(len(lengths), size, step, config.run.seed, config.data.shuffle)
+        rows, epochs = self.order.rows_of_step(step, self.own.batch_size)
         run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": float(np.sum(lengths[rows]))})
         return rows

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.placement import place
 from hpcrl.config.roles import RoleSpec
-from hpcrl.config.schema import Config, PositiveOrMinusOne, Section
+from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
 from hpcrl.run.calls import metrics_of
-from hpcrl.run.job import SupervisedJob
+from hpcrl.run.job import SupervisedConfig, SupervisedJob
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run
@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class PairsConfig(Section):
+class PairsConfig(SupervisedConfig):
     chosen_key: str = Field("chosen", description="column that holds the better answer")
     rejected_key: str = Field("rejected", description="column that holds the worse answer")
-    batch_size: PositiveInt = Field(256, description="pairs per optimizer step, over all ranks")
-    max_token_len_per_gpu: PositiveInt = Field(16384, description="tokens per micro-batch of one model replica")
-    total_training_steps: PositiveInt = Field(200, description="optimizer steps")
-    eval_freq: PositiveOrMinusOne = Field(-1, description="evaluate on data.val_files every N steps; -1: never")
-    eval_samples: PositiveInt = Field(256, description="validation pairs per evaluation")
 
 
 class PairsJob(SupervisedJob):
@@ -65,6 +60,7 @@ class PairsJob(SupervisedJob):
         for split, (paths, max_samples) in files.items():
             if split == "train" or own.eval_freq > 0:
                 pairs[split] = AnswerDataset(paths, tokenizer, data, columns, max_samples, self.world)
+        self.order_rows(pairs["train"].file_sizes)
         return Inputs(shape, tokenizer, pairs=pairs)
 
     def set_up(self, run: Run) -> None:
@@ -73,7 +69,7 @@ class PairsJob(SupervisedJob):
             self.pair_lengths[split] = dataset.lengths(CHOSEN) + dataset.lengths(REJECTED)
             num_equal = dataset.num_equal
             equal = f"; in {num_equal} of them both answers are the same" if num_equal else ""
-            log.info("%s: %d pairs, %d too long%s", split, len(dataset), dataset.prompts.num_filtered, equal)
+            log.info("%s: %d pairs, %d too long%s", split, len(dataset), dataset.num_filtered, equal)
 
     def next_pairs(self, run: Run, step: int) -> DataProto:
         """The pairs that a step trains on, for the data worker to load."""

@@ -36,11 +36,12 @@ class PreferenceActorWorker(ModelWorker):
 
     spec = ACTOR
 
-    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Any = None, total_steps: int = 0
+    ) -> None:
         self.params = config.section("preference")
         lora = Lora.from_config(config.model)
-        steps = self.params.total_training_steps
-        super().__init__(groups, shape, config, optim=self.params.optim, total_updates=steps, lora=lora)
+        super().__init__(groups, shape, config, derived, total_steps, optim=self.params.optim, lora=lora)
         self.max_tokens = self.params.max_token_len_per_gpu
         self.loss = PREFERENCE_LOSSES.get(self.params.loss_type)
         weight = self.params.nll_weight

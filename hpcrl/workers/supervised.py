@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from hpcrl.algorithms.aggregation import LossNorm, agg_loss
+from hpcrl.algorithms.aggregation import LossNorm, agg_loss, token_mean
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.algorithms.value_loss import bradley_terry_loss
 from hpcrl.batch.data_proto import DataProto
@@ -25,35 +26,73 @@ SEQUENCE = ("input_ids", "response_mask")  # columns of a prompt and its answer
 
 
 class SftDataWorker(InputsWorker):
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=SEQUENCE, phase="data")
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=(*SEQUENCE, "response_ids"), phase="data")
     def load(self, batch: DataProto) -> DataProto:
-        """Sequences of the rows, prompt then answer; the mask covers the answer."""
-        return answer_columns([self.inputs.answers.pair(row) for row in batch.samples["row"].tolist()])
+        """Sequences of the rows of meta_info["split"]; the mask is 1 on tokens with loss."""
+        data = self.inputs.sequences[batch.meta_info["split"]]
+        prompts, responses, masks = zip(*(data.sequence(row) for row in batch.samples["row"].tolist()), strict=True)
+        whole = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
+        columns = {"input_ids": whole, "response_mask": masks, "response_ids": responses}
+        return DataProto({name: Ragged.from_rows(rows, np.int32) for name, rows in columns.items()})
 
 
 class SftActorWorker(ModelWorker):
-    """The policy of `hpcrl sft`: the actor's engine, with cross-entropy on the answer's tokens."""
+    """The policy of `hpcrl sft`: the actor's engine, with cross-entropy on the assistant's tokens."""
 
     spec = ACTOR
 
-    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Any = None, total_steps: int = 0
+    ) -> None:
         sft, lora = config.section("sft"), Lora.from_config(config.model)
-        super().__init__(groups, shape, config, optim=sft.optim, total_updates=sft.total_training_steps, lora=lora)
-        self.max_tokens = sft.max_token_len_per_gpu
+        super().__init__(groups, shape, config, derived, total_steps, optim=sft.optim, lora=lora)
+        self.max_tokens, self.loss_type = sft.max_token_len_per_gpu, sft.loss_type
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE, phase="update_actor", updates=True)
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*SEQUENCE, "response_ids"), phase="update_actor", updates=True)
     def update(self, batch: DataProto) -> dict[str, Metric]:
-        """One optimizer step on prompts and answers."""
+        """One optimizer step on the sequences of all replicas."""
 
         def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
             def loss(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
-                mask = micro.padded("response_mask").float()
-                nll = agg_loss(-outputs["log_probs"], mask, "token-mean", norm)
-                return nll, {"train/loss": Sum(nll.detach())}
+                likeliest = outputs["own_topk_ids"].squeeze(2)
+                return sft_loss(self.loss_type, outputs["log_probs"], likeliest, micro, norm, "train")
 
             return loss
 
-        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens)
+        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens, topk_ids="response_ids")
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*SEQUENCE, "response_ids"))
+    def evaluate(self, batch: DataProto) -> dict[str, Metric]:
+        """Metrics of `update` under `val/`, without a step."""
+        norm = self.global_norm(batch, 1.0)
+        outputs = self.engine.topk_log_probs(batch, max_tokens=self.max_tokens, temperature=1.0, k=1)
+        if not self.is_leader:
+            return {}
+        whole = batch.union(DataProto({name: outputs[name] for name in ("log_probs", "topk_ids")}))
+        log_probs, likeliest = whole.padded("log_probs"), whole.padded("topk_ids")
+        return to_floats(sft_loss(self.loss_type, log_probs, likeliest, whole, norm, "val")[1])
+
+
+def sft_loss(
+    loss_type: str,
+    log_probs: torch.Tensor,
+    likeliest: torch.Tensor,
+    batch: DataProto | TensorBatch,
+    norm: LossNorm,
+    split: str,
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The mean over all tokens with loss of -log p, or for `dft` of -p log p with p as a constant; this part's share of
+    it, and its metrics as `<split>/...`.
+
+    log_probs fp32 and likeliest, the model's most likely tokens: (B, T), as `response_ids` and `response_mask`. The
+    normalisation is that of TRL's SFTTrainer; dft is dynamic fine-tuning (Wu et al. 2025, arXiv 2508.05629, eq. 9).
+    """
+    mask = batch.padded("response_mask").float()
+    weight = log_probs.detach().exp() if loss_type == "dft" else 1.0
+    loss = agg_loss(-log_probs * weight, mask, "token-mean", norm)
+    correct = (likeliest == batch.padded("response_ids", fill=-1)).float()
+    metrics = {"loss": Sum(loss.detach()), "mean_token_accuracy": token_mean(correct, mask)}
+    return loss, {f"{split}/{name}": metric for name, metric in metrics.items()}
 
 
 class PreferenceWorker(ModelWorker):
@@ -61,9 +100,11 @@ class PreferenceWorker(ModelWorker):
 
     spec = REWARD
 
-    def __init__(self, groups: RoleGroups, shape: ModelShape, config: Config, *_: object) -> None:
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Any = None, total_steps: int = 0
+    ) -> None:
         rm = config.section("rm")
-        super().__init__(groups, shape, config, optim=rm.optim, total_updates=rm.total_training_steps)
+        super().__init__(groups, shape, config, derived, total_steps, optim=rm.optim)
         self.max_tokens = rm.max_token_len_per_gpu
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE, phase="update", updates=True)

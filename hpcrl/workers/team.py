@@ -13,6 +13,7 @@ from hpcrl.config.schema import Config, DataConfig
 from hpcrl.controller.register import Worker
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
@@ -36,7 +37,7 @@ class Inputs:
     shape: ModelShape  # the policy's, or that of the only model
     tokenizer: PreTrainedTokenizerBase | Any = None
     prompts: dict[str, PromptDataset] = field(default_factory=dict)  # "train", "val"
-    answers: AnswerDataset | Any = None
+    sequences: dict[str, SftDataset] = field(default_factory=dict)  # "train", and "val" for its loss
     pairs: dict[str, AnswerDataset] = field(default_factory=dict)  # "train", and "val" for evaluations
     shapes: dict[str, ModelShape] = field(default_factory=dict)  # role -> shape, of models with one of their own
     is_scored: bool = True  # whether responses get scores

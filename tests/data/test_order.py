@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.data.sampler import (
-    batch_rows,
+    OrderedSampler,
     epoch_permutation,
     file_cycle,
     steps_for_epochs,
@@ -27,7 +27,9 @@ def test_an_epoch_is_a_permutation(num_rows: int, seed: int, epoch: int) -> None
 def test_steps_laid_end_to_end_are_the_epochs(num_rows: int, batch_size: int, shuffle: bool) -> None:
     num_steps = 3 + 2 * num_rows // batch_size
     # Backwards: an earlier step leaves no state behind that a later one could read.
-    batches = [batch_rows(num_rows, batch_size, step, 7, shuffle) for step in range(num_steps, 0, -1)][::-1]
+    batches = [OrderedSampler(num_rows, 7, shuffle).rows_of_step(step, batch_size) for step in range(num_steps, 0, -1)][
+        ::-1
+    ]
     rows = np.concatenate([rows for rows, _ in batches])
     epochs = np.concatenate([epochs for _, epochs in batches])
     assert rows.dtype == epochs.dtype == np.int64

@@ -13,7 +13,7 @@ import pytest
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.curriculum import AbstractCurriculumSampler, Curriculum, StepReport, pack, step_report, unpack
 from hpcrl.data.prompts import PromptDataset
-from hpcrl.data.sampler import OrderedSampler, Sampler, WeightedFiles, batch_rows, make_sampler
+from hpcrl.data.sampler import OrderedSampler, Sampler, WeightedFiles, make_sampler
 from hpcrl.runtime.exits import InputError
 
 CYCLING = """
@@ -91,10 +91,13 @@ def draw(sampler: Sampler, steps: range, size: int = 4) -> list[tuple[int, int]]
     return found
 
 
-def test_the_default_order_is_batch_rows_whatever_the_size_of_a_draw() -> None:
+def test_the_default_order_is_that_of_the_steps_whatever_the_size_of_a_draw() -> None:
     sampler = OrderedSampler(10, 3, True)
     rows = np.concatenate([sampler.next_rows(n)[0] for n in (4, 1, 7, 8)])
-    assert rows.tolist() == np.concatenate([batch_rows(10, 4, step, 3, True)[0] for step in range(1, 6)]).tolist()
+    assert (
+        rows.tolist()
+        == np.concatenate([OrderedSampler(10, 3, True).rows_of_step(step, 4)[0] for step in range(1, 6)]).tolist()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

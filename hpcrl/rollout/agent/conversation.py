@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from hpcrl.data.prompts import folded, truncate
+from hpcrl.data.chat import folded
+from hpcrl.data.prompts import truncate
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, Trajectory, merge_routed_experts
 from hpcrl.runtime.exits import InputError
 

@@ -1,0 +1,63 @@
+"""Conversations as text, by a chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.runtime.exits import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hpcrl.config.schema import DataConfig
+
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+class ChatTemplate:
+    """data.chat_template, or the tokenizer's own, with data.apply_chat_template_kwargs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self._own = cfg.chat_template
+        self._options = cfg.apply_chat_template_kwargs
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template marks the assistant's turns with {% generation %}."""
+        template = self._own if self._own is not None else self._tokenizer.chat_template
+        return isinstance(template, str) and _GENERATION.search(template) is not None
+
+    def text(self, messages: Sequence[Any], where: str, *, generation_prompt: bool, **options: Any) -> str:
+        """The conversation; with `generation_prompt`, followed by what starts the assistant's next turn."""
+        # Text first, then tokens: the result of `tokenize=True` differs between transformers 4 and 5.
+        return str(self._apply(messages, where, tokenize=False, add_generation_prompt=generation_prompt, **options))
+
+    def ids_and_marks(self, messages: Sequence[Any], where: str, **options: Any) -> tuple[list[int], list[int]]:
+        """Token ids of the conversation, and 1 for each token that the template marks as the assistant's."""
+        wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._apply(messages, where, **wanted, **options)
+        return found["input_ids"], found["assistant_masks"]
+
+    def _apply(self, messages: Sequence[Any], where: str, **options: Any) -> Any:
+        if self._own is None and self._tokenizer.chat_template is None:
+            raise InputError(
+                f"{where}: the prompt is a conversation, but the tokenizer has no chat template; "
+                "set data.chat_template, or make prompts plain strings"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), chat_template=self._own, **options, **self._options
+            )
+        except Exception as error:  # templates are user code
+            raise InputError(
+                f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
+                "expected a template for these roles (data.chat_template, data.apply_chat_template_kwargs)"
+            ) from None
+
+
+def folded(error: BaseException) -> str:
+    """Return an error's message with its white space collapsed, at most 160 characters."""
+    return " ".join(str(error).split())[:160]
