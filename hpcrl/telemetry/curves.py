@@ -7,7 +7,9 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, pstdev
 
 import matplotlib
 
@@ -36,15 +38,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, metrics.jsonl or event file")
     parser.add_argument("--out", default="curves.png", help="picture to write; .png, .pdf or .svg (%(default)s)")
+    parser.add_argument(
+        "--seeds", action="store_true", help="draw runs NAME_0, NAME_1, ... as their mean, with a band of its deviation"
+    )
     parser.add_argument("--keys", metavar="REGEX", help="draw the keys in which this is found, a panel each")
     options = parser.parse_args(arguments)
     try:
-        draw(read_runs(options.runs), Path(options.out), options.keys)
+        runs = read_runs(options.runs)
+        draw(over_seeds(runs) if options.seeds else runs, Path(options.out), options.keys)
     except RunError as error:
         print(f"curves: error: {error}", file=sys.stderr)
         return 2
     print(options.out)
     return 0
+
+
+@dataclass(frozen=True)
+class SeedMean(RunLog):
+    """The mean of runs that differ in their seed, of the steps and tags that all of them have."""
+
+    deviations: dict[int, dict[str, float]]  # standard deviations of the same
+
+    def band(self, key: str) -> list[float]:
+        """Standard deviation at each point of `series(key)`."""
+        return [row[key] for row in self.deviations.values() if key in row]
+
+
+def over_seeds(runs: Sequence[RunLog]) -> list[RunLog]:
+    """Runs whose names differ in the number at their end only, as one."""
+    groups: dict[str, list[RunLog]] = {}
+    for run in runs:
+        groups.setdefault(re.sub(r"_?\d+$", "", run.name) or run.name, []).append(run)
+    return [_mean(name, group) for name, group in groups.items()]
+
+
+def _mean(name: str, runs: list[RunLog]) -> RunLog:
+    means: dict[int, dict[str, float]] = {}
+    deviations: dict[int, dict[str, float]] = {}
+    for step, row in runs[0].rows.items():
+        rows = [run.rows.get(step, {}) for run in runs]
+        values = {tag: [other[tag] for other in rows] for tag in row if all(tag in other for other in rows)}
+        means[step] = {tag: mean(found) for tag, found in values.items()}
+        deviations[step] = {tag: pstdev(found) for tag, found in values.items()}
+    return SeedMean(name, means, deviations)
 
 
 def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:
@@ -107,8 +143,11 @@ def _lines(title: str, keys: list[str], *, percent: bool = False) -> Panel:
         for i, key in enumerate(keys):
             for j, run in enumerate(runs):
                 points = [(step, value) for step, value in run.series(key) if not math.isnan(value)]
+                colour = _colour(i if one else j)
                 if points:
-                    _curve(axes, points, _colour(i if one else j), styles[i])
+                    _curve(axes, points, colour, styles[i])
+                if points and isinstance(run, SeedMean):
+                    _band(axes, run.series(key), run.band(key), colour)
         _decorate(axes, title)
         if percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -129,6 +168,15 @@ def _curve(axes: Axes, points: list[tuple[int, float]], colour: str, style: str)
         axes.plot(steps, smooth(values, max(5, len(values) // 20)), color=colour, ls=style, lw=1.8)
     else:
         axes.plot(steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=3.5)
+
+
+def _band(axes: Axes, points: list[tuple[int, float]], widths: list[float], colour: str) -> None:
+    values = [value for _, value in points]
+    low = [value - width for value, width in zip(values, widths, strict=True)]
+    high = [value + width for value, width in zip(values, widths, strict=True)]
+    if len(points) > SMOOTHED_ABOVE:
+        low, high = (smooth(edge, max(5, len(edge) // 20)) for edge in (low, high))
+    axes.fill_between([step for step, _ in points], low, high, color=colour, alpha=0.2, lw=0)
 
 
 def smooth(values: list[float], window: int) -> list[float]:
@@ -189,7 +237,7 @@ def _phases_of_several_runs(axes: Axes, runs: list[RunLog]) -> None:
         steps, seconds = _seconds(run, phases)
         means.append([sum(values) / max(len(steps), 1) for values in seconds])
     for i, phase in enumerate(phases):
-        widths = [mean[i] for mean in means]
+        widths = [of_run[i] for of_run in means]
         axes.barh(range(len(runs)), widths, left=left, color=PHASE_COLOURS[i], label=phase, height=0.6)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     _decorate(axes, "mean seconds per phase")

@@ -168,6 +168,20 @@ def test_a_closed_pipe_is_no_error(runs):
     assert done.stderr == "" and done.stdout.startswith("step,")
 
 
+def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path, capsys):
+    rows = [[{"step": step, "critic/score/mean": seed + step, "a": 1.0} for step in (1, 2)] for seed in (0, 4)]
+    rows[1][1].pop("a")
+    folders = [write_run(tmp_path / f"grpo_{seed}", lines) for seed, lines in enumerate(rows)]
+    (found,) = curves.over_seeds(read_runs(folders))
+    assert isinstance(found, curves.SeedMean) and found.name == "grpo"
+    assert found.series("critic/score/mean") == [(1, 3.0), (2, 4.0)]
+    assert found.band("critic/score/mean") == [2.0, 2.0]
+    assert found.series("a") == [(1, 1.0)]
+    out = tmp_path / "curves.png"
+    assert curves.main([*map(str, folders), "--seeds", "--out", str(out)]) == 0
+    assert out.stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_curves_draw_a_picture(runs, count, tmp_path, capsys):
     out = tmp_path / "curves.png"
