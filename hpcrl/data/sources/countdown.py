@@ -1,0 +1,35 @@
+"""Countdown as a chat: Jiayi-Pan/Countdown-Tasks-3to4, or other files with target and nums."""
+
+from collections.abc import Sequence
+
+from hpcrl.data.source import USUAL_FILES, Dropped, FileSource, Row, rule_row, value
+
+TEMPLATE = (
+    "Use the numbers {numbers} to make {target}. Use each number exactly once, with the operations + - * / and "
+    "parentheses. Think inside <think> </think> tags, then write the expression inside <answer> </answer> tags, for "
+    "example <answer>(1 + 2) / 3</answer>."
+)
+
+
+def countdown_row(numbers: Sequence[int], target: int, answer: str | None = None) -> Row:
+    """The problem as a chat, which the rule `countdown` scores."""
+    *most, last = map(str, numbers)
+    prompt = TEMPLATE.format(numbers=f"{', '.join(most)} and {last}", target=target)
+    return rule_row("countdown", prompt, {"target": target, "numbers": list(numbers)}, answer)
+
+
+def numbers_key(row: Row) -> str:
+    """Problems with the same numbers, in another order or with another target, are on the same side of a split."""
+    return repr(sorted(row["reward_model"]["ground_truth"]["numbers"]))
+
+
+def convert(row: Row) -> Row:
+    numbers, target = value(row, "nums"), value(row, "target")
+    if not isinstance(numbers, list) or not all(type(number) is int for number in [*numbers, target]):
+        raise Dropped("nums or target are not whole numbers")
+    if len(numbers) < 2:
+        raise Dropped("fewer than two numbers")
+    return countdown_row(numbers, target)
+
+
+SOURCE = FileSource(files=USUAL_FILES, convert=convert, template=TEMPLATE, split_key=numbers_key)
