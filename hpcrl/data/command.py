@@ -1,4 +1,4 @@
-"""`hpcrl data`: a dataset in verl's schema from files that exist, or drawn; and duplicates between any two sets of files.
+"""`hpcrl data`: a dataset in verl's schema from downloaded files, or drawn; duplicates between two sets of files.
 
 Needs neither MPI nor torch nor a network.
 """
@@ -39,13 +39,11 @@ def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser
             command.add_argument(
                 "--from", dest="folder", type=Path, required=True, metavar="DIR", help="downloaded files"
             )
-            command.add_argument(
-                "--val-rows", type=at_least(1), metavar="N", help="hold out where none are in the files"
-            )
+            command.add_argument("--val-rows", type=at_least(1), metavar="N", help="hold out, if the files have none")
             command.add_argument(
                 "--drop-duplicates",
                 action="store_true",
-                help="drop training rows whose prompt is in the validation data",
+                help="drop training rows with a validation prompt",
             )
         else:
             command.add_argument("--rows", type=at_least(1), default=2000, metavar="N", help="training rows (2000)")
@@ -122,7 +120,7 @@ def duplicate_lines(
     train: dict[str, int], val: dict[str, int], threshold: float, examples: list[dict[str, Any]]
 ) -> Iterator[str]:
     if not any((*train.values(), *val.values())):
-        yield f"no validation prompt is among the training prompts (exactly, or nearly: similarity {threshold} and more)"
+        yield f"no validation prompt is among the training prompts (exactly or nearly, similarity {threshold})"
         return
     for kind, what in (("exact", "exactly"), ("near", f"nearly, similarity {threshold} and more")):
         yield f"validation prompts in the training data: {val[kind]} ({what}), in {train[kind]} training rows"
@@ -135,13 +133,13 @@ def duplicate_lines(
 
 def check(parsed: argparse.Namespace) -> int:
     """Compare two sets of files. The exit code is 1 if a validation prompt is among the training prompts."""
-    prompts = []
+    prompts: list[list[str]] = []
     for paths in (parsed.train, parsed.val):
         files = [RowFile(path) for path in paths]
         for file in files:
             file.require(parsed.prompt_key, "--prompt-key")
         prompts.append([prompt_text(prompt) for file in files for prompt in file.column(parsed.prompt_key)])
-    found = find_duplicates(*prompts, parsed.threshold)
+    found = find_duplicates(prompts[0], prompts[1], parsed.threshold)
     train, val = (
         {"exact": int(exact.sum()), "near": int(near.sum())}
         for exact, near in ((found.train_exact, found.train_near), (found.val_exact, found.val_near))

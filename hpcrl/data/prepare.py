@@ -56,9 +56,7 @@ def prepare_files(
         raise InputError(f"--out {out} is the folder of --from, too; use another one")
     train_files, val_files = find_files(name, source.files, folder, out)
     if val_files and val_rows is not None:
-        raise InputError(
-            f"--val-rows {val_rows}: {name} has validation rows of its own in {val_files[0]}; leave it out"
-        )
+        raise InputError(f"--val-rows {val_rows}: {val_files[0]} has the validation rows of {name}; leave it out")
     train = convert_files(source, "train", train_files, seed)
     inputs = {"train": summary(train_files, folder)}
     if val_files:

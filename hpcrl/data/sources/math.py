@@ -1,4 +1,4 @@
-"""MATH, competition problems: the original folders of JSON files, or Parquet or JSON lines with problem and solution."""
+"""MATH, competition problems: the original folders of JSON files, or Parquet or JSONL with problem and solution."""
 
 from hpcrl.data.source import USUAL_FILES, Dropped, FileSource, Row, rule_row, text
 from hpcrl.rewards.scorers.math_answers import boxed_answer

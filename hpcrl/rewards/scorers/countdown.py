@@ -1,7 +1,7 @@
 """Countdown: make the target from the given numbers, each used exactly once.
 
-The answer is `<a>...</a>` and nothing else (short form), or the last `<answer>...</answer>` of a response that may think
-before it (chat form).
+The answer is `<a>...</a>` and nothing else (short form), or the last `<answer>...</answer>` of a response that may have
+thoughts before it (chat form).
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def compute_score(
     """1 for a right answer, `format_score` for a wrong one in the right format, 0 otherwise; `acc` is 1 or 0.
 
     `format` is 1 where the format is right: the other part of the reward, for gdpo. A response with `<answer>` in it has
-    the chat form, where it is a complete pair of tags, whatever is in them. In the short form tags and expression have
-    to parse, and a response that did not end by itself scores 0: that is one whose `extra_info["finish_reason"]` is
-    there and is not "stop" (RewardManager puts it there).
+    the chat form; its format is a complete pair of tags, whatever is in them. In the short form tags and expression
+    have to parse, and a response that did not end by itself scores 0: that is one whose `extra_info["finish_reason"]`
+    is there and is not "stop" (RewardManager puts it there).
 
     `ground_truth` is {"numbers": [...], "target": n}.
     """
