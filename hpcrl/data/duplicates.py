@@ -80,8 +80,8 @@ def find_duplicates(train: Iterable[str], val: Iterable[str], threshold: float =
     exact = in_train & in_val
 
     owners, ids = shingles(without_instruction(texts))
-    left, right, similarity = similar_pairs(owners, ids, in_val & ~exact, in_train & ~exact, threshold)
-    near_train, near_val = (np.isin(np.arange(len(texts)), found) for found in (right, left))
+    left, right, similarity = similar_pairs(owners, ids, in_val, in_train, threshold)
+    near_train, near_val = (np.isin(np.arange(len(texts)), found) & ~exact for found in (right, left))
 
     first_train, first_val = (first_rows(rows, len(texts)) for rows in (train_of, val_of))
     pairs = [(text, text, 1.0) for text in np.flatnonzero(exact)[:MAX_EXAMPLES].tolist()]
@@ -160,7 +160,7 @@ def shingles(texts: Sequence[list[str]]) -> tuple[np.ndarray, np.ndarray]:
 def similar_pairs(
     owners: np.ndarray, ids: np.ndarray, is_left: np.ndarray, is_right: np.ndarray, threshold: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs of a left and a right text whose sets of shingles have at least this Jaccard similarity.
+    """Pairs of a left and another, right text whose sets of shingles have at least this Jaccard similarity.
 
     owners, ids: of `shingles`. is_left, is_right: bool (texts,). Returns left and right texts, int64, and similarities.
     """
@@ -179,7 +179,7 @@ def similar_pairs(
         pairs, shared = np.unique(np.repeat(left_texts[part], counts) * num_texts + rights, return_counts=True)
         left, right = pairs // num_texts, pairs % num_texts
         similarity = shared / (sizes[left] + sizes[right] - shared)
-        near = similarity >= threshold
+        near = (similarity >= threshold) & (left != right)
         found.append((left[near], right[near], similarity[near]))
     left, right, similarity = (np.concatenate(column) for column in zip(*found, strict=True))
     return left, right, similarity

@@ -118,7 +118,7 @@ def compute_score(
 ) -> dict[str, float]:
     """1 for a right answer, `format_score` for a wrong one in the right format, 0 otherwise; `acc` is 1 or 0.
 
-    `format` is 1 where the format is right: the other part of the reward, for gdpo. A response with `<answer>` in it has
+    `format` is 1 where the format is right: the other part of the reward, for gdpo. A response with `<answer>` is in
     the chat form; its format is a complete pair of tags, whatever is in them. In the short form tags and expression
     have to parse, and a response that did not end by itself scores 0: that is one whose `extra_info["finish_reason"]`
     is there and is not "stop" (RewardManager puts it there).
