@@ -50,7 +50,10 @@ def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser
             command.add_argument("--val-rows", type=at_least(1), default=200, metavar="N", help="validation rows (200)")
         command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
         command.add_argument("--seed", type=int, default=0, metavar="N", help="of what is held out or drawn (0)")
-        add_threshold(command)
+        if source.problem is None:
+            add_threshold(command)
+        else:
+            command.set_defaults(threshold=None)
     check = commands.add_parser("check", help="whether validation prompts are in the training files, exactly or nearly")
     check.add_argument("--train", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
     check.add_argument("--val", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
@@ -92,9 +95,7 @@ def prepare(parsed: argparse.Namespace, source: Source) -> int:
             threshold=parsed.threshold,
         )
     else:
-        dataset = draw_rows(
-            source, rows=parsed.rows, val_rows=parsed.val_rows, seed=parsed.seed, threshold=parsed.threshold
-        )
+        dataset = draw_rows(source, rows=parsed.rows, val_rows=parsed.val_rows, seed=parsed.seed)
     description = write(parsed.name, source, dataset, parsed.out, seed=parsed.seed, threshold=parsed.threshold)
     print("\n".join(table(description, parsed.out)))
     return exits.DONE
@@ -113,17 +114,18 @@ def table(description: dict[str, Any], out: Path) -> Iterator[str]:
     if description["val_is_held_out_of_train"]:
         yield "the files have no validation rows: these were held out of the training rows"
     found = description["duplicates"]
-    yield from duplicate_lines(found["train_rows"], found["val_rows"], found["jaccard_threshold"], found["examples"])
+    threshold = found.get("jaccard_threshold")
+    yield from duplicate_lines(found["train_rows"], found["val_rows"], threshold, found["examples"])
 
 
 def duplicate_lines(
-    train: dict[str, int], val: dict[str, int], threshold: float, examples: list[dict[str, Any]]
+    train: dict[str, int], val: dict[str, int], threshold: float | None, examples: list[dict[str, Any]]
 ) -> Iterator[str]:
-    if not any((*train.values(), *val.values())):
-        yield f"no validation prompt is among the training prompts (exactly or nearly, similarity {threshold})"
-        return
-    for kind, what in (("exact", "exactly"), ("near", f"nearly, similarity {threshold} and more")):
-        yield f"validation prompts in the training data: {val[kind]} ({what}), in {train[kind]} training rows"
+    """How many rows have a duplicate in the other set, and examples. A threshold of None: problems were compared."""
+    compared = "problems" if threshold is None else "prompts"
+    kinds = {"exact": "exactly"} if threshold is None else {"exact": "exactly", "near": f"nearly, at {threshold}"}
+    for kind, what in kinds.items():
+        yield f"validation {compared} in the training data, {what}: {val[kind]}, in {train[kind]} training rows"
     for example in examples:
         for split in ("train", "val"):
             words = " ".join(example[split].split())

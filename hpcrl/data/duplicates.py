@@ -91,6 +91,14 @@ def find_duplicates(train: Iterable[str], val: Iterable[str], threshold: float =
     return Duplicates(exact[train_of], near_train[train_of], exact[val_of], near_val[val_of], tuple(examples))
 
 
+def equal_problems(train: np.ndarray, val: np.ndarray) -> Duplicates:
+    """Rows whose problem is in the other set, too, as exact duplicates. train, val: a number per problem, (rows,)."""
+    train_exact, val_exact = np.isin(train, val), np.isin(val, train)
+    rows = np.flatnonzero(train_exact)[:MAX_EXAMPLES].tolist()
+    examples = (Example(row, int(np.flatnonzero(val == train[row])[0]), 1.0) for row in rows)
+    return Duplicates(train_exact, np.zeros_like(train_exact), val_exact, np.zeros_like(val_exact), tuple(examples))
+
+
 def distinct(texts: Iterable[str], index: dict[str, int]) -> np.ndarray:
     """Add normalised texts to `index`, each with its number, and return the number of each text, int64 (texts,)."""
     seen: dict[str, int] = {}

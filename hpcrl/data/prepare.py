@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.data.duplicates import COMMON_COUNT, COMMON_SHARE, NUM_WORDS, Duplicates, find_duplicates, prompt_text
+from hpcrl.data.duplicates import (
+    COMMON_COUNT,
+    COMMON_SHARE,
+    NUM_WORDS,
+    Duplicates,
+    equal_problems,
+    find_duplicates,
+    prompt_text,
+)
 from hpcrl.data.source import Dropped, FileSource, Source, SyntheticSource
 from hpcrl.data.source_files import find_files, read_rows, sha256, summary
 from hpcrl.data.split import RowCollector, Split, hold_out
@@ -45,10 +53,11 @@ def prepare_files(
     seed: int,
     val_rows: int | None,
     drop_duplicates: bool,
-    threshold: float,
+    threshold: float | None,
 ) -> Dataset:
     """Read the files below `folder`. Where there are none for validation, hold out `val_rows` of the training rows
-    (None: one in HELD_OUT_SHARE, at most MAX_HELD_OUT) by a hash of `source.split_key` and the seed.
+    (None: one in HELD_OUT_SHARE, at most MAX_HELD_OUT) by a hash of the problem and the seed.
+    threshold: of near duplicates; None for a source with problems.
 
     Raises InputError for missing or malformed files, and if no row of a file can be used.
     """
@@ -85,36 +94,39 @@ def convert_files(source: FileSource, split: str, paths: Sequence[Path], seed: i
     return rows.split()
 
 
-def draw_rows(source: SyntheticSource, *, rows: int, val_rows: int, seed: int, threshold: float) -> Dataset:
-    """Draw rows with different keys: first those for validation, so that they do not depend on `rows`.
+def draw_rows(source: SyntheticSource, *, rows: int, val_rows: int, seed: int) -> Dataset:
+    """Draw rows with different problems: first those for validation, so that they do not depend on `rows`.
 
     Raises InputError if there are not so many different ones.
     """
     rng = random.Random(seed)
-    splits, keys = {}, set[int]()
+    splits, problems = {}, set[int]()
     for split, count in (("val", val_rows), ("train", rows)):
         collector = RowCollector(source, split, seed)
         repeated = 0
         while collector.num_read < count:
             row = source.draw(rng)
-            key = collector.key(row)
-            if key in keys:
+            problem = collector.problem(row)
+            if problem in problems:
                 repeated += 1
                 if repeated == MAX_REPEATED_DRAWS:
-                    raise InputError(f"--rows {rows}: found {len(keys)} different problems; draw fewer")
+                    raise InputError(f"--rows {rows}: found {len(problems)} different problems; draw fewer")
                 continue
             repeated = 0
-            keys.add(key)
+            problems.add(problem)
             collector.add(row)
             collector.num_read += 1
         splits[split] = collector.split()
-    return compared(splits["train"], splits["val"], {}, False, False, threshold)
+    return compared(splits["train"], splits["val"], {}, False, False, None)
 
 
 def compared(
-    train: Split, val: Split, inputs: dict[str, Any], held_out: bool, drop_duplicates: bool, threshold: float
+    train: Split, val: Split, inputs: dict[str, Any], held_out: bool, drop_duplicates: bool, threshold: float | None
 ) -> Dataset:
-    duplicates = find_duplicates(train.prompts(), val.prompts(), threshold)
+    if threshold is None:
+        duplicates = equal_problems(train.problems, val.problems)
+    else:
+        duplicates = find_duplicates(train.prompts(), val.prompts(), threshold)
     examples = [
         {
             "similarity": round(example.similarity, 3),
@@ -131,7 +143,15 @@ def compared(
     return Dataset({"train": train, "val": val}, duplicates, examples, inputs, held_out)
 
 
-def write(name: str, source: Source, dataset: Dataset, out: Path, *, seed: int, threshold: float) -> dict[str, Any]:
+def near_duplicates(threshold: float) -> dict[str, Any]:
+    """What a near duplicate is, for dataset.json."""
+    common = {"more_prompts_than": COMMON_COUNT, "larger_share_than": COMMON_SHARE}
+    return {"words_per_shingle": NUM_WORDS, "jaccard_threshold": threshold, "common_shingles": common}
+
+
+def write(
+    name: str, source: Source, dataset: Dataset, out: Path, *, seed: int, threshold: float | None
+) -> dict[str, Any]:
     """Write the three files, dataset.json last, and return what it says.
 
     Raises InputError if `out` has a train.parquet or val.parquet that does not come from this command.
@@ -166,9 +186,8 @@ def write(name: str, source: Source, dataset: Dataset, out: Path, *, seed: int, 
         "val_is_held_out_of_train": dataset.held_out,
         "splits": described,
         "duplicates": {
-            "words_per_shingle": NUM_WORDS,
-            "jaccard_threshold": threshold,
-            "common_shingles": {"more_prompts_than": COMMON_COUNT, "larger_share_than": COMMON_SHARE},
+            "compared": "problems" if threshold is None else "prompts",
+            **({} if threshold is None else near_duplicates(threshold)),
             "train_rows": {"exact": int(duplicates.train_exact.sum()), "near": int(duplicates.train_near.sum())},
             "val_rows": {"exact": int(duplicates.val_exact.sum()), "near": int(duplicates.val_near.sum())},
             "examples": dataset.examples,

@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hpcrl.data.duplicates import normalised, prompt_text
 from hpcrl.runtime.exits import InputError
 
 Row: TypeAlias = dict[str, Any]
@@ -30,10 +29,6 @@ class Dropped(Exception):
     """The row cannot be used. The message is the reason, under which `hpcrl data` counts the row."""
 
 
-def normalised_prompt(row: Row) -> str:
-    return normalised(prompt_text(row["prompt"]))
-
-
 @dataclass(frozen=True)
 class FileSource:
     """A dataset from files that a person has downloaded.
@@ -43,22 +38,23 @@ class FileSource:
     convert: row of a file -> columns of verl's schema without `extra_info.split` and `extra_info.index`; all rows have
         the same columns and types. Raises Dropped for a row, InputError for a file of something else.
     template: the prompt, with the columns of the file in braces.
-    split_key: rows with equal keys are on the same side where validation rows are held out of the training rows.
+    problem: what identifies the problem of a row whose prompt is a template with numbers in it, which are near
+        duplicates as texts; None: the prompt. Rows of one problem are duplicates, and are held out together.
     """
 
     files: Sequence[tuple[str, str]]
     convert: Callable[[Row], Row]
     template: str
-    split_key: Callable[[Row], str] = normalised_prompt
+    problem: Callable[[Row], str] | None = None
 
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """A dataset that is drawn: `draw` returns one row, and no two rows of the dataset have the same key."""
+    """A dataset that is drawn: `draw` returns one row, and no two rows of the dataset have the same problem."""
 
     draw: Callable[[random.Random], Row]
     template: str
-    split_key: Callable[[Row], str] = normalised_prompt
+    problem: Callable[[Row], str]
 
 
 Source: TypeAlias = FileSource | SyntheticSource

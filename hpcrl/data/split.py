@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcrl.data.duplicates import prompt_text
+from hpcrl.data.duplicates import normalised, prompt_text
 from hpcrl.data.row_file import ROWS_PER_BATCH
 from hpcrl.data.source import Dropped, Row, Source
 from hpcrl.rewards.registry import scorer_for
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Split:
-    """Rows of a split as an Arrow table, the key of each row in a division of the split, uint64, and counts."""
+    """Rows of a split as an Arrow table, a hash of each row's problem, uint64 (rows,), and counts."""
 
     table: pyarrow.Table
-    keys: np.ndarray
+    problems: np.ndarray
     num_read: int
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -35,7 +35,7 @@ class Split:
 
     def take(self, mask: np.ndarray) -> Split:
         """The rows where `mask`, bool (rows,), is true, with the same counts."""
-        return Split(self.table.filter(mask), self.keys[mask], self.num_read, self.dropped)
+        return Split(self.table.filter(mask), self.problems[mask], self.num_read, self.dropped)
 
     def prompts(self) -> Iterator[str]:
         for batch in self.table.select(["prompt"]).to_batches(ROWS_PER_BATCH):
@@ -49,14 +49,16 @@ class RowCollector:
         self._source, self._split, self._seed = source, split, seed
         self._rows: list[Row] = []
         self._tables: list[pyarrow.Table] = []
-        self._keys: list[int] = []
+        self._problems: list[int] = []
         self._truths: dict[bytes, bytes] = {}
         self.num_read = 0
         self.dropped: Counter[str] = Counter()
 
-    def key(self, row: Row) -> int:
-        """A hash of the row's key and the seed, below 2^64."""
-        hashed = hashlib.blake2b(self._source.split_key(row).encode(), digest_size=8, key=str(self._seed).encode())
+    def problem(self, row: Row) -> int:
+        """A hash of the row's problem and the seed, below 2^64."""
+        identify = self._source.problem
+        text = normalised(prompt_text(row["prompt"])) if identify is None else identify(row)
+        hashed = hashlib.blake2b(text.encode(), digest_size=8, key=str(self._seed).encode())
         return int.from_bytes(hashed.digest(), "big")
 
     def add(self, row: Row) -> None:
@@ -64,7 +66,7 @@ class RowCollector:
         self._require_new(row)
         require_right_answer(row)
         row["extra_info"] = {"split": self._split, "index": self.num_read, **row["extra_info"]}
-        self._keys.append(self.key(row))
+        self._problems.append(self.problem(row))
         self._rows.append(row)
         if len(self._rows) == ROWS_PER_BATCH:
             self._flush()
@@ -92,8 +94,8 @@ class RowCollector:
 
         if self._rows:
             self._flush()
-        keys = np.array(self._keys, dtype=np.uint64)
-        return Split(pyarrow.concat_tables(self._tables), keys, self.num_read, self.dropped)
+        problems = np.array(self._problems, dtype=np.uint64)
+        return Split(pyarrow.concat_tables(self._tables), problems, self.num_read, self.dropped)
 
 
 def require_right_answer(row: Row) -> None:
@@ -107,14 +109,19 @@ def require_right_answer(row: Row) -> None:
 
 
 def hold_out(train: Split, val_rows: int) -> tuple[Split, Split]:
-    """Training rows without those of the smallest keys, and at least `val_rows` of those; rows of one key together."""
-    keys, counts = np.unique(train.keys, return_counts=True)
+    """Hold out at least `val_rows` of the training rows: all rows of the problems with the smallest hashes.
+
+    Returns the other rows and the held-out ones. Raises InputError if there are not so many rows.
+    """
+    problems, counts = np.unique(train.problems, return_counts=True)
     last = int(np.searchsorted(np.cumsum(counts), val_rows))
-    if last + 1 >= len(keys):
-        raise InputError(f"--val-rows {val_rows}: there are {len(train)} rows of {len(keys)} prompts; hold out fewer")
-    held_out = train.keys <= keys[last]
+    if last + 1 >= len(problems):
+        raise InputError(
+            f"--val-rows {val_rows}: there are {len(train)} rows of {len(problems)} problems; hold out fewer"
+        )
+    held_out = train.problems <= problems[last]
     val = train.take(held_out)
-    return train.take(~held_out), Split(renamed(val.table, "val"), val.keys, 0)
+    return train.take(~held_out), Split(renamed(val.table, "val"), val.problems, 0)
 
 
 def renamed(table: pyarrow.Table, split: str) -> pyarrow.Table:

@@ -176,17 +176,28 @@ def test_duplicates_are_reported_and_dropped(tmp_path: Path, run: Run) -> None:
     write_jsonl(tmp_path / "from" / "train.jsonl", shop_rows([*SHOPS[:3], equal, near]))
     write_jsonl(tmp_path / "from" / "test.jsonl", shop_rows([SHOPS[3], ("How many legs do two dogs have?", 8)]))
     printed = run("gsm8k", "--from", tmp_path / "from", "--out", tmp_path / "out")
-    assert "1 (exactly), in 1 training rows" in printed and "0.5 and more), in 1 training rows" in printed
+    assert "exactly: 1, in 1 training rows" in printed and "nearly, at 0.5: 0, in 1 training rows" in printed
     assert "1.000 train THERE ARE 12 EGGS" in printed
     files = ["--train", tmp_path / "out" / "train.parquet", "--val", tmp_path / "out" / "val.parquet"]
-    assert "1 (exactly), in 1 training rows" in run("check", *files, code=1)
+    assert "exactly: 1, in 1 training rows" in run("check", *files, code=1)
 
     run("gsm8k", "--from", tmp_path / "from", "--out", tmp_path / "out", "--drop-duplicates")
     said = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert said["splits"]["train"]["dropped"] == {"is a duplicate of a validation prompt": 2}
     assert said["duplicates"]["train_rows"] == {"exact": 1, "near": 1}
     assert [row["extra_info"]["index"] for row in rows_of(tmp_path / "out" / "train.parquet")] == [0, 1, 2]
-    assert "no validation prompt" in run("check", *files)
+    assert "exactly: 0, in 0 training rows" in run("check", *files)
+
+
+def test_problems_with_the_same_numbers_are_duplicates(tmp_path: Path, run: Run) -> None:
+    """Of countdown, whose prompts are all alike."""
+    write_jsonl(tmp_path / "train.jsonl", [{"target": 10, "nums": [1, 2, 7]}, {"target": 10, "nums": [1, 2, 8]}])
+    write_jsonl(tmp_path / "test.jsonl", [{"target": 4, "nums": [7, 1, 2]}])
+    printed = run("countdown", "--from", tmp_path, "--out", tmp_path / "out", "--drop-duplicates")
+    assert "validation problems in the training data, exactly: 1, in 1 training rows" in printed
+    assert [row["reward_model"]["ground_truth"]["numbers"] for row in rows_of(tmp_path / "out" / "train.parquet")] == [
+        [1, 2, 8]
+    ]
 
 
 def test_check_reads_plain_prompts_of_several_files(tmp_path: Path, run: Run) -> None:
@@ -196,7 +207,7 @@ def test_check_reads_plain_prompts_of_several_files(tmp_path: Path, run: Run) ->
     files = ["--train", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--val", tmp_path / "c.parquet"]
     printed = run("check", *files, "--prompt-key", "text", code=1)
     assert "3 training rows, 1 validation rows" in printed
-    assert "1 (exactly), in 2 training rows" in printed and "0 (nearly" in printed
+    assert "exactly: 1, in 2 training rows" in printed and "nearly, at 0.5: 0, in 0" in printed
 
 
 def spoil_nothing(folder: Path) -> None:
@@ -245,9 +256,9 @@ def no_parquet(folder: Path) -> None:
             "countdown",
             PUBLISHED["countdown"][1],
             ("--val-rows", "80"),
-            "80 rows of 40 prompts; hold out fewer",
+            "80 rows of 40 problems; hold out fewer",
         ),
-        ("countdown", PUBLISHED["countdown"][1], ("--threshold", "2"), "found 2; expected above 0, at most 1"),
+        ("chat", PUBLISHED["chat"][1], ("--threshold", "2"), "found 2; expected above 0, at most 1"),
     ],
 )
 def test_bad_input_is_one_line(

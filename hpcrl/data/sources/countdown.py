@@ -18,8 +18,8 @@ def countdown_row(numbers: Sequence[int], target: int, answer: str | None = None
     return rule_row("countdown", prompt, {"target": target, "numbers": list(numbers)}, answer)
 
 
-def numbers_key(row: Row) -> str:
-    """Problems with the same numbers, in another order or with another target, are on the same side of a split."""
+def sorted_numbers(row: Row) -> str:
+    """The same numbers in another order, or with another target, are no new problem."""
     return repr(sorted(row["reward_model"]["ground_truth"]["numbers"]))
 
 
@@ -32,4 +32,4 @@ def convert(row: Row) -> Row:
     return countdown_row(numbers, target)
 
 
-SOURCE = FileSource(files=USUAL_FILES, convert=convert, template=TEMPLATE, split_key=numbers_key)
+SOURCE = FileSource(files=USUAL_FILES, convert=convert, template=TEMPLATE, problem=sorted_numbers)

@@ -3,7 +3,7 @@
 import random
 
 from hpcrl.data.source import Row, SyntheticSource
-from hpcrl.data.sources.countdown import TEMPLATE, countdown_row, numbers_key
+from hpcrl.data.sources.countdown import TEMPLATE, countdown_row, sorted_numbers
 
 NUMBERS = range(1, 51)
 TARGETS = range(1, 101)
@@ -22,7 +22,7 @@ def draw(rng: random.Random) -> Row:
         if found != target:
             tries.append(f"I try {other_steps}. This is not {target}.")
     thought = " ".join([*tries, f"I try {steps}. This is {target}."])
-    answer = f"<think>{thought}</think>\n<answer>{expression}</answer>"
+    answer = f"<think>{thought}</think> <answer>{expression}</answer>"
     return countdown_row(rng.sample(numbers, len(numbers)), target, answer)
 
 
@@ -39,4 +39,4 @@ def attempt(numbers: list[int], rng: random.Random) -> tuple[str, str, int]:
     return ", ".join(steps), expression, value
 
 
-SOURCE = SyntheticSource(draw=draw, template=TEMPLATE, split_key=numbers_key)
+SOURCE = SyntheticSource(draw=draw, template=TEMPLATE, problem=sorted_numbers)

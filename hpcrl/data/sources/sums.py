@@ -14,8 +14,8 @@ def draw(rng: random.Random) -> Row:
     return rule_row("sums", prompt, total, f"#### {total}", operands=[left, right])
 
 
-def operands(row: Row) -> str:
+def sorted_numbers(row: Row) -> str:
     return repr(sorted(row["extra_info"]["operands"]))
 
 
-SOURCE = SyntheticSource(draw=draw, template=TEMPLATE, split_key=operands)
+SOURCE = SyntheticSource(draw=draw, template=TEMPLATE, problem=sorted_numbers)
