@@ -125,6 +125,7 @@ def compute_score(
 
     `ground_truth` is {"numbers": [...], "target": n}.
     """
+    target, numbers = ground_truth["target"], Counter(ground_truth["numbers"])
     if OPEN in solution_str:
         answer = last_answer(solution_str)
         found = None if answer is None else evaluate_chat(answer)
@@ -134,11 +135,7 @@ def compute_score(
         short = SHORT_ANSWER.fullmatch(solution_str) if finish_reason == "stop" else None
         found = evaluation_or_none(short[1]) if short else None
         formatted = found is not None
-    right = (
-        found is not None
-        and found.value == ground_truth["target"]
-        and Counter(found.numbers) == Counter(ground_truth["numbers"])
-    )
+    right = found is not None and found.value == target and Counter(found.numbers) == numbers
     return {"score": 1.0 if right else format_score * formatted, "acc": float(right), "format": float(formatted)}
 
 
