@@ -6,6 +6,7 @@ Needs neither MPI nor torch nor a network.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from hpcrl.data.prepare import draw_rows, prepare_files, write
 from hpcrl.data.row_file import RowFile
 from hpcrl.data.source import FileSource, Source, load_source, source_names
 from hpcrl.runtime import exits
+from hpcrl.runtime.launcher import is_first_launched
 
 EXAMPLE_CHARACTERS = 100  # of a prompt
 
@@ -23,6 +25,8 @@ EXAMPLE_CHARACTERS = 100  # of a prompt
 def main(arguments: list[str]) -> NoReturn:
     sources = {name: load_source(name) for name in source_names()}
     parsed = parser_of(sources).parse_args(arguments)
+    if not is_first_launched(os.environ):
+        sys.exit(exits.DONE)
     with exits.one_line_for_user_errors():
         sys.exit(check(parsed) if parsed.name == "check" else prepare(parsed, sources[parsed.name][0]))
 

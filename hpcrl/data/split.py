@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class RowCollector:
     def _require_new(self, row: Row) -> None:
         """An SFT or a preference row is its prompt and answers; another row is its prompt."""
         identity, truth = (
-            hashlib.blake2b(json.dumps(part).encode(), digest_size=16).digest()
+            digest(part)
             for part in ([row["prompt"], *map(row.get, ("answer", "chosen", "rejected"))], row["reward_model"])
         )
         if identity in self._truths:
@@ -96,6 +96,14 @@ class RowCollector:
             self._flush()
         problems = np.array(self._problems, dtype=np.uint64)
         return Split(pyarrow.concat_tables(self._tables), problems, self.num_read, self.dropped)
+
+
+def digest(part: Any) -> bytes:
+    """A hash of JSON. Raises Dropped for text that no Parquet file can have: half of a surrogate pair."""
+    try:
+        return hashlib.blake2b(json.dumps(part, ensure_ascii=False).encode(), digest_size=16).digest()
+    except UnicodeEncodeError:
+        raise Dropped("text that is not Unicode") from None
 
 
 def require_right_answer(row: Row) -> None:

@@ -121,7 +121,8 @@ def chat_row(*texts: str) -> dict[str, Any]:
 
 def chat(folder: Path) -> None:
     rows = [chat_row("Hello", "Good day.", "What is a fjord?", "A long bay."), chat_row("Say one.", "One.")]
-    write_jsonl(folder / "train.jsonl", [*rows, chat_row("Is it?", "Yes.", "Why?"), rows[1]])
+    unusable = [chat_row("Is it?", "Yes.", "Why?"), chat_row("Half of", "a pair: \ud83d"), rows[1]]
+    write_jsonl(folder / "train.jsonl", [*rows, *unusable])
     write_jsonl(folder / "test.jsonl", [chat_row("Name three colours of the flag of Italy.", "Green, white, red.")])
 
 
@@ -144,5 +145,10 @@ PUBLISHED: dict[str, tuple[str, Callable[[Path], None], tuple[int, int], dict[st
         (2, 1),
         {"chosen and rejected are equal": 1, "no rejected answer": 1},
     ),
-    "chat": ("chat", chat, (2, 1), {"messages do not end with the assistant's message": 1, "repeats a row": 1}),
+    "chat": (
+        "chat",
+        chat,
+        (2, 1),
+        {"messages do not end with the assistant's message": 1, "repeats a row": 1, "text that is not Unicode": 1},
+    ),
 }
