@@ -11,6 +11,8 @@ from typing import Any
 from hpcrl.data.row_file import PARQUET_SUFFIXES, read_jsonl, read_parquet
 from hpcrl.runtime.exits import InputError
 
+LFS_POINTER = b"version https://git-lfs"
+
 
 def find_files(
     name: str, patterns: Sequence[tuple[str, str]], folder: Path, without: Path
@@ -39,6 +41,9 @@ def below(folder: Path, pattern: str, without: Path) -> list[Path]:
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place for error messages, row) of each row of a Parquet, JSON-lines or JSON file."""
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise InputError(f"{path}: found a pointer of Git LFS; expected the file itself; run git lfs pull there")
     if path.suffix in PARQUET_SUFFIXES:
         for number, row in read_parquet(str(path)):
             yield f"{path}: row {number}", row

@@ -240,6 +240,11 @@ def no_parquet(folder: Path) -> None:
     (folder / "train.parquet").write_text("no")
 
 
+def pointer(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "train.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 446564\n")
+
+
 @pytest.mark.parametrize(
     ("name", "publish", "options", "line"),
     [
@@ -247,6 +252,7 @@ def no_parquet(folder: Path) -> None:
         ("gsm8k", lambda folder: None, (), "from: no such folder; expected a folder with the files of gsm8k"),
         ("gsm8k", broken_line, (), r"train.jsonl:5: not JSON .* expected one JSON object per line"),
         ("gsm8k", other_columns, (), "train.parquet: row 0: no column 'question'; it has text"),
+        ("gsm8k", pointer, (), "train.parquet: found a pointer of Git LFS; .* run git lfs pull"),
         ("gsm8k", no_parquet, (), "train.parquet: not a readable Parquet file"),
         ("gsm8k", PUBLISHED["gsm8k_jsonl"][1], ("--val-rows", "2"), "test.jsonl has the validation rows of gsm8k"),
         ("preferences", equal_sides, (), r"none of 3 rows can be used: chosen and rejected are equal \(3\)"),
