@@ -243,6 +243,12 @@ def submit(arguments: list[str]) -> NoReturn:
     submit.main(arguments, load_job, check_on_login_node, can_be_submitted)
 
 
+def data(arguments: list[str]) -> NoReturn:
+    from hpcrl.data import command
+
+    command.main(arguments)
+
+
 def fail(line: str) -> NoReturn:
     exits.exit_with_error(InputError(line))
 
@@ -251,5 +257,6 @@ TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
     "run": (run_file, "a job in a Python file of your own"),
     "plan": (plan, "whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU"),
     "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),
+    "data": (data, "datasets in verl's schema from downloaded files, and duplicates between training and validation"),
     "submit": (submit, "a Slurm job, checked and with all it reads"),
 }

@@ -33,7 +33,7 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return err.removeprefix("hpcrl: error: ").rstrip()
 
 
-COMMANDS = "convert, evaluate, generate, preference, rm, score, sft, train, run, plan, check, submit"
+COMMANDS = "convert, evaluate, generate, preference, rm, score, sft, train, run, plan, check, data, submit"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,8 @@ COMMANDS = "convert, evaluate, generate, preference, rm, score, sft, train, run,
         (["check", "a.yaml"], "check: found 'a.yaml', which only --job reads; usage: hpcrl check"),
         (["run"], "run: the following arguments are required: CONFIG; usage: hpcrl run [JOB.py]"),
         (["run", "none.py", "a.yaml"], "none.py cannot be loaded: ImportError: no such file; name a Python file"),
+        (["data"], "data: the following arguments are required: NAME; usage: hpcrl data [-h] NAME"),
+        (["data", "gsm8k"], "data: the following arguments are required: --from, --out; usage: hpcrl data gsm8k [-h]"),
         (["submit"], "submit: the following arguments are required: [COMMAND:]CONFIG; usage: hpcrl submit"),
         (["score", "m", "--tokens"], "score: argument --tokens: expected one argument; usage: hpcrl score"),
     ],

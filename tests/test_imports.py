@@ -131,7 +131,7 @@ def test_a_batch_is_made_and_moved_without_torch() -> None:
     """Tensors are made at the workers; rank 0's loop and a login node handle numpy."""
     folders = ("batch", "controller", "telemetry")
     modules = [f"hpcrl.{folder}.{path.stem}" for folder in folders for path in (PACKAGE / folder).glob("[!_]*.py")]
-    modules += [f"hpcrl.data.{name}" for name in ("answers", "curriculum", "prompts", "sampler")]
+    modules += [f"hpcrl.data.{name}" for name in ("answers", "command", "curriculum", "prompts", "sampler")]
     modules += [f"hpcrl.checkpoint.{name}" for name in ("manifest", "store")]
     modules += ["hpcrl.algorithms.metrics", "hpcrl.rollout.protocol"]
     assert not loaded_after(f"import {', '.join(modules)}").intersection({"torch", "megatron", "transformers"})

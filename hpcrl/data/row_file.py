@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,7 @@ def _each(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Resu
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+ROWS_PER_BATCH = 4096
 
 
 class RowFile:
@@ -59,7 +61,7 @@ class RowFile:
             self._rows = ParquetRows(path)
             self.columns = self._rows.columns
         elif suffix in JSONL_SUFFIXES:
-            self._rows = read_jsonl(path)
+            self._rows = [row for _, row in read_jsonl(path)]
             self.columns = sorted({name for row in self._rows for name in row})
         else:
             known = ", ".join(PARQUET_SUFFIXES + JSONL_SUFFIXES)
@@ -96,7 +98,7 @@ def columns_of(path: str) -> list[str]:
         except (pyarrow.ArrowException, OSError):
             pass  # RowFile says what is wrong
     elif path.lower().endswith(JSONL_SUFFIXES) and os.path.isfile(path):
-        return list(next(iter(read_jsonl(path, max_rows=1)), {}))
+        return list(next(read_jsonl(path), (0, {}))[1])
     return RowFile(path).columns
 
 
@@ -104,16 +106,10 @@ class ParquetRows:
     """A Parquet file as an Arrow table, which takes a tenth of the memory of Python objects."""
 
     def __init__(self, path: str) -> None:
-        import pyarrow
         import pyarrow.parquet
 
-        try:
+        with readable_parquet(path):
             self._table = pyarrow.parquet.read_table(path, partitioning=None)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(
-                f"{path}: not a readable Parquet file ({' '.join(str(error).split())[:160]}); "
-                "expected Parquet; write it again, or rename it to .jsonl if it is JSON lines"
-            ) from None
         self.columns: list[str] = list(self._table.column_names)
 
     def __len__(self) -> int:
@@ -130,9 +126,34 @@ class ParquetRows:
         return self._table.column(name).slice(start, stop - start).to_pylist()
 
 
-def read_jsonl(path: str, max_rows: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, or the first ones; blank lines are skipped."""
-    rows: list[dict[str, Any]] = []
+@contextmanager
+def readable_parquet(path: str) -> Iterator[None]:
+    """Raise InputError where reading the file raises."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(
+            f"{path}: not a readable Parquet file ({' '.join(str(error).split())[:160]}); "
+            "expected Parquet; write it again, or rename it to .jsonl if it is JSON lines"
+        ) from None
+
+
+def read_parquet(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 0, row) of each row, with one batch of rows in memory."""
+    import pyarrow.parquet
+
+    number = 0
+    with readable_parquet(path), pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(ROWS_PER_BATCH):
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+
+
+def read_jsonl(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of the line from 1, object) of each line of a JSON-lines file; blank lines are skipped."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -145,10 +166,7 @@ def read_jsonl(path: str, max_rows: int | None = None) -> list[dict[str, Any]]:
                 raise InputError(
                     f"{path}:{number}: found a JSON {type(row).__name__}; expected one JSON object per line"
                 )
-            rows.append(row)
-            if len(rows) == max_rows:
-                break
-    return rows
+            yield number, row
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

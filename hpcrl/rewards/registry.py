@@ -17,9 +17,10 @@ from hpcrl.runtime.exits import InputError
 Scorer: TypeAlias = Callable[..., float | dict[str, Any]]
 
 # Name or pattern of a data source -> function in scorers/; the dispatch of verl's `default_compute_score`, with
-# countdown and math_verify, which it does not dispatch to.
+# countdown, math_verify and sums, which it does not dispatch to.
 RULES = {
     "countdown": "countdown.compute_score",
+    "sums": "short_answers.exact",
     "openai/gsm8k": "short_answers.gsm8k",
     "lighteval/MATH": "math_answers.math_boxed",
     "DigitalLearningGmbH/MATH-lighteval": "math_answers.math_boxed",

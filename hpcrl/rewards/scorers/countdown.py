@@ -1,4 +1,8 @@
-"""Countdown: make the target from the given numbers, each used exactly once; the answer is in <a></a>."""
+"""Countdown: make the target from the given numbers, each used exactly once.
+
+The answer is `<a>...</a>` and nothing else (short form), or the last `<answer>...</answer>` of a response that may have
+thoughts before it (chat form).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
+
+from hpcrl.rewards.scorers.short_answers import OPEN, last_answer
 
 MAX_LENGTH = 512  # characters; bounds the work: a product of so many digits is still a small number
 MAX_DEPTH = 64  # nested parentheses; bounds the recursion
@@ -25,15 +31,15 @@ class Evaluation:
     numbers: tuple[int, ...]
 
 
-def evaluate(text: str) -> Evaluation:
+def evaluate(text: str, *, signs: bool = False) -> Evaluation:
     """Parses all of `text`; raises ExpressionError where it does not follow the grammar.
 
     sum = product (("+" | "-") product)*; product = atom (("*" | "/") atom)*; atom = number | "(" sum ")";
-    number = ASCII digits. There is no unary sign and no white space.
+    number = ASCII digits. There is no white space. With `signs` an atom may also be ("+" | "-") atom.
     """
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"{len(text)} characters; at most {MAX_LENGTH}")
-    parser = _Parser(text)
+    parser = _Parser(text, signs)
     value = parser.sum(depth=0)
     if parser.place != len(text):
         raise ExpressionError(f"{text[parser.place]!r} at {parser.place}; expected an operator or the end")
@@ -45,6 +51,7 @@ class _Parser:
     """Recursive descent; each method reads one rule of the grammar from `place` on and returns its value."""
 
     text: str
+    signs: bool
     place: int = 0
     numbers: list[int] = field(default_factory=list)
 
@@ -69,9 +76,12 @@ class _Parser:
         return value
 
     def atom(self, depth: int) -> Fraction | None:
+        if depth > MAX_DEPTH:
+            raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
+        if self.signs and (sign := self.accept("+-")):
+            value = self.atom(depth + 1)
+            return -value if sign == "-" and value is not None else value
         if self.accept("("):
-            if depth == MAX_DEPTH:
-                raise ExpressionError(f"parentheses nested deeper than {MAX_DEPTH}")
             value = self.sum(depth + 1)
             if not self.accept(")"):
                 raise ExpressionError(f"no ')' at {self.place}")
@@ -93,7 +103,8 @@ class _Parser:
 
 
 # `fullmatch`, not `$`, which would allow a newline at the end.
-ANSWER = re.compile(r"<a>([0-9+\-*/()]+)</a>")
+SHORT_ANSWER = re.compile(r"<a>([0-9+\-*/()]+)</a>")
+AROUND_SIGNS = re.compile(r"\s*([-+*/()])\s*")  # white space between two digits stays, and does not parse
 
 
 def compute_score(
@@ -105,21 +116,38 @@ def compute_score(
     format_score: float = 0.1,
     **_: Any,
 ) -> dict[str, float]:
-    """1 for a right answer, `format_score` when only tags and expression parse, 0 otherwise; `acc` is 1 or 0.
+    """1 for a right answer, `format_score` for a wrong one in the right format, 0 otherwise; `acc` is 1 or 0.
 
-    `format` is 1 where tags and expression parse, right or not: the other part of the reward, for gdpo.
+    `format` is 1 where the format is right: the other part of the reward, for gdpo. A response with `<answer>` is in
+    the chat form; its format is a complete pair of tags, whatever is in them. In the short form tags and expression
+    have to parse, and a response that did not end by itself scores 0: that is one whose `extra_info["finish_reason"]`
+    is there and is not "stop" (RewardManager puts it there).
 
-    `ground_truth` is {"numbers": [...], "target": n}. A response that did not end by itself scores 0: that is one whose
-    `extra_info["finish_reason"]` is there and is not "stop" (RewardManager puts it there).
+    `ground_truth` is {"numbers": [...], "target": n}.
     """
-    numbers, target = Counter(ground_truth["numbers"]), ground_truth["target"]
-    finish_reason = (extra_info or {}).get("finish_reason", "stop")
-    answer = ANSWER.fullmatch(solution_str)
-    if answer is None or finish_reason != "stop":
-        return {"score": 0.0, "acc": 0.0, "format": 0.0}
+    target, numbers = ground_truth["target"], Counter(ground_truth["numbers"])
+    if OPEN in solution_str:
+        answer = last_answer(solution_str)
+        found = None if answer is None else evaluate_chat(answer)
+        formatted = answer is not None
+    else:
+        finish_reason = (extra_info or {}).get("finish_reason", "stop")
+        short = SHORT_ANSWER.fullmatch(solution_str) if finish_reason == "stop" else None
+        found = evaluation_or_none(short[1]) if short else None
+        formatted = found is not None
+    right = found is not None and found.value == target and Counter(found.numbers) == numbers
+    return {"score": 1.0 if right else format_score * formatted, "acc": float(right), "format": float(formatted)}
+
+
+def evaluate_chat(answer: str) -> Evaluation | None:
+    """What is between the tags of a chat answer: white space and signs in front of numbers are allowed there."""
+    if len(answer) > MAX_LENGTH:
+        return None
+    return evaluation_or_none(AROUND_SIGNS.sub(r"\1", answer), signs=True)
+
+
+def evaluation_or_none(text: str, *, signs: bool = False) -> Evaluation | None:
     try:
-        found = evaluate(answer[1])
+        return evaluate(text, signs=signs)
     except ExpressionError:
-        return {"score": 0.0, "acc": 0.0, "format": 0.0}
-    right = found.value == target and Counter(found.numbers) == numbers
-    return {"score": 1.0 if right else format_score, "acc": float(right), "format": 1.0}
+        return None

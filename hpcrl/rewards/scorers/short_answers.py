@@ -1,4 +1,4 @@
-"""Short answers: a number after '####', or a text in <answer></answer>."""
+"""Short answers: a whole text, a number after '####', or a text in <answer></answer>."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from hpcrl.runtime.exits import InputError
 LAST_CHARACTERS = 300
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
+
+
+def exact(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
+    """1 if the response is the ground truth, without regard to white space around it; else 0."""
+    return float(solution_str.strip() == ground_truth.strip())
 
 
 def gsm8k(

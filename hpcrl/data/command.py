@@ -1,0 +1,159 @@
+"""`hpcrl data`: a dataset in verl's schema from downloaded files, or drawn; duplicates between two sets of files.
+
+Needs neither MPI nor torch nor a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, prompt_text
+from hpcrl.data.prepare import draw_rows, prepare_files, write
+from hpcrl.data.row_file import RowFile
+from hpcrl.data.source import FileSource, Source, load_source, source_names
+from hpcrl.runtime import exits
+from hpcrl.runtime.launcher import is_first_launched
+
+EXAMPLE_CHARACTERS = 100  # of a prompt
+
+
+def main(arguments: list[str]) -> NoReturn:
+    sources = {name: load_source(name) for name in source_names()}
+    parsed = parser_of(sources).parse_args(arguments)
+    if not is_first_launched(os.environ):
+        sys.exit(exits.DONE)
+    with exits.one_line_for_user_errors():
+        sys.exit(check(parsed) if parsed.name == "check" else prepare(parsed, sources[parsed.name][0]))
+
+
+def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser:
+    parser = exits.ArgumentParser(
+        prog="hpcrl data",
+        description="Write train.parquet and val.parquet in verl's schema, and dataset.json, or compare such files.",
+    )
+    commands = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    for name, (source, line) in sources.items():
+        command = commands.add_parser(name, help=line, description=line)
+        if isinstance(source, FileSource):
+            command.add_argument(
+                "--from", dest="folder", type=Path, required=True, metavar="DIR", help="downloaded files"
+            )
+            command.add_argument("--val-rows", type=at_least(1), metavar="N", help="hold out, if the files have none")
+            command.add_argument(
+                "--drop-duplicates",
+                action="store_true",
+                help="drop training rows with a validation prompt",
+            )
+        else:
+            command.add_argument("--rows", type=at_least(1), default=2000, metavar="N", help="training rows (2000)")
+            command.add_argument("--val-rows", type=at_least(1), default=200, metavar="N", help="validation rows (200)")
+        command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+        command.add_argument("--seed", type=int, default=0, metavar="N", help="of what is held out or drawn (0)")
+        if source.problem is None:
+            add_threshold(command)
+        else:
+            command.set_defaults(threshold=None)
+    check = commands.add_parser("check", help="whether validation prompts are in the training files, exactly or nearly")
+    check.add_argument("--train", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
+    check.add_argument("--val", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
+    check.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="as data.prompt_key (prompt)")
+    add_threshold(check)
+    return parser
+
+
+def add_threshold(parser: argparse.ArgumentParser) -> None:
+    help_text = f"Jaccard similarity of near duplicates, over {NUM_WORDS} successive words ({THRESHOLD})"
+    parser.add_argument("--threshold", type=share, default=THRESHOLD, metavar="X", help=help_text)
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"found {text}; expected at least {smallest}")
+        return int(text)
+
+    return number
+
+
+def share(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"found {text}; expected above 0, at most 1")
+    return float(text)
+
+
+def prepare(parsed: argparse.Namespace, source: Source) -> int:
+    if isinstance(source, FileSource):
+        dataset = prepare_files(
+            parsed.name,
+            source,
+            parsed.folder,
+            parsed.out,
+            seed=parsed.seed,
+            val_rows=parsed.val_rows,
+            drop_duplicates=parsed.drop_duplicates,
+            threshold=parsed.threshold,
+        )
+    else:
+        dataset = draw_rows(source, rows=parsed.rows, val_rows=parsed.val_rows, seed=parsed.seed)
+    description = write(parsed.name, source, dataset, parsed.out, seed=parsed.seed, threshold=parsed.threshold)
+    print("\n".join(table(description, parsed.out)))
+    return exits.DONE
+
+
+def table(description: dict[str, Any], out: Path) -> Iterator[str]:
+    """Lines about what was written."""
+    yield f"{'split':<5} {'read':>8} {'dropped':>8} {'rows':>8}  {'sha256':<12}  file"
+    for name, split in description["splits"].items():
+        dropped = sum(split["dropped"].values())
+        counts = f"{split['read']:>8} {dropped:>8} {split['rows']:>8}"
+        yield f"{name:<5} {counts}  {split['sha256'][:12]}  {out / split['file']}"
+    for name, split in description["splits"].items():
+        for reason, count in split["dropped"].items():
+            yield f"dropped from {name}: {count:>6}  {reason}"
+    if description["val_is_held_out_of_train"]:
+        yield "the files have no validation rows: these were held out of the training rows"
+    found = description["duplicates"]
+    threshold = found.get("jaccard_threshold")
+    yield from duplicate_lines(found["train_rows"], found["val_rows"], threshold, found["examples"])
+
+
+def duplicate_lines(
+    train: dict[str, int], val: dict[str, int], threshold: float | None, examples: list[dict[str, Any]]
+) -> Iterator[str]:
+    """How many rows have a duplicate in the other set, and examples. A threshold of None: problems were compared."""
+    compared = "problems" if threshold is None else "prompts"
+    kinds = {"exact": "exactly"} if threshold is None else {"exact": "exactly", "near": f"nearly, at {threshold}"}
+    for kind, what in kinds.items():
+        yield f"validation {compared} in the training data, {what}: {val[kind]}, in {train[kind]} training rows"
+    for example in examples:
+        for split in ("train", "val"):
+            words = " ".join(example[split].split())
+            cut = words if len(words) <= EXAMPLE_CHARACTERS else f"{words[:EXAMPLE_CHARACTERS]}..."
+            yield f"  {example['similarity']:.3f} {split:<5} {cut}"
+
+
+def check(parsed: argparse.Namespace) -> int:
+    """Compare two sets of files. The exit code is 1 if a validation prompt is among the training prompts."""
+    prompts: list[list[str]] = []
+    for paths in (parsed.train, parsed.val):
+        files = [RowFile(path) for path in paths]
+        for file in files:
+            file.require(parsed.prompt_key, "--prompt-key")
+        prompts.append([prompt_text(prompt) for file in files for prompt in file.column(parsed.prompt_key)])
+    found = find_duplicates(prompts[0], prompts[1], parsed.threshold)
+    train, val = (
+        {"exact": int(exact.sum()), "near": int(near.sum())}
+        for exact, near in ((found.train_exact, found.train_near), (found.val_exact, found.val_near))
+    )
+    examples = [
+        {"similarity": one.similarity, "train": prompts[0][one.train_row], "val": prompts[1][one.val_row]}
+        for one in found.examples
+    ]
+    print(f"{len(prompts[0])} training rows, {len(prompts[1])} validation rows")
+    print("\n".join(duplicate_lines(train, val, parsed.threshold, examples)))
+    return exits.OTHER if found.examples else exits.DONE

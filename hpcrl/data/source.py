@@ -1,0 +1,138 @@
+"""What a dataset of `hpcrl data` declares, and the rows of verl's schema that it makes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from hpcrl.runtime.exits import InputError
+
+Row: TypeAlias = dict[str, Any]
+Message: TypeAlias = dict[str, str]
+
+SOURCES_FOLDER = Path(__file__).parent / "sources"
+# names of the files (train, val) of most datasets on Hugging Face
+USUAL_FILES = (
+    ("train-*.parquet", "test-*.parquet"),
+    ("train-*.parquet", "validation-*.parquet"),
+    ("train.parquet", "test.parquet"),
+    ("train.jsonl", "test.jsonl"),
+    ("train.jsonl", "validation.jsonl"),
+)
+
+
+class Dropped(Exception):
+    """The row cannot be used. The message is the reason, under which `hpcrl data` counts the row."""
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A dataset from files that a person has downloaded.
+
+    files: patterns (train, val) of files anywhere below --from; the first pair that matches is taken, pairs without
+        validation files last.
+    convert: row of a file -> columns of verl's schema without `extra_info.split` and `extra_info.index`; all rows have
+        the same columns and types. Raises Dropped for a row, InputError for a file of something else.
+    template: the prompt, with the columns of the file in braces.
+    problem: what identifies the problem of a row whose prompt is a template with numbers in it, which are near
+        duplicates as texts; None: the prompt. Rows of one problem are duplicates, and are held out together.
+    """
+
+    files: Sequence[tuple[str, str]]
+    convert: Callable[[Row], Row]
+    template: str
+    problem: Callable[[Row], str] | None = None
+
+
+@dataclass(frozen=True)
+class SyntheticSource:
+    """A dataset that is drawn: `draw` returns one row, and no two rows of the dataset have the same problem."""
+
+    draw: Callable[[random.Random], Row]
+    template: str
+    problem: Callable[[Row], str]
+
+
+Source: TypeAlias = FileSource | SyntheticSource
+
+
+def source_names() -> list[str]:
+    return sorted(path.stem for path in SOURCES_FOLDER.glob("[!_]*.py"))
+
+
+def load_source(name: str) -> tuple[Source, str]:
+    """The dataset, and one line about it."""
+    module = import_module(f"hpcrl.data.sources.{name}")
+    return module.SOURCE, (module.__doc__ or "").split("\n")[0]
+
+
+def rule_row(
+    data_source: str, prompt: str | list[Message], ground_truth: Any, answer: str | None = None, **extra_info: Any
+) -> Row:
+    """A row that the rule for `data_source` scores. A prompt as text is one message of the user."""
+    row: Row = {
+        "data_source": data_source,
+        "prompt": as_conversation(prompt),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+    return row if answer is None else row | {"answer": answer}
+
+
+def answered_row(data_source: str, prompt: str | list[Message], **answers: str | list[Message]) -> Row:
+    """A row that no rule scores, with columns of answers."""
+    return {
+        "data_source": data_source,
+        "prompt": as_conversation(prompt),
+        "ability": "chat",
+        "reward_model": {"style": "model", "ground_truth": ""},
+        "extra_info": {},
+        **answers,
+    }
+
+
+def as_conversation(prompt: str | list[Message]) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def value(row: Row, name: str) -> Any:
+    """A column of a row. Raises InputError if the row has no such column."""
+    if name not in row:
+        raise InputError(f"no column {name!r}; it has {', '.join(row) or 'none'}")
+    return row[name]
+
+
+def text(row: Row, name: str) -> str:
+    """A column of a row, as text. Raises InputError if the row has no such column, Dropped if it is empty."""
+    found = value(row, name)
+    if not isinstance(found, str) or not found.strip():
+        raise Dropped(f"no text in {name}")
+    return found
+
+
+def messages(found: Any, name: str) -> list[Message]:
+    """Role and content of each message; other fields, which some datasets have, are left out.
+
+    Raises Dropped if this is not a conversation in text.
+    """
+    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+        raise Dropped(f"no messages in {name}")
+    pairs = [{key: message.get(key) for key in ("role", "content")} for message in found]
+    if not pairs or not all(isinstance(part, str) for pair in pairs for part in pair.values()):
+        raise Dropped(f"a message without role or text in {name}")
+    return pairs  # type: ignore[return-value]  # checked in the line above
+
+
+def split_answer(conversation: list[Message], name: str) -> tuple[list[Message], str]:
+    """The messages before the last one, and its text. Raises Dropped if it is not the assistant's, or is empty."""
+    *before, last = conversation
+    if last["role"] != "assistant":
+        raise Dropped(f"{name} do not end with the assistant's message")
+    if not last["content"].strip():
+        raise Dropped(f"the last message of {name} is empty")
+    return before, last["content"]
