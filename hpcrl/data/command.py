@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, prompt_text
 from hpcrl.data.prepare import draw_rows, prepare_files, write
 from hpcrl.data.row_file import RowFile
+from hpcrl.data.sampled_pairs import pairs_of_samples
 from hpcrl.data.source import FileSource, Source, load_source, source_names
 from hpcrl.runtime import exits
 from hpcrl.runtime.launcher import is_first_launched
@@ -28,7 +29,8 @@ def main(arguments: list[str]) -> NoReturn:
     if not is_first_launched(os.environ):
         sys.exit(exits.DONE)
     with exits.one_line_for_user_errors():
-        sys.exit(check(parsed) if parsed.name == "check" else prepare(parsed, sources[parsed.name][0]))
+        run = {"check": check, "pairs": pairs}.get(parsed.name)
+        sys.exit(run(parsed) if run is not None else prepare(parsed, sources[parsed.name][0]))
 
 
 def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser:
@@ -63,6 +65,12 @@ def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser
     check.add_argument("--val", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
     check.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="as data.prompt_key (prompt)")
     add_threshold(check)
+    pairs = commands.add_parser("pairs", help="chosen and rejected answers from scored samples of `hpcrl generate`")
+    pairs.add_argument("--samples", required=True, metavar="FILE", help="generations.jsonl")
+    pairs.add_argument(
+        "--data", nargs="+", required=True, metavar="FILE", help="files of the prompts that were sampled"
+    )
+    pairs.add_argument("--out", type=Path, required=True, metavar="FILE", help="Parquet file to write")
     return parser
 
 
@@ -135,6 +143,12 @@ def duplicate_lines(
             words = " ".join(example[split].split())
             cut = words if len(words) <= EXAMPLE_CHARACTERS else f"{words[:EXAMPLE_CHARACTERS]}..."
             yield f"  {example['similarity']:.3f} {split:<5} {cut}"
+
+
+def pairs(parsed: argparse.Namespace) -> int:
+    num_pairs, num_prompts = pairs_of_samples(parsed.samples, parsed.data, parsed.out)
+    print(f"{parsed.out}: {num_pairs} pairs of {num_prompts} prompts; the others' samples have equal scores")
+    return exits.DONE
 
 
 def check(parsed: argparse.Namespace) -> int:
