@@ -40,7 +40,7 @@ DECISIVE = re.compile(
     r"run\.seed|model\..*|rollout\.(engine|dtype|n|temperature|top_k|top_p|ignore_eos|exact|multi_turn\..*)"
     r"|data\.(prompt_key|max_prompt_length|max_response_length|filter_overlong_prompts|truncation|chat_template"
     r"|apply_chat_template_kwargs.*)|generate\.(score|log_probs)"
-    r"|reward\.(?!memory_limit_mb|num_workers|timeout).*"
+    r"|reward\.(?!memory_limit_mb|num_workers|timeout|judge\.(cache_size|max_num|gpu_|kv_|enforce_|param_)).*"
 )
 
 
@@ -122,7 +122,7 @@ class Generate(SamplingJob):
             batch = self._draw(controller, np.arange(first, last, dtype=np.int64))
             drawing += time.perf_counter() - chunk_began
             if self.is_scored:
-                batch = score(controller, batch, with_model=self.with_model)
+                batch = score(controller, batch, self.config.reward)
             self._write(controller, batch)
             num_failed += sum(failed_scores(batch).values())
             shown |= {"ktokens/s": (totals.num_tokens - tokens_before) / drawing / 1e3, "length": totals.length}

@@ -12,7 +12,7 @@ from hpcrl.algorithms.kl import KLController
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
 from hpcrl.config import derive
 from hpcrl.config.derive import Derived
-from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
+from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, JUDGE, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import make_sampler, steps_for_epochs
 from hpcrl.model.sizes import peak_of
@@ -146,7 +146,8 @@ class Train(TrainingJob):
 
     def roles(self) -> list[RoleSpec]:
         models = [spec for spec in (ACTOR, CRITIC, REF, TEACHER, REWARD) if spec.name in self.derived.roles]
-        return [*models, *self.export_roles, ARCHIVE, ROLLOUT, SCORER, REFIT]
+        judge = [JUDGE] if "judge" in self.derived.roles else []
+        return [*models, *self.export_roles, ARCHIVE, ROLLOUT, *judge, SCORER, REFIT]
 
     def stands_for(self, role: str) -> str:
         return "actor" if role == "ref" and self.derived.ref_in_actor else role

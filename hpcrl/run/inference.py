@@ -16,8 +16,8 @@ from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, GENERATIONS, POLICY, REFIT, REWARD, ROLLOUT, SCORER
-from hpcrl.config.rules import check_rollout
+from hpcrl.config.roles import ACTOR, GENERATIONS, JUDGE, POLICY, REFIT, REWARD, ROLLOUT, SCORER
+from hpcrl.config.rules import check_judge, check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.source import WeightSync
@@ -79,7 +79,8 @@ class SamplingJob(Job):
         if self.is_done():
             return DONE
         reward = [REWARD] if self.with_model else []
-        roles = [POLICY, *reward, GENERATIONS, ROLLOUT, SCORER, REFIT]
+        judge = [JUDGE] if "judge" in self.derived.roles else []
+        roles = [POLICY, *reward, GENERATIONS, ROLLOUT, *judge, SCORER, REFIT]
         self.team = build_team(world, config, self.derived, self.inputs, roles)
         self.run_program(self.team, self._program)
         return DONE
@@ -153,11 +154,15 @@ def inside_run(config: Config, name: str) -> Config:
 def check_inference(config: Config, num_ranks: int, samples: int, *, scored: bool) -> RoleLayouts:
     """Derived values of a job that draws `samples` per prompt; raises ConfigError for one that cannot run."""
     with_model = scored and config.reward.reward_model.enable
-    roles = place(config, [ACTOR, ROLLOUT, *([REWARD] if with_model else [])], num_ranks)
+    with_judge = scored and config.reward.judge.enable
+    models = [*([REWARD] if with_model else []), *([JUDGE] if with_judge else [])]
+    roles = place(config, [ACTOR, ROLLOUT, *models], num_ranks)
     longest = check_lengths(config)
     check_rollout(config, roles)
     if scored:
         check_algorithms(config, {"reward": config.reward.reward_manager.name})
+    if with_judge:
+        check_judge(config, compared=samples)
     if with_model:
         check_budget(f"{REWARD.path}.{REWARD.max_tokens}", REWARD.token_budget(config), longest)
     return RoleLayouts(num_ranks, roles, [("longest sequence", longest, "tokens"), ("prompt", samples, "samples")])

@@ -1,0 +1,142 @@
+"""The judge: verdicts do not depend on its layout or on batching, and nonsense costs its own samples only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.telemetry.archive import read_samples, step_path
+from tests.mpi.lab import ROOT, Lab, metrics
+
+pytestmark = pytest.mark.ci_world(2)
+
+MODEL = {
+    "tokenizer": str(ROOT / "configs" / "tokenizer"),
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "init_std": 0.5,
+}
+JUDGE = {
+    "enable": True,
+    "model": MODEL,
+    "template": "{prompt}:{response}=",
+    "pattern": r"(\d)",
+    "scale": [0, 9],
+    "max_prompt_length": 64,
+    "max_response_length": 6,
+}
+SIMPLE = {
+    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "actor": {"use_kl_loss": False},
+    "model": {"vocab_size": None},
+}
+
+
+def run(
+    lab: Lab, name: str, judge: dict[str, Any] | None = None, placement: dict[str, Any] | None = None, **sections: Any
+) -> Path:
+    wanted = {**JUDGE, **(judge or {})}
+    return lab.run(name, placement or {}, reward={"judge": wanted}, **{**SIMPLE, **sections})
+
+
+def verdicts(run: Path, step: int = 1) -> dict[tuple[str, int], tuple[str, float]]:
+    """(uid, sample index) -> the judge's answers and score."""
+    found = read_samples(step_path(run / "rollouts", step))
+    names = zip(found["uid"], found["sample_index"].tolist(), strict=True)
+    return dict(zip(names, zip(found["verdicts"], found["judge_score"].tolist(), strict=True), strict=True))
+
+
+def placements(size: int) -> dict[str, dict[str, Any]]:
+    everywhere = {"tp": {"judge": {"tp": size}}}
+    apart = {"apart": {"pools": {"all": "*", "last": str(size - 1)}, "judge": {"pool": "last"}}}
+    return {1: {}, 2: everywhere | apart, 4: {"tp2": {"judge": {"tp": 2}}} | everywhere | apart}[size]
+
+
+@pytest.mark.parametrize("kind", [{}, {"kind": "pairwise", "template": "{response}-{other}=", "pattern": "([012])"}])
+def test_verdicts_do_not_depend_on_layout_or_batching(world, lab: Lab, kind: dict[str, Any], monkeypatch) -> None:
+    if kind:
+        monkeypatch.setattr("hpcrl.rewards.judge.WINS", {"0": 1.0, "1": 0.0, "2": 0.5})
+    once = {"trainer": {"total_training_steps": 1}}
+    name = f"judged_{len(kind)}"
+    expected = verdicts(run(lab, name, kind, **once))
+    scores = np.array([score for _, score in expected.values()])
+    assert np.isfinite(scores).mean() > 0.5 and np.nanstd(scores) > 0.05
+    for text, _ in expected.values():
+        assert len(json.loads(text)) == (2 if kind else 1)  # of n = 2 samples, in both orders
+    small = run(lab, f"{name}_small", {**kind, "max_num_seqs": 3, "max_num_batched_tokens": 64}, **once)
+    assert verdicts(small) == pytest.approx(expected, nan_ok=True)
+    for other, placement in placements(world.size).items():
+        found = verdicts(run(lab, f"{name}_{other}", kind, placement, **once))
+        assert found.keys() == expected.keys()
+        same = [found[key][0] == text for key, (text, _) in expected.items()]
+        assert np.mean(same) >= 0.95  # a sum in another order can turn a tie
+
+
+def test_nonsense_costs_its_samples_only(world, lab: Lab, caplog) -> None:
+    """Without verdicts the run is the one without a judge, but for the numbers that say so."""
+    expected = metrics(lab.run("no_judge", **SIMPLE))
+    with caplog.at_level(logging.WARNING):
+        folder = run(lab, "nonsense", {"pattern": "(hello)", "num_retries": 2})
+    found = metrics(folder)
+    for step, line in expected.items():
+        assert found[step].pop("reward/judge/unparsed_ratio") == 1.0
+        assert np.isnan(found[step].pop("reward/judge/mean") or np.nan)
+        assert found[step] == line
+    assert "have no verdict that reward.judge.pattern finds; an answer: " in caplog.text
+    assert all(np.isnan(score) for _, score in verdicts(folder).values())
+
+
+def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, monkeypatch) -> None:
+    """Also where the answers were drawn by an attempt of which no checkpoint knows: they are in the cache."""
+    judge = {"temperature": 1.0, "num_retries": 3, "default_score": 0.25, "weight": 0.5, "rule_weight": 2.0}
+    make = lambda name, steps: run(lab, name, judge, trainer={"total_training_steps": steps, "save_freq": 1})  # noqa: E731
+    straight, _ = make("judge_straight", 2), make("judge_halted", 1)
+    halted = make("judge_halted", 2)
+    assert metrics(halted) == metrics(straight)
+    for step in (1, 2):
+        assert verdicts(halted, step) == pytest.approx(verdicts(straight, step), nan_ok=True)
+        samples = read_samples(step_path(halted / "rollouts", step))
+        for score, text, judged in zip(samples["score"], samples["extras"], samples["judge_score"], strict=True):
+            extras = json.loads(text)
+            assert ("judge_score" in extras) == (judged == judged)
+            assert score == pytest.approx(2 * extras["rule_score"] + 0.5 * extras.get("judge_score", 0.25), abs=1e-6)
+
+    generate, drawn = NativeEngine.generate, []
+
+    def counted(self, requests, sampling, **options):
+        drawn.extend(request for request in requests if sampling.max_new_tokens == JUDGE["max_response_length"])
+        return generate(self, requests, sampling, **options)
+
+    monkeypatch.setattr(NativeEngine, "generate", counted)
+    again = run(
+        lab, "judge_halted", judge, trainer={"total_training_steps": 2, "rollouts_from": str(straight / "rollouts")}
+    )
+    assert again == halted and not drawn  # all steps are done
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
+def test_asynchronous_modes(world, lab: Lab, mode: str) -> None:
+    """The verdicts of samples that waited in a checkpoint are in the archive too."""
+    placement = {
+        "pools": {"train": "1", "generate": "2", "judge": "3"},
+        **dict.fromkeys(("actor", "ref", "critic"), {"pool": "train"}),
+        "rollout": {"pool": "generate"},
+        "judge": {"pool": "judge"},
+    }
+    for steps in (1, 3):
+        options = {"trainer": {"total_training_steps": steps, "save_freq": 1}, "async_training": {"mode": mode}}
+        folder = run(lab, f"judge_{mode}", None, placement, **options)
+    for step, line in metrics(folder).items():
+        found = verdicts(folder, step)
+        assert len(found) == 24 and all(json.loads(text) for text, _ in found.values())
+        assert "reward/judge/mean" in line and "timing_s/judge" in (folder / "metrics.jsonl").read_text()
