@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ import pytest
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.telemetry.archive import read_samples, step_path
 from tests.mpi.lab import ROOT, Lab, metrics
-
-pytestmark = pytest.mark.ci_world(2)
 
 MODEL = {
     "tokenizer": str(ROOT / "configs" / "tokenizer"),
@@ -48,11 +47,12 @@ def run(
     return lab.run(name, placement or {}, reward={"judge": wanted}, **{**SIMPLE, **sections})
 
 
-def verdicts(run: Path, step: int = 1) -> dict[tuple[str, int], tuple[str, float]]:
+def verdicts(run: Path, step: int = 1) -> dict[tuple[str, int], tuple[str, float | None]]:
     """(uid, sample index) -> the judge's answers and score."""
     found = read_samples(step_path(run / "rollouts", step))
     names = zip(found["uid"], found["sample_index"].tolist(), strict=True)
-    return dict(zip(names, zip(found["verdicts"], found["judge_score"].tolist(), strict=True), strict=True))
+    scores = [None if np.isnan(score) else score for score in found["judge_score"].tolist()]
+    return dict(zip(names, zip(found["verdicts"], scores, strict=True), strict=True))
 
 
 def placements(size: int) -> dict[str, dict[str, Any]]:
@@ -61,6 +61,7 @@ def placements(size: int) -> dict[str, dict[str, Any]]:
     return {1: {}, 2: everywhere | apart, 4: {"tp2": {"judge": {"tp": 2}}} | everywhere | apart}[size]
 
 
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("kind", [{}, {"kind": "pairwise", "template": "{response}-{other}=", "pattern": "([012])"}])
 def test_verdicts_do_not_depend_on_layout_or_batching(world, lab: Lab, kind: dict[str, Any], monkeypatch) -> None:
     if kind:
@@ -68,12 +69,12 @@ def test_verdicts_do_not_depend_on_layout_or_batching(world, lab: Lab, kind: dic
     once = {"trainer": {"total_training_steps": 1}}
     name = f"judged_{len(kind)}"
     expected = verdicts(run(lab, name, kind, **once))
-    scores = np.array([score for _, score in expected.values()])
-    assert np.isfinite(scores).mean() > 0.5 and np.nanstd(scores) > 0.05
+    scores = [score for _, score in expected.values() if score is not None]
+    assert len(scores) > 0.3 * len(expected) and np.std(scores) > 0.05
     for text, _ in expected.values():
         assert len(json.loads(text)) == (2 if kind else 1)  # of n = 2 samples, in both orders
     small = run(lab, f"{name}_small", {**kind, "max_num_seqs": 3, "max_num_batched_tokens": 64}, **once)
-    assert verdicts(small) == pytest.approx(expected, nan_ok=True)
+    assert verdicts(small) == expected
     for other, placement in placements(world.size).items():
         found = verdicts(run(lab, f"{name}_{other}", kind, placement, **once))
         assert found.keys() == expected.keys()
@@ -81,6 +82,7 @@ def test_verdicts_do_not_depend_on_layout_or_batching(world, lab: Lab, kind: dic
         assert np.mean(same) >= 0.95  # a sum in another order can turn a tie
 
 
+@pytest.mark.ci_world(2)
 def test_nonsense_costs_its_samples_only(world, lab: Lab, caplog) -> None:
     """Without verdicts the run is the one without a judge, but for the numbers that say so."""
     expected = metrics(lab.run("no_judge", **SIMPLE))
@@ -92,18 +94,19 @@ def test_nonsense_costs_its_samples_only(world, lab: Lab, caplog) -> None:
         assert np.isnan(found[step].pop("reward/judge/mean") or np.nan)
         assert found[step] == line
     assert "have no verdict that reward.judge.pattern finds; an answer: " in caplog.text
-    assert all(np.isnan(score) for _, score in verdicts(folder).values())
+    assert all(score is None for _, score in verdicts(folder).values())
 
 
+@pytest.mark.ci_world(2)
 def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, monkeypatch) -> None:
-    """Also where the answers were drawn by an attempt of which no checkpoint knows: they are in the cache."""
+    """And what an earlier attempt has asked is not asked again."""
     judge = {"temperature": 1.0, "num_retries": 3, "default_score": 0.25, "weight": 0.5, "rule_weight": 2.0}
     make = lambda name, steps: run(lab, name, judge, trainer={"total_training_steps": steps, "save_freq": 1})  # noqa: E731
     straight, _ = make("judge_straight", 2), make("judge_halted", 1)
     halted = make("judge_halted", 2)
     assert metrics(halted) == metrics(straight)
     for step in (1, 2):
-        assert verdicts(halted, step) == pytest.approx(verdicts(straight, step), nan_ok=True)
+        assert verdicts(halted, step) == verdicts(straight, step)
         samples = read_samples(step_path(halted / "rollouts", step))
         for score, text, judged in zip(samples["score"], samples["extras"], samples["judge_score"], strict=True):
             extras = json.loads(text)
@@ -117,10 +120,14 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, monkeypatch) -> N
         return generate(self, requests, sampling, **options)
 
     monkeypatch.setattr(NativeEngine, "generate", counted)
-    again = run(
-        lab, "judge_halted", judge, trainer={"total_training_steps": 2, "rollouts_from": str(straight / "rollouts")}
-    )
-    assert again == halted and not drawn  # all steps are done
+    again = lab.folder / "judge_again"
+    if world.rank == 0:
+        again.mkdir()
+        shutil.copytree(straight / "judge", again / "judge")
+    world.barrier()
+    recorded = {"total_training_steps": 2, "rollouts_from": str(straight / "rollouts")}
+    run(lab, "judge_again", judge, trainer=recorded)
+    assert not drawn and verdicts(again, 2) == verdicts(straight, 2)
 
 
 @pytest.mark.world(4)
