@@ -27,6 +27,7 @@ KEYS = (
     "reward.reward_model.init_from",
     "reward.reward_model.model.path",
     "reward.reward_model.model.tokenizer",
+    "reward.judge.init_from",
     "reward.judge.model.path",
     "reward.judge.model.tokenizer",
     "reward.judge.template_path",

@@ -85,6 +85,13 @@ EXPORT = RoleSpec("export", "hpcrl.workers.weight_transfer:ExportWorker", on=("a
 ARCHIVE = RoleSpec("archive", "hpcrl.workers.records:ArchiveWorker", on=("actor",))
 GENERATIONS = RoleSpec("generations", "hpcrl.workers.records:GenerationsWorker", on=("rollout",))
 
+
+def judge_weights(config: Config) -> str | None:
+    """Where the judge's weights come from; None: random ones."""
+    own = config.reward.judge.model
+    return config.reward.judge.init_from or (own.path if own else config.model.init_from or config.model.path)
+
+
 PLACED = (ACTOR, CRITIC, REF, TEACHER, REWARD, ROLLOUT, JUDGE)  # in the order in which they are built
 
 

@@ -110,8 +110,8 @@ def check_judge(config: Config, *, compared: int, greedy: bool = False) -> None:
         raise ConfigError("reward.judge.template and reward.judge.template_path are both given; leave one out")
     if judge.model is not None and judge.model.init_from is not None:
         raise ConfigError(
-            f"reward.judge.model.init_from={judge.model.init_from}: a judge reads a Hugging Face directory; "
-            "name one in reward.judge.model.path (`hpcrl convert` makes one of a checkpoint)"
+            f"reward.judge.model.init_from={judge.model.init_from}: the judge's weights are named by "
+            "reward.judge.init_from; set that"
         )
     if judge.max_num_batched_tokens < judge.max_prompt_length:
         raise ConfigError(

@@ -575,7 +575,12 @@ class JudgeConfig(Section):
     """A second generation engine, of frozen weights, that is asked about responses."""
 
     enable: bool = Field(False, description="ask a model about every response, and add its verdict to the score")
-    model: ModelConfig | None = Field(None, description="the judge; null: as the policy's section, without training")
+    init_from: str | None = Field(
+        None,
+        description="its weights: a run, checkpoint or Hugging Face directory; null: model.path, or without model what "
+        "the policy starts from",
+    )
+    model: ModelConfig | None = Field(None, description="its architecture and tokenizer; null: the policy's")
     kind: Literal["score", "pairwise", "rubric"] = Field(
         "score",
         description="score: a number per response; pairwise: which of two responses to a prompt, or of a response and "

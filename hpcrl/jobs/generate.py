@@ -86,10 +86,11 @@ class Generate(SamplingJob):
         log.info("%d prompts of data.%s_files=%s, %d samples each", num_prompts, self.split, ", ".join(names), n)
         path = Path(config.section("generate").output_path or self.run_folder / OUTPUT_FILE)
         settings: dict[str, Any] = {k: v for k, v in flatten(config.model_dump()).items() if DECISIVE.fullmatch(k)}
-        source, reward = self.start.init_from, self.start.frozen.get("reward")
+        source, frozen = self.start.init_from, self.start.frozen
         settings["model.init_from"] = str(source.resolve()) if source is not None else None
-        if reward is not None:
-            settings["reward.reward_model.init_from"] = str(reward.resolve())
+        for role, section in (("reward", "reward.reward_model"), ("judge", "reward.judge")):
+            if role in frozen:
+                settings[f"{section}.init_from"] = str(frozen[role].resolve())
         file = GenerationFile(path, settings, self._keys(), num_prompts * n)
         if file.is_complete:
             log.info("%s has all of them: for new ones choose another generate.output_path, or remove it", path)

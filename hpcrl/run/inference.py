@@ -16,7 +16,7 @@ from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, GENERATIONS, JUDGE, POLICY, REFIT, REWARD, ROLLOUT, SCORER
+from hpcrl.config.roles import ACTOR, GENERATIONS, JUDGE, POLICY, REFIT, REWARD, ROLLOUT, SCORER, judge_weights
 from hpcrl.config.rules import check_judge, check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
@@ -99,8 +99,8 @@ class SamplingJob(Job):
         actor, start = controller["actor"], self.start
         if start.init_from is not None:
             actor.load(str(start.init_from), weights_only=True).get()
-        if "reward" in start.frozen:
-            controller["reward"].load_frozen(str(start.frozen["reward"])).get()
+        for role, folder in start.frozen.items():
+            controller[role].load_frozen(str(folder)).get()
         weights = WeightSync(controller, timers)
         weights.update_to(self.step)
         actor.release().get()
@@ -114,9 +114,11 @@ class SamplingJob(Job):
         (run_directory(self.config) / "config.yaml").write_text(text, encoding="utf-8")
 
     def _find_weights(self) -> Start:
-        """The weights of model.init_from or model.path, and of reward.reward_model.init_from. Collective."""
+        """The weights of model.init_from or model.path, of a reward model and of a judge. Collective."""
         reward = self.config.reward.reward_model.init_from
-        frozen = {"reward": reward} if self.with_model and reward else None
+        frozen = {"reward": reward} if self.with_model and reward else {}
+        if "judge" in self.derived.roles and (judge := judge_weights(self.config)) is not None:
+            frozen["judge"] = judge
         start = find_start(self.world, self.config, frozen=frozen)
         named = start.init_from
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpcrl.algorithms.metrics import Mean
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.config.roles import JUDGE, offloaded
+from hpcrl.checkpoint.manifest import MANIFEST
+from hpcrl.checkpoint.store import is_hugging_face
+from hpcrl.config.roles import JUDGE, judge_weights, offloaded
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.data.judge_prompts import Encoded, JudgePrompts
 from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import HostMemory, Offload, Offloadable, storages_of
 from hpcrl.grid.layout import Layout
 from hpcrl.model.build import copy_boxes, initial_weight
 from hpcrl.model.hf.directory import open_weights
-from hpcrl.model.params import shards
+from hpcrl.model.params import Shard, shards
+from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.judge import Question, Sample, sample_scores
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime import platform
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.workers.model_worker import DTYPES
 from hpcrl.workers.rollout import native_engine
@@ -59,8 +66,9 @@ class JudgeWorker(Worker):
 
     spec = JUDGE
 
-    def __init__(self, groups: RoleGroups, engine: NativeEngine, config: Config, inputs: Inputs, origin: str) -> None:
-        """origin: names the judge's weights."""
+    def __init__(
+        self, groups: RoleGroups, engine: NativeEngine, shape: ModelShape, config: Config, inputs: Inputs
+    ) -> None:
         super().__init__(groups.layout, groups.rank)
         self.cfg: JudgeConfig = config.reward.judge
         self.engine = engine
@@ -69,7 +77,13 @@ class JudgeWorker(Worker):
         assert inputs.judge is not None
         self.prompts: JudgePrompts = inputs.judge
         self.end_ids = end_token_ids(self.prompts.tokenizer)
-        self.identity = (origin, self.seed, self.cfg.max_response_length)
+        self.shape, self.groups = shape, groups
+        tp = Layout(tuple(range(self.layout.tp)), tp=self.layout.tp, etp=self.layout.tp if shape.num_experts else 1)
+        self.shards = shards(shape, tp, groups.coord.tp)
+        self.weights_name = answer_key(str(shape), self.seed)
+        if judge_weights(config) is None:
+            log.warning("reward.judge.init_from and model.path are null: the judge has random weights")
+            draw_weights(engine.weights(), shape, self.shards, self.seed)
         device = platform.device()
         weights = Offloadable(lambda: storages_of(engine.weights().values()), HostMemory(pinned=device.type == "cuda"))
         self.offload = Offload({"parameters": weights} if offloaded(config, JUDGE) else {}, device)
@@ -90,11 +104,37 @@ class JudgeWorker(Worker):
         longest = cfg.max_prompt_length + cfg.max_response_length
         ranks_on_node = team.world.local_size
         engine = native_engine(groups, shape, cfg, DTYPES[model.dtype], longest, ranks_on_node=ranks_on_node)
-        origin = load_weights(engine, groups.layout, groups.coord.tp, shape, model.path, config.run.seed)
-        return cls(groups, engine, config, team.inputs, origin)
+        return cls(groups, engine, shape, config, team.inputs)
 
     def host_buffers(self) -> int:
         return self.offload.host_bytes
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_frozen(self, folder: str) -> None:
+        """Load the judge's weights: those of a Hugging Face directory, or the policy of a checkpoint."""
+        path, weights = Path(folder), self.engine.weights()
+        with self.offload.on_device("parameters"):
+            if is_hugging_face(path):
+                open_weights(path, self.shape).load(self.shape, self.shards, weights)
+            else:
+                self._load_checkpoint(path / "actor", weights)
+        self.weights_name = name_of(path)
+
+    def _load_checkpoint(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        from hpcrl.checkpoint.sharded_load import load_sharded
+
+        if self.shape.num_experts and self.layout.tp > 1:
+            raise InputError(
+                f"reward.judge.init_from: {path.parent} is a checkpoint of a mixture of experts, and "
+                f"placement.judge.tp={self.layout.tp} splits each expert; make a Hugging Face directory of it (`hpcrl "
+                "convert`)"
+            )
+        model = TrainEngine(self.shape, self.groups, head="lm", dtype=next(iter(weights.values())).dtype)
+        load_sharded(model, path, optimizer=False, adapters=False)
+        for name, tensor in model.named_shards().items():
+            weights[name].copy_(tensor)
+        del model
+        gc.collect()  # modules hold each other
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -162,9 +202,7 @@ class JudgeWorker(Worker):
     def _attempt(self, prompts: dict[str, Encoded], attempt: int, counts: Counts) -> dict[str, str | None]:
         """An answer to each prompt, cached or drawn."""
         temperature = self.cfg.temperature or (RETRY_TEMPERATURE if attempt else 0.0)
-        names = {
-            text: answer_key(*self.identity, temperature, attempt, prompt.text) for text, prompt in prompts.items()
-        }
+        names = {text: self._name(prompt.text, temperature, attempt) for text, prompt in prompts.items()}
         answers: dict[str, str | None] = {}
         if self.cache is not None:
             answers = {text: answer for text, name in names.items() if (answer := self.cache.get(name)) is not None}
@@ -184,6 +222,10 @@ class JudgeWorker(Worker):
         options: dict[str, Any] = {"on_finished": finished, "on_step": self._on_step}
         self.engine.generate(requests, sampling, seed=self.seed, step=0, **options)
         return answers
+
+    def _name(self, prompt: str, temperature: float, attempt: int) -> str:
+        """Name of an answer in the cache."""
+        return answer_key(self.weights_name, self.seed, self.cfg.max_response_length, temperature, attempt, prompt)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -217,20 +259,19 @@ class JudgeWorker(Worker):
             self.context.poll()
 
 
-def load_weights(engine: NativeEngine, layout: Layout, tp_rank: int, shape: Any, path: str | None, seed: int) -> str:
-    """Fill the engine's buffers from a Hugging Face directory; each rank reads its part. Without one, with random
-    weights. Returns a name for the weights."""
-    tp = Layout(tuple(range(layout.tp)), tp=layout.tp, etp=layout.tp if shape.num_experts else 1)
-    own, weights = shards(shape, tp, tp_rank), engine.weights()
-    if path is not None:
-        open_weights(Path(path), shape).load(shape, own, weights)
-        files = sorted(file for file in Path(path).iterdir() if file.suffix in (".json", ".safetensors"))
-        return answer_key(*(str((file.name, file.stat().st_size, file.stat().st_mtime_ns)) for file in files))
-    log.warning("reward.judge.model.path is null: the judge has random weights")
+def draw_weights(weights: Mapping[str, Tensor], shape: ModelShape, own: Sequence[Shard], seed: int) -> None:
+    """Fill an engine's buffers with random weights, equal in every layout."""
     with torch.no_grad():
         for shard in own:
             copy_boxes(initial_weight(shape, shard.name, shard.global_shape, seed), weights[shard.name], shard)
-    return answer_key(str(shape), seed)
+
+
+def name_of(folder: Path) -> str:
+    """A name for the weights in a checkpoint or a Hugging Face directory, without reading them."""
+    if (folder / MANIFEST).is_file():
+        return answer_key((folder / MANIFEST).read_text(encoding="utf-8"))
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
+    return answer_key(*(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files))
 
 
 def encoded(answers: Sequence[str | None]) -> np.ndarray:

@@ -130,6 +130,26 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, monkeypatch) -> N
     assert not drawn and verdicts(again, 2) == verdicts(straight, 2)
 
 
+@pytest.mark.ci_world(2)
+def test_weights_of_a_checkpoint_and_of_a_hugging_face_directory(world, lab: Lab) -> None:
+    """The policy of another run is the judge, split and whole; and `hpcrl generate` asks it too."""
+    trained = run(lab, "judge_trained", {"enable": False}, trainer={"save_freq": 1, "save_hf": True})
+    exported = trained / "checkpoints" / "step_00000002" / "huggingface"
+    once = {"trainer": {"total_training_steps": 1}}
+    split = run(lab, "judge_split", {"model": None, "init_from": str(trained)}, {"judge": {"tp": world.size}}, **once)
+    whole = run(lab, "judge_whole", {"model": {"path": str(exported)}}, **once)
+    found, expected = verdicts(split), verdicts(whole)
+    assert np.mean([found[key][0] == text for key, (text, _) in expected.items()]) >= 0.95
+    files = {"val_files": [str(lab.data / "val.parquet")], "val_max_samples": 3}
+    run(lab, "judge_lines", {"model": {"path": str(exported)}}, job="generate", data=files)
+    lines = [json.loads(line) for line in (lab.folder / "judge_lines" / "generations.jsonl").read_text().splitlines()]
+    assert len(lines) == 6
+    for line in lines:
+        assert len(line["verdicts"]) == 1 and "rule_score" in line
+        expected = line["rule_score"] + line.get("judge_score", 0.0)
+        assert line["score"] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.world(4)
 @pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
 def test_asynchronous_modes(world, lab: Lab, mode: str) -> None:
