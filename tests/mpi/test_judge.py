@@ -141,8 +141,10 @@ def test_weights_of_a_checkpoint_and_of_a_hugging_face_directory(world, lab: Lab
     found, expected = verdicts(split), verdicts(whole)
     assert np.mean([found[key][0] == text for key, (text, _) in expected.items()]) >= 0.95
     files = {"val_files": [str(lab.data / "val.parquet")], "val_max_samples": 3}
-    run(lab, "judge_lines", {"model": {"path": str(exported)}}, job="generate", data=files)
-    lines = [json.loads(line) for line in (lab.folder / "judge_lines" / "generations.jsonl").read_text().splitlines()]
+    output = lab.folder / "judge_lines.jsonl"
+    sections = {"data": files, "generate": {"output_path": str(output)}}
+    run(lab, "judge_lines", {"model": {"path": str(exported)}}, job="generate", **sections)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(lines) == 6
     for line in lines:
         assert len(line["verdicts"]) == 1 and "rule_score" in line
