@@ -13,8 +13,8 @@ once. All 2,717 problems are enumerated and split by a hash of the problem, so t
                    fresh draws of training and held-out problems, for a reward model: the drawn expression is `chosen`,
                    the same with one mistake is `rejected`
     judge.parquet, judge_val.parquet
-                   the same for a judge, whose prompt is a problem, an answer and `=`: it says 1 if the answer is right, and
-                   0 if it has a mistake
+                   the same for a judge, whose prompt is a problem, an answer and `=`: it says 1 if the answer is right,
+                   and 0 if it has a mistake
 
 The answers of the warm start have their numbers in a random order: this leaves the policy the entropy that RL needs.
 """
