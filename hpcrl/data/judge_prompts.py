@@ -51,7 +51,7 @@ class JudgePrompts:
         return tuple(dict.fromkeys([*map(str, self.tokenizer.all_special_tokens), *added]))
 
     def check_rows(self, prompts: PromptDataset) -> None:
-        """Raise InputError for a row without what the judge is to be told of it."""
+        """Raise InputError for a row that lacks what the questions need."""
         needs_rubric, needs_truth = self.judging.kind == "rubric", self.judging.compares_reference
         for row in range(len(prompts)) if needs_rubric or needs_truth else ():
             record = prompts.record(row)
