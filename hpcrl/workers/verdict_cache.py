@@ -8,6 +8,7 @@ import os
 from collections import OrderedDict
 from hashlib import blake2b
 from pathlib import Path
+from typing import TextIO
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class VerdictCache:
         self._size = size
         self._answers: OrderedDict[str, str] = OrderedDict()
         self._path: Path | None = path
+        self._file: TextIO | None = None
         self._num_lines = 0  # in the file
         if path.exists():
             self._read(path)
@@ -72,16 +74,20 @@ class VerdictCache:
         """Append to the file, or write it anew without what was dropped. Raises OSError."""
         if self._path is None:
             return
-        if self._num_lines == 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._num_lines < 2 * self._size:
-            with open(self._path, "a", encoding="utf-8") as file:
-                # A first line break ends a line that a kill has cut off.
-                file.write(f"\n{json.dumps([key, answer])}")
-            self._num_lines += 1
+        if self._num_lines >= 2 * self._size:
+            draft = self._path.with_suffix(".tmp")
+            draft.write_text("".join(map(line_of, self._answers.items())), encoding="utf-8")
+            os.replace(draft, self._path)
+            self._file, self._num_lines = None, len(self._answers)
             return
-        draft = self._path.with_suffix(".tmp")
-        with open(draft, "w", encoding="utf-8") as file:
-            file.writelines(f"\n{json.dumps(item)}" for item in self._answers.items())
-        os.replace(draft, self._path)
-        self._num_lines = len(self._answers)
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "a", encoding="utf-8")
+        self._file.write(line_of((key, answer)))
+        self._file.flush()
+        self._num_lines += 1
+
+
+def line_of(item: tuple[str, str]) -> str:
+    """A line of the file. Its line break comes first, and so ends a line that a kill has cut off."""
+    return f"\n{json.dumps(item)}"
