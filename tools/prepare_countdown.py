@@ -12,6 +12,9 @@ once. All 2,717 problems are enumerated and split by a hash of the problem, so t
     preference.parquet, preference_val.parquet
                    fresh draws of training and held-out problems, for a reward model: the drawn expression is `chosen`,
                    the same with one mistake is `rejected`
+    judge.parquet, judge_val.parquet
+                   the same for a judge, whose prompt is a problem, an answer and `=`: it says 1 if the answer is right,
+                   and 0 if it has a mistake
 
 The answers of the warm start have their numbers in a random order: this leaves the policy the entropy that RL needs.
 """
@@ -31,7 +34,7 @@ NUM_NUMBERS = 4
 TARGETS = range(1, 37)
 WRONG_TRIES = (0, 0, 0, 0, 0, 0, 0, 1, 1, 2)  # drawn from; with many of them SFT would learn the task late
 EOS = "<|eos|>"  # ends a turn; as configs/tool_tokenizer has it
-FILES = ("train", "val", "sft", "sft_tool", "preference", "preference_val")
+FILES = ("train", "val", "sft", "sft_tool", "preference", "preference_val", "judge", "judge_val")
 MISTAKES = ("operator", "number", "term", "form")
 HELD_OUT_SHARE = 5  # one problem in this many is for validation
 
@@ -136,6 +139,17 @@ def row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[st
     }
 
 
+def judgement(problem: dict[str, Any], expression: str, rng: random.Random) -> dict[str, Any]:
+    """A row for a judge, of an answer that has a mistake or not."""
+    is_right = rng.random() < 0.5
+    shown = f"<a>{expression}</a>" if is_right else spoil(expression, rng)
+    question = f"{problem['prompt'][0]['content']}{shown}="
+    answer = str(int(is_right))
+    truth = {"style": "rule", "ground_truth": answer}
+    asked = {"data_source": "countdown_judge", "prompt": [{"role": "user", "content": question}]}
+    return problem | asked | {"reward_model": truth, "answer": answer}
+
+
 def make_rows(
     sft_rows: int, preference_rows: int, seed: int, files: Collection[str] = FILES
 ) -> dict[str, list[dict[str, Any]]]:
@@ -166,6 +180,14 @@ def make_rows(
             row(problem, name, i, rng) | {"chosen": f"<a>{expression}</a>", "rejected": spoil(expression, rng)}
             for i, (problem, expression) in drawn
         ]
+    judged = {"judge": preference_rows, "judge_val": max(1, preference_rows // 20)}
+    for name, count in judged.items():
+        if name in files:
+            judging = random.Random(f"{name} {seed}")
+            rows[name] = [
+                judgement(row(problem, name, i, judging), expression, judging)
+                for i, (problem, expression) in enumerate(draws(count, judging, held_out=name == "judge_val"))
+            ]
     return {name: rows[name] for name in FILES if name in files}
 
 
@@ -178,7 +200,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--files", nargs="+", default=FILES, choices=FILES, metavar="NAME", help="all if not given")
     parser.add_argument("--sft-rows", type=int, default=40000, help="rows of sft.parquet, and of sft_tool.parquet")
     parser.add_argument(
-        "--preference-rows", type=int, default=20000, help="rows of preference.parquet; a twentieth as many held out"
+        "--preference-rows",
+        type=int,
+        default=20000,
+        help="rows of preference.parquet and of judge.parquet; a twentieth as many held out",
     )
     parser.add_argument("--seed", type=int, default=0, help="order of rows and numbers, and all draws")
     args = parser.parse_args(arguments)

@@ -13,8 +13,8 @@ from typing import Protocol
 from hpcrl.algorithms.aggregation import LossAggMode
 from hpcrl.config.placement import PlacedRole, place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, CRITIC, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec, with_own
-from hpcrl.config.rules import check_algorithm, check_checkpoints, check_lora, check_rollout, loss_mode
+from hpcrl.config.roles import ACTOR, CRITIC, JUDGE, PLACED, REF, REWARD, ROLLOUT, TEACHER, RoleSpec, with_own
+from hpcrl.config.rules import check_algorithm, check_checkpoints, check_judge, check_lora, check_rollout, loss_mode
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.runtime.launcher import format_spans
@@ -91,6 +91,7 @@ def check(config: Config, world_size: int, *, own_roles: Sequence[RoleSpec] = ()
         TEACHER: config.distillation.enabled,
         REWARD: config.reward.reward_model.enable,
         ROLLOUT: True,
+        JUDGE: config.reward.judge.enable,
     }
     named = {spec.name for spec in own_roles}
     built_in = [spec for spec in PLACED if needs[spec] or spec.name in named]
@@ -102,6 +103,7 @@ def check(config: Config, world_size: int, *, own_roles: Sequence[RoleSpec] = ()
     longest = check_lengths(config)
     check_algorithm(config, inputs)
     check_rollout(config, roles)
+    check_judge(config, compared=config.rollout.n, greedy="reward_baselines" in inputs)
     check_lora(config)
     check_checkpoints(config.trainer)
     _check_loop(config, inputs)

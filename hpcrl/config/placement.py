@@ -43,7 +43,7 @@ def place(config: Config, used: Sequence[RoleSpec], world_size: int) -> dict[str
             nearest = difflib.get_close_matches(role.pool, pools, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known pools: {', '.join(pools)}"
             raise ConfigError(f"placement.{name}.pool={role.pool} is not in placement.pools; {hint}")
-        for axis in AXES[1:] if spec.path == "rollout" else ():
+        for axis in AXES[1:] if spec.is_engine else ():
             if (axis_size := getattr(role, axis)) > 1:
                 raise ConfigError(
                     f"placement.{name}.{axis}={axis_size} is not supported: a rollout engine splits all weights by tp, "

@@ -26,6 +26,7 @@ class RoleSpec:
     trains: bool = False  # the section has `optim`; checkpoints hold its model as <name>/
     on: tuple[str, ...] = ()
     metric_prefix: str = ""  # of the metrics of its calls: of a second role with the workers of a built-in one
+    is_engine: bool = False  # generates: a rollout engine, whose weights are split by tp only
     max_tokens: str = ""  # key of the tokens of a micro-batch, in the section; null there: as many as the actor's
 
     @property
@@ -76,14 +77,22 @@ REWARD = RoleSpec(
     head="reward",
     max_tokens="max_token_len_per_gpu",
 )
-ROLLOUT = RoleSpec("rollout", "hpcrl.workers.rollout:RolloutWorker")
+ROLLOUT = RoleSpec("rollout", "hpcrl.workers.rollout:RolloutWorker", is_engine=True)
+JUDGE = RoleSpec("judge", "hpcrl.workers.judge:JudgeWorker", section="reward.judge", is_engine=True)
 SCORER = RoleSpec("scorer", "hpcrl.workers.scorer:ScorerWorker", on=("rollout",))
 REFIT = RoleSpec("refit", "hpcrl.workers.weight_transfer:RefitWorker", on=("actor", "rollout"))
 EXPORT = RoleSpec("export", "hpcrl.workers.weight_transfer:ExportWorker", on=("actor",))
 ARCHIVE = RoleSpec("archive", "hpcrl.workers.records:ArchiveWorker", on=("actor",))
 GENERATIONS = RoleSpec("generations", "hpcrl.workers.records:GenerationsWorker", on=("rollout",))
 
-PLACED = (ACTOR, CRITIC, REF, TEACHER, REWARD, ROLLOUT)  # in the order in which they are built
+
+def judge_weights(config: Config) -> str | None:
+    """Where the judge's weights come from; None: random ones."""
+    own = config.reward.judge.model
+    return config.reward.judge.init_from or (own.path if own else config.model.init_from or config.model.path)
+
+
+PLACED = (ACTOR, CRITIC, REF, TEACHER, REWARD, ROLLOUT, JUDGE)  # in the order in which they are built
 
 
 def with_own(built_in: Iterable[RoleSpec], own: Iterable[RoleSpec]) -> list[RoleSpec]:

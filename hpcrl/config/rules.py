@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hpcrl.config.placement import PlacedRole
-from hpcrl.config.schema import Config, TrainerConfig
+from hpcrl.config.schema import Config, JudgeConfig, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.rewards.judge import Judging
 from hpcrl.runtime.launcher import format_spans
 
 
@@ -97,6 +98,49 @@ def _check_reward(config: Config) -> None:
         )
 
 
+def check_judge(config: Config, *, compared: int, greedy: bool = False) -> None:
+    """ConfigError with one line where the judge of a job cannot work.
+
+    compared: responses to a prompt that are scored together. greedy: a lone response per prompt is scored too.
+    """
+    judge = config.reward.judge
+    if not judge.enable:
+        return
+    if judge.template is not None and judge.template_path is not None:
+        raise ConfigError("reward.judge.template and reward.judge.template_path are both given; leave one out")
+    if judge.model is not None and judge.model.init_from is not None:
+        raise ConfigError(
+            f"reward.judge.model.init_from={judge.model.init_from}: the judge's weights are named by "
+            "reward.judge.init_from; set that"
+        )
+    if judge.max_num_batched_tokens < judge.max_prompt_length:
+        raise ConfigError(
+            f"reward.judge.max_num_batched_tokens={judge.max_num_batched_tokens} is less than "
+            f"reward.judge.max_prompt_length={judge.max_prompt_length}; use that or more"
+        )
+    if judge.template_path is not None:
+        return  # the file is checked where it is read
+    judging = judging_of(judge, judge.template)
+    if judging.compares_samples and (compared < 2 or greedy):
+        lone = (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response scored without others"
+            if greedy
+            else f"{compared} is drawn"
+        )
+        raise ConfigError(
+            f"reward.judge.kind=pairwise compares the responses to a prompt, and {lone}; use another kind, or compare "
+            "with the reference answer: a template with {ground_truth} in place of {other}"
+        )
+
+
+def judging_of(judge: JudgeConfig, template: str | None) -> Judging:
+    """The judge's questions, with this template; ConfigError where they cannot work."""
+    try:
+        return Judging(judge.kind, template, judge.pattern, judge.scale)
+    except ValueError as error:
+        raise ConfigError(f"reward.judge: {error}") from None
+
+
 def _check_distillation(config: Config) -> None:
     if not config.distillation.enabled:
         return
@@ -138,6 +182,7 @@ def check_checkpoints(trainer: TrainerConfig) -> None:
 def check_lora(config: Config) -> None:
     """ConfigError with one line where models that are trained whole, or not at all, are to have adapters."""
     others = {"teacher.model": config.teacher.model, "reward.reward_model.model": config.reward.reward_model.model}
+    others["reward.judge.model"] = config.reward.judge.model
     for key, model in others.items():
         if model is not None and model.lora_rank > 0:
             raise ConfigError(f"{key}.lora_rank={model.lora_rank}: only the policy has adapters; use 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
@@ -294,6 +295,7 @@ class PlacementConfig(Section):
     rollout: RolePlacement = Field(default_factory=RolePlacement, description="layout of the generation engine")
     reward: RolePlacement = Field(default_factory=RolePlacement, description="layout of the reward model")
     teacher: RolePlacement = Field(default_factory=RolePlacement, description="layout of the teacher of a distillation")
+    judge: RolePlacement = Field(default_factory=RolePlacement, description="layout of the judge's engine")
 
 
 class SamplerConfig(OpenSection):
@@ -569,18 +571,88 @@ class RewardModelConfig(Section):
     param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
+class JudgeConfig(Section):
+    """A second generation engine, of frozen weights, that is asked about responses."""
+
+    enable: bool = Field(False, description="ask a model about every response, and add its verdict to the score")
+    init_from: str | None = Field(
+        None,
+        description="its weights: a run, checkpoint or Hugging Face directory; null: model.path, or without model what "
+        "the policy starts from",
+    )
+    model: ModelConfig | None = Field(None, description="its architecture and tokenizer; null: the policy's")
+    kind: Literal["score", "pairwise", "rubric"] = Field(
+        "score",
+        description="score: a number per response; pairwise: which of two responses to a prompt, or of a response and "
+        "the reference answer, is better; rubric: which criteria a response meets",
+    )
+    template: str | None = Field(
+        None,
+        description="prompt of the judge, with {response} and where wanted {prompt}, {ground_truth}, {rubric}, and for "
+        "pairwise {other}; null: built in",
+    )
+    template_path: str | None = Field(None, description="text file with the template, in place of template")
+    rubric: list[str | dict[str, str | float]] = Field(
+        default_factory=list,
+        description="criteria, texts or {criterion, weight}, of rows that have none in extra_info.rubric",
+    )
+    pattern: str | None = Field(
+        None,
+        description="regular expression of a verdict, of which the last match counts: one group (score: the number, "
+        "pairwise: A, B or C), rubric: two (number of the criterion, yes or no); null: the built-in template's",
+    )
+    scale: Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
+        default_factory=lambda: [0.0, 10.0],
+        description="score: numbers that become 0 and 1; others are no verdicts; null: any, unchanged",
+    )
+    weight: float = Field(1.0, description="weight of the judge's score")
+    rule_weight: float = Field(1.0, description="weight of the rule's score; 0: no rule is asked")
+    default_score: float = Field(0.0, description="the judge's score of a sample without a verdict that can be read")
+    temperature: NonNegativeFloat = Field(0.0, description="of the judge's answers; 0: the likeliest tokens")
+    num_retries: NonNegativeInt = Field(
+        1, description="further answers where a verdict cannot be read; at temperature 1 if temperature is 0"
+    )
+    apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="extra arguments of the judge's chat template"
+    )
+    max_prompt_length: PositiveInt = Field(
+        4096, description="tokens of the judge's prompt; a sample that needs more has no verdict"
+    )
+    max_response_length: PositiveInt = Field(512, description="tokens of the judge's answer at most")
+    cache_size: PositiveInt = Field(
+        65536, description="answers that a replica keeps, in memory and in <run>/judge/, and does not draw again"
+    )
+    max_num_seqs: PositiveInt = Field(256, description="answers that decode at once in a replica at most")
+    max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.5, description="share of the memory that the other roles leave which the KV cache may take"
+    )
+    kv_cache_gib: PositiveFloat | None = Field(
+        None, description="KV cache of a rank, in GiB; null: by gpu_memory_utilization, at most what the job can use"
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
+
+
 class RewardConfig(OpenSection, Scoring):
     reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig, description="reward manager")
     reward_kwargs: RewardKwargs = Field(default_factory=RewardKwargs, description="arguments of the reward manager")
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="reward model")
+    judge: JudgeConfig = Field(default_factory=JudgeConfig, description="a model that is asked about responses")
     custom_reward_function: CustomRewardConfig = Field(
         default_factory=CustomRewardConfig, description="reward function of your own"
     )
 
     @property
     def uses_rules(self) -> bool:
-        """Whether the score uses rules or a custom function; otherwise it is the reward model's only."""
-        return not self.reward_model.enable or self.reward_model.rule_weight != 0
+        """Whether the score uses rules or a custom function."""
+        return self.rule_weight != 0
+
+    @property
+    def rule_weight(self) -> float:
+        """Weight of the rule's score, beside a reward model and a judge."""
+        beside = [model.rule_weight for model in (self.reward_model, self.judge) if model.enable]
+        return math.prod(beside)
 
     @field_validator("reward_manager", mode="before")
     @classmethod
@@ -773,7 +845,7 @@ class Config(Section):
     @property
     def dtypes(self) -> set[str]:
         """Of all models of a job."""
-        models = [self.model, self.teacher.model, self.reward.reward_model.model]
+        models = [self.model, self.teacher.model, self.reward.reward_model.model, self.reward.judge.model]
         found = {model.dtype for model in models if model is not None}
         return found | ({self.rollout.dtype} if self.rollout.dtype else set())
 

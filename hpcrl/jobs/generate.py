@@ -40,7 +40,7 @@ DECISIVE = re.compile(
     r"run\.seed|model\..*|rollout\.(engine|dtype|n|temperature|top_k|top_p|ignore_eos|exact|multi_turn\..*)"
     r"|data\.(prompt_key|max_prompt_length|max_response_length|filter_overlong_prompts|truncation|chat_template"
     r"|apply_chat_template_kwargs.*)|generate\.(score|log_probs)"
-    r"|reward\.(?!memory_limit_mb|num_workers|timeout).*"
+    r"|reward\.(?!memory_limit_mb|num_workers|timeout|judge\.(cache_size|max_num|gpu_|kv_|enforce_|param_)).*"
 )
 
 
@@ -86,10 +86,11 @@ class Generate(SamplingJob):
         log.info("%d prompts of data.%s_files=%s, %d samples each", num_prompts, self.split, ", ".join(names), n)
         path = Path(config.section("generate").output_path or self.run_folder / OUTPUT_FILE)
         settings: dict[str, Any] = {k: v for k, v in flatten(config.model_dump()).items() if DECISIVE.fullmatch(k)}
-        source, reward = self.start.init_from, self.start.frozen.get("reward")
+        source, frozen = self.start.init_from, self.start.frozen
         settings["model.init_from"] = str(source.resolve()) if source is not None else None
-        if reward is not None:
-            settings["reward.reward_model.init_from"] = str(reward.resolve())
+        for role, section in (("reward", "reward.reward_model"), ("judge", "reward.judge")):
+            if role in frozen:
+                settings[f"{section}.init_from"] = str(frozen[role].resolve())
         file = GenerationFile(path, settings, self._keys(), num_prompts * n)
         if file.is_complete:
             log.info("%s has all of them: for new ones choose another generate.output_path, or remove it", path)
@@ -122,7 +123,7 @@ class Generate(SamplingJob):
             batch = self._draw(controller, np.arange(first, last, dtype=np.int64))
             drawing += time.perf_counter() - chunk_began
             if self.is_scored:
-                batch = score(controller, batch, with_model=self.with_model)
+                batch = score(controller, batch, self.config.reward)
             self._write(controller, batch)
             num_failed += sum(failed_scores(batch).values())
             shown |= {"ktokens/s": (totals.num_tokens - tokens_before) / drawing / 1e3, "length": totals.length}

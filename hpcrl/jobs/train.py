@@ -12,7 +12,20 @@ from hpcrl.algorithms.kl import KLController
 from hpcrl.algorithms.pf_ppo import pf_ppo_rows
 from hpcrl.config import derive
 from hpcrl.config.derive import Derived
-from hpcrl.config.roles import ACTOR, ARCHIVE, CRITIC, REF, REFIT, REWARD, ROLLOUT, SCORER, TEACHER, RoleSpec
+from hpcrl.config.roles import (
+    ACTOR,
+    ARCHIVE,
+    CRITIC,
+    JUDGE,
+    REF,
+    REFIT,
+    REWARD,
+    ROLLOUT,
+    SCORER,
+    TEACHER,
+    RoleSpec,
+    judge_weights,
+)
 from hpcrl.config.schema import Config
 from hpcrl.data.sampler import make_sampler, steps_for_epochs
 from hpcrl.model.sizes import peak_of
@@ -146,7 +159,8 @@ class Train(TrainingJob):
 
     def roles(self) -> list[RoleSpec]:
         models = [spec for spec in (ACTOR, CRITIC, REF, TEACHER, REWARD) if spec.name in self.derived.roles]
-        return [*models, *self.export_roles, ARCHIVE, ROLLOUT, SCORER, REFIT]
+        judge = [JUDGE] if "judge" in self.derived.roles else []
+        return [*models, *self.export_roles, ARCHIVE, ROLLOUT, *judge, SCORER, REFIT]
 
     def stands_for(self, role: str) -> str:
         return "actor" if role == "ref" and self.derived.ref_in_actor else role
@@ -156,6 +170,8 @@ class Train(TrainingJob):
         policy = self.config.model.init_from or self.config.model.path
         if self.config.distillation.enabled and policy is not None:
             found.setdefault("teacher", policy)
+        if "judge" in self.derived.roles and (judge := judge_weights(self.config)) is not None:
+            found["judge"] = judge
         return found
 
     def total_steps(self) -> int:

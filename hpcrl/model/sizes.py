@@ -144,7 +144,7 @@ def num_blocks(shape: ModelShape, tp_size: int, itemsize: int, kv_cache_bytes: i
     if found < needed:
         raise InputError(
             f"the KV cache of {kv_cache_bytes:,} bytes holds {found * BLOCK_SIZE} tokens, but one sequence of "
-            f"max_model_len={max_model_len} needs {needed * each:,} bytes; raise rollout.kv_cache_gib or "
-            "rollout.gpu_memory_utilization, or shorten prompts and responses"
+            f"max_model_len={max_model_len} needs {needed * each:,} bytes; raise kv_cache_gib or "
+            "gpu_memory_utilization (of rollout, or of reward.judge for a judge), or shorten prompts and responses"
         )
     return found

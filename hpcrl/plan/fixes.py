@@ -101,6 +101,7 @@ PHASES = {  # a worker's method -> the plan's name of the phase
     "ref.compute_ref_log_prob": "ref",
     "teacher.compute_teacher_log_prob": "teacher",
     "reward.compute_rm_score": "reward",
+    "judge.judge": "judge",
     "critic.compute_values": "values",
     "critic.update_critic": "update_critic",
     "actor.update_actor": "update_actor",
@@ -137,7 +138,8 @@ def changes(job: TrainingPlan, phase: Phase, row: Row) -> Iterator[str]:
     """Config keys that reduce the phase's memory, the cheapest first."""
     config, role = job.config, phase.role
     if phase.kind == "generate":
-        yield "a smaller rollout.gpu_memory_utilization or rollout.max_num_seqs"
+        section = "reward.judge" if role == "judge" else "rollout"
+        yield f"a smaller {section}.gpu_memory_utilization or {section}.max_num_seqs"
     elif phase.kind == "refit":
         yield "a smaller rollout.checkpoint_engine.update_weights_bucket_megabytes"
     elif phase.work is not None:

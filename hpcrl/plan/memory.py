@@ -14,13 +14,14 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from hpcrl.config.derive import Derived, check
-from hpcrl.config.roles import ACTOR, PLACED, REF, Part, RoleSpec, offloaded, with_own
+from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, Part, RoleSpec, offloaded, with_own
 from hpcrl.config.schema import Config, S
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token, max_kv_bytes
 from hpcrl.plan.activations import Pass
+from hpcrl.plan.generation import JudgeEngine, generation_work
 from hpcrl.plan.refit import Question, job_shape, model_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
 from hpcrl.reshard.planner import RankTraffic, Resharding
@@ -126,9 +127,21 @@ class TrainingPlan:
         return models
 
     @cached_property
+    def judge(self) -> JudgeEngine | None:
+        """The judge's engine, if the job has a judge."""
+        placed = self.derived.roles.get(JUDGE.name)
+        if placed is None:
+            return None
+        architecture = JUDGE.architecture(self.config)
+        shape = model_shape(architecture, job_shape(self.config).vocab_size)
+        layout = role_layout(shape, JUDGE.name, **placed.grid)
+        return JudgeEngine(self.config.reward.judge, shape, layout, ITEMSIZE[architecture.dtype])
+
+    @cached_property
     def layouts(self) -> dict[str, Layout]:
         rollout = role_layout(self.refit.resharding.shape, "rollout", **self.derived.roles["rollout"].grid)
-        return {**{role: model.layout for role, model in self.models.items()}, "rollout": rollout}
+        judge = {JUDGE.name: self.judge.layout} if self.judge is not None else {}
+        return {**{role: model.layout for role, model in self.models.items()}, "rollout": rollout, **judge}
 
     @cached_property
     def places(self) -> list[Place]:
@@ -153,6 +166,8 @@ class TrainingPlan:
         built_in = {spec.name for spec in PLACED}
         own = [spec for role, spec in self.specs.items() if role not in built_in]
         phases = [Phase("rollout", "rollout", "generate")]
+        if self.judge is not None:
+            phases.append(Phase("judge", "judge", "generate"))
         if not config.algorithm.rollout_correction.bypass_mode and not in_update:
             phases.append(phase("old_log_prob", "actor", "forward", step))
         if derived.needs_ref:
@@ -193,7 +208,8 @@ class TrainingPlan:
 
     def on_host(self, place: Place) -> int:
         """Bytes of a rank's host memory that hold offloaded state."""
-        return sum(
+        judged = State(self.judge.weights) if self.judge is not None and JUDGE.name in place.stages else State()
+        return judged.on_host(offloaded(self.config, JUDGE)) + sum(
             self.states[role, place.stages[role]].on_host(offloaded(self.config, self.specs[role]))
             for role in self._roles(place)
         )
@@ -253,7 +269,7 @@ class TrainingPlan:
             buffers = 0  # in host memory they stay
         if "rollout" in place.stages:
             parameters += own
-            generates = phase.kind == "generate" or self.config.async_training.mode != "sync"
+            generates = phase.name == "rollout" or self.config.async_training.mode != "sync"
             if generates or not self.config.rollout.free_cache_engine:
                 idle = self.on_device(self.phases[0], place)  # the engine is built while others do nothing
                 kv_cache = self._kv_cache(sum(state.total for state in idle), own)
@@ -261,6 +277,12 @@ class TrainingPlan:
                 activations, logits = self._generation()
             if phase.kind == "refit":
                 parameters += whole - own
+        if self.judge is not None and JUDGE.name in place.stages:
+            judges = phase.role == JUDGE.name
+            parameters += self.judge.weights if judges or not offloaded(self.config, JUDGE) else 0
+            if judges:
+                kv_cache += self._judge_cache(place)
+                activations, logits = self.judge.work()
         gathered = [p.work.gathered() for p in self.phases if p.work and p.role in place.stages]
         if phase.work is not None and phase.role in place.stages:
             stage, work = place.stages[phase.role], phase.work
@@ -310,14 +332,20 @@ class TrainingPlan:
         return max(least, min(most, int(free * rollout.gpu_memory_utilization)))
 
     def _generation(self) -> tuple[int, int]:
-        """Activations of a prefill, and logits of all running sequences over the whole vocabulary with what sampling
-        makes of them; an estimate."""
-        rollout, shape, tp = self.config.rollout, self.refit.resharding.shape, self.layouts["rollout"].tp
+        rollout, shape = self.config.rollout, self.refit.resharding.shape
         itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
-        tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs)
-        width = shape.num_experts and shape.moe_topk * shape.moe_ffn_hidden_size or shape.ffn_hidden_size
-        activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // tp)
-        return activations, rollout.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
+        return generation_work(rollout, shape, self.layouts["rollout"].tp, itemsize)
+
+    def _judge_cache(self, place: Place) -> int:
+        """Bytes of the judge's KV cache on a rank of the place; the engine is built after all other models."""
+        assert self.judge is not None
+        if self.capacity is None:
+            return self.judge.kv_cache(None)
+        taken = sum(state.total for state in self.on_device(self.phases[0], place))
+        if "rollout" in place.stages:
+            _, weights, _ = self._engine[place.ranks]
+            taken += weights + self._kv_cache(taken, weights)
+        return self.judge.kv_cache(max(0, self.capacity - taken))
 
 
 @lru_cache(maxsize=8)

@@ -9,9 +9,9 @@ import numpy as np
 
 from hpcrl.algorithms.metrics import finish, merge
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, RewardConfig
 from hpcrl.controller.controller import Controller
-from hpcrl.rewards.manager import numbers_of
+from hpcrl.rewards.manager import FATES, numbers_of
 from hpcrl.rollout_source.background_task import BackgroundTask, Steps
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.progress import PhaseTimers
@@ -57,25 +57,31 @@ def num_prompts(batch: DataProto) -> int:
     return len(np.unique(batch.samples["prompt"]))
 
 
-def score(controller: Controller, batch: DataProto, *, with_model: bool) -> DataProto:
+def score(controller: Controller, batch: DataProto, cfg: RewardConfig, timers: PhaseTimers | None = None) -> DataProto:
     """Run `scoring` and wait for it."""
-    return BackgroundTask(scoring(controller, batch, with_model=with_model), PhaseTimers()).get()
+    return BackgroundTask(scoring(controller, batch, cfg), timers or PhaseTimers()).get()
 
 
-def scoring(controller: Controller, batch: DataProto, *, with_model: bool) -> Steps[DataProto]:
-    """The batch with `token_level_scores`, `score`, `acc` and `extras`; with a model, `rm_score` is part of the score.
+def scoring(controller: Controller, batch: DataProto, cfg: RewardConfig) -> Steps[DataProto]:
+    """The batch with `token_level_scores`, `score`, `acc` and `extras`; those of a reward model and of a judge,
+    `rm_score` and `judge_score`, are parts of the score.
 
-    Rules have been running since the first response was finished; the model runs at the same time.
+    Rules have been running since the first response was finished; the models run at the same time.
     """
-    if with_model:
-        batch = batch.union((yield "reward", controller["reward"].compute_rm_score(batch)))
+    called = []
+    if cfg.judge.enable:
+        called.append(("judge", controller["judge"].judge(batch)))
+    if cfg.reward_model.enable:
+        called.append(("reward", controller["reward"].compute_rm_score(batch)))
+    for phase, future in called:
+        batch = batch.union((yield phase, future))
     return batch.union((yield "reward", controller["scorer"].score(batch)))
 
 
 def failed_scores(batch: DataProto) -> dict[str, int]:
     """`reward/<how>` -> number of the batch's scores that failed in that way."""
     counts = finish(merge(batch.metrics)) if batch.metrics else {}
-    return {name: int(count) for name, count in counts.items() if name.startswith("reward/")}
+    return {name: int(counts[name]) for fate in FATES if (name := f"reward/{fate}") in counts}
 
 
 class FirstSamples:

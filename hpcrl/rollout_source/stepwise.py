@@ -110,8 +110,8 @@ class Stepwise(RolloutSource):
         context = self.context
         context.before_phase(phase)
         batch = batch.union((yield phase, context.controller["rollout"].generate(batch, sampling)))
-        context.before_phase("reward")
-        batch = yield from scoring(context.controller, batch, with_model=context.config.reward.reward_model.enable)
+        context.before_phase("judge" if context.config.reward.judge.enable else "reward")
+        batch = yield from scoring(context.controller, batch, context.config.reward)
         found.metrics += batch.metrics
         self.pool.first_samples.check_scores(batch)
         return batch
@@ -147,8 +147,7 @@ class Recorded(Synchronous):
         batch = recorded_samples(folder, step)
         with context.timers("gen"):
             batch = batch.union(context.controller["rollout"].replay(batch, folder).get())
-        with context.timers("reward"):
-            batch = score(context.controller, batch, with_model=context.config.reward.reward_model.enable)
+        batch = score(context.controller, batch, context.config.reward, context.timers)
         metrics = finish(merge(batch.metrics))
         batch.meta_info.pop("metrics")
         return context.deliver((self.pool.complete(batch), metrics))

@@ -201,8 +201,7 @@ class Streaming(RolloutSource):
         batch = self._batch_of(numbers)
         with self.context.timers("gen"):
             batch = batch.union(self.controller["rollout"].take(batch).get())
-        with self.context.timers("reward"):
-            batch = score(self.controller, batch, with_model=self.context.config.reward.reward_model.enable)
+        batch = score(self.controller, batch, self.config.reward, self.context.timers)
         self.pool.first_samples.check_scores(batch)
         self.seen.metrics += batch.metrics
         self.seen.num_generated += len(batch)

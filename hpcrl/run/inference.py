@@ -16,8 +16,8 @@ from hpcrl.config.derive import RoleLayouts, check_budget, check_lengths
 from hpcrl.config.loader import dump_config
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import check_algorithms
-from hpcrl.config.roles import ACTOR, GENERATIONS, POLICY, REFIT, REWARD, ROLLOUT, SCORER
-from hpcrl.config.rules import check_rollout
+from hpcrl.config.roles import ACTOR, GENERATIONS, JUDGE, POLICY, REFIT, REWARD, ROLLOUT, SCORER, judge_weights
+from hpcrl.config.rules import check_judge, check_rollout
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.source import WeightSync
@@ -79,7 +79,8 @@ class SamplingJob(Job):
         if self.is_done():
             return DONE
         reward = [REWARD] if self.with_model else []
-        roles = [POLICY, *reward, GENERATIONS, ROLLOUT, SCORER, REFIT]
+        judge = [JUDGE] if "judge" in self.derived.roles else []
+        roles = [POLICY, *reward, GENERATIONS, ROLLOUT, *judge, SCORER, REFIT]
         self.team = build_team(world, config, self.derived, self.inputs, roles)
         self.run_program(self.team, self._program)
         return DONE
@@ -98,8 +99,8 @@ class SamplingJob(Job):
         actor, start = controller["actor"], self.start
         if start.init_from is not None:
             actor.load(str(start.init_from), weights_only=True).get()
-        if "reward" in start.frozen:
-            controller["reward"].load_frozen(str(start.frozen["reward"])).get()
+        for role, folder in start.frozen.items():
+            controller[role].load_frozen(str(folder)).get()
         weights = WeightSync(controller, timers)
         weights.update_to(self.step)
         actor.release().get()
@@ -113,9 +114,11 @@ class SamplingJob(Job):
         (run_directory(self.config) / "config.yaml").write_text(text, encoding="utf-8")
 
     def _find_weights(self) -> Start:
-        """The weights of model.init_from or model.path, and of reward.reward_model.init_from. Collective."""
+        """The weights of model.init_from or model.path, of a reward model and of a judge. Collective."""
         reward = self.config.reward.reward_model.init_from
-        frozen = {"reward": reward} if self.with_model and reward else None
+        frozen = {"reward": reward} if self.with_model and reward else {}
+        if "judge" in self.derived.roles and (judge := judge_weights(self.config)) is not None:
+            frozen["judge"] = judge
         start = find_start(self.world, self.config, frozen=frozen)
         named = start.init_from
 
@@ -153,11 +156,15 @@ def inside_run(config: Config, name: str) -> Config:
 def check_inference(config: Config, num_ranks: int, samples: int, *, scored: bool) -> RoleLayouts:
     """Derived values of a job that draws `samples` per prompt; raises ConfigError for one that cannot run."""
     with_model = scored and config.reward.reward_model.enable
-    roles = place(config, [ACTOR, ROLLOUT, *([REWARD] if with_model else [])], num_ranks)
+    with_judge = scored and config.reward.judge.enable
+    models = [*([REWARD] if with_model else []), *([JUDGE] if with_judge else [])]
+    roles = place(config, [ACTOR, ROLLOUT, *models], num_ranks)
     longest = check_lengths(config)
     check_rollout(config, roles)
     if scored:
         check_algorithms(config, {"reward": config.reward.reward_manager.name})
+    if with_judge:
+        check_judge(config, compared=samples)
     if with_model:
         check_budget(f"{REWARD.path}.{REWARD.max_tokens}", REWARD.token_budget(config), longest)
     return RoleLayouts(num_ranks, roles, [("longest sequence", longest, "tokens"), ("prompt", samples, "samples")])

@@ -227,7 +227,6 @@ class Validator:
     num_prompts: int | None = None
     num_shown: int = 0
     folder: Path | None = None
-    with_model: bool = False
 
     def __post_init__(self) -> None:
         self.prompts = prompts = self.inputs.prompts["val"]
@@ -246,7 +245,6 @@ class Validator:
             *(controller, config, inputs, config.rollout.val_kwargs),
             num_shown=config.trainer.log_val_generations,
             folder=folder / generations if generations else None,
-            with_model=config.reward.reward_model.enable,
         )
 
     def run(self, step: int) -> tuple[dict[str, float], str]:
@@ -297,7 +295,7 @@ class Validator:
             longest, temperature, top_k=way.top_k, top_p=way.top_p, eos_token_ids=end_token_ids(self.inputs.tokenizer)
         )
         batch = batch.union(self.controller["rollout"].generate(batch, sampling).get())
-        return score(self.controller, batch, with_model=self.with_model)
+        return score(self.controller, batch, self.config.reward)
 
     def _generations(self, batch: DataProto, rows: Sequence[int], way: ValKwargs, step: int) -> list[dict[str, Any]]:
         """Samples with the keys of verl's dumps, and `n`, the samples per prompt of the way they were drawn."""

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 TOKENS = (
     *("input_ids", "response_mask", "rollout_log_probs", "routed_experts", "old_log_probs", "ref_log_prob", "values"),
     *("token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights", "loss_mask"),
-    "teacher_log_prob",
+    *("teacher_log_prob", "verdicts"),
 )
 SAMPLES = (
     *("position", "prompt", "row", "epoch", "sample_index", "prompt_length", "response_length", "finish_reason"),
     *("weight_version_min", "weight_version_max", "score", "acc", "extras"),
-    *("rm_score?", "reward_baseline?", "num_turns?", "tool_call_counts?"),
+    *("rm_score?", "judge_score?", "reward_baseline?", "num_turns?", "tool_call_counts?"),
 )
 
 
@@ -78,7 +78,10 @@ class ArchiveWorker(InputsWorker):
                 "data_source": self.sources[row],
                 "extras": json.dumps(samples["extras"]),
             }
-            log.append_sample({name: column.row(index) for name, column in columns.items()}, samples)
+            tokens = {name: column.row(index) for name, column in columns.items()}
+            if "verdicts" in tokens:
+                samples["verdicts"] = tokens.pop("verdicts").tobytes().decode("utf-8")
+            log.append_sample(tokens, samples)
         log.close()
 
 
@@ -100,7 +103,7 @@ class GenerationsWorker(Worker):
         Dispatch.DP_COMPUTE_PROTO,
         reads=(
             *("input_ids", "response_mask", "rollout_log_probs", "row", "epoch", "sample_index", "finish_reason"),
-            *("score?", "extras?"),
+            *("score?", "extras?", "verdicts?"),
         ),
         leader_only=True,
     )
@@ -108,8 +111,8 @@ class GenerationsWorker(Worker):
         """Per sample `line`, a JSON object with its line break.
 
         uid, sample_index, data_source, prompt and response as text, ground_truth, finish_reason; where the batch has
-        scores, score and what else the scorer returned; prompt_ids and response_ids; response_mask where tools or users
-        wrote some of the response; log_probs to six decimals.
+        scores, score and what else the scorer returned; where it has them, the judge's verdicts; prompt_ids and
+        response_ids; response_mask where tools or users wrote some of the response; log_probs to six decimals.
         """
         prompts, samples = self.prompts[batch.meta_info["split"]], batch.samples
         responses = responses_of(batch)
@@ -130,6 +133,8 @@ class GenerationsWorker(Worker):
             if "score" in samples:
                 line["score"] = round(float(samples["score"][index]), 6)
                 line |= {name: value for name, value in samples["extras"][index].items() if name not in line}
+            if "verdicts" in batch.tokens:
+                line["verdicts"] = json.loads(batch.fetch("verdicts").row(index).tobytes())
             line |= {"prompt_ids": prompts.prompt_ids(row).tolist(), "response_ids": response.tolist()}
             if not mask.all():
                 line["response_mask"] = mask.tolist()

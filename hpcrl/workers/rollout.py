@@ -39,6 +39,9 @@ from hpcrl.workers.response_stream import Response, ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
 
 if TYPE_CHECKING:
+    import torch
+
+    from hpcrl.config.schema import JudgeConfig, RolloutConfig
     from hpcrl.workers.team import Team
 
 
@@ -50,13 +53,36 @@ def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_
         from hpcrl.rollout.tensorrt_llm.engine import make_engine as make_tensorrt_llm
 
         return make_tensorrt_llm(config, shape, groups, device)
-    dtype, tp = DTYPES[rollout.dtype or config.model.dtype], groups.layout.tp
-    max_model_len = config.data.max_prompt_length + config.data.max_response_length
-    if rollout.kv_cache_gib is not None:
-        cache = int(rollout.kv_cache_gib * 2**30)
+    return native_engine(
+        groups,
+        shape,
+        rollout,
+        DTYPES[rollout.dtype or config.model.dtype],
+        config.data.max_prompt_length + config.data.max_response_length,
+        ranks_on_node=ranks_on_node,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        exact=rollout.exact,
+    )
+
+
+def native_engine(
+    groups: RoleGroups,
+    shape: ModelShape,
+    cfg: RolloutConfig | JudgeConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    *,
+    ranks_on_node: int,
+    enable_prefix_caching: bool = True,
+    exact: bool = False,
+) -> NativeEngine:
+    """A native engine with the sizes of a role's config section. max_model_len: tokens of prompt and response."""
+    device, tp = platform.device(), groups.layout.tp
+    if cfg.kv_cache_gib is not None:
+        cache = int(cfg.kv_cache_gib * 2**30)
     else:
-        limits = {"max_num_seqs": rollout.max_num_seqs, "max_model_len": max_model_len}
-        free, share = accelerator.free_bytes(device, ranks_on_node), rollout.gpu_memory_utilization
+        limits = {"max_num_seqs": cfg.max_num_seqs, "max_model_len": max_model_len}
+        free, share = accelerator.free_bytes(device, ranks_on_node), cfg.gpu_memory_utilization
         cache = kv_cache_bytes(shape, tp, dtype.itemsize, **limits, free_bytes=free, utilization=share)
     return NativeEngine(
         shape,
@@ -64,13 +90,13 @@ def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_
         groups.coord.tp,
         tp,
         dtype,
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        max_num_seqs=cfg.max_num_seqs,
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
         max_model_len=max_model_len,
         kv_cache_bytes=cache,
-        enable_prefix_caching=rollout.enable_prefix_caching,
-        enforce_eager=rollout.enforce_eager,
-        exact=rollout.exact,
+        enable_prefix_caching=enable_prefix_caching,
+        enforce_eager=cfg.enforce_eager,
+        exact=exact,
         device=device,
     )
 
@@ -246,7 +272,10 @@ class RolloutWorker(Worker):
         return found
 
     @register(
-        Dispatch.DP_COMPUTE_PROTO, reads=("position",), writes=(*WRITTEN, "token_level_scores?"), leader_only=True
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("position",),
+        writes=(*WRITTEN, "token_level_scores?", "verdicts?"),
+        leader_only=True,
     )
     def replay(self, batch: DataProto, folder: str, *, scores: bool = False) -> DataProto:
         """Recorded responses of meta_info["step"] instead of new ones; `position` is the row in the archive.
@@ -274,7 +303,10 @@ class RolloutWorker(Worker):
         kept = ["prompt_length", "response_length", "finish_reason", *turns]
         if scores:
             samples["extras"] = np.array([json.loads(text) for text in samples["extras"]], object)
-            kept += [name for name in ("score", "acc", "extras", "rm_score") if name in samples]
+            kept += [name for name in ("score", "acc", "extras", "rm_score", "judge_score") if name in samples]
+            if "verdicts" in samples:
+                texts = [text.encode("utf-8") for text in samples["verdicts"][rows]]
+                columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in texts], np.uint8)
         return DataProto(columns, {name: samples[name][rows] for name in kept}, {})
 
     def _requests(self, batch: DataProto) -> list[Request]:

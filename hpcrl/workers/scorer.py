@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from hpcrl.runtime.exits import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hpcrl.config.schema import RewardModelConfig
+    from hpcrl.config.schema import RewardConfig
     from hpcrl.workers.team import Team
 
 
@@ -97,16 +98,16 @@ class ScorerWorker(Worker):
         rollout = team.workers.get(team.specs[role].on[0])
         if rollout is None:
             return None
-        return cls(team.layouts[role], team.world.rank, rollout.scorer, team.config.reward.reward_model)  # type: ignore[attr-defined]
+        return cls(team.layouts[role], team.world.rank, rollout.scorer, team.config.reward)  # type: ignore[attr-defined]
 
-    def __init__(self, layout: Layout, rank: int, scorer: ResponseScorer | None, cfg: RewardModelConfig) -> None:
+    def __init__(self, layout: Layout, rank: int, scorer: ResponseScorer | None, cfg: RewardConfig) -> None:
         super().__init__(layout, rank)
         self.scorer = scorer
         self.cfg = cfg
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "show?"),
+        reads=("input_ids", "response_mask", "row", "finish_reason", "rm_score?", "judge_score?", "show?"),
         writes=("token_level_scores",),
         leader_only=True,
         reentrant=True,
@@ -115,9 +116,10 @@ class ScorerWorker(Worker):
         """Scores of whole responses, placed on their last token. Per sample: `score`, float32; `acc`, float32, NaN if
         there is none; `extras`, what else the scorer returned, {} where scoring failed.
 
-        With `rm_score`, a reward model's, score = rule_weight * rule + weight * rm_score, and the extras hold both as
-        `rule_score` and `rm_score`; InputError where that is not finite. Where the batch has a bool column `show`, the
-        texts of those rows come back too.
+        A reward model's `rm_score` and a judge's `judge_score` are added: score = rule_weight * rule + the sum of
+        weight * score over the two. Then the extras hold all parts, as `rule_score`, `rm_score` and `judge_score`;
+        InputError where the score is not finite. A `judge_score` of NaN is not in the extras, and counts as
+        reward.judge.default_score. Where the batch has a bool column `show`, the texts of those rows come back too.
         """
         assert self.scorer is not None
         responses = responses_of(batch)
@@ -126,8 +128,11 @@ class ScorerWorker(Worker):
         split = batch.meta_info["split"]
         scores, extras, counts = self.scorer.take(split, rows, responses, reasons)
         acc = np.array([found if isinstance(found := extra.get("acc"), float) else np.nan for extra in extras])
-        if "rm_score" in batch.samples:
-            scores = self._add_model(scores, extras, batch.samples["rm_score"], rows)
+        models: dict[str, np.ndarray] = {
+            name: batch.samples[name] for name in ("rm_score", "judge_score") if name in batch.samples
+        }
+        if models:
+            scores = self._add_models(scores, extras, models, rows)
         values = np.zeros(int(lengths.sum()), np.float32)
         values[lengths.cumsum()[lengths > 0] - 1] = scores[lengths > 0]
         samples = {"score": scores, "acc": acc.astype(np.float32), "extras": np.array(extras, object)}
@@ -141,18 +146,38 @@ class ScorerWorker(Worker):
         metrics = {name: Sum(count) for name, count in counts.items()}
         return DataProto({"token_level_scores": Ragged.from_lengths(values, lengths)}, samples, {"metrics": metrics})
 
-    def _add_model(
-        self, scores: np.ndarray, extras: list[dict[str, float | str]], rm_score: np.ndarray, rows: Sequence[int]
+    def _add_models(
+        self,
+        scores: np.ndarray,
+        extras: list[dict[str, float | str]],
+        models: Mapping[str, np.ndarray],
+        rows: Sequence[int],
     ) -> np.ndarray:
-        for extra, rule, model in zip(extras, scores.tolist(), rm_score.tolist(), strict=True):
-            extra |= {"rule_score": rule, "rm_score": model}
-        scores = (self.cfg.rule_weight * scores + self.cfg.weight * rm_score).astype(np.float32)
-        for bad in np.flatnonzero(~np.isfinite(scores))[:1]:  # it would spoil the whole batch
-            raise InputError(
-                f"the reward model gave rm_score={rm_score[bad]} for a response to row {rows[bad]}, whose score is "
-                f"{scores[bad]} with it; expected a finite number: check reward.reward_model's checkpoint and dtype"
+        parts = {"rule_score": scores, **models}
+        for index, extra in enumerate(extras):
+            found = {name: float(part[index]) for name, part in parts.items()}
+            extra |= {name: part for name, part in found.items() if name != "judge_score" or not math.isnan(part)}
+        total = self.cfg.rule_weight * scores
+        if "rm_score" in models:
+            total = total + self.cfg.reward_model.weight * models["rm_score"]
+        if "judge_score" in models:
+            judge, judged = self.cfg.judge, models["judge_score"]
+            total = total + judge.weight * np.where(np.isnan(judged), np.float32(judge.default_score), judged)
+        total = total.astype(np.float32)
+        for bad in np.flatnonzero(~np.isfinite(total))[:1]:  # it would spoil the whole batch
+            name, part = next(
+                (item for item in models.items() if not math.isfinite(item[1][bad])), ("rule_score", scores)
             )
-        return scores
+            model, check = {
+                "rm_score": ("reward model", "reward.reward_model's checkpoint and dtype"),
+                "judge_score": ("judge", "reward.judge.pattern and scale"),
+                "rule_score": ("rule", "the weights of the scores in reward"),
+            }[name]
+            raise InputError(
+                f"the {model} gave {name}={part[bad]} for a response to row {rows[bad]}, whose score is {total[bad]} "
+                f"with it; expected a finite number: check {check}"
+            )
+        return total
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:

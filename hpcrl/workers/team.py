@@ -8,10 +8,11 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.derive import RoleLayouts
-from hpcrl.config.roles import REWARD, RoleSpec
+from hpcrl.config.roles import JUDGE, REWARD, RoleSpec
 from hpcrl.config.schema import Config, DataConfig
 from hpcrl.controller.register import Worker
 from hpcrl.data.answers import AnswerDataset
+from hpcrl.data.judge_prompts import JudgePrompts
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
@@ -40,6 +41,7 @@ class Inputs:
     sequences: dict[str, SftDataset] = field(default_factory=dict)  # "train", and "val" for its loss
     pairs: dict[str, AnswerDataset] = field(default_factory=dict)  # "train", and "val" for evaluations
     shapes: dict[str, ModelShape] = field(default_factory=dict)  # role -> shape, of models with one of their own
+    judge: JudgePrompts | None = None
     is_scored: bool = True  # whether responses get scores
 
 
@@ -117,16 +119,34 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
     prompts = PromptDataset(files[0], tokenizer, data, files[1], world)
     inputs = Inputs(shape, tokenizer, {split: prompts}, is_scored=scored)
     if scored:
-        _check_scorers(inputs, config)
         if config.reward.reward_model.enable:
             inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
+        if config.reward.judge.enable:
+            inputs.judge = JudgePrompts(config)
+            inputs.shapes["judge"] = judge_shape(config, inputs.judge)
+        _check_scorers(inputs, config)
     return inputs
+
+
+def judge_shape(config: Config, prompts: JudgePrompts) -> ModelShape:
+    """The judge's architecture. Raises InputError if its context is too short."""
+    cfg, shape = config.reward.judge, shape_of(JUDGE.architecture(config), len(prompts.tokenizer))
+    longest = cfg.max_prompt_length + cfg.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise InputError(
+            f"reward.judge.max_prompt_length + max_response_length = {longest} exceeds the "
+            f"{shape.max_position_embeddings} tokens that the judge supports; lower them"
+        )
+    return shape
 
 
 def _check_scorers(inputs: Inputs, config: Config) -> None:
     if config.reward.uses_rules:
         sources = [source for dataset in inputs.prompts.values() for source in dataset.source_of_rows()]
         check_rewards(config.reward, sources)
+    if inputs.judge is not None:
+        for dataset in inputs.prompts.values():
+            inputs.judge.check_rows(dataset)
 
 
 def data_config(config: Config) -> DataConfig:

@@ -241,3 +241,31 @@ def test_what_adapters_do_not_go_with(sections: dict[str, Any], line: str) -> No
     assert line in refusal(1, model={"lora_rank": 8}, **sections)
     with pytest.raises(ConfigError, match="`hpcrl rm` trains a whole model"):
         RewardModel.check(config(model={"lora_rank": 8}), 1)
+
+
+@pytest.mark.parametrize(
+    ("judge", "line"),
+    [
+        ({"template": "Rate {prompt}"}, "reward.judge: the template has no {response}, which kind=score needs; add it"),
+        ({"kind": "pairwise"}, "reward.judge.kind=pairwise compares the responses to a prompt, and 1 is drawn; use"),
+        ({"template": "{response}", "template_path": "x"}, "reward.judge.template and reward.judge.template_path are"),
+        ({"model": {"init_from": "runs/x"}}, "weights are named by reward.judge.init_from; set that"),
+        ({"max_prompt_length": 9000}, "max_num_batched_tokens=8192 is less than reward.judge.max_prompt_length=9000"),
+    ],
+)
+def test_what_a_judge_cannot_do(judge: dict[str, Any], line: str) -> None:
+    assert line in refusal(4, reward={"judge": {"enable": True, **judge}})
+    assert "judge" not in derive.check(config(reward={"judge": judge}), 4).roles
+
+
+def test_a_judge_has_a_layout_of_its_own() -> None:
+    judge = {"reward": {"judge": {"enable": True}}}
+    derived = derive.check(config(placement={"judge": {"tp": 2}}, **judge), 4)
+    assert (derived.roles["judge"].tp, derived.roles["judge"].dp) == (2, 2)
+    assert "placement.judge.pp=2 is not supported: a rollout engine splits" in refusal(
+        4, placement={"judge": {"pp": 2}}, **judge
+    )
+    pools = {"pools": {"train": "1", "generate": "2-3"}, **dict.fromkeys(("actor", "critic"), {"pool": "train"})}
+    generating = dict.fromkeys(("rollout", "judge"), {"pool": "generate"})
+    line = refusal(4, placement=pools | generating, async_training={"mode": "bounded_staleness"}, **judge)
+    assert "placement.judge shares 2-3 with placement.rollout; give them disjoint pools" in line

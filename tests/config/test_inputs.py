@@ -10,8 +10,10 @@ from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Section
 from hpcrl.jobs.train import Train
 
-# what a job makes, and keys that the teacher's and the reward model's own `init_from` stands in for
+# what a job makes, keys that the teacher's and the reward model's own `init_from` stands in for, and one that a judge
+# does not take
 OTHERS = {"generate.output_path", "score.output_path", "teacher.model.init_from", "reward.reward_model.model.init_from"}
+OTHERS |= {"reward.judge.model.init_from"}
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[str]:

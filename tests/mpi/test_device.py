@@ -76,11 +76,16 @@ def test_grpo_of_adapters_in_a_mixture_resumes(labs: Any) -> None:
     assert set(found) == {1, 2}
 
 
-def test_distillation(lab: Lab, labs: Any) -> None:
+def test_distillation_and_a_judge(lab: Lab, labs: Any) -> None:
+    """The judge's weights are on the host while the student trains."""
     grpo = {"algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False}}
     teacher = lab.run("device_teacher", on(2), **grpo, trainer={"total_training_steps": 1, "save_freq": 1})
+    judge = {"template": "{prompt}{response}=", "pattern": r"(\d)", "max_prompt_length": 40, "max_response_length": 8}
+    judge |= {"enable": True, "init_from": str(teacher), "param_offload": True}
     sections = {"distillation": {"enabled": True}, "teacher": {"init_from": str(teacher)}, "rollout": REFIT}
-    labs("run", "distillation", on(2, pp=2), **grpo, **sections, actor={"optim": SGD})
+    placement = {**on(2, pp=2), "judge": {"tp": 2}}
+    found = labs("run", "distillation", placement, **grpo, **sections, actor={"optim": SGD}, reward={"judge": judge})
+    assert found[2]["reward/judge/unparsed_ratio"] < 1
 
 
 def test_supervised_fine_tuning(labs: Any) -> None:

@@ -71,7 +71,7 @@ def run_two_steps(world, template: str) -> None:
     saved = run_directory(config) / "checkpoints" / "step_00000002" / "manifest.json"
     if world.broadcast_object(saved.exists() if world.rank == 0 else None):
         return
-    for section in (config.model, config.teacher, config.reward.reward_model):
+    for section in (config.model, config.teacher, config.reward.reward_model, config.reward.judge):
         if section.init_from:
             run_two_steps(world, f"{Path(section.init_from).name}_cpu")
     run_job(world, command, config)

@@ -41,6 +41,24 @@ def test_the_70b_template_fits() -> None:
     assert inputs < row(job, "update_actor", 0).activations < 0.1 * kept
 
 
+def test_a_judge_is_on_the_gpu_in_its_turn() -> None:
+    """One with the policy's shape, split by 8: its weights and KV cache, or its weights on the host."""
+    judge = ["reward.judge.enable=true", "placement.judge.tp=8", "reward.judge.kv_cache_gib=2.0"]
+    without = TrainingPlan(load_config(TEMPLATE))
+    resident = TrainingPlan(load_config(TEMPLATE, judge))
+    away = TrainingPlan(load_config(TEMPLATE, [*judge, "reward.judge.param_offload=true"]))
+    weights = 2 * (80 * LAYER + 2 * VOCABULARY) / 8
+    for phase in ("rollout", "update_actor"):
+        before = row(without, phase, 0).parameters
+        assert row(resident, phase, 0).parameters - before == pytest.approx(weights, rel=1e-3)
+        assert row(away, phase, 0).parameters == before
+    for job in (resident, away):
+        assert row(job, "judge", 0).kv_cache == 2 * GIB
+        assert row(job, "judge", 0).parameters >= weights
+    grown = max(away.on_hosts().values()) - max(without.on_hosts().values())
+    assert grown == pytest.approx(8 * weights, rel=0.01)
+
+
 def test_each_role_of_the_70b_template_is_on_the_gpu_in_its_turn() -> None:
     job, resident = TrainingPlan(load_config(TEMPLATE)), TrainingPlan(load_config(TEMPLATE, ON_DEVICE))
     found = {phase.name: row(job, phase.name, 0) for phase in job.phases}

@@ -12,6 +12,7 @@ from hpcrl.plan.memory import GIB, TrainingPlan
 from hpcrl.workers.actor import ActorWorker
 from hpcrl.workers.critic import CriticWorker
 from hpcrl.workers.frozen import RefWorker, RewardModelWorker, TeacherWorker
+from hpcrl.workers.judge import JudgeWorker
 from hpcrl.workers.rollout import RolloutWorker
 from hpcrl.workers.weight_transfer import RefitWorker
 from tests.runtime.conftest import REPOSITORY
@@ -20,6 +21,7 @@ KINDS = {
     "actor": ActorWorker,
     "critic": CriticWorker,
     "ref": RefWorker,
+    "judge": JudgeWorker,
     "refit": RefitWorker,
     "reward": RewardModelWorker,
     "rollout": RolloutWorker,

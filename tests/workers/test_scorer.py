@@ -13,7 +13,7 @@ import pytest
 from hpcrl.algorithms.metrics import finish
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.config.schema import CustomRewardConfig, DataConfig, RewardConfig, RewardModelConfig
+from hpcrl.config.schema import CustomRewardConfig, DataConfig, RewardConfig
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.layout import Layout
@@ -84,7 +84,7 @@ def make_batch(scorer: ResponseScorer, answers: list[tuple[int, str]], **columns
 
 
 def worker(scorer: ResponseScorer | None, **cfg: float) -> ScorerWorker:
-    return ScorerWorker(Layout((0,)), 0, scorer, RewardModelConfig(**cfg))  # type: ignore[arg-type]
+    return ScorerWorker(Layout((0,)), 0, scorer, RewardConfig.model_validate({"reward_model": {"enable": True, **cfg}}))  # type: ignore[arg-type]
 
 
 def response_ids(batch: DataProto, row: int) -> np.ndarray:

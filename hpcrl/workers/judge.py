@@ -1,0 +1,280 @@
+"""The judge: a second generation engine, of frozen weights, that is asked about responses."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.metrics import Mean
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.ragged import Ragged
+from hpcrl.checkpoint.manifest import MANIFEST
+from hpcrl.checkpoint.store import is_hugging_face
+from hpcrl.config.roles import JUDGE, judge_weights, offloaded
+from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.data.judge_prompts import Encoded, JudgePrompts
+from hpcrl.data.tokenizer import end_token_ids
+from hpcrl.engine.engine import TrainEngine
+from hpcrl.engine.offload import HostMemory, Offload, Offloadable, storages_of
+from hpcrl.grid.layout import Layout
+from hpcrl.model.build import copy_boxes, initial_weight
+from hpcrl.model.hf.directory import open_weights
+from hpcrl.model.params import Shard, shards
+from hpcrl.model.shape import ModelShape
+from hpcrl.rewards.judge import Question, Sample, sample_scores
+from hpcrl.rollout.protocol import Completion, Request, SamplingParams
+from hpcrl.runtime import platform
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.workers.model_worker import DTYPES
+from hpcrl.workers.rollout import native_engine
+from hpcrl.workers.scorer import response_text, responses_of
+from hpcrl.workers.verdict_cache import VerdictCache, answer_key
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import Config, JudgeConfig
+    from hpcrl.grid.groups import RoleGroups
+    from hpcrl.rollout.native.engine import NativeEngine
+    from hpcrl.workers.team import Inputs, Team
+
+log = logging.getLogger(__name__)
+
+RETRY_TEMPERATURE = 1.0  # where the first answer is the likeliest one: that would come again
+SHOWN = 200  # characters of an answer in the log
+
+
+@dataclass
+class Counts:
+    """Answers that a call needed, and those of them that were there already."""
+
+    needed: int = 0
+    cached: int = 0
+
+
+class JudgeWorker(Worker):
+    """Asks the judge about responses. Questions and answers are on leaders; the other ranks generate with them."""
+
+    spec = JUDGE
+
+    def __init__(
+        self, groups: RoleGroups, engine: NativeEngine, shape: ModelShape, config: Config, inputs: Inputs
+    ) -> None:
+        super().__init__(groups.layout, groups.rank)
+        self.cfg: JudgeConfig = config.reward.judge
+        self.engine = engine
+        self.seed = config.run.seed
+        self.datasets, self.policy_tokenizer = inputs.prompts, inputs.tokenizer
+        assert inputs.judge is not None
+        self.prompts: JudgePrompts = inputs.judge
+        self.end_ids = end_token_ids(self.prompts.tokenizer)
+        self.shape, self.groups = shape, groups
+        tp = Layout(tuple(range(self.layout.tp)), tp=self.layout.tp, etp=self.layout.tp if shape.num_experts else 1)
+        self.shards = shards(shape, tp, groups.coord.tp)
+        self.weights_name = answer_key(str(shape), self.seed)
+        if judge_weights(config) is None:
+            log.warning("reward.judge.init_from and model.path are null: the judge has random weights")
+            draw_weights(engine.weights(), shape, self.shards, self.seed)
+        device = platform.device()
+        weights = Offloadable(lambda: storages_of(engine.weights().values()), HostMemory(pinned=device.type == "cuda"))
+        self.offload = Offload({"parameters": weights} if offloaded(config, JUDGE) else {}, device)
+        self.cache: VerdictCache | None = None
+        if self.is_leader:
+            path = run_directory(config) / "judge" / f"rank_{self.rank:05d}.jsonl"
+            self.cache = VerdictCache(path, self.cfg.cache_size)
+        self.engine.sleep()
+        self.offload.unload()
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> JudgeWorker | None:
+        groups = team.groups.get(role)
+        if groups is None:
+            return None
+        config, cfg = team.config, team.config.reward.judge
+        model, shape = JUDGE.architecture(config), team.shape_of(role)
+        longest = cfg.max_prompt_length + cfg.max_response_length
+        ranks_on_node = team.world.local_size
+        engine = native_engine(groups, shape, cfg, DTYPES[model.dtype], longest, ranks_on_node=ranks_on_node)
+        return cls(groups, engine, shape, config, team.inputs)
+
+    def host_buffers(self) -> int:
+        return self.offload.host_bytes
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_frozen(self, folder: str) -> None:
+        """Load the judge's weights: those of a Hugging Face directory, or the policy of a checkpoint."""
+        path, weights = Path(folder), self.engine.weights()
+        with self.offload.on_device("parameters"):
+            if is_hugging_face(path):
+                open_weights(path, self.shape).load(self.shape, self.shards, weights)
+            else:
+                self._load_checkpoint(path / "actor", weights)
+        self.weights_name = name_of(path)
+
+    def _load_checkpoint(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        from hpcrl.checkpoint.sharded_load import load_sharded
+
+        if self.shape.num_experts and self.layout.tp > 1:
+            raise InputError(
+                f"reward.judge.init_from: {path.parent} is a checkpoint of a mixture of experts, and "
+                f"placement.judge.tp={self.layout.tp} splits each expert; make a Hugging Face directory of it (`hpcrl "
+                "convert`)"
+            )
+        model = TrainEngine(self.shape, self.groups, head="lm", dtype=next(iter(weights.values())).dtype)
+        load_sharded(model, path, optimizer=False, adapters=False)
+        for name, tensor in model.named_shards().items():
+            weights[name].copy_(tensor)
+        del model
+        gc.collect()  # modules hold each other
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("input_ids", "response_mask", "row", "epoch", "prompt?"),
+        writes=("verdicts",),
+        group_by="row",
+        phase="judge",
+    )
+    def judge(self, batch: DataProto) -> DataProto:
+        """Per sample `judge_score`, float32, NaN where no verdict can be read; and the column `verdicts`: the judge's
+        answers about the sample, in the order of the questions, as JSON in UTF-8, uint8; null where it was not asked.
+
+        An answer depends on the judge and the text of its prompt. Equal prompts are asked about once.
+        """
+        samples = self._samples(batch) if self.is_leader else []
+        questions = self.prompts.judging.questions(samples)
+        counts = Counts()
+        answers = self._answers(questions, counts)
+        if not self.is_leader:
+            return DataProto()
+        found = [answers[question.text] for question in questions]
+        values = [self._value(question, answer) for question, answer in zip(questions, found, strict=True)]
+        scores = sample_scores(len(samples), questions, values)
+        self._warn(found, values)
+        about: list[list[str | None]] = [[] for _ in samples]
+        for question, answer in zip(questions, found, strict=True):
+            for index in (question.first, question.second):
+                if index is not None:
+                    about[index].append(answer)
+        known = [score for score in scores if score is not None]
+        metrics = {
+            "reward/judge/mean": Mean(float(sum(known)), float(len(known))),
+            "reward/judge/unparsed_ratio": Mean(float(len(scores) - len(known)), float(len(scores))),
+            "perf/judge/cached_ratio": Mean(float(counts.cached), float(counts.needed)),
+        }
+        return DataProto(
+            {"verdicts": Ragged.from_rows([encoded(answers) for answers in about], np.uint8)},
+            {"judge_score": np.array([np.nan if score is None else score for score in scores], np.float32)},
+            {"metrics": metrics},
+        )
+
+    def _samples(self, batch: DataProto) -> list[Sample]:
+        dataset, columns = self.datasets[batch.meta_info["split"]], batch.samples
+        rows = columns["row"].tolist()
+        prompts = columns["prompt"].tolist() if "prompt" in columns else rows
+        groups = zip(rows, columns["epoch"].tolist(), prompts, strict=True)
+        return [
+            self.prompts.sample(dataset.record(row), response_text(self.policy_tokenizer, response), group)
+            for row, response, group in zip(rows, responses_of(batch), groups, strict=True)
+        ]
+
+    def _answers(self, questions: Sequence[Question], counts: Counts) -> dict[str, str | None]:
+        """Text of each question -> the judge's last answer, on the leader; collective over the replica."""
+        answers: dict[str, str | None] = {}
+        left = {question.text: question for question in questions}
+        prompts = {text: self.prompts.encode(text) for text in left}
+        left = {text: question for text, question in left.items() if prompts[text].ids is not None}
+        answers = dict.fromkeys(prompts)
+        with self._awake():
+            for attempt in range(1 + self.cfg.num_retries):
+                answers |= self._attempt({text: prompts[text] for text in left}, attempt, counts)
+                left = {text: one for text, one in left.items() if self._value(one, answers[text]) is None}
+        return answers
+
+    def _attempt(self, prompts: dict[str, Encoded], attempt: int, counts: Counts) -> dict[str, str | None]:
+        """An answer to each prompt, cached or drawn."""
+        temperature = self.cfg.temperature or (RETRY_TEMPERATURE if attempt else 0.0)
+        names = {text: self._name(prompt.text, temperature, attempt) for text, prompt in prompts.items()}
+        answers: dict[str, str | None] = {}
+        if self.cache is not None:
+            answers = {text: answer for text, name in names.items() if (answer := self.cache.get(name)) is not None}
+        counts.needed += len(prompts)
+        counts.cached += len(answers)
+        wanted = [text for text in prompts if text not in answers]
+        requests = [Request(prompts[text].ids or [], answer_key(prompts[text].text), attempt) for text in wanted]
+        requests = self.context.broadcast(self.layout, requests if self.is_leader and requests else None) or []
+
+        def finished(index: int, done: Completion) -> None:
+            if self.cache is not None:
+                text = wanted[index]
+                answers[text] = self.prompts.tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True)
+                self.cache.put(names[text], str(answers[text]))
+
+        sampling = SamplingParams(self.cfg.max_response_length, temperature, eos_token_ids=self.end_ids)
+        options: dict[str, Any] = {"on_finished": finished, "on_step": self._on_step}
+        self.engine.generate(requests, sampling, seed=self.seed, step=0, **options)
+        return answers
+
+    def _name(self, prompt: str, temperature: float, attempt: int) -> str:
+        """Name of an answer in the cache."""
+        return answer_key(self.weights_name, self.seed, self.cfg.max_response_length, temperature, attempt, prompt)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Context in which the engine has its weights and its KV cache on the device."""
+        with self.offload.on_device("parameters"):
+            self.engine.wake()
+            yield
+            self.engine.sleep()
+
+    def _value(self, question: Question, answer: str | None) -> float | None:
+        return None if answer is None else self.prompts.judging.value(question, answer)
+
+    def _warn(self, answers: Sequence[str | None], values: Sequence[float | None]) -> None:
+        unread = [answer for answer, value in zip(answers, values, strict=True) if value is None]
+        if not unread:
+            return
+        shown = next((answer for answer in unread if answer is not None), None)
+        log.warning(
+            "judge: %d of %d questions have no verdict that reward.judge.pattern finds; %s",
+            *(len(unread), len(values)),
+            f"an answer: {shown[:SHOWN]!r}"
+            if shown is not None
+            else "their prompts are longer than "
+            "reward.judge.max_prompt_length, or have characters that the judge's tokenizer lacks",
+        )
+
+    def _on_step(self) -> None:
+        """Called between two tokens: send other ranks the rows that they need."""
+        self.tick()
+        if self.is_leader:
+            self.context.poll()
+
+
+def draw_weights(weights: Mapping[str, Tensor], shape: ModelShape, own: Sequence[Shard], seed: int) -> None:
+    """Fill an engine's buffers with random weights, equal in every layout."""
+    with torch.no_grad():
+        for shard in own:
+            copy_boxes(initial_weight(shape, shard.name, shard.global_shape, seed), weights[shard.name], shard)
+
+
+def name_of(folder: Path) -> str:
+    """A name for the weights in a checkpoint or a Hugging Face directory, without reading them."""
+    if (folder / MANIFEST).is_file():
+        return answer_key((folder / MANIFEST).read_text(encoding="utf-8"))
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
+    return answer_key(*(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files))
+
+
+def encoded(answers: Sequence[str | None]) -> np.ndarray:
+    """uint8 (bytes,)"""
+    text = json.dumps(answers, ensure_ascii=False)
+    return np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8)
