@@ -1,33 +1,40 @@
-"""policy, from preferences: DPO and its relatives"""
+"""policy, from preferences: DPO and its relatives, KTO"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import Field
 
-from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceParameters
+from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceParameters
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.roles import ACTOR, REF, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.data.answers import AnswerDataset, LabelledDataset
 from hpcrl.run.pairs import PairsConfig, PairsJob
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpcrl.run.run import Run
 
 
 class PreferenceConfig(PairsConfig, PreferenceParameters):
-    """`hpcrl preference`: DPO and its relatives, on pairs of answers in data.train_files."""
+    """`hpcrl preference`: DPO and its relatives on pairs of answers in data.train_files, KTO on labelled answers."""
 
     loss_type: str = Field("sigmoid", description="name of a registered preference loss; sigmoid is DPO")
+    completion_key: str = Field("completion", description="kto: column that holds the answer")
+    label_key: str = Field("label", description="kto: column that says whether the answer is good: true or false")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-6), description="optimizer")
 
 
 class Preference(PairsJob):
-    """The policy learns which answer of a pair is better."""
+    """The policy learns which answer of a pair is better, or, with KTO, which answers are good."""
 
     name = label = "preference"
     section = PreferenceConfig
@@ -46,32 +53,75 @@ class Preference(PairsJob):
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the actor's ranks. The reference of a policy with adapters is the policy without them."""
         own = config.section("preference")
-        reference = PREFERENCE_LOSSES.get(own.loss_type).reference and config.model.lora_rank == 0
+        loss = PREFERENCE_LOSSES.get(own.loss_type)
         if own.loss_type == "exo_pair" and own.label_smoothing == 0:
             raise ConfigError("preference.loss_type=exo_pair needs preference.label_smoothing above 0, such as 0.001")
-        return cls.check_pairs(config, [ACTOR, REF] if reference else [ACTOR], num_ranks)
+        if not loss.paired and own.batch_size == 1:
+            raise ConfigError(
+                f"preference.batch_size=1: preference.loss_type={own.loss_type} compares with the answers of other "
+                "rows of a step; use 2 or more"
+            )
+        reference = loss.reference and config.model.lora_rank == 0
+        return cls.check_pairs(config, [ACTOR, REF] if reference else [ACTOR], num_ranks, paired=loss.paired)
 
     @property
-    def needs_reference(self) -> bool:
-        return PREFERENCE_LOSSES.get(self.own.loss_type).reference
+    def loss(self) -> PreferenceLoss:
+        return PREFERENCE_LOSSES.get(self.own.loss_type)
+
+    def read_pairs(self, paths: list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase) -> AnswerDataset:
+        if self.loss.paired:
+            return super().read_pairs(paths, max_samples, tokenizer)
+        columns, label = {"preference.completion_key": self.own.completion_key}, self.own.label_key
+        options = (columns, ("preference.label_key", label), max_samples, self.world)
+        dataset = LabelledDataset(paths, tokenizer, self.config.data, *options)
+        if len(np.unique(dataset.labels)) == 1:
+            raise InputError(
+                f"{', '.join(paths)}: all {len(dataset)} labels in {label!r} are {str(dataset.labels[0]).lower()}; "
+                f"preference.loss_type={self.own.loss_type} learns from good and bad answers: expected both"
+            )
+        return dataset
+
+    def lengths_of(self, dataset: AnswerDataset) -> np.ndarray:
+        return 2 * dataset.lengths() if isinstance(dataset, LabelledDataset) else super().lengths_of(dataset)
+
+    def described(self, dataset: AnswerDataset) -> str:
+        if isinstance(dataset, LabelledDataset):
+            return f"{len(dataset)} answers, {int(dataset.labels.sum())} of them good"
+        return super().described(dataset)
+
+    def pairs(self, split: str, rows: np.ndarray) -> DataProto:
+        """As `PairsJob.pairs`. For KTO, each row's answer, and after the same prompt the answer of the row before it in
+        the step, as TRL pairs them in a micro-batch."""
+        batch, dataset = super().pairs(split, rows), self.inputs.pairs[split]
+        if isinstance(dataset, LabelledDataset):
+            answer_row = np.stack([rows, np.roll(rows, 1)], axis=1).reshape(-1)
+            batch.samples |= {
+                "side": np.zeros_like(answer_row),
+                "answer_row": answer_row,
+                "label": dataset.labels[batch.samples["row"]],
+            }
+        batch.meta_info["nll_of_prompt"] = self.loss.nll_of_prompt
+        return batch
 
     def with_reference(self, run: Run, batch: DataProto) -> DataProto:
-        if not self.needs_reference:
+        if not self.loss.reference:
             return batch
         return batch.union(run.controller[self.stands_for("ref")].compute_ref_log_prob(batch).get())
 
     def roles(self) -> list[RoleSpec]:
-        actor = replace(ACTOR, worker="hpcrl.workers.preference:PreferenceActorWorker")
+        worker = "preference:PreferenceActorWorker" if self.loss.paired else "kto:KtoActorWorker"
+        actor = replace(ACTOR, worker=f"hpcrl.workers.{worker}")
         ref = replace(REF, worker="hpcrl.workers.preference:PreferenceRefWorker")
         data = RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("actor",))
         return [actor, *([ref] if "ref" in self.derived.roles else []), data, *self.export_roles]
 
     def stands_for(self, role: str) -> str:
-        return "actor" if role == "ref" and self.needs_reference and "ref" not in self.derived.roles else role
+        return "actor" if role == "ref" and self.loss.reference and "ref" not in self.derived.roles else role
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        shown = {"loss": metrics["train/loss"], "accuracy": metrics["rewards/accuracies"]}
-        return shown | ({"val_accuracy": metrics["val/rewards/accuracies"]} if "val/loss" in metrics else {})
+        best = "accuracies" if self.loss.paired else "margins"
+        shown = {"loss": metrics["train/loss"], best: metrics[f"rewards/{best}"]}
+        return shown | ({f"val_{best}": metrics[f"val/rewards/{best}"]} if "val/loss" in metrics else {})
 
 
 JOB = Preference

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.cli import load_job
@@ -29,14 +31,18 @@ LOSSES: dict[str, dict[str, Any]] = {
     "ipo": {},
     "simpo": {"beta": 2.0},
     "orpo": {},
+    "kto": {"undesirable_weight": 0.5, "beta": 0.5},
 }
 LORA = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def run(lab: Lab, name: str, placement: dict[str, Any], steps: int = 3, model: Any = None, **options: Any) -> dict:
     """Metrics by step, of the run `preference_<name>`: the session's jobs share a folder."""
-    name = f"preference_{name}"
-    files = {split: [str(lab.data / f"{split}.parquet")] for split in ("preference", "preference_val")}
+    name, ending = f"preference_{name}", "parquet"
+    if options.get("loss_type") == "kto":
+        unpair(lab)
+        ending = "jsonl"
+    files = {split: [str(lab.data / f"{split}.{ending}")] for split in ("preference", "preference_val")}
     data = {"train_files": files["preference"], "val_files": files["preference_val"], "max_response_length": 18}
     own = {"batch_size": 5, "max_token_len_per_gpu": 192, "total_training_steps": steps, "eval_freq": 2}
     own |= {"eval_samples": 7, "optim": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}, **options}
@@ -46,6 +52,19 @@ def run(lab: Lab, name: str, placement: dict[str, Any], steps: int = 3, model: A
     job = load_job("preference")
     run_job(lab.world, "preference", job.prepare(job.schema().model_validate(template)))
     return metrics(lab.folder / name)
+
+
+def unpair(lab: Lab) -> None:
+    """Write rows with one answer and a label, as KTO takes them, once per session."""
+    for split in ("preference", "preference_val") if lab.world.rank == 0 else ():
+        rows = pq.read_table(lab.data / f"{split}.parquet").to_pylist()[:40]
+        path = lab.data / f"{split}.jsonl"
+        lines = [
+            {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+            for row, side in zip(rows, ("chosen", "rejected", "chosen") * 14)
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lab.world.barrier()
 
 
 def assert_agree(found: dict[int, dict[str, float]], expected: dict[int, dict[str, float]]) -> None:
