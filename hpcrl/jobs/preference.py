@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,13 +17,17 @@ from hpcrl.config.roles import ACTOR, REF, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.answers import AnswerDataset, LabelledDataset
+from hpcrl.rollout_source.durable_rollouts import origin_of
 from hpcrl.run.pairs import PairsConfig, PairsJob
+from hpcrl.run.ref_logps import FILE, RefLogps, key_of
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.run.run import Run
+
+log = logging.getLogger(__name__)
 
 
 class PreferenceConfig(PairsConfig, PreferenceParameters):
@@ -30,6 +36,11 @@ class PreferenceConfig(PairsConfig, PreferenceParameters):
     loss_type: str = Field("sigmoid", description="name of a registered preference loss; sigmoid is DPO")
     completion_key: str = Field("completion", description="kto: column that holds the answer")
     label_key: str = Field("label", description="kto: column that says whether the answer is good: true or false")
+    precompute_ref_log_probs: bool = Field(
+        False,
+        description="compute the reference's log-probs of all pairs before the first step, with the policy's start "
+        "weights, and keep them in the run directory: there is no reference model in memory",
+    )
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-6), description="optimizer")
 
 
@@ -44,6 +55,7 @@ class Preference(PairsJob):
 
     def loop(self, run: Run) -> None:
         data, ref, actor = run.roles("data", "ref", "actor")
+        self.precompute_ref_log_probs(run)
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             batch = data.load(self.next_pairs(run, step))  # chosen and rejected, next to each other
             batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where the loss needs no reference
@@ -61,8 +73,61 @@ class Preference(PairsJob):
                 f"preference.batch_size=1: preference.loss_type={own.loss_type} compares with the answers of other "
                 "rows of a step; use 2 or more"
             )
-        reference = loss.reference and config.model.lora_rank == 0
+        if not loss.paired and own.precompute_ref_log_probs:
+            raise ConfigError(
+                f"preference.precompute_ref_log_probs=true is for pairs: preference.loss_type={own.loss_type} compares "
+                "each answer with another one in every epoch; use false"
+            )
+        reference = loss.reference and config.model.lora_rank == 0 and not own.precompute_ref_log_probs
         return cls.check_pairs(config, [ACTOR, REF] if reference else [ACTOR], num_ranks, paired=loss.paired)
+
+    @classmethod
+    def without_effect(cls, config: Config) -> list[str]:
+        own = config.section("preference")
+        if own.precompute_ref_log_probs and not PREFERENCE_LOSSES.get(own.loss_type).reference:
+            return [f"preference.precompute_ref_log_probs: loss_type={own.loss_type} has no reference"]
+        return []
+
+    @property
+    def precomputes(self) -> bool:
+        return self.loss.reference and self.own.precompute_ref_log_probs
+
+    def set_up(self, run: Run) -> None:
+        super().set_up(run)
+        if not self.precomputes:
+            return
+        datasets, config, init_from = self.inputs.pairs, self.config, run.start.init_from
+        key = key_of(datasets, origin_of(init_from), config.model.model_dump(), config.run.seed)
+        sizes = {split: len(dataset) for split, dataset in datasets.items()}
+        if "val" in sizes:
+            sizes["val"] = min(sizes["val"], self.own.eval_samples)
+        self.ref_logps = RefLogps(run.folder / FILE, key, sizes)
+        missing = self.ref_logps.num_missing
+        if missing and run.step > 0 and config.model.lora_rank == 0:
+            raise InputError(
+                f"{self.ref_logps.path} lacks reference log-probs of {missing} pairs, and after {run.step} steps the "
+                "policy is no longer the reference; restore the file, with the data that it is of, or use "
+                "preference.precompute_ref_log_probs=false"
+            )
+
+    def precompute_ref_log_probs(self, run: Run) -> None:
+        """Compute those that the run directory does not hold yet; the policy is the reference then."""
+        if not self.precomputes or not self.ref_logps.num_missing:
+            return
+        data, actor = run.controller["data"], run.controller["actor"]
+
+        def compute(split: str, rows: np.ndarray) -> np.ndarray:
+            run.budget.check("ref")
+            with run.timers("ref"):
+                batch = self.sequences(split, rows)
+                batch = batch.union(data.load(batch).get())
+                return actor.compute_ref_log_prob(batch).get().samples["ref_logps"]
+
+        log.info("computing the reference's log-probs of %d pairs", self.ref_logps.num_missing)
+        start = time.perf_counter()
+        self.ref_logps.fill(compute)
+        log.info("%s is written after %.1f s", self.ref_logps.path, time.perf_counter() - start)
+        run.timers.collect(), run.controller.collect_traffic()  # they belong to no step
 
     @property
     def loss(self) -> PreferenceLoss:
@@ -90,8 +155,15 @@ class Preference(PairsJob):
         return super().described(dataset)
 
     def pairs(self, split: str, rows: np.ndarray) -> DataProto:
-        """As `PairsJob.pairs`. For KTO, each row's answer, and after the same prompt the answer of the row before it in
-        the step, as TRL pairs them in a micro-batch."""
+        """As `PairsJob.pairs`, with the reference's log-probs where they are computed before."""
+        batch = self.sequences(split, rows)
+        if self.precomputes:
+            batch.samples["ref_logps"] = self.ref_logps.of(split, rows)
+        return batch
+
+    def sequences(self, split: str, rows: np.ndarray) -> DataProto:
+        """The sequences that the rows are compared by. For KTO, each row's answer, and after the same prompt the answer
+        of the row before it in the step, as TRL pairs them in a micro-batch."""
         batch, dataset = super().pairs(split, rows), self.inputs.pairs[split]
         if isinstance(dataset, LabelledDataset):
             answer_row = np.stack([rows, np.roll(rows, 1)], axis=1).reshape(-1)
@@ -104,7 +176,7 @@ class Preference(PairsJob):
         return batch
 
     def with_reference(self, run: Run, batch: DataProto) -> DataProto:
-        if not self.loss.reference:
+        if not self.loss.reference or self.precomputes:
             return batch
         return batch.union(run.controller[self.stands_for("ref")].compute_ref_log_prob(batch).get())
 
@@ -116,7 +188,8 @@ class Preference(PairsJob):
         return [actor, *([ref] if "ref" in self.derived.roles else []), data, *self.export_roles]
 
     def stands_for(self, role: str) -> str:
-        return "actor" if role == "ref" and self.loss.reference and "ref" not in self.derived.roles else role
+        is_ref = role == "ref" and self.loss.reference and not self.precomputes
+        return "actor" if is_ref and "ref" not in self.derived.roles else role
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:
         best = "accuracies" if self.loss.paired else "margins"

@@ -124,7 +124,7 @@ def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
 def whole_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
     """As `answer_columns`, with a response of all tokens but the first: `response_mask` is 1 on the answer,
     `loss_mask` on the whole response."""
-    masks = [np.repeat(np.int32([0, 1]), [len(prompt) - 1, len(answer)]) for prompt, answer in pairs]
+    masks = [np.repeat((0, 1), (len(prompt) - 1, len(answer))) for prompt, answer in pairs]
     return DataProto(
         {
             "input_ids": Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.int32),

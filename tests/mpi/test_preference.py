@@ -7,10 +7,12 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.cli import load_job
+from hpcrl.run.ref_logps import FILE
 from tests.mpi.lab import Lab, metrics, run_job
 
 pytestmark = pytest.mark.ci_world(2)
@@ -44,6 +46,7 @@ def run(lab: Lab, name: str, placement: dict[str, Any], steps: int = 3, model: A
         ending = "jsonl"
     files = {split: [str(lab.data / f"{split}.{ending}")] for split in ("preference", "preference_val")}
     data = {"train_files": files["preference"], "val_files": files["preference_val"], "max_response_length": 18}
+    data |= {"train_max_samples": 16, "val_max_samples": 16}
     own = {"batch_size": 5, "max_token_len_per_gpu": 192, "total_training_steps": steps, "eval_freq": 2}
     own |= {"eval_samples": 7, "optim": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}, **options}
     sections = {"data": data, "preference": own, "model": model or {}, "trainer": {"save_freq": 2}}
@@ -57,11 +60,12 @@ def run(lab: Lab, name: str, placement: dict[str, Any], steps: int = 3, model: A
 def unpair(lab: Lab) -> None:
     """Write rows with one answer and a label, as KTO takes them, once per session."""
     for split in ("preference", "preference_val") if lab.world.rank == 0 else ():
-        rows = pq.read_table(lab.data / f"{split}.parquet").to_pylist()[:40]
+        rows = pq.read_table(lab.data / f"{split}.parquet").to_pylist()[:42]
         path = lab.data / f"{split}.jsonl"
+        sides = ("chosen", "rejected", "chosen") * 14
         lines = [
             {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
-            for row, side in zip(rows, ("chosen", "rejected", "chosen") * 14)
+            for row, side in zip(rows, sides, strict=True)
         ]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     lab.world.barrier()
@@ -95,10 +99,22 @@ def test_adapters_are_compared_with_the_model_without_them(lab: Lab) -> None:
             assert_agree(run(lab, f"lora_{name}", own, model=LORA), expected)
 
 
-def test_resumed_equals_uninterrupted_bitwise(lab: Lab) -> None:
+@pytest.mark.parametrize("name", ["sigmoid", "kto", "kept"])
+def test_resumed_equals_uninterrupted_bitwise(lab: Lab, name: str) -> None:
     placement = {1: {}, 2: {"actor": {"tp": 2}}, 4: {"actor": {"tp": 2, "pp": 2}}}[lab.world.size]
-    make = partial(run, lab, placement=placement, optim={"lr": 1e-3})
-    straight = make("straight", steps=4)
-    make("halted", steps=2)
-    assert make("halted", steps=4) == straight
-    assert straight[4]["train/loss"] < math.log(2)
+    own = {"precompute_ref_log_probs": True} if name == "kept" else {"loss_type": name}
+    make = partial(run, lab, placement=placement, optim={"lr": 1e-3}, **own)
+    straight = make(f"{name}_straight", steps=4)
+    make(f"{name}_halted", steps=2)
+    assert make(f"{name}_halted", steps=4) == straight
+    assert straight[4]["train/loss"] < straight[1]["train/loss"]
+
+
+def test_kept_reference_log_probs_are_those_of_the_reference(lab: Lab) -> None:
+    """Without a model of its own; the file has those of all pairs."""
+    own = {"precompute_ref_log_probs": True}
+    expected = run(lab, "kept_reference", {}, steps=3)
+    assert_agree(run(lab, "kept_alone", {"pools": ALONE["pools"], "actor": ALONE["actor"]}, **own), expected)
+    with np.load(lab.folder / "preference_kept_alone" / FILE) as found:
+        assert not np.isnan(found["train"]).any()
+        assert found["val"].shape == (7, 2)
