@@ -81,14 +81,19 @@ class Kto(Beta):
 
 
 @dataclass(frozen=True)
-class PreferenceParameters(SimPo, Discopop, Kto):
-    """The parameters of all built-in losses."""
+class PairParameters(SimPo, Discopop):
+    """The parameters of all built-in losses on pairs."""
 
     nll_weight: float | None = param(
         None,
         ge=0,
         help="weight of the NLL of chosen, per token (rpo_alpha, cpo_alpha); null: 1 for cpo and orpo, else 0",
     )
+
+
+@dataclass(frozen=True)
+class PreferenceParameters(PairParameters, Kto):
+    """The parameters of all built-in losses."""
 
 
 class PreferenceLoss(NamedTuple):

@@ -18,7 +18,7 @@ from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.answers import AnswerDataset, LabelledDataset
 from hpcrl.rollout_source.durable_rollouts import origin_of
-from hpcrl.run.pairs import PairsConfig, PairsJob
+from hpcrl.run.pairs import PairsConfig, PairsJob, check_loss
 from hpcrl.run.ref_logps import FILE, RefLogps, key_of
 from hpcrl.runtime.exits import InputError
 
@@ -65,9 +65,7 @@ class Preference(PairsJob):
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the actor's ranks. The reference of a policy with adapters is the policy without them."""
         own = config.section("preference")
-        loss = PREFERENCE_LOSSES.get(own.loss_type)
-        if own.loss_type == "exo_pair" and own.label_smoothing == 0:
-            raise ConfigError("preference.loss_type=exo_pair needs preference.label_smoothing above 0, such as 0.001")
+        loss = check_loss(cls.name, own)
         if not loss.paired and own.batch_size == 1:
             raise ConfigError(
                 f"preference.batch_size=1: preference.loss_type={own.loss_type} compares with the answers of other "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field, PositiveInt
 
+from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import RoleLayouts, check_budget
@@ -39,6 +40,14 @@ class PairsConfig(Section):
     total_training_steps: PositiveInt = Field(200, description="optimizer steps")
     eval_freq: PositiveOrMinusOne = Field(-1, description="evaluate on data.val_files every N steps; -1: never")
     eval_samples: PositiveInt = Field(256, description="validation pairs per evaluation")
+
+
+def check_loss(section: str, own: Any) -> PreferenceLoss:
+    """The loss on pairs or labelled answers that a section names, if its parameters go together."""
+    loss = PREFERENCE_LOSSES.get(own.loss_type)
+    if own.loss_type == "exo_pair" and own.label_smoothing == 0:
+        raise ConfigError(f"{section}.loss_type=exo_pair needs {section}.label_smoothing above 0, such as 0.001")
+    return loss
 
 
 class PairsJob(SupervisedJob):

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, Sum, to_floats
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogps
+from hpcrl.algorithms.statistics import rollout_log_prob_statistics
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch, training_mask
 from hpcrl.config.roles import ACTOR
@@ -25,17 +26,21 @@ SEQUENCE = ("input_ids", "response_mask")  # columns of a prompt and its respons
 PAIR = (*SEQUENCE, "loss_mask?", "ref_logps?")
 
 
-class PreferenceRefWorker(RefWorker):
-    """The reference of given answers, which no temperature of sampling belongs to."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.temperature = 1.0
+class PairRefWorker(RefWorker):
+    """The reference of responses that the policy has drawn."""
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=SEQUENCE, phase="ref")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Per sample `ref_logps`, float32: the log-prob of the response."""
         return ref_logps(self, batch)
+
+
+class PreferenceRefWorker(PairRefWorker):
+    """The reference of given answers, which no temperature of sampling belongs to."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.temperature = 1.0
 
 
 class PreferencePolicy(ModelWorker):
@@ -103,7 +108,7 @@ class PreferencePolicy(ModelWorker):
         ratios = pairs.log_ratios if self.loss.reference else logps
         every = torch.ones_like(policy[0])
         chosen, rejected = (self.params.beta * ratio.detach() for ratio in ratios)
-        metrics = {
+        metrics: dict[str, Metric] = {
             "rewards/chosen": Mean.of(chosen, every),
             "rewards/rejected": Mean.of(rejected, every),
             "rewards/margins": Mean.of(chosen - rejected, every),
@@ -111,6 +116,8 @@ class PreferencePolicy(ModelWorker):
             "logps/chosen": Mean.of(logps[0].detach(), every),
             "logps/rejected": Mean.of(logps[1].detach(), every),
         }
+        if "rollout_log_probs" in part.tokens:
+            metrics |= rollout_log_prob_statistics(part.padded("rollout_log_probs"), log_probs.detach(), mask)
         return loss, {"train/loss": Sum(loss.detach()), "train/nll_loss": Sum(nll.detach()), **metrics}
 
 
