@@ -35,6 +35,10 @@ class OnlineDpo(Train):
 
     name = label = "online_dpo"
     section = OnlineDpoConfig
+    memory_advice = (
+        "a smaller actor.ppo_max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp, a "
+        "smaller rollout.gpu_memory_utilization"
+    )
 
     def loop(self, run: Run) -> None:
         ref, actor = run.roles("ref", "actor")

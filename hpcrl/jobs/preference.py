@@ -136,13 +136,17 @@ class Preference(PairsJob):
             return super().read_pairs(paths, max_samples, tokenizer)
         columns, label = {"preference.completion_key": self.own.completion_key}, self.own.label_key
         options = (columns, ("preference.label_key", label), max_samples, self.world)
-        dataset = LabelledDataset(paths, tokenizer, self.config.data, *options)
-        if len(np.unique(dataset.labels)) == 1:
+        return LabelledDataset(paths, tokenizer, self.config.data, *options)
+
+    def check_answers(self, dataset: AnswerDataset) -> None:
+        if not isinstance(dataset, LabelledDataset):
+            super().check_answers(dataset)
+        elif len(np.unique(dataset.labels)) == 1:
             raise InputError(
-                f"{', '.join(paths)}: all {len(dataset)} labels in {label!r} are {str(dataset.labels[0]).lower()}; "
-                f"preference.loss_type={self.own.loss_type} learns from good and bad answers: expected both"
+                f"data.train_files: all {len(dataset)} labels in {self.own.label_key!r} are "
+                f"{str(dataset.labels[0]).lower()}; preference.loss_type={self.own.loss_type} learns from good and bad "
+                "answers: expected both"
             )
-        return dataset
 
     def lengths_of(self, dataset: AnswerDataset) -> np.ndarray:
         return 2 * dataset.lengths() if isinstance(dataset, LabelledDataset) else super().lengths_of(dataset)

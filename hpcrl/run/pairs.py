@@ -80,18 +80,21 @@ class PairsJob(SupervisedJob):
         for split, (paths, max_samples) in files.items():
             if split == "train" or self.own.eval_freq > 0:
                 pairs[split] = self.read_pairs(paths, max_samples, tokenizer)
+        self.check_answers(pairs["train"])
         return Inputs(shape, tokenizer, pairs=pairs)
 
     def read_pairs(self, paths: list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase) -> AnswerDataset:
-        """The answers in these files. InputError if they teach nothing. Collective."""
+        """The answers in these files. Collective."""
         columns = {f"{self.name}.{side}_key": getattr(self.own, f"{side}_key") for side in ("chosen", "rejected")}
-        dataset = AnswerDataset(paths, tokenizer, self.config.data, columns, max_samples, self.world)
+        return AnswerDataset(paths, tokenizer, self.config.data, columns, max_samples, self.world)
+
+    def check_answers(self, dataset: AnswerDataset) -> None:
+        """Raise InputError if nothing can be learned from the training data."""
         if dataset.num_equal == len(dataset):
             raise InputError(
-                f"{', '.join(paths)}: in all {len(dataset)} pairs {' and '.join(map(repr, columns.values()))} are the "
-                f"same; expected answers that differ, in the columns of {' and '.join(columns)}"
+                f"data.train_files: in all {len(dataset)} pairs {self.own.chosen_key!r} and {self.own.rejected_key!r} "
+                f"are the same; expected answers that differ: check {self.name}.chosen_key and {self.name}.rejected_key"
             )
-        return dataset
 
     def set_up(self, run: Run) -> None:
         self.pair_lengths = {}  # tokens of both sequences of a pair together, int64 (number of pairs,)

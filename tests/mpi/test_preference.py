@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.cli import load_job
@@ -40,12 +38,9 @@ LORA = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 def run(lab: Lab, name: str, placement: dict[str, Any], steps: int = 3, model: Any = None, **options: Any) -> dict:
     """Metrics by step, of the run `preference_<name>`: the session's jobs share a folder."""
-    name, ending = f"preference_{name}", "parquet"
-    if options.get("loss_type") == "kto":
-        unpair(lab)
-        ending = "jsonl"
-    files = {split: [str(lab.data / f"{split}.{ending}")] for split in ("preference", "preference_val")}
-    data = {"train_files": files["preference"], "val_files": files["preference_val"], "max_response_length": 18}
+    name, kind = f"preference_{name}", "labelled" if options.get("loss_type") == "kto" else "preference"
+    files = {split: [str(lab.data / f"{kind}{ending}.parquet")] for split, ending in (("train", ""), ("val", "_val"))}
+    data = {"train_files": files["train"], "val_files": files["val"], "max_response_length": 18}
     data |= {"train_max_samples": 16, "val_max_samples": 16}
     own = {"batch_size": 5, "max_token_len_per_gpu": 192, "total_training_steps": steps, "eval_freq": 2}
     own |= {"eval_samples": 7, "optim": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}, **options}
@@ -55,20 +50,6 @@ def run(lab: Lab, name: str, placement: dict[str, Any], steps: int = 3, model: A
     job = load_job("preference")
     run_job(lab.world, "preference", job.prepare(job.schema().model_validate(template)))
     return metrics(lab.folder / name)
-
-
-def unpair(lab: Lab) -> None:
-    """Write rows with one answer and a label, as KTO takes them, once per session."""
-    for split in ("preference", "preference_val") if lab.world.rank == 0 else ():
-        rows = pq.read_table(lab.data / f"{split}.parquet").to_pylist()[:42]
-        path = lab.data / f"{split}.jsonl"
-        sides = ("chosen", "rejected", "chosen") * 14
-        lines = [
-            {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
-            for row, side in zip(rows, sides, strict=True)
-        ]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lab.world.barrier()
 
 
 def assert_agree(found: dict[int, dict[str, float]], expected: dict[int, dict[str, float]]) -> None:

@@ -9,13 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hpcrl.algorithms.metrics import finish
+from hpcrl.batch.tensors import training_mask
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.jobs.preference import Preference
 from hpcrl.run.ref_logps import PAIRS_AT_ONCE, RefLogps
 from hpcrl.run.time_budget import StopRequested
 from hpcrl.runtime.exits import InputError
+from hpcrl.workers.preference import PreferencePolicy
 from hpcrl.workers.supervised import PreferenceDataWorker
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +68,7 @@ def job_on(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, run: Any 
     config = config_of(**own)
     job = Preference(None, config, Preference.check(config, 1), None)  # type: ignore[arg-type]
     job.inputs = SimpleNamespace(pairs={"train": job.read_pairs([str(path)], -1, tokenizer)})  # type: ignore[assignment]
+    job.check_answers(job.inputs.pairs["train"])
     job.set_up(run)
     return job
 
@@ -85,15 +90,19 @@ def test_kto_compares_with_the_answer_before_in_the_step(tmp_path: Path, tokeniz
 
 
 def test_orpos_nll_is_over_the_prompt_too(tmp_path: Path, tokenizer: Any) -> None:
-    """All tokens but the first, as TRL's cross-entropy; the odds ratio is of the answers."""
+    """All tokens of chosen but the first, as TRL's cross-entropy; the odds ratio is of the answers. CPO's is not."""
     rows = [{"prompt": "12:", "chosen": "3", "rejected": "45"}]
-    for loss_type, masks in (("orpo", [[0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]]), ("cpo", [[1, 1], [1, 1, 1]])):
-        _, batch = loaded(job_on(tmp_path, rows, tokenizer, loss_type=loss_type), [0], tokenizer)
-        mask = batch.fetch("response_mask")
-        assert [mask.row(i).tolist() for i in range(2)] == masks
-        assert ("loss_mask" in batch.tokens) == (loss_type == "orpo")
-        if loss_type == "orpo":
-            assert batch.fetch("loss_mask").values.tolist() == [1] * 11
+    log_probs = -torch.tensor([[1.0, 2, 3, 4, 5, 0], [1.0, 2, 3, 4, 5, 6]])  # 3 tokens of the prompt, then the answer
+    for loss_type, first, nll, chosen, rejected in (("orpo", 0, 3.0, -4.5, -5.0), ("cpo", 3, 4.5, -9.0, -15.0)):
+        job = job_on(tmp_path, rows, tokenizer, loss_type=loss_type, beta=1.0)
+        _, batch = loaded(job, [0], tokenizer)
+        policy = PreferencePolicy.__new__(PreferencePolicy)
+        policy.params, policy.loss, policy.nll_weight = job.own, job.loss, 1.0
+        num_chosen = float(training_mask(batch)[0].sum())
+        _, metrics = policy._loss(log_probs[:, first:], batch, 1.0, num_chosen)
+        found = finish(metrics)
+        assert found["train/nll_loss"] == pytest.approx(nll)
+        assert (found["logps/chosen"], found["logps/rejected"]) == pytest.approx((chosen, rejected))
 
 
 @pytest.mark.parametrize(
