@@ -58,7 +58,7 @@ class Preference(PairsJob):
         self.precompute_ref_log_probs(run)
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             batch = data.load(self.next_pairs(run, step))  # chosen and rejected, next to each other
-            batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where the loss needs no reference
+            batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where they are kept or the loss needs none
             actor.update(batch)
 
     @classmethod
@@ -95,7 +95,8 @@ class Preference(PairsJob):
         if not self.precomputes:
             return
         datasets, config, init_from = self.inputs.pairs, self.config, run.start.init_from
-        key = key_of(datasets, origin_of(init_from), config.model.model_dump(), config.run.seed)
+        drawn = (self.inputs.shape, config.run.seed)
+        key = key_of(datasets, config.model.dtype, origin_of(init_from) if init_from is not None else drawn)
         sizes = {split: len(dataset) for split, dataset in datasets.items()}
         if "val" in sizes:
             sizes["val"] = min(sizes["val"], self.own.eval_samples)
@@ -125,7 +126,8 @@ class Preference(PairsJob):
         start = time.perf_counter()
         self.ref_logps.fill(compute)
         log.info("%s is written after %.1f s", self.ref_logps.path, time.perf_counter() - start)
-        run.timers.collect(), run.controller.collect_traffic()  # they belong to no step
+        run.timers.collect()  # times and traffic belong to no step
+        run.controller.collect_traffic()
 
     @property
     def loss(self) -> PreferenceLoss:
