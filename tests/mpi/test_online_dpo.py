@@ -59,10 +59,12 @@ def test_resumed_equals_uninterrupted_bitwise(lab: Lab, lora_rank: int) -> None:
     assert straight[2]["rewards/margins"] != 0
 
 
+@pytest.mark.world(4)
 def test_a_step_off_policy(lab: Lab) -> None:
     """Responses of older weights make pairs as well."""
     asynchronous = {"async_training": {"mode": "one_step_off"}, "trainer": {"total_training_steps": 2}}
-    placement = {"pools": {"a": "1"}, **dict.fromkeys(("actor", "ref", "rollout"), {"pool": "a"})}
-    if lab.world.size > 1:  # rank 0 runs the loop only
-        found = run(lab, "online_one_step_off", placement, **asynchronous)
-        assert found[2]["actor/grad_norm"] > 0
+    pools = {"a": "1-2", "b": "3"}  # rank 0 runs the loop only
+    placement = {"pools": pools, "actor": {"pool": "a"}, "ref": {"pool": "a"}, "rollout": {"pool": "b"}}
+    found = run(lab, "online_one_step_off", placement, **asynchronous)
+    assert found[2]["actor/grad_norm"] > 0
+    assert found[2]["training/off_policy/trajectory_staleness/mean"] == 1

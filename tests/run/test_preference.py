@@ -67,7 +67,8 @@ def job_on(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, run: Any 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(**own)
     job = Preference(None, config, Preference.check(config, 1), None)  # type: ignore[arg-type]
-    job.inputs = SimpleNamespace(pairs={"train": job.read_pairs([str(path)], -1, tokenizer)})  # type: ignore[assignment]
+    pairs = {"train": job.read_pairs([str(path)], -1, tokenizer)}
+    job.inputs = SimpleNamespace(pairs=pairs, shape=None)  # type: ignore[assignment]
     job.check_answers(job.inputs.pairs["train"])
     job.set_up(run)
     return job
