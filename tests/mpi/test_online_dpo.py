@@ -23,7 +23,11 @@ def run(lab: Lab, name: str, placement: dict[str, Any], optim: dict[str, Any] = 
     trainer = {"save_rollouts": True, **options.pop("trainer", {})}
     actor = {"use_kl_loss": False, "entropy_coeff": 0.0, "optim": optim, **options.pop("actor", {})}
     sections = {"actor": actor, "trainer": trainer, "algorithm": {"use_kl_in_reward": False}, **options}
-    return metrics(lab.run(f"preference_{name}", placement, job="online_dpo", **sections))
+    lines = metrics(lab.run(f"preference_{name}", placement, job="online_dpo", **sections))
+    return {
+        step: {key: value for key, value in line.items() if not key.startswith("global_seqlen/")}  # of a layout
+        for step, line in lines.items()
+    }
 
 
 @pytest.mark.parametrize("own", [{}, {"loss_type": "ipo", "nll_weight": 0.1}], ids=["sigmoid", "ipo"])
