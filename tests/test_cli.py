@@ -33,7 +33,7 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return err.removeprefix("hpcrl: error: ").rstrip()
 
 
-COMMANDS = "convert, evaluate, generate, preference, rm, score, sft, train, run, plan, check, data, submit"
+COMMANDS = "convert, evaluate, generate, online_dpo, preference, rm, score, sft, train, run, plan, check, data, submit"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ once. All 2,717 problems are enumerated and split by a hash of the problem, so t
     judge.parquet, judge_val.parquet
                    the same for a judge, whose prompt is a problem, an answer and `=`: it says 1 if the answer is right,
                    and 0 if it has a mistake
+    labelled.parquet, labelled_val.parquet
+                   the same problems, for KTO: in turn the right and the wrong one as `completion`, and a `label`
 
 The answers of the warm start have their numbers in a random order: this leaves the policy the entropy that RL needs.
 """
@@ -34,7 +36,10 @@ NUM_NUMBERS = 4
 TARGETS = range(1, 37)
 WRONG_TRIES = (0, 0, 0, 0, 0, 0, 0, 1, 1, 2)  # drawn from; with many of them SFT would learn the task late
 EOS = "<|eos|>"  # ends a turn; as configs/tool_tokenizer has it
-FILES = ("train", "val", "sft", "sft_tool", "preference", "preference_val", "judge", "judge_val")
+FILES = (
+    *("train", "val", "sft", "sft_tool", "preference", "preference_val", "labelled", "labelled_val"),
+    *("judge", "judge_val"),
+)
 MISTAKES = ("operator", "number", "term", "form")
 HELD_OUT_SHARE = 5  # one problem in this many is for validation
 
@@ -150,6 +155,12 @@ def judgement(problem: dict[str, Any], expression: str, rng: random.Random) -> d
     return problem | asked | {"reward_model": truth, "answer": answer}
 
 
+def with_label(pair: dict[str, Any], *, is_good: bool) -> dict[str, Any]:
+    """A row with one answer of the pair."""
+    shared = {name: value for name, value in pair.items() if name not in ("chosen", "rejected")}
+    return shared | {"completion": pair["chosen" if is_good else "rejected"], "label": is_good}
+
+
 def make_rows(
     sft_rows: int, preference_rows: int, seed: int, files: Collection[str] = FILES
 ) -> dict[str, list[dict[str, Any]]]:
@@ -174,12 +185,14 @@ def make_rows(
             for i, (problem, expression) in enumerate(draws(sft_rows, calculating))
         ]
     sizes = {"preference": preference_rows, "preference_val": max(1, preference_rows // 20)}
-    for name, count in sizes.items() if not sizes.keys().isdisjoint(files) else ():
+    labelled = {"preference": "labelled", "preference_val": "labelled_val"}
+    for name, count in sizes.items() if not {*labelled, *labelled.values()}.isdisjoint(files) else ():
         drawn = enumerate(draws(count, rng, held_out=name == "preference_val"))
         rows[name] = [
             row(problem, name, i, rng) | {"chosen": f"<a>{expression}</a>", "rejected": spoil(expression, rng)}
             for i, (problem, expression) in drawn
         ]
+        rows[labelled[name]] = [with_label(pair, is_good=i % 2 == 0) for i, pair in enumerate(rows[name])]
     judged = {"judge": preference_rows, "judge_val": max(1, preference_rows // 20)}
     for name, count in judged.items():
         if name in files:

@@ -31,6 +31,19 @@ class Mean(NamedTuple):
         return float(self.total) / float(self.weight) if self.weight else math.nan
 
 
+class MeanDifference(NamedTuple):
+    """Mean of one group minus that of another; NaN if one of them is empty."""
+
+    first: Mean
+    second: Mean
+
+    def merge(self, other: MeanDifference) -> MeanDifference:
+        return MeanDifference(self.first.merge(other.first), self.second.merge(other.second))
+
+    def finish(self) -> float:
+        return self.first.finish() - self.second.finish()
+
+
 class Sum(NamedTuple):
     total: Number
 
@@ -206,7 +219,17 @@ class NoiseProxy(NamedTuple):
 
 
 Metric: TypeAlias = (
-    Mean | Sum | Max | Min | Std | Spread | EffectiveSampleSize | ExplainedVariance | Pearson | NoiseProxy
+    Mean
+    | MeanDifference
+    | Sum
+    | Max
+    | Min
+    | Std
+    | Spread
+    | EffectiveSampleSize
+    | ExplainedVariance
+    | Pearson
+    | NoiseProxy
 )
 
 

@@ -151,8 +151,8 @@ def members(kind: Any) -> tuple[Any, ...]:
 # the sections of a whole config, verl's and ours, which hold nothing for the one that is read
 SECTIONS = frozenset(
     """actor actor_rollout_ref algorithm async_training critic custom_reward_function data distillation generate
-    global_profiler job model placement ray_kwargs ref reward reward_model rm rollout run sandbox_fusion score sft
-    skip teacher trainer transfer_queue""".split()
+    global_profiler job model online_dpo placement preference ray_kwargs ref reward reward_model rm rollout run
+    sandbox_fusion score sft skip teacher trainer transfer_queue""".split()
 )
 
 

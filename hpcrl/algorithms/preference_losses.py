@@ -1,6 +1,6 @@
 """Losses on preferences: pairs of a better and a worse response, or responses that are each good or bad.
 
-A paired loss is its parameters and one decorated function of a few lines: from `PairLogps` to one loss per pair.
+A loss is its parameters and one decorated function of a few lines: from `PairLogps` to one loss per pair.
 Names and defaults are TRL 1.16's. Log-probs are in nats; a response's is the sum over its tokens.
 """
 
@@ -75,7 +75,13 @@ class Discopop(Beta):
 
 
 @dataclass(frozen=True)
-class PreferenceParameters(SimPo, Discopop):
+class Kto(Beta):
+    desirable_weight: float = param(1.0, ge=0, help="kto: weight of good responses")
+    undesirable_weight: float = param(1.0, ge=0, help="kto: weight of bad responses")
+
+
+@dataclass(frozen=True)
+class PairParameters(SimPo, Discopop):
     """The parameters of all built-in losses on pairs."""
 
     nll_weight: float | None = param(
@@ -85,28 +91,44 @@ class PreferenceParameters(SimPo, Discopop):
     )
 
 
+@dataclass(frozen=True)
+class PreferenceParameters(PairParameters, Kto):
+    """The parameters of all built-in losses."""
+
+
 class PreferenceLoss(NamedTuple):
-    """function: (PairLogps, params) -> losses, (B,). reference: whether it compares with a reference policy.
-    nll_weight: of the mean negative log-prob of the chosen responses' tokens that is added, unless the user sets it.
-    per_token: whether it compares log-probs per token."""
+    """function: (PairLogps, params) -> losses, (B,); of a loss that is not paired, see `kto`. reference: whether it
+    compares with a reference policy. nll_weight: of the mean negative log-prob of the chosen responses' tokens that is
+    added, unless the user sets it. nll_of_prompt: whether that mean is over the prompts' tokens too. per_token: whether
+    it compares log-probs per token."""
 
     function: Callable[..., Tensor]
     params: type
     reference: bool
     nll_weight: float
+    nll_of_prompt: bool
     per_token: bool
+    paired: bool
 
 
 PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss", "hpcrl.algorithms.preference_losses")
 
 
 def register_preference_loss(
-    name: str, *, params: type = Beta, reference: bool = True, nll_weight: float = 0.0, per_token: bool = False
+    name: str,
+    *,
+    params: type = Beta,
+    reference: bool = True,
+    nll_weight: float = 0.0,
+    nll_of_prompt: bool = False,
+    per_token: bool = False,
+    paired: bool = True,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a loss as `preference.loss_type=<name>`; see `PreferenceLoss`."""
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        PREFERENCE_LOSSES.add(name, PreferenceLoss(function, params, reference, nll_weight, per_token))
+        loss = PreferenceLoss(function, params, reference, nll_weight, nll_of_prompt, per_token, paired)
+        PREFERENCE_LOSSES.add(name, loss)
         return function
 
     return register
@@ -220,7 +242,7 @@ def simpo(pairs: PairLogps, params: SimPo) -> Tensor:
     return smoothed_logistic(params.beta * (chosen - rejected) - params.simpo_gamma, params.label_smoothing)
 
 
-@register_preference_loss("orpo", reference=False, nll_weight=1.0, per_token=True)
+@register_preference_loss("orpo", reference=False, nll_weight=1.0, nll_of_prompt=True, per_token=True)
 def orpo(pairs: PairLogps, params: Beta) -> Tensor:
     """ORPO's odds-ratio term (Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7), without its NLL term:
     -beta log sigmoid(log(odds(chosen) / odds(rejected))), odds(p) = p / (1 - p), p per token."""
@@ -234,12 +256,7 @@ def log_odds(log_prob: Tensor) -> Tensor:
     return log_prob - rest
 
 
-@dataclass(frozen=True)
-class Kto(Beta):
-    desirable_weight: float = param(1.0, ge=0, help="kto: weight of good responses")
-    undesirable_weight: float = param(1.0, ge=0, help="kto: weight of bad responses")
-
-
+@register_preference_loss("kto", params=Kto, paired=False)
 def kto(log_ratios: Tensor, labels: Tensor, kl: Tensor, params: Kto) -> Tensor:
     """KTO (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7): losses, (B,).
 

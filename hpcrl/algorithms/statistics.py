@@ -11,6 +11,30 @@ from hpcrl.algorithms.aggregation import masked_mean, masked_sum
 from hpcrl.algorithms.metrics import ExplainedVariance, Max, Mean, Metric, Min, NoiseProxy, Pearson, Std
 
 
+def sample_statistics(
+    *,
+    prompt_length: Tensor,
+    response_length: Tensor,
+    max_prompt_length: int,
+    max_response_length: int,
+    score: Tensor,
+) -> dict[str, Metric]:
+    """Scores and lengths; all (B,), lengths in tokens.
+
+    Empty ("aborted") responses have no score, and the non-aborted lengths leave them out. clip_ratio is the share of
+    samples of maximal length.
+    """
+    answered = response_length > 0
+    every = torch.ones_like(answered)
+    return {
+        "response/aborted_ratio": Mean.of(~answered, every),
+        **_mean_max_min("critic/score", score, answered),
+        **_length("response_length", response_length, max_response_length, every),
+        **_length("response_length_non_aborted", response_length, max_response_length, answered),
+        **_length("prompt_length", prompt_length, max_prompt_length, every),
+    }
+
+
 def response_statistics(
     *,
     prompt_length: Tensor,
@@ -24,23 +48,23 @@ def response_statistics(
     response_mask: Tensor,
     values: Tensor | None = None,
 ) -> dict[str, Metric]:
-    """Scores, rewards, advantages, returns, values and lengths.
+    """`sample_statistics`, and rewards, advantages, returns and values.
 
     Lengths: int (B,), in tokens; the others (B, T). A sample's score is the sum over its tokens, its reward that
-    after the KL penalty; empty ("aborted") responses have neither, and the non-aborted lengths leave them out.
-    clip_ratio is the share of samples of maximal length. Quirk of verl: where rejection sampling edits the mask,
+    after the KL penalty; empty responses have neither. Quirk of verl: where rejection sampling edits the mask,
     advantages, returns and values are of the tokens that are left, and lengths are not: pass that mask.
     """
-    answered = response_length > 0
     statistics = {
-        "response/aborted_ratio": Mean.of(~answered, torch.ones_like(answered)),
-        **_mean_max_min("critic/score", token_level_scores.sum(-1), answered),
-        **_mean_max_min("critic/rewards", token_level_rewards.sum(-1), answered),
+        **sample_statistics(
+            prompt_length=prompt_length,
+            response_length=response_length,
+            max_prompt_length=max_prompt_length,
+            max_response_length=max_response_length,
+            score=token_level_scores.sum(-1),
+        ),
+        **_mean_max_min("critic/rewards", token_level_rewards.sum(-1), response_length > 0),
         **_mean_max_min("critic/advantages", advantages, response_mask),
         **_mean_max_min("critic/returns", returns, response_mask),
-        **_length("response_length", response_length, max_response_length, torch.ones_like(answered)),
-        **_length("response_length_non_aborted", response_length, max_response_length, answered),
-        **_length("prompt_length", prompt_length, max_prompt_length, torch.ones_like(answered)),
     }
     if values is not None:
         statistics |= _mean_max_min("critic/values", values, response_mask)

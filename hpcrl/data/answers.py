@@ -1,4 +1,4 @@
-"""Datasets with one answer per prompt (SFT), and with a chosen and a rejected one (reward models)."""
+"""Datasets with one answer per prompt (SFT), with a chosen and a rejected one, and with an answer and a label."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ CHOSEN, REJECTED = 0, 1  # the sides of a pair
 
 
 class AnswerDataset:
-    """Prompts with an answer in each of `columns`: one for SFT, the chosen and the rejected one for a reward model.
+    """Prompts with an answer in each of `columns`: one for SFT, the chosen and the rejected one for preferences.
 
     columns: key of the config -> the column that it names. Side i of a row is its answer in the i-th column.
     """
@@ -124,7 +124,11 @@ class AnswerDataset:
 
     def pair(self, row: int, side: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """(prompt_ids int32 (P,), answer_ids int32 (A,) ending with the end-of-sequence token)."""
-        return self.prompts.prompt_ids(row), self._sides[side][row]
+        return self.prompts.prompt_ids(row), self.answer(row, side)
+
+    def answer(self, row: int, side: int = 0) -> np.ndarray:
+        """Token ids of the answer, int32 (A,), ending with the end-of-sequence token."""
+        return self._sides[side][row]
 
     @property
     def num_filtered(self) -> int:
@@ -144,3 +148,35 @@ class AnswerDataset:
     def num_equal(self) -> int:
         """Rows whose sides are equal: they have no training signal and count as wrong."""
         return sum(np.array_equal(self._sides[CHOSEN][row], self._sides[REJECTED][row]) for row in range(len(self)))
+
+
+class LabelledDataset(AnswerDataset):
+    """Prompts with one answer each that is good or bad, as TRL's KTO takes them.
+
+    label: key of the config, and the column that it names, which holds true or false, or 1 or 0.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: DataConfig,
+        columns: Mapping[str, str],
+        label: tuple[str, str],
+        max_samples: int = -1,
+        world: World | None = None,
+    ) -> None:
+        super().__init__(files, tokenizer, cfg, columns, max_samples, world)
+        self.labels = np.array(  # bool (len,)
+            [self._label(row, value, *label) for row, value in enumerate(self.prompts.values(label[1]))]
+        )
+
+    def _label(self, row: int, value: Any, key: str, name: str) -> bool:
+        if value in (True, False):
+            return bool(value)
+        found = self.prompts.row(row)
+        problem = f"column {name!r} holds {str(value)[:80]!r}" if name in found else f"no column {name!r}"
+        raise InputError(
+            f"{self.prompts.where(row)}: {problem}; expected true for a good answer and false for a bad one; "
+            f"add it, or use another column in {key}"
+        )

@@ -1,33 +1,51 @@
-"""policy, from preferences: DPO and its relatives"""
+"""policy, from preferences: DPO and its relatives, KTO"""
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import Field
 
-from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceParameters
+from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceParameters
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.roles import ACTOR, REF, RoleSpec
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.run.pairs import PairsConfig, PairsJob
+from hpcrl.data.answers import AnswerDataset, LabelledDataset
+from hpcrl.rollout_source.durable_rollouts import origin_of
+from hpcrl.run.pairs import PairsConfig, PairsJob, check_loss
+from hpcrl.run.ref_logps import FILE, RefLogps, key_of
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpcrl.run.run import Run
+
+log = logging.getLogger(__name__)
 
 
 class PreferenceConfig(PairsConfig, PreferenceParameters):
-    """`hpcrl preference`: DPO and its relatives, on pairs of answers in data.train_files."""
+    """`hpcrl preference`: DPO and its relatives on pairs of answers in data.train_files, KTO on labelled answers."""
 
     loss_type: str = Field("sigmoid", description="name of a registered preference loss; sigmoid is DPO")
+    completion_key: str = Field("completion", description="kto: column that holds the answer")
+    label_key: str = Field("label", description="kto: column that says whether the answer is good: true or false")
+    precompute_ref_log_probs: bool = Field(
+        False,
+        description="compute the reference's log-probs of all pairs before the first step, with the policy's start "
+        "weights, and keep them in the run directory: there is no reference model in memory",
+    )
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-6), description="optimizer")
 
 
 class Preference(PairsJob):
-    """The policy learns which answer of a pair is better."""
+    """The policy learns which answer of a pair is better, or, with KTO, which answers are good."""
 
     name = label = "preference"
     section = PreferenceConfig
@@ -37,41 +55,150 @@ class Preference(PairsJob):
 
     def loop(self, run: Run) -> None:
         data, ref, actor = run.roles("data", "ref", "actor")
+        self.precompute_ref_log_probs(run)
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             batch = data.load(self.next_pairs(run, step))  # chosen and rejected, next to each other
-            batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where the loss needs no reference
+            batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where they are kept or the loss needs none
             actor.update(batch)
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
         """It trains on the actor's ranks. The reference of a policy with adapters is the policy without them."""
         own = config.section("preference")
-        reference = PREFERENCE_LOSSES.get(own.loss_type).reference and config.model.lora_rank == 0
-        if own.loss_type == "exo_pair" and own.label_smoothing == 0:
-            raise ConfigError("preference.loss_type=exo_pair needs preference.label_smoothing above 0, such as 0.001")
-        return cls.check_pairs(config, [ACTOR, REF] if reference else [ACTOR], num_ranks)
+        loss = check_loss(cls.name, own)
+        if not loss.paired and own.batch_size == 1:
+            raise ConfigError(
+                f"preference.batch_size=1: preference.loss_type={own.loss_type} compares with the answers of other "
+                "rows of a step; use 2 or more"
+            )
+        if not loss.paired and own.precompute_ref_log_probs:
+            raise ConfigError(
+                f"preference.precompute_ref_log_probs=true is for pairs: preference.loss_type={own.loss_type} compares "
+                "each answer with another one in every epoch; use false"
+            )
+        reference = loss.reference and config.model.lora_rank == 0 and not own.precompute_ref_log_probs
+        return cls.check_pairs(config, [ACTOR, REF] if reference else [ACTOR], num_ranks, paired=loss.paired)
+
+    @classmethod
+    def without_effect(cls, config: Config) -> list[str]:
+        own = config.section("preference")
+        if own.precompute_ref_log_probs and not PREFERENCE_LOSSES.get(own.loss_type).reference:
+            return [f"preference.precompute_ref_log_probs: loss_type={own.loss_type} has no reference"]
+        return []
 
     @property
-    def needs_reference(self) -> bool:
-        return PREFERENCE_LOSSES.get(self.own.loss_type).reference
+    def precomputes(self) -> bool:
+        return self.loss.reference and self.own.precompute_ref_log_probs
+
+    def set_up(self, run: Run) -> None:
+        super().set_up(run)
+        if not self.precomputes:
+            return
+        datasets, config, init_from = self.inputs.pairs, self.config, run.start.init_from
+        drawn = (self.inputs.shape, config.run.seed)
+        key = key_of(datasets, config.model.dtype, origin_of(init_from) if init_from is not None else drawn)
+        sizes = {split: len(dataset) for split, dataset in datasets.items()}
+        if "val" in sizes:
+            sizes["val"] = min(sizes["val"], self.own.eval_samples)
+        self.ref_logps = RefLogps(run.folder / FILE, key, sizes)
+        missing = self.ref_logps.num_missing
+        if missing and run.step > 0 and config.model.lora_rank == 0:
+            raise InputError(
+                f"{self.ref_logps.path} lacks reference log-probs of {missing} pairs, and after {run.step} steps the "
+                "policy is no longer the reference; restore the file, with the data that it is of, or use "
+                "preference.precompute_ref_log_probs=false"
+            )
+
+    def precompute_ref_log_probs(self, run: Run) -> None:
+        """Compute those that the run directory does not hold yet; the policy is the reference then."""
+        if not self.precomputes or not self.ref_logps.num_missing:
+            return
+        data, actor = run.controller["data"], run.controller["actor"]
+
+        def compute(split: str, rows: np.ndarray) -> np.ndarray:
+            run.budget.check("ref")
+            with run.timers("ref"):
+                batch = self.sequences(split, rows)
+                batch = batch.union(data.load(batch).get())
+                return actor.compute_ref_log_prob(batch).get().samples["ref_logps"]
+
+        log.info("computing the reference's log-probs of %d pairs", self.ref_logps.num_missing)
+        start = time.perf_counter()
+        self.ref_logps.fill(compute)
+        log.info("%s is written after %.1f s", self.ref_logps.path, time.perf_counter() - start)
+        run.timers.collect()  # times and traffic belong to no step
+        run.controller.collect_traffic()
+
+    @property
+    def loss(self) -> PreferenceLoss:
+        return PREFERENCE_LOSSES.get(self.own.loss_type)
+
+    def read_pairs(self, paths: list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase) -> AnswerDataset:
+        if self.loss.paired:
+            return super().read_pairs(paths, max_samples, tokenizer)
+        columns, label = {"preference.completion_key": self.own.completion_key}, self.own.label_key
+        options = (columns, ("preference.label_key", label), max_samples, self.world)
+        return LabelledDataset(paths, tokenizer, self.config.data, *options)
+
+    def check_answers(self, dataset: AnswerDataset) -> None:
+        if not isinstance(dataset, LabelledDataset):
+            super().check_answers(dataset)
+        elif len(np.unique(dataset.labels)) == 1:
+            raise InputError(
+                f"data.train_files: all {len(dataset)} labels in {self.own.label_key!r} are "
+                f"{str(dataset.labels[0]).lower()}; preference.loss_type={self.own.loss_type} learns from good and bad "
+                "answers: expected both"
+            )
+
+    def lengths_of(self, dataset: AnswerDataset) -> np.ndarray:
+        return 2 * dataset.lengths() if isinstance(dataset, LabelledDataset) else super().lengths_of(dataset)
+
+    def described(self, dataset: AnswerDataset) -> str:
+        if isinstance(dataset, LabelledDataset):
+            return f"{len(dataset)} answers, {int(dataset.labels.sum())} of them good"
+        return super().described(dataset)
+
+    def pairs(self, split: str, rows: np.ndarray) -> DataProto:
+        """As `PairsJob.pairs`, with the reference's log-probs where they are computed before."""
+        batch = self.sequences(split, rows)
+        if self.precomputes:
+            batch.samples["ref_logps"] = self.ref_logps.of(split, rows)
+        return batch
+
+    def sequences(self, split: str, rows: np.ndarray) -> DataProto:
+        """The sequences that the rows are compared by. For KTO, each row's answer, and after the same prompt the answer
+        of the row before it in the step, as TRL pairs them in a micro-batch."""
+        batch, dataset = super().pairs(split, rows), self.inputs.pairs[split]
+        if isinstance(dataset, LabelledDataset):
+            answer_row = np.stack([rows, np.roll(rows, 1)], axis=1).reshape(-1)
+            batch.samples |= {
+                "side": np.zeros_like(answer_row),
+                "answer_row": answer_row,
+                "label": dataset.labels[batch.samples["row"]],
+            }
+        batch.meta_info["nll_of_prompt"] = self.loss.nll_of_prompt
+        return batch
 
     def with_reference(self, run: Run, batch: DataProto) -> DataProto:
-        if not self.needs_reference:
+        if not self.loss.reference or self.precomputes:
             return batch
         return batch.union(run.controller[self.stands_for("ref")].compute_ref_log_prob(batch).get())
 
     def roles(self) -> list[RoleSpec]:
-        actor = replace(ACTOR, worker="hpcrl.workers.preference:PreferenceActorWorker")
+        worker = "preference:PreferenceActorWorker" if self.loss.paired else "kto:KtoActorWorker"
+        actor = replace(ACTOR, worker=f"hpcrl.workers.{worker}")
         ref = replace(REF, worker="hpcrl.workers.preference:PreferenceRefWorker")
         data = RoleSpec("data", "hpcrl.workers.supervised:PreferenceDataWorker", on=("actor",))
         return [actor, *([ref] if "ref" in self.derived.roles else []), data, *self.export_roles]
 
     def stands_for(self, role: str) -> str:
-        return "actor" if role == "ref" and self.needs_reference and "ref" not in self.derived.roles else role
+        is_ref = role == "ref" and self.loss.reference and not self.precomputes
+        return "actor" if is_ref and "ref" not in self.derived.roles else role
 
     def progress(self, metrics: dict[str, float]) -> dict[str, float]:
-        shown = {"loss": metrics["train/loss"], "accuracy": metrics["rewards/accuracies"]}
-        return shown | ({"val_accuracy": metrics["val/rewards/accuracies"]} if "val/loss" in metrics else {})
+        best = "accuracies" if self.loss.paired else "margins"
+        shown = {"loss": metrics["train/loss"], best: metrics[f"rewards/{best}"]}
+        return shown | ({f"val_{best}": metrics[f"val/rewards/{best}"]} if "val/loss" in metrics else {})
 
 
 JOB = Preference

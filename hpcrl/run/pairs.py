@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
 
+from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.config.derive import RoleLayouts
+from hpcrl.config.derive import RoleLayouts, check_budget
 from hpcrl.config.placement import place
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config
@@ -20,8 +21,11 @@ from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedConfig, SupervisedJob
+from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
@@ -33,16 +37,28 @@ class PairsConfig(SupervisedConfig):
     rejected_key: str = Field("rejected", description="column that holds the worse answer")
 
 
+def check_loss(section: str, own: Any) -> PreferenceLoss:
+    """The loss on pairs or labelled answers that a section names, if its parameters go together."""
+    loss = PREFERENCE_LOSSES.get(own.loss_type)
+    if own.loss_type == "exo_pair" and own.label_smoothing == 0:
+        raise ConfigError(f"{section}.loss_type=exo_pair needs {section}.label_smoothing above 0, such as 0.001")
+    return loss
+
+
 class PairsJob(SupervisedJob):
     """A job that trains one role on chosen and rejected answers; its section is a `PairsConfig`."""
 
     @classmethod
-    def check_pairs(cls, config: Config, roles: Sequence[RoleSpec], num_ranks: int) -> RoleLayouts:
-        """Layouts of these roles, if the data and the tokens of a micro-batch allow them."""
+    def check_pairs(
+        cls, config: Config, roles: Sequence[RoleSpec], num_ranks: int, *, paired: bool = True
+    ) -> RoleLayouts:
+        """Layouts of these roles, if the data and the tokens of a micro-batch allow them. paired: whether both
+        sequences of a pair are in one micro-batch."""
         own = cls.section_of(config)
         placed = place(config, roles, num_ranks)
-        longest = cls.check_data(config, "chosen and rejected")
-        if own.max_token_len_per_gpu < 2 * longest:
+        longest = cls.check_data(config, "chosen and rejected answers" if paired else "answers with labels")
+        check_budget(f"{cls.name}.max_token_len_per_gpu", own.max_token_len_per_gpu, longest)
+        if paired and own.max_token_len_per_gpu < 2 * longest:
             raise ConfigError(
                 f"{cls.name}.max_token_len_per_gpu={own.max_token_len_per_gpu} holds no pair of the longest sequences, "
                 f"2 * (data.max_prompt_length + data.max_response_length) = {2 * longest}; use {2 * longest} or more"
@@ -54,22 +70,43 @@ class PairsJob(SupervisedJob):
         from hpcrl.workers.team import Inputs, read_model
 
         tokenizer, shape = read_model(self.config)
-        data, own, pairs = self.config.data, self.own, {}
+        data, pairs = self.config.data, {}
         files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
-        columns = {f"{self.name}.{side}_key": getattr(own, f"{side}_key") for side in ("chosen", "rejected")}
         for split, (paths, max_samples) in files.items():
-            if split == "train" or own.eval_freq > 0:
-                pairs[split] = AnswerDataset(paths, tokenizer, data, columns, max_samples, self.world)
+            if split == "train" or self.own.eval_freq > 0:
+                pairs[split] = self.read_pairs(paths, max_samples, tokenizer)
+        self.check_answers(pairs["train"])
         self.order_rows(pairs["train"].file_sizes)
         return Inputs(shape, tokenizer, pairs=pairs)
 
+    def read_pairs(self, paths: list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase) -> AnswerDataset:
+        """The answers in these files. Collective."""
+        columns = {f"{self.name}.{side}_key": getattr(self.own, f"{side}_key") for side in ("chosen", "rejected")}
+        return AnswerDataset(paths, tokenizer, self.config.data, columns, max_samples, self.world)
+
+    def check_answers(self, dataset: AnswerDataset) -> None:
+        """Raise InputError if nothing can be learned from the training data."""
+        if dataset.num_equal == len(dataset):
+            raise InputError(
+                f"data.train_files: in all {len(dataset)} pairs {self.own.chosen_key!r} and {self.own.rejected_key!r} "
+                f"are the same; expected answers that differ: check {self.name}.chosen_key and {self.name}.rejected_key"
+            )
+
     def set_up(self, run: Run) -> None:
-        self.pair_lengths = {}  # tokens of chosen and rejected together, int64 (number of pairs,)
+        self.pair_lengths = {}  # tokens of both sequences of a pair together, int64 (number of pairs,)
         for split, dataset in self.inputs.pairs.items():
-            self.pair_lengths[split] = dataset.lengths(CHOSEN) + dataset.lengths(REJECTED)
-            num_equal = dataset.num_equal
-            equal = f"; in {num_equal} of them both answers are the same" if num_equal else ""
-            log.info("%s: %d pairs, %d too long%s", split, len(dataset), dataset.num_filtered, equal)
+            self.pair_lengths[split] = self.lengths_of(dataset)
+            log.info("%s: %s; %d too long", split, self.described(dataset), dataset.num_filtered)
+
+    def lengths_of(self, dataset: AnswerDataset) -> np.ndarray:
+        """Tokens of each pair, int64 (len,)."""
+        return dataset.lengths(CHOSEN) + dataset.lengths(REJECTED)
+
+    def described(self, dataset: AnswerDataset) -> str:
+        """What the log says of a data set."""
+        num_equal = dataset.num_equal
+        equal = f", in {num_equal} of which both answers are the same" if num_equal else ""
+        return f"{len(dataset)} pairs{equal}"
 
     def next_pairs(self, run: Run, step: int) -> DataProto:
         """The pairs that a step trains on, for the data worker to load."""

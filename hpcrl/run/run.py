@@ -88,7 +88,7 @@ class Run:
         self.device_name = accelerator.name_of(world.device)
         self._can_stop = False  # whether the step can be made again from what it began with
         self.calls: list[Call] = []  # of this step, which may still run
-        self._steps: Iterator[int] = iter(())
+        self._steps: Iterator[int] = self._take_steps()
         self._lengths: list[int] = []  # tokens of each sample of this step
         self._num_response_tokens = 0
         self._state: StateAfterStep

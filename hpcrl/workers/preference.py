@@ -1,4 +1,4 @@
-"""Training on preferences: the policy of `hpcrl preference` and its reference."""
+"""Training on pairs of a chosen and a rejected response: the policy and its reference."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hpcrl.algorithms.aggregation import LossNorm
 from hpcrl.algorithms.metrics import Mean, Metric, Sum, to_floats
 from hpcrl.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogps
+from hpcrl.algorithms.statistics import rollout_log_prob_statistics
 from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.tensors import TensorBatch
+from hpcrl.batch.tensors import TensorBatch, training_mask
 from hpcrl.config.roles import ACTOR
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
@@ -20,10 +22,20 @@ from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.frozen import RefWorker
 from hpcrl.workers.model_worker import ModelWorker
 
-PAIR = ("input_ids", "response_mask", "ref_log_prob?")
+SEQUENCE = ("input_ids", "response_mask")  # columns of a prompt and its response
+PAIR = (*SEQUENCE, "loss_mask?", "ref_logps?")
 
 
-class PreferenceRefWorker(RefWorker):
+class PairRefWorker(RefWorker):
+    """The reference of responses that the policy has drawn."""
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SEQUENCE, phase="ref")
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Per sample `ref_logps`, float32: the log-prob of the response."""
+        return ref_logps(self, batch)
+
+
+class PreferenceRefWorker(PairRefWorker):
     """The reference of given answers, which no temperature of sampling belongs to."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -31,83 +43,72 @@ class PreferenceRefWorker(RefWorker):
         self.temperature = 1.0
 
 
-class PreferenceActorWorker(ModelWorker):
-    """The policy, where rows 2i and 2i + 1 of a batch are a pair: chosen, rejected."""
+class PreferencePolicy(ModelWorker):
+    """A policy that is trained on pairs: rows 2i and 2i + 1 of a batch are chosen and rejected."""
 
     spec = ACTOR
 
     def __init__(
-        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: Any = None, total_steps: int = 0
+        self,
+        groups: RoleGroups,
+        shape: ModelShape,
+        config: Config,
+        params: Any,
+        *,
+        temperature: float = 1.0,
+        **options: Any,
     ) -> None:
-        self.params = config.section("preference")
-        lora = Lora.from_config(config.model)
-        super().__init__(groups, shape, config, derived, total_steps, optim=self.params.optim, lora=lora)
-        self.max_tokens = self.params.max_token_len_per_gpu
-        self.loss = PREFERENCE_LOSSES.get(self.params.loss_type)
-        weight = self.params.nll_weight
-        self.nll_weight = self.loss.nll_weight if weight is None else weight
+        """params: loss_type and the parameters of that loss. temperature: of log-probs. options: see `ModelWorker`."""
+        super().__init__(groups, shape, config, lora=Lora.from_config(config.model), **options)
+        self.params, self.temperature = params, temperature
+        self.loss = PREFERENCE_LOSSES.get(params.loss_type)
+        self.nll_weight = self.loss.nll_weight if params.nll_weight is None else params.nll_weight
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",), phase="ref")
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SEQUENCE, phase="ref")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Log-probs of the reference of a policy with adapters: its base model, without a second model."""
+        """As a reference's, without a second model: the policy without its adapters, if it has some. Another one is the
+        reference before the first step only."""
         with self.engine.without_adapters():
-            return self.log_prob_column("ref_log_prob", batch, max_tokens=self.max_tokens, temperature=1.0)
+            return ref_logps(self, batch)
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=PAIR, phase="update_actor", updates=True)
-    def update(self, batch: DataProto) -> dict[str, Metric]:
+    def train_pairs(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on the pairs of all replicas."""
         num_chosen = self._chosen_tokens(batch)
 
-        def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
-            def loss(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
-                mask = micro.padded("response_mask").float()
-                ref = micro.padded("ref_log_prob") if self.loss.reference else None
-                return self._loss(outputs["log_probs"], ref, mask, norm.global_batch_size / 2, num_chosen)
+        def objective(norm: LossNorm) -> Callable[..., tuple[Tensor, dict[str, Metric]]]:
+            def loss(outputs: dict[str, Tensor], micro: TensorBatch) -> tuple[Tensor, dict[str, Metric]]:
+                return self._loss(outputs["log_probs"], micro, norm.global_batch_size / 2, num_chosen)
 
             return loss
 
-        return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens, unit=2)
-
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=PAIR)
-    def evaluate(self, batch: DataProto) -> dict[str, Metric]:
-        """Metrics of `update` under `val/`, without a step."""
-        num_chosen, num_pairs = self._chosen_tokens(batch), self.global_norm(batch, 1.0).global_batch_size / 2
-        outputs = self.engine.log_probs(batch, max_tokens=self.max_tokens, temperature=1.0)
-        if not self.is_leader:
-            return {}
-        whole = batch.union(DataProto({"log_probs": outputs["log_probs"]}))
-        log_probs, mask = whole.padded("log_probs"), whole.padded("response_mask")
-        ref = whole.padded("ref_log_prob") if self.loss.reference else None
-        _, metrics = self._loss(log_probs, ref, mask.float(), num_pairs, num_chosen)
-        return to_floats({f"val/{name.removeprefix('train/')}": metric for name, metric in metrics.items()})
+        options = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        return self.train(batch, objective, loss_scale_factor=1.0, unit=2, **options)
 
     def _chosen_tokens(self, batch: DataProto) -> float:
-        """Tokens of the chosen responses, over all replicas."""
-        lengths = batch.fetch("response_mask").lengths[::2].sum()
-        return float(self.sum_over_replicas(torch.tensor([float(lengths)], dtype=torch.float64)))
+        """Tokens of the chosen responses that the NLL is of, over all replicas."""
+        return float(self.sum_over_replicas(training_mask(batch)[::2].sum().double()))
 
     def _loss(
-        self,
-        log_probs: torch.Tensor,
-        ref: torch.Tensor | None,
-        mask: torch.Tensor,
-        num_pairs: float,
-        num_chosen: float,
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """This part's share of the loss, a scalar, and its metrics. log_probs, ref, mask: (2 B, T)."""
+        self, log_probs: Tensor, part: TensorBatch | DataProto, num_pairs: float, num_chosen: float
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """This part's share of the loss, a scalar, and its metrics. log_probs: (2 B, T)."""
+        mask = part.padded("response_mask").float()
         lengths = mask.sum(-1).clamp(min=1).view(-1, 2).unbind(1)
-        policy = (log_probs * mask).sum(-1).view(-1, 2).unbind(1)
-        refs = (None, None) if ref is None else (ref * mask).sum(-1).view(-1, 2).unbind(1)
+        policy = summed(log_probs, mask).view(-1, 2).unbind(1)
+        refs: tuple[Tensor | None, ...] = (None, None)
+        if self.loss.reference:
+            refs = torch.from_numpy(part.samples["ref_logps"]).to(log_probs.device).view(-1, 2).unbind(1)
         pairs = PairLogps(*policy, *refs, *lengths)
         loss = self.loss.function(pairs, self.params).sum() / num_pairs
-        nll = -policy[0].sum() / max(num_chosen, 1.0)
+        nll = -(log_probs * training_mask(part))[::2].sum() / max(num_chosen, 1.0)
         if self.nll_weight:
             loss = loss + self.nll_weight * nll
-        logps = pairs.mean_log_ratios if self._averages else policy
-        ratios = logps if ref is None else pairs.log_ratios
+        # per token, as in TRL's trainers without a reference
+        logps = pairs.mean_log_ratios if self.loss.per_token and not self.loss.reference else policy
+        ratios = pairs.log_ratios if self.loss.reference else logps
         every = torch.ones_like(policy[0])
         chosen, rejected = (self.params.beta * ratio.detach() for ratio in ratios)
-        metrics = {
+        metrics: dict[str, Metric] = {
             "rewards/chosen": Mean.of(chosen, every),
             "rewards/rejected": Mean.of(rejected, every),
             "rewards/margins": Mean.of(chosen - rejected, every),
@@ -115,9 +116,52 @@ class PreferenceActorWorker(ModelWorker):
             "logps/chosen": Mean.of(logps[0].detach(), every),
             "logps/rejected": Mean.of(logps[1].detach(), every),
         }
+        if "rollout_log_probs" in part.tokens:
+            metrics |= rollout_log_prob_statistics(part.padded("rollout_log_probs"), log_probs.detach(), mask)
         return loss, {"train/loss": Sum(loss.detach()), "train/nll_loss": Sum(nll.detach()), **metrics}
 
-    @property
-    def _averages(self) -> bool:
-        """Whether rewards and logps are per token, as in TRL's trainers without a reference."""
-        return self.loss.per_token and not self.loss.reference
+
+class PreferenceActorWorker(PreferencePolicy):
+    """The policy of `hpcrl preference`."""
+
+    def __init__(
+        self, groups: RoleGroups, shape: ModelShape, config: Config, derived: object, total_steps: int
+    ) -> None:
+        own = config.section("preference")
+        super().__init__(groups, shape, config, own, optim=own.optim, total_updates=total_steps)
+        self.max_tokens = own.max_token_len_per_gpu
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=PAIR, phase="update_actor", updates=True)
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """One optimizer step on the pairs of all replicas."""
+        return self.train_pairs(batch)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=PAIR)
+    def evaluate(self, batch: DataProto) -> dict[str, Metric]:
+        """Metrics of `update` under `val/`, without a step."""
+        num_chosen, num_pairs = self._chosen_tokens(batch), self.global_norm(batch, 1.0).global_batch_size / 2
+        outputs = self.engine.log_probs(batch, max_tokens=self.max_tokens, temperature=self.temperature)
+        if not self.is_leader:
+            return {}
+        _, metrics = self._loss(outputs["log_probs"].padded(), batch, num_pairs, num_chosen)
+        return of_validation(metrics)
+
+
+def ref_logps(worker: Any, batch: DataProto) -> DataProto:
+    """Column `ref_logps`, on the leader: log-probs of the responses under a worker's model at its temperature."""
+    outputs = worker.engine.log_probs(batch, max_tokens=worker.max_tokens, temperature=worker.temperature)
+    if not worker.is_leader:
+        return DataProto()
+    return DataProto({}, {"ref_logps": summed(outputs["log_probs"].padded(), batch.padded("response_mask")).numpy()})
+
+
+def summed(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Log-prob of each response, fp32 (B,), from those of its tokens, fp32 (B, T).
+
+    The sum is taken in fp64, so that it does not depend on the padding: the log-ratio of equal policies is 0.
+    """
+    return (log_probs.double() * mask).sum(-1).float()
+
+
+def of_validation(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    return to_floats({f"val/{name.removeprefix('train/')}": metric for name, metric in metrics.items()})

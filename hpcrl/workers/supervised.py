@@ -128,14 +128,27 @@ class PreferenceWorker(ModelWorker):
 
 
 class PreferenceDataWorker(InputsWorker):
-    """Pairs as columns, made on the leaders of the reward model's replicas."""
+    """Pairs as columns, made on the leaders of the trained model's replicas."""
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "side"), writes=SEQUENCE, leader_only=True, phase="data")
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=("row", "side", "answer_row?"),
+        writes=(*SEQUENCE, "loss_mask?"),
+        leader_only=True,
+        phase="data",
+    )
     def load(self, batch: DataProto) -> DataProto:
-        """Sequences of (row, side) of meta_info["split"]: prompt, then answer, which the mask covers."""
-        pairs = self.inputs.pairs[batch.meta_info["split"]]
-        rows = zip(batch.samples["row"].tolist(), batch.samples["side"].tolist(), strict=True)
-        return answer_columns([pairs.pair(row, side) for row, side in rows])
+        """Sequences of meta_info["split"]: the prompt of `row`, then an answer, which the mask covers: that of (row,
+        side), or of (answer_row, side) where the batch has that column.
+
+        With meta_info["nll_of_prompt"] the response columns begin with the prompt's second token: `response_mask` is 0
+        on the prompt, `loss_mask` is 1 on all tokens.
+        """
+        pairs, samples = self.inputs.pairs[batch.meta_info["split"]], batch.samples
+        answers = zip(samples.get("answer_row", samples["row"]).tolist(), samples["side"].tolist(), strict=True)
+        prompts = [pairs.prompts.prompt_ids(row) for row in samples["row"].tolist()]
+        found = list(zip(prompts, (pairs.answer(row, side) for row, side in answers), strict=True))
+        return whole_columns(found) if batch.meta_info.get("nll_of_prompt") else answer_columns(found)
 
 
 def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
@@ -145,6 +158,19 @@ def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
         {
             "input_ids": Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.int32),
             "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.int32), lengths),
+        }
+    )
+
+
+def whole_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:
+    """As `answer_columns`, with a response of all tokens but the first: `response_mask` is 1 on the answer,
+    `loss_mask` on the whole response."""
+    masks = [np.repeat((0, 1), (len(prompt) - 1, len(answer))) for prompt, answer in pairs]
+    return DataProto(
+        {
+            "input_ids": Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.int32),
+            "response_mask": Ragged.from_rows(masks, np.int32),
+            "loss_mask": Ragged.from_rows([np.ones_like(mask) for mask in masks], np.int32),
         }
     )
 

@@ -78,9 +78,20 @@ def test_robust_dpo_is_unbiased_under_swapped_labels() -> None:
 
 def test_lengths_matter_to_losses_per_token_only() -> None:
     for loss_type, entry in PREFERENCE_LOSSES.entries().items():
+        if not entry.paired:
+            continue
         params = {"label_smoothing": 0.1} if "label_smoothing" in entry.params.__dataclass_fields__ else {}
         short, long = (loss_of(loss_type, one_pair(-2.0, -3.0, lengths), **params) for lengths in ((1, 1), (4, 1)))
         assert (short != long) == entry.per_token, loss_type
+
+
+def test_kto_by_hand() -> None:
+    """Kahneman and Tversky's value of a reward of 1, above and below the reference point, with weights 2 and 3."""
+    ratios, labels = torch.tensor([2.5, 2.5], dtype=torch.float64), torch.tensor([True, False])
+    params = make(Kto, {"beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 3.0})
+    found = PREFERENCE_LOSSES.get("kto").function(ratios, labels, torch.tensor(0.5, dtype=torch.float64), params)
+    gain = 1 / (1 + math.exp(-1))
+    assert found.tolist() == pytest.approx([2 * (1 - gain), 3 * gain], abs=1e-12)
 
 
 def test_odds_are_accurate_at_both_ends() -> None:

@@ -38,7 +38,7 @@ def _problem(row: dict[str, Any]) -> tuple[tuple[int, ...], int]:
     return tuple(sorted(truth["numbers"])), truth["target"]
 
 
-@pytest.mark.parametrize("names", [("train", "val", "sft"), ("preference",), ("sft_tool", "val")])
+@pytest.mark.parametrize("names", [("train", "val", "sft"), ("preference",), ("sft_tool", "val", "labelled_val")])
 def test_a_file_is_the_same_without_the_others(
     folder: Path, tmp_path: Path, tool: Callable, names: tuple[str, ...]
 ) -> None:
@@ -86,7 +86,7 @@ def test_preferences_are_right_over_wrong(folder: Path, files: dict[str, Rows]) 
     from hpcrl.rewards.scorers.countdown import compute_score
 
     kinds = set()
-    for name, size in (("preference", 2000), ("preference_val", 100)):
+    for name, labelled, size in (("preference", "labelled", 2000), ("preference_val", "labelled_val", 100)):
         rows = pyarrow.parquet.read_table(folder / f"{name}.parquet").to_pylist()
         assert len(rows) == size
         for row in rows:
@@ -94,6 +94,9 @@ def test_preferences_are_right_over_wrong(folder: Path, files: dict[str, Rows]) 
             score = lambda text, truth=truth: compute_score("countdown", text, truth)["score"]  # noqa: E731
             assert score(row["chosen"]) == 1.0 and score(row["rejected"]) < 1.0
             kinds.add((score(row["rejected"]), len(row["chosen"]) - len(row["rejected"])))
+        ones = pyarrow.parquet.read_table(folder / f"{labelled}.parquet").to_pylist()
+        assert [row["label"] for row in ones] == [True, False] * (size // 2)
+        assert [row["completion"] for row in ones[:2]] == [rows[0]["chosen"], rows[1]["rejected"]]
         training = {_problem(row) for row in files["train"]}
         assert all((_problem(row) in training) == (name == "preference") for row in rows)
     assert kinds == {(0.1, 0), (0.1, 2), (0.0, 4)}  # an operator or a number; a term; no closing tag

@@ -16,7 +16,7 @@ from tests.preloaded import RANK
 from tests.runtime.conftest import MPIEXEC, environment
 
 LINKS = ("configs", "docs", "slurm", "tests", "tools")
-JOBS = ("train", "sft", "rm", "generate", "evaluate", "score", "convert")
+JOBS = ("train", "sft", "rm", "preference", "online_dpo", "generate", "evaluate", "score", "convert")
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
 
 

@@ -13,7 +13,7 @@ NO_KL: dict[str, Any] = {"use_kl_in_reward": False}
 POOLS = {"ours": "0", "theirs": "1"}
 JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # placement, sections, metric that only it has
     "grpo_by_hand": ({}, {"algorithm": {**NO_KL, "adv_estimator": "grpo"}, "actor": {"use_kl_loss": False}}, ""),
-    "online_dpo": ({"ref": {"tp": 2}}, {"algorithm": {**NO_KL, "adv_estimator": "grpo"}}, "actor/dpo_loss"),
+    "online_dpo_by_hand": ({"ref": {"tp": 2}}, {"algorithm": {**NO_KL, "adv_estimator": "grpo"}}, "actor/dpo_loss"),
     "process_reward_model": (
         {"prm": {"tp": 2}},
         {

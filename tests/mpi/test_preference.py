@@ -6,9 +6,11 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hpcrl.cli import load_job
+from hpcrl.run.ref_logps import FILE
 from tests.mpi.lab import Lab, metrics, run_job
 
 pytestmark = pytest.mark.ci_world(2)
@@ -29,15 +31,17 @@ LOSSES: dict[str, dict[str, Any]] = {
     "ipo": {},
     "simpo": {"beta": 2.0},
     "orpo": {},
+    "kto": {"undesirable_weight": 0.5, "beta": 0.5},
 }
 LORA = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def run(lab: Lab, name: str, placement: dict[str, Any], steps: int = 3, model: Any = None, **options: Any) -> dict:
     """Metrics by step, of the run `preference_<name>`: the session's jobs share a folder."""
-    name = f"preference_{name}"
-    files = {split: [str(lab.data / f"{split}.parquet")] for split in ("preference", "preference_val")}
-    data = {"train_files": files["preference"], "val_files": files["preference_val"], "max_response_length": 18}
+    name, kind = f"preference_{name}", "labelled" if options.get("loss_type") == "kto" else "preference"
+    files = {split: [str(lab.data / f"{kind}{ending}.parquet")] for split, ending in (("train", ""), ("val", "_val"))}
+    data = {"train_files": files["train"], "val_files": files["val"], "max_response_length": 18}
+    data |= {"train_max_samples": 16, "val_max_samples": 16}
     own = {"batch_size": 5, "max_token_len_per_gpu": 192, "total_training_steps": steps, "eval_freq": 2}
     own |= {"eval_samples": 7, "optim": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}, **options}
     sections = {"data": data, "preference": own, "model": model or {}, "trainer": {"save_freq": 2}}
@@ -52,7 +56,9 @@ def assert_agree(found: dict[int, dict[str, float]], expected: dict[int, dict[st
     for step, line in expected.items():
         assert found[step].keys() == line.keys()
         for key, value in line.items():
-            if step > 1 or not key.endswith("accuracies"):  # the rewards of step 1 are 0 but for rounding
+            if value is None:  # KTO's, of a step without bad answers
+                assert found[step][key] is None, (step, key)
+            elif step > 1 or not key.endswith("accuracies"):  # the rewards of step 1 are 0 but for rounding
                 assert found[step][key] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, key)
 
 
@@ -76,10 +82,22 @@ def test_adapters_are_compared_with_the_model_without_them(lab: Lab) -> None:
             assert_agree(run(lab, f"lora_{name}", own, model=LORA), expected)
 
 
-def test_resumed_equals_uninterrupted_bitwise(lab: Lab) -> None:
+@pytest.mark.parametrize("name", ["sigmoid", "kto", "kept"])
+def test_resumed_equals_uninterrupted_bitwise(lab: Lab, name: str) -> None:
     placement = {1: {}, 2: {"actor": {"tp": 2}}, 4: {"actor": {"tp": 2, "pp": 2}}}[lab.world.size]
-    make = partial(run, lab, placement=placement, optim={"lr": 1e-3})
-    straight = make("straight", steps=4)
-    make("halted", steps=2)
-    assert make("halted", steps=4) == straight
-    assert straight[4]["train/loss"] < math.log(2)
+    own = {"precompute_ref_log_probs": True} if name == "kept" else {"loss_type": name}
+    make = partial(run, lab, placement=placement, optim={"lr": 1e-3}, **own)
+    straight = make(f"{name}_straight", steps=4)
+    make(f"{name}_halted", steps=2)
+    assert make(f"{name}_halted", steps=4) == straight
+    assert straight[4]["train/loss"] < straight[1]["train/loss"]
+
+
+def test_kept_reference_log_probs_are_those_of_the_reference(lab: Lab) -> None:
+    """Without a model of its own; the file has those of all pairs."""
+    own = {"precompute_ref_log_probs": True}
+    expected = run(lab, "kept_reference", {}, steps=3)
+    assert_agree(run(lab, "kept_alone", {"pools": ALONE["pools"], "actor": ALONE["actor"]}, **own), expected)
+    with np.load(lab.folder / "preference_kept_alone" / FILE) as found:
+        assert not np.isnan(found["train"]).any()
+        assert found["val"].shape == (7, 2)

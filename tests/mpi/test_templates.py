@@ -28,7 +28,9 @@ SMALL = [
     *("reward.custom_reward_function.path=score.py", "reward.num_workers=1"),
 ]
 SMALL_SUPERVISED = ["batch_size=8", "total_training_steps=2", "eval_freq=2", "eval_samples=8"]
-SUPERVISED = {"sft": "sft", "rm": "rm", "dpo": "preference"}  # first word of the template's name -> command
+# first word of the template's name -> command
+SUPERVISED = {"sft": "sft", "rm": "rm", "dpo": "preference", "kto": "preference"}
+COMMANDS = {**SUPERVISED, "online": "online_dpo"}
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +65,9 @@ def test_a_template_of_four_ranks_runs_two_steps(world, folder: Path, monkeypatc
 def run_two_steps(world, template: str) -> None:
     """Run the templates whose weights this one starts with, then this one; each at most once in a session."""
     kind = template.split("_")[0]
-    command = SUPERVISED.get(kind, "train")
+    command = COMMANDS.get(kind, "train")
     supervised = [f"{command}.{setting}" for setting in SMALL_SUPERVISED]
-    small = SMALL + (["trainer.total_training_steps=2"] if command == "train" else supervised)
+    small = SMALL + (supervised if kind in SUPERVISED else ["trainer.total_training_steps=2"])
     job = load_job(command)
     config = job.prepare(job.read_config(f"configs/{template}.yaml", small))
     saved = run_directory(config) / "checkpoints" / "step_00000002" / "manifest.json"

@@ -1,7 +1,9 @@
 """Online DPO (Guo et al. 2024, arXiv:2402.04792): two responses per prompt, the scorer prefers one, DPO's loss.
 
-mpiexec -n 4 python -m hpcrl run docs/examples/online_dpo.py configs/grpo_countdown_cpu.yaml \
-    run.name=online_dpo rollout.n=2 online_dpo.beta=0.05
+mpiexec -n 4 python -m hpcrl run docs/examples/online_dpo_by_hand.py configs/grpo_countdown_cpu.yaml \
+    run.name=online_dpo_by_hand rollout.n=2 online_dpo_by_hand.beta=0.05
+
+`hpcrl online_dpo` has it built in, with all losses on pairs.
 """
 
 from collections.abc import Callable
@@ -36,7 +38,7 @@ class DpoActor(ActorWorker):
     def _loss(self, norm: Any) -> Callable[..., Any]:
         def loss(outputs: dict[str, Any], micro: Any) -> Any:
             ratio = (outputs["log_probs"] - micro.padded("ref_log_prob")) * micro.padded("response_mask")
-            margin = self.config.online_dpo.beta * (ratio.sum(1)[0::2] - ratio.sum(1)[1::2])
+            margin = self.config.online_dpo_by_hand.beta * (ratio.sum(1)[0::2] - ratio.sum(1)[1::2])
             score = micro.samples["score"]
             differs = margin.new_tensor(score[0::2] > score[1::2])
             value = -(logsigmoid(margin) * differs).sum() / (norm.global_batch_size / 2)
@@ -48,7 +50,7 @@ class DpoActor(ActorWorker):
 class OnlineDpo(Train):
     """DPO on pairs that the policy has just drawn."""
 
-    name = "online_dpo"
+    name = "online_dpo_by_hand"
     section = OnlineDpoConfig
     own_roles = (DpoActor, RefWorker)
 
