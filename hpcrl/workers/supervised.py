@@ -91,7 +91,7 @@ def sft_loss(
     weight = log_probs.detach().exp() if loss_type == "dft" else 1.0
     loss = agg_loss(-log_probs * weight, mask, "token-mean", norm)
     correct = (likeliest == batch.padded("response_ids", fill=-1)).float()
-    metrics = {"loss": Sum(loss.detach()), "mean_token_accuracy": token_mean(correct, mask)}
+    metrics: dict[str, Metric] = {"loss": Sum(loss.detach()), "mean_token_accuracy": token_mean(correct, mask)}
     return loss, {f"{split}/{name}": metric for name, metric in metrics.items()}
 
 
