@@ -147,7 +147,7 @@ class PreferenceActorWorker(PreferencePolicy):
         return of_validation(metrics)
 
 
-def ref_logps(worker: Any, batch: DataProto) -> DataProto:
+def ref_logps(worker: RefWorker | PreferencePolicy, batch: DataProto) -> DataProto:
     """Column `ref_logps`, on the leader: log-probs of the responses under a worker's model at its temperature."""
     outputs = worker.engine.log_probs(batch, max_tokens=worker.max_tokens, temperature=worker.temperature)
     if not worker.is_leader:
