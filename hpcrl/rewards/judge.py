@@ -104,8 +104,8 @@ class Judging:
         if self.template is None and self.kind == "score" and self.scale is None:
             raise ValueError("scale=null, and the built-in template of kind=score names a scale; give a template")
         names = set(PLACEHOLDER.findall(self._template))
-        for name, needed in self._needed.items():
-            if needed and name not in names:
+        for name in ("response", "rubric") if self.kind == "rubric" else ("response",):
+            if name not in names:
                 raise ValueError(f"the template has no {{{name}}}, which kind={self.kind} needs; add it")
         if self.kind == "pairwise" and not names & {"other", "ground_truth"}:
             raise ValueError(
@@ -123,10 +123,6 @@ class Judging:
                 f"pattern={self.pattern!r} has {groups} groups in parentheses; kind={self.kind} needs "
                 f"{GROUPS[self.kind]}"
             )
-
-    @property
-    def _needed(self) -> dict[str, bool]:
-        return {"response": True, "rubric": self.kind == "rubric"}
 
     @cached_property
     def _template(self) -> str:

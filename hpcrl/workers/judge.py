@@ -188,11 +188,10 @@ class JudgeWorker(Worker):
 
     def _answers(self, questions: Sequence[Question], counts: Counts) -> dict[str, str | None]:
         """Text of each question -> the judge's last answer, on the leader; collective over the replica."""
-        answers: dict[str, str | None] = {}
-        left = {question.text: question for question in questions}
-        prompts = {text: self.prompts.encode(text) for text in left}
-        left = {text: question for text, question in left.items() if prompts[text].ids is not None}
-        answers = dict.fromkeys(prompts)
+        asked = {question.text: question for question in questions}
+        prompts = {text: self.prompts.encode(text) for text in asked}
+        answers: dict[str, str | None] = dict.fromkeys(asked)
+        left = {text: question for text, question in asked.items() if prompts[text].ids is not None}
         with self._awake():
             for attempt in range(1 + self.cfg.num_retries):
                 answers |= self._attempt({text: prompts[text] for text in left}, attempt, counts)
