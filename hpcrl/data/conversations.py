@@ -50,13 +50,14 @@ class Conversations:
         max_samples: int = -1,
         world: World | None = None,
     ) -> None:
-        self._file, self._cfg, self._key, self._turns = RowFile(path), cfg, key, turns
+        self._cfg, self._key, self._turns = cfg, key, turns
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, cfg)
         self._ends = end_token_ids(tokenizer)
         self._limit = cfg.max_prompt_length + cfg.max_response_length
-        rows = range(len(self._file) if max_samples < 0 else min(len(self._file), max_samples))
+        file = RowFile(path)
+        rows = range(len(file) if max_samples < 0 else min(len(file), max_samples))
         pieces = [rows[start : start + TOKENISE_ROWS] for start in rows[::TOKENISE_ROWS]]
-        found = [marked for piece in spread(world, pieces, self._read) for marked in piece]
+        found = [marked for piece in spread(world, pieces, lambda rows: self._read(file, rows)) for marked in piece]
         self.num_filtered = len(rows) - len(found)
         if not found:
             why = f"{len(rows)} conversations are longer than {self._limit} tokens" if rows else "no rows"
@@ -80,12 +81,12 @@ class Conversations:
         """Tokens of each conversation, int64 (len,)."""
         return np.diff(self._offsets)
 
-    def _read(self, rows: range) -> list[Marked]:
+    def _read(self, file: RowFile, rows: range) -> list[Marked]:
         """These rows of the file, without those that are left out."""
-        columns = [self._file.column(name, rows.start, rows.stop) for name in (self._key, "tools")]
+        columns = [file.column(name, rows.start, rows.stop) for name in (self._key, "tools")]
         fitted = []
         for row, value, tools in zip(rows, *columns, strict=True):
-            where = f"{self._file.path}: row {row}"
+            where = f"{file.path}: row {row}"
             messages = _messages(value, where, self._key)
             options = {} if tools is None else {"tools": json.loads(tools) if isinstance(tools, str) else tools}
             encode = self._by_marks if self._template.marks_generation else self._by_differences
