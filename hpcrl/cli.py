@@ -243,6 +243,12 @@ def submit(arguments: list[str]) -> NoReturn:
     submit.main(arguments, load_job, check_on_login_node, can_be_submitted)
 
 
+def status(arguments: list[str]) -> NoReturn:
+    from hpcrl.slurm import status
+
+    status.main(arguments)
+
+
 def fail(line: str) -> NoReturn:
     exits.exit_with_error(InputError(line))
 
@@ -251,5 +257,6 @@ TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
     "run": (run_file, "a job in a Python file of your own"),
     "plan": (plan, "whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU"),
     "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),
-    "submit": (submit, "a Slurm job, checked and with all it reads"),
+    "submit": (submit, "a Slurm job or a chain of them, checked and with all they read"),
+    "status": (status, "the state of a run, and of the other jobs of its chain"),
 }

@@ -33,7 +33,7 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return err.removeprefix("hpcrl: error: ").rstrip()
 
 
-COMMANDS = "convert, evaluate, generate, preference, rm, score, sft, train, run, plan, check, submit"
+COMMANDS = "convert, evaluate, generate, preference, rm, score, sft, train, run, plan, check, submit, status"
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,8 @@ COMMANDS = "convert, evaluate, generate, preference, rm, score, sft, train, run,
         (["run"], "run: the following arguments are required: CONFIG; usage: hpcrl run [JOB.py]"),
         (["run", "none.py", "a.yaml"], "none.py cannot be loaded: ImportError: no such file; name a Python file"),
         (["submit"], "submit: the following arguments are required: [COMMAND:]CONFIG; usage: hpcrl submit"),
+        (["status"], "status: the following arguments are required: RUN; usage: hpcrl status [-h] RUN"),
+        (["status", "/none"], "/none is no run's folder; expected <run.dir>/<run.name> of a run"),
         (["score", "m", "--tokens"], "score: argument --tokens: expected one argument; usage: hpcrl score"),
     ],
 )
@@ -83,7 +85,7 @@ def test_help(arguments: list[str], expected: list[str], capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("line", "found"),
-    [("hpcrl tr", {"train"}), ("hpcrl score --", {"--tokens", "--out"}), ("hpcrl s", {"sft", "submit"})],
+    [("hpcrl tr", {"train"}), ("hpcrl score --", {"--tokens", "--out"}), ("hpcrl s", {"sft", "submit", "status"})],
 )
 def test_completion(tmp_path: Path, line: str, found: set[str]) -> None:
     """As argcomplete's hook of a shell asks for it."""

@@ -54,6 +54,8 @@ class Job:
     memory_advice: ClassVar[str] = ""  # keys that make it need less GPU memory
     section: ClassVar[type[Section] | None] = None  # the config section <name>
     own_roles: ClassVar[tuple[type[Worker], ...]] = ()  # workers of further roles, or in place of built-in ones
+    trained_role: ClassVar[str | None] = None
+    saves_last: ClassVar[bool] = False  # a checkpoint after the last step, whatever trainer.save_freq is
     config_class: ClassVar[type[Config]]  # made by `schema`
     file: ClassVar[str | None] = None  # of a user's job
 
@@ -169,7 +171,7 @@ class TrainingJob(Job):
     handles_signals = True
     label: str  # of the progress line
     trained_role: ClassVar[str] = "actor"
-    saves_last: ClassVar[bool] = True  # a checkpoint after the last step, whatever trainer.save_freq is
+    saves_last: ClassVar[bool] = True
     validates_first: bool = False  # before the first step
     phases_from_update: ClassVar[tuple[str, ...]] = ("step",)  # that a step which updates a model still has to finish
     phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
