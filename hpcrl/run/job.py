@@ -15,6 +15,7 @@ import numpy as np
 from hpcrl.config.derive import RoleLayouts, check_lengths
 from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.placement import place
+from hpcrl.config.plugins import load_plugins
 from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, with_own
 from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, Section, extended
@@ -177,6 +178,11 @@ class TrainingJob(Job):
     phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
 
     inputs: Inputs
+
+    @classmethod
+    def check_with_torch(cls, config: Config, num_ranks: int) -> RoleLayouts:
+        load_plugins(config)  # they may register what `check` looks up
+        return super().check_with_torch(config, num_ranks)
 
     def read_inputs(self) -> Inputs:
         """Read files, on every rank. An InputError ends the job on all of them."""
