@@ -105,7 +105,7 @@ def add_validation_prompts(inputs: Inputs, config: Config, world: World) -> None
     data = data_config(config)
     if data.val_files:
         inputs.prompts["val"] = PromptDataset(data.val_files, inputs.tokenizer, data, data.val_max_samples, world)
-    _check_scorers(inputs, config)
+    _check_scorers(inputs, config, world)
 
 
 def read_generation_inputs(config: Config, split: str, world: World, *, scored: bool = True) -> Inputs:
@@ -116,16 +116,22 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
     prompts = PromptDataset(files[0], tokenizer, data, files[1], world)
     inputs = Inputs(shape, tokenizer, {split: prompts}, is_scored=scored)
     if scored:
-        _check_scorers(inputs, config)
+        _check_scorers(inputs, config, world)
         if config.reward.reward_model.enable:
             inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
     return inputs
 
 
-def _check_scorers(inputs: Inputs, config: Config) -> None:
+def _check_scorers(inputs: Inputs, config: Config, world: World) -> None:
+    """Check rewards once per node, because only its kernel and its files make a difference. Collective."""
+
+    def check() -> None:
+        if world.local_rank == 0:
+            sources = [source for dataset in inputs.prompts.values() for source in dataset.source_of_rows()]
+            check_rewards(config.reward, sources)
+
     if config.reward.uses_rules:
-        sources = [source for dataset in inputs.prompts.values() for source in dataset.source_of_rows()]
-        check_rewards(config.reward, sources)
+        world.run_collectively(check)
 
 
 def data_config(config: Config) -> DataConfig:
