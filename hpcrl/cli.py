@@ -249,6 +249,12 @@ def data(arguments: list[str]) -> NoReturn:
     command.main(arguments)
 
 
+def status(arguments: list[str]) -> NoReturn:
+    from hpcrl.slurm import status
+
+    status.main(arguments)
+
+
 def fail(line: str) -> NoReturn:
     exits.exit_with_error(InputError(line))
 
@@ -258,5 +264,6 @@ TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
     "plan": (plan, "whether a training job fits its GPUs, and what it costs; needs neither MPI nor GPU"),
     "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),
     "data": (data, "datasets in verl's schema from downloaded files, and duplicates between training and validation"),
-    "submit": (submit, "a Slurm job, checked and with all it reads"),
+    "submit": (submit, "a Slurm job or a chain of them, checked and with all they read"),
+    "status": (status, "the state of a run, and of the other jobs of its chain"),
 }

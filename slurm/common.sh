@@ -42,8 +42,10 @@ hpcrl_start() {
 
 # hpcrl_srun RUN_DIR ARGUMENTS...: `python -m hpcrl ARGUMENTS...` on all ranks; returns what became of it.
 # Launchers turn codes into 137; the program's own word is <run>/exit.json. One of an earlier slice would be a lie.
+# Sets hpcrl_killed where the program had begun and wrote none: a rank or its node was killed.
 hpcrl_srun() {
     local run=$1 code said before try=1
+    hpcrl_killed=
     shift
     [[ ${HPCRL_DRY_RUN:-} != 1 ]] || run=/dev/null
     while :; do
@@ -54,8 +56,11 @@ hpcrl_srun() {
         code=$?
         said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
         # Rank 0 begins its log once MPI has started. Slurm's PMI sometimes takes half of a message for the whole.
-        if [[ -n $said || $code == [02] || -n ${hpcrl_ends:-} ]] ||
-            [[ $(hpcrl_log_of "$run") != "$before" ]] || ((try >= ${HPCRL_START_TRIES:-3})); then
+        if [[ -z $said && $code != [02] && $(hpcrl_log_of "$run") != "$before" ]]; then
+            hpcrl_killed=1
+        fi
+        if [[ -n $said || $code == [02] || -n $hpcrl_killed || -n ${hpcrl_ends:-} ]] ||
+            ((try >= ${HPCRL_START_TRIES:-3})); then
             return "${said:-$code}"
         fi
         try=$((try + 1))
@@ -66,28 +71,30 @@ hpcrl_srun() {
 # hpcrl_log_of RUN_DIR: when rank 0 last wrote to its log; nothing where it never has
 hpcrl_log_of() { stat -c %y "$1/logs/rank_00000.log" 2>/dev/null; }
 
-# hpcrl_leave CODE: the end of a template: 85 asks for another slice, all else is the job's own exit code
+# hpcrl_leave CODE: the end of a template: 85, and a kill, ask for another slice; all else is the job's own exit code.
+# A run that is killed again and again ends by itself: it counts the slices that saved nothing.
 hpcrl_leave() {
-    local code=$1 restarts=${SLURM_RESTART_COUNT:-0} job
+    local code=$1 restarts=${SLURM_RESTART_COUNT:-0} ended=saved job
     if [[ $code != 85 ]]; then
-        exit "$code"
+        [[ -n ${hpcrl_killed:-} ]] || exit "$code"
+        ended="killed (srun's exit code $code)"
     fi
     if ((restarts >= ${HPCRL_MAX_RESTARTS:-100})); then
-        hpcrl_say "saved, and not requeued: $restarts restarts are HPCRL_MAX_RESTARTS; submit it again to go on"
-        exit 85
+        hpcrl_say "$ended, and not requeued: $restarts restarts are HPCRL_MAX_RESTARTS; submit it again to go on"
+        exit "$code"
     fi
     job=$(hpcrl_job)
     case $(squeue -h -j "$job" -o '%T %r' 2>/dev/null) in
     'COMPLETING TimeLimit') ;; # the limit came before the save had ended
     COMPLETING* | CANCELLED*)  # Slurm would requeue what a person has cancelled, and it requeues the preempted itself
-        hpcrl_say "saved; cancelled or preempted: submit it again to go on if Slurm does not"
-        exit 85
+        hpcrl_say "$ended; cancelled or preempted: submit it again to go on if Slurm does not"
+        exit "$code"
         ;;
     esac
-    hpcrl_say "saved; asking for restart $((restarts + 1))"
-    scontrol requeue "$job" || exit 85
+    hpcrl_say "$ended; asking for restart $((restarts + 1))"
+    scontrol requeue "$job" || exit "$code"
     sleep 60 # Slurm ends this script by itself; one that has left would have ended the job
-    exit 85
+    exit "$code"
 }
 
 # hpcrl_job: the id of only this job: an array's last element has the array's own, which means all of them

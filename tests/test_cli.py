@@ -33,7 +33,9 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return err.removeprefix("hpcrl: error: ").rstrip()
 
 
-COMMANDS = "convert, evaluate, generate, online_dpo, preference, rm, score, sft, train, run, plan, check, data, submit"
+COMMANDS = (
+    "convert, evaluate, generate, online_dpo, preference, rm, score, sft, train, run, plan, check, data, submit, status"
+)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,8 @@ COMMANDS = "convert, evaluate, generate, online_dpo, preference, rm, score, sft,
         (["data"], "data: the following arguments are required: NAME; usage: hpcrl data [-h] NAME"),
         (["data", "gsm8k"], "data: the following arguments are required: --from, --out; usage: hpcrl data gsm8k [-h]"),
         (["submit"], "submit: the following arguments are required: [COMMAND:]CONFIG; usage: hpcrl submit"),
+        (["status"], "status: the following arguments are required: RUN; usage: hpcrl status [-h] RUN"),
+        (["status", "/none"], "/none is no run's folder; expected <run.dir>/<run.name> of a run"),
         (["score", "m", "--tokens"], "score: argument --tokens: expected one argument; usage: hpcrl score"),
     ],
 )
@@ -85,7 +89,7 @@ def test_help(arguments: list[str], expected: list[str], capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("line", "found"),
-    [("hpcrl tr", {"train"}), ("hpcrl score --", {"--tokens", "--out"}), ("hpcrl s", {"sft", "submit"})],
+    [("hpcrl tr", {"train"}), ("hpcrl score --", {"--tokens", "--out"}), ("hpcrl s", {"sft", "submit", "status"})],
 )
 def test_completion(tmp_path: Path, line: str, found: set[str]) -> None:
     """As argcomplete's hook of a shell asks for it."""

@@ -140,7 +140,8 @@ def test_a_batch_is_made_and_moved_without_torch() -> None:
 def test_a_job_is_described_without_torch() -> None:
     """A login node may have none; and in a job, the ranks wait while rank 0 reads the template."""
     code = (
-        "import hpcrl.plan.command, hpcrl.slurm.submit, hpcrl.run.job, hpcrl.runtime.job; hpcrl.run.job.builtin_jobs()"
+        "import hpcrl.plan.command, hpcrl.slurm.submit, hpcrl.slurm.status, hpcrl.run.job, hpcrl.runtime.job; "
+        "hpcrl.run.job.builtin_jobs()"
     )
     loaded = loaded_after(
         f"{code}; import hpcrl.rewards.score_worker; assert 'asyncio' not in __import__('sys').modules"

@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt
 from hpcrl.config.derive import RoleLayouts, check_lengths
 from hpcrl.config.loader import load_config, quoted
 from hpcrl.config.placement import place
+from hpcrl.config.plugins import load_plugins
 from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, with_own
 from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
@@ -55,6 +56,8 @@ class Job:
     memory_advice: ClassVar[str] = ""  # keys that make it need less GPU memory
     section: ClassVar[type[Section] | None] = None  # the config section <name>
     own_roles: ClassVar[tuple[type[Worker], ...]] = ()  # workers of further roles, or in place of built-in ones
+    trained_role: ClassVar[str | None] = None
+    saves_last: ClassVar[bool] = False  # a checkpoint after the last step, whatever trainer.save_freq is
     config_class: ClassVar[type[Config]]  # made by `schema`
     file: ClassVar[str | None] = None  # of a user's job
 
@@ -170,12 +173,17 @@ class TrainingJob(Job):
     handles_signals = True
     label: str  # of the progress line
     trained_role: ClassVar[str] = "actor"
-    saves_last: ClassVar[bool] = True  # a checkpoint after the last step, whatever trainer.save_freq is
+    saves_last: ClassVar[bool] = True
     validates_first: bool = False  # before the first step
     phases_from_update: ClassVar[tuple[str, ...]] = ("step",)  # that a step which updates a model still has to finish
     phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
 
     inputs: Inputs
+
+    @classmethod
+    def check_with_torch(cls, config: Config, num_ranks: int) -> RoleLayouts:
+        load_plugins(config)  # they may register what `check` looks up
+        return super().check_with_torch(config, num_ranks)
 
     def read_inputs(self) -> Inputs:
         """Read files, on every rank. An InputError ends the job on all of them."""

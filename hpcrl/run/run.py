@@ -78,6 +78,7 @@ class Run:
             margin=trainer.walltime_margin,
             # A save that is under way has to end before the one with which the run stops.
             num_saves=lambda: 1 if self.saver.step_under_way is None else 2,
+            total_steps=total_steps,
         )
         self.durable = DurableRollouts(
             self.folder / "rollouts",

@@ -1,6 +1,7 @@
 """The time that an allocation leaves a run, and whether a chain of allocations makes progress.
 
-<run>/times.json    seconds that later allocations and `hpcrl submit` plan with: setup_s, step_s, save_s, and phases
+<run>/times.json    seconds that later allocations and `hpcrl submit` plan with: setup_s, step_s, save_s, and phases;
+                    and the run's total_steps
 <run>/slices.json   the last slices (allocations): Slurm's job and restart; step of the newest checkpoint found, -1 for
                     none
 """
@@ -46,6 +47,7 @@ class TimeBudget:
     ends_at: float | None  # end of the allocation; None if it has none
     margin: float  # seconds at the end of the allocation that stay free
     num_saves: Callable[[], int] = lambda: 1  # saves that have to end before the run can stop
+    total_steps: int | None = None  # for TIMES_FILE
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -58,7 +60,10 @@ class TimeBudget:
         if not self._has_begun:
             setup = self.clock() - psutil.Process().create_time()
             self._times["setup_s"] = max(setup, self._times.get("setup_s", 0.0))
+            if self.total_steps is not None:
+                self._times["total_steps"] = self.total_steps
             self._has_begun = True
+            self.write_times()
         request = self.requested()
         if request is not None:
             raise StopRequested(f"{request}, before {phases[0]}")

@@ -258,6 +258,7 @@ def probe_isolation(*packages: str) -> Isolation:
     return Isolation(NO_NETWORK in lines, [], lines[-1] or why_not or f"the probe ended with {probe.returncode}")
 
 
+@functools.cache
 def probe_in_child() -> Isolation:
     """As `probe_isolation`, for a process that uses MPI: a child of the fork server finds out."""
     from hpcrl.sandbox import fork_server

@@ -88,7 +88,7 @@ class Stage:
 @dataclass
 class Request:
     stages: list[Stage] = field(default_factory=list)
-    job_overrides: list[str] = field(default_factory=list)  # of all stages
+    job_overrides: list[str] = field(default_factory=list)  # of all stages; a stage's own override counts more
     site: str | None = None
     dry_run: bool = False
 
@@ -101,13 +101,14 @@ def make_parser(description: str = "") -> ArgumentParser:
         "[--nodes N] [--ntasks-per-node N] [--time D-HH:MM:SS] [--partition P] [--site FILE] [--dry-run]",
         description=description,
         allow_abbrev=False,
-        epilog="--chain begins a further job, which starts once the one before it has ended well.",
+        epilog="--chain begins a further job, which starts once the one before it has ended well, from the weights of "
+        "the policy that was trained last, unless its model.init_from names others.",
     )
     parser.add_argument("config", metavar="[COMMAND:]CONFIG", help="YAML file; COMMAND is train, sft, ... or a JOB.py")
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     parser.add_argument("--array", action="append", default=[], metavar="key=a,b,c", help="one run for each value")
     for option, key in JOB_OPTIONS.items():
-        parser.add_argument(f"--{option.replace('_', '-')}", help=f"{key} of all jobs")
+        parser.add_argument(f"--{option.replace('_', '-')}", help=f"{key} of all jobs that do not override it")
     parser.add_argument("--site", metavar="FILE", help="site file")
     parser.add_argument("--dry-run", action="store_true", help="print the batch scripts and submit nothing")
     return parser
@@ -116,7 +117,7 @@ def make_parser(description: str = "") -> ArgumentParser:
 def parse(arguments: Sequence[str], commands: Sequence[str], description: str = "") -> Request:
     """Parse the arguments of `hpcrl submit`; `commands` are the built-in jobs that can be submitted.
 
-    Overrides and --array belong to the stage before them, --nodes and the like to all stages.
+    Overrides and --array belong to the stage before them, --nodes and the like to all stages without such an override.
     """
     stages: list[list[str]] = [[]]
     for word in arguments:

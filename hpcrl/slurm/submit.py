@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from hpcrl.checkpoint.store import load_path
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
+from hpcrl.config.loader import quoted
 from hpcrl.config.schema import Config, JobConfig
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
-from hpcrl.slurm import bundle
+from hpcrl.slurm import bundle, chain
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import Batch, render
@@ -62,6 +64,8 @@ class PlannedJob:
     batch: Batch
     configs: tuple[Config, ...]  # one per element
     folder: Path  # of the script and of Slurm's output
+    trains_policy: bool  # its runs hold weights that a later job can start from
+    saves_last: bool  # after its last step, whatever trainer.save_freq is
 
     @property
     def script(self) -> Path:
@@ -78,7 +82,9 @@ def main(arguments: list[str], load_job: LoadJob, check: Check, commands: Sequen
 def run(request: Request, load_job: LoadJob, check: Check) -> None:
     root = bundle.checkout()
     site = load_site(find_site(request.site, os.environ))
-    plans = [plan(stage, load_job(stage.command), request.job_overrides, check) for stage in request.stages]
+    plans: list[PlannedJob] = []
+    for stage in request.stages:
+        plans.append(plan(stage, load_job(stage.command), request.job_overrides, check, plans))
     created_later = runs_before(plans)
     texts = [render(planned.batch, site, sys.prefix) for planned in plans]
     for planned, created in zip(plans, created_later, strict=True):
@@ -99,8 +105,11 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
         batch = replace(planned.batch, bundles=tuple(staged.name for staged in bundles))
         planned.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         planned.script.write_text(render(batch, site, sys.prefix), encoding="utf-8")
-    for planned, job in zip(plans, submit_chain([planned.script for planned in plans]), strict=True):
+    jobs = submit_chain([planned.script for planned in plans])
+    chain.write([link(planned, job) for planned, job in zip(plans, jobs, strict=True)])
+    for planned, job in zip(plans, jobs, strict=True):
         print(f"{planned.batch.name}: job {job}, {planned.script}")
+    _log(f"its state: hpcrl status {shlex.quote(str(plans[-1].batch.run_dirs[0]))}")
 
 
 def runs_before(plans: Sequence[PlannedJob]) -> list[list[Path]]:
@@ -114,19 +123,66 @@ def runs_before(plans: Sequence[PlannedJob]) -> list[list[Path]]:
     return before[:-1]
 
 
+def link(planned: PlannedJob, job: str) -> chain.Link:
+    batch = planned.batch
+    runs = tuple(map(str, batch.run_dirs))
+    return chain.Link(batch.command, batch.job.nodes, batch.job.ntasks_per_node, job, runs, str(planned.folder))
+
+
 def missing_inputs(planned: PlannedJob, created_later: Collection[Path]) -> list[str]:
-    """Return a line for each input file that does not exist."""
-    found = (given for config in planned.configs for given in missing(config))
-    return [
-        f"{key}={path} does not exist; create it first, or use another path"
-        for key, path in dict.fromkeys(found)
-        if not bundle.is_created_later(path, created_later)
-    ]
+    """Return a line for each input file that does not exist, and for each run that has no weights yet."""
+    lines = []
+    absent = {given for config in planned.configs for given in missing(config)}
+    for given in dict.fromkeys(given for config in planned.configs for given in inputs(config)):
+        key, path = given
+        if bundle.is_created_later(path, created_later):
+            continue
+        if given in absent:
+            lines.append(f"{key}={path} does not exist; create it first, or use another path")
+        elif key.endswith("init_from"):
+            try:
+                load_path(path, _log)
+            except InputError as error:
+                lines.append(f"{key}: {error}; if its job is still to save, submit both as one chain")
+    return lines
 
 
-def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check: Check) -> PlannedJob:
-    """Return the stage's job, checked for its number of ranks and for the length of a slice."""
-    overrides = [*stage.overrides, *job_overrides]
+def chained(config: Config, before: Sequence[PlannedJob]) -> list[str]:
+    """Return the override with which a job starts from the policy that was trained last before it in the chain.
+
+    A job keeps its own model.init_from. Raises InputError if that policy is not one run, or has no weights when it
+    ends.
+    """
+    last = next((planned for planned in reversed(before) if planned.trains_policy), None)
+    own = config.model.init_from
+    if last is None:
+        return []
+    name, trainer = last.batch.name, last.configs[0].trainer
+    if own is not None and not bundle.is_created_later(own, last.batch.run_dirs):
+        _log(f"warning: {config.run.name} starts from model.init_from={own}, not from {name}, the run before it")
+        return []
+    if not last.saves_last and trainer.save_freq <= 0:
+        raise InputError(
+            f"{config.run.name} starts from {name}, which saves no weights: trainer.save_freq={trainer.save_freq}; "
+            "set it to the number of its steps, or less"
+        )
+    if own is not None:
+        return []
+    if last.batch.is_array:
+        raise InputError(
+            f"{config.run.name} starts from {name}, which is {len(last.batch.run_dirs)} runs; name one of them with "
+            f"model.init_from, such as {last.batch.run_dirs[0]}"
+        )
+    return [f"model.init_from={quoted(str(last.batch.run_dirs[0]))}"]
+
+
+def plan(
+    stage: Stage, job: JobDescription, job_overrides: Sequence[str], check: Check, before: Sequence[PlannedJob] = ()
+) -> PlannedJob:
+    """Return the stage's job, checked for its number of ranks and for the length of a slice. `before`: the jobs before
+    it in the chain."""
+    overrides = [*job_overrides, *stage.overrides]
+    overrides += chained(job.read_config(stage.config, overrides), before)
     base = job.read_config(stage.config, overrides)
     variants = array_elements(stage.arrays, base.run.dir, base.run.name) if stage.arrays else [[]]
     configs = [job.read_config(stage.config, [*overrides, *variant]) for variant in variants]
@@ -136,7 +192,7 @@ def plan(stage: Stage, job: JobDescription, job_overrides: Sequence[str], check:
     run_dirs = tuple(run_directory(config) for config in configs)
     command = "run" if job.file is not None else stage.command
     batch = Batch(base.run.name, command, base.job, run_dirs, mounts=_mounts(configs), is_array=bool(stage.arrays))
-    return PlannedJob(batch, tuple(configs), run_directory(base))
+    return PlannedJob(batch, tuple(configs), run_directory(base), job.trained_role == "actor", job.saves_last)
 
 
 def cost(batch: Batch, site: SiteConfig) -> str:

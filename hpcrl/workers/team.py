@@ -108,7 +108,7 @@ def add_validation_prompts(inputs: Inputs, config: Config, world: World) -> None
     data = data_config(config)
     if data.val_files:
         inputs.prompts["val"] = PromptDataset(data.val_files, inputs.tokenizer, data, data.val_max_samples, world)
-    _check_scorers(inputs, config)
+    _check_scorers(inputs, config, world)
 
 
 def read_generation_inputs(config: Config, split: str, world: World, *, scored: bool = True) -> Inputs:
@@ -124,7 +124,7 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
         if config.reward.judge.enable:
             inputs.judge = JudgePrompts(config)
             inputs.shapes["judge"] = judge_shape(config, inputs.judge)
-        _check_scorers(inputs, config)
+        _check_scorers(inputs, config, world)
     return inputs
 
 
@@ -140,10 +140,16 @@ def judge_shape(config: Config, prompts: JudgePrompts) -> ModelShape:
     return shape
 
 
-def _check_scorers(inputs: Inputs, config: Config) -> None:
+def _check_scorers(inputs: Inputs, config: Config, world: World) -> None:
+    """Check rewards once per node, because only its kernel and its files make a difference. Collective."""
+
+    def check() -> None:
+        if world.local_rank == 0:
+            sources = [source for dataset in inputs.prompts.values() for source in dataset.source_of_rows()]
+            check_rewards(config.reward, sources)
+
     if config.reward.uses_rules:
-        sources = [source for dataset in inputs.prompts.values() for source in dataset.source_of_rows()]
-        check_rewards(config.reward, sources)
+        world.run_collectively(check)
     if inputs.judge is not None:
         for dataset in inputs.prompts.values():
             inputs.judge.check_rows(dataset)

@@ -159,7 +159,7 @@ def test_exit_json_is_the_truth(site: Site, srun: int, said: int | None, code: i
 def test_a_start_of_mpi_that_fails_is_tried_again(
     site: Site, fails: int, writes_log: bool, code: int, starts: int
 ) -> None:
-    """But nothing is that has begun, as rank 0's log tells."""
+    """But nothing is that has begun, as rank 0's log tells: it was killed, and its job continues in another slice."""
     tries, log = site.folder / "tries", site.run / "logs" / "rank_00000.log"
     log.parent.mkdir()
     log.write_text("of an earlier slice")
@@ -168,6 +168,7 @@ def test_a_start_of_mpi_that_fails_is_tried_again(
     ended = site.slice()
     assert (ended.returncode, tries.read_text().count("\n")) == (code, starts)
     assert ended.stderr.count("MPI did not start on all ranks (srun's exit code 134): try") == starts - 1
+    assert site.requeued == (["requeue 42"] if writes_log else [])
 
 
 def test_a_planned_stop_is_requeued(site: Site) -> None:

@@ -35,6 +35,7 @@ def test_a_kill_costs_what_came_after_the_last_checkpoint(
 ) -> None:
     """`kill -9` of some rank in each phase; what is drawn again is bit for bit the same, and the metrics with it."""
     lab = environment(lab, tmp_path)
+    lab = Lab(lab.folder, lab.env | {"HPCRL_MAX_RESTARTS": "0"})
     script = write_job(tmp_path, trainer={"reuse_rollouts": reuse})
     ranks = random.Random(2026)
     for place in places(tmp_path):

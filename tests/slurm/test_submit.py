@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.cli import load_job
 from hpcrl.config.loader import load_config
 from hpcrl.slurm.request import parse
 
 ROOT = Path(__file__).parents[2]
 SFT = f"sft:{ROOT}/configs/sft_countdown_cpu.yaml"
 RL = f"{ROOT}/configs/ppo_countdown_cpu.yaml"
+DPO = f"preference:{ROOT}/configs/dpo_countdown_cpu.yaml"
 
 
 class Login:
@@ -26,23 +29,29 @@ class Login:
         (folder / "bin").mkdir()
         (folder / "data" / "countdown").mkdir(parents=True)
         (folder / "configs").symlink_to(ROOT / "configs")
-        for name in ("train", "val", "sft"):
+        for name in ("train", "val", "sft", "preference", "preference_val"):
             (folder / "data" / "countdown" / f"{name}.parquet").write_bytes(b"rows")
         self.sbatch('printf "%s " "$@" >>{0}/called; echo >>{0}/called; echo $((40 + $(wc -l <{0}/called)))')
 
     def sbatch(self, body: str) -> None:
-        path = self.folder / "bin" / "sbatch"
+        self.command("sbatch", body)
+
+    def command(self, name: str, body: str) -> None:
+        path = self.folder / "bin" / name
         path.write_text("#!/bin/bash\n" + body.replace("{0}", shlex.quote(str(self.folder))) + "\n")
         path.chmod(0o755)
 
     def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.hpcrl("submit", *arguments)
+
+    def hpcrl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         environ = os.environ | {
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "HOME": "/none",
         }
         return subprocess.run(
-            [sys.executable, "-m", "hpcrl", "submit", *arguments],
+            [sys.executable, "-m", "hpcrl", *arguments],
             cwd=self.folder,
             env=environ,
             capture_output=True,
@@ -78,6 +87,61 @@ def test_a_chain_and_a_sweep(login: Login) -> None:
         assert Path(config.run.dir, config.run.name) == runs / "a b" / f"actor.optim.lr={rate}"
 
 
+def test_each_link_starts_from_the_policy_trained_before_it(login: Login) -> None:
+    """On as many nodes as it says itself; a reward model is trained in between, from the same policy."""
+    rm = f"rm:{ROOT}/configs/rm_countdown_cpu.yaml"
+    free = "model.init_from=null"
+    stages = [SFT, "run.name=base", "--chain", DPO, free, "job.nodes=4", "--chain", rm, free, "--chain", RL, free]
+    ran = login.submit(*stages, "--nodes=2", "--ntasks-per-node=2")
+    assert ran.returncode == 0, ran.stderr
+    runs = login.folder / "runs"
+    names = ("base", "dpo_countdown", "rm_countdown", "ppo_countdown")
+    configs = [load_config(runs / name / "bundle" / "config.yaml", (), load_job("rm").schema()) for name in names]
+    base, dpo = str(runs / "base"), str(runs / "dpo_countdown")
+    assert [config.model.init_from for config in configs] == [None, base, dpo, dpo]
+    assert [config.job.nodes for config in configs] == [2, 4, 2, 2]
+
+
+def test_status_shows_every_link(login: Login) -> None:
+    assert login.submit(SFT, "--chain", DPO, "--chain", RL, "--ntasks-per-node=4").returncode == 0
+    runs = [login.folder / "runs" / name for name in ("sft_countdown", "dpo_countdown", "ppo_countdown")]
+
+    def shown(folder: Path) -> list[list[str]]:
+        ran = login.hpcrl("status", str(folder))
+        assert ran.returncode == 0, ran.stderr
+        return [line.split(maxsplit=7) for line in ran.stdout.split("\n\n")[0].splitlines()[1:]]
+
+    login.command("squeue", "echo '41|PENDING|Resources||N/A'; echo '42|PENDING|Dependency||N/A'")
+    assert [line[3:] for line in shown(runs[2])] == [
+        ["41", "-", "-", "-", "queued (Resources)"],
+        ["42", "-", "-", "-", "waiting for the job before it"],
+        ["43", "-", "-", "-", "not started"],
+    ]
+    (runs[0] / "exit.json").write_text('{"code": 0}')
+    lines = [json.dumps({"step": step, "timing_s/step": 2.0}) for step in range(1, 8)]
+    (runs[1] / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 8, "tim']))
+    (runs[1] / "times.json").write_text('{"total_steps": 100}')
+    (runs[1] / "slices.json").write_text("[{}, {}]")
+    login.command("squeue", "echo '42|RUNNING|None|n[0-1]|2026-01-01T00:00:00'; echo '43|PENDING|Dependency||N/A'")
+    assert [line[4:] for line in shown(runs[0])] == [
+        ["-", "-", "-", "done"],
+        ["2", "7/100", "3m06s", "running on n[0-1]"],
+        ["-", "-", "-", "waiting for the job before it"],
+    ]
+    (runs[1] / "exit.json").write_text('{"code": 2, "error": "no complete checkpoint"}')
+    login.command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert shown(runs[1])[1][7] == "failed (exit code 2: no complete checkpoint)"
+
+
+def test_a_link_without_weights_is_refused_before_anything_is_made(login: Login) -> None:
+    (login.folder / "runs" / "sft_countdown" / "checkpoints").mkdir(parents=True)
+    before = sorted(login.folder.rglob("*"))
+    ran = login.submit(RL)
+    assert ran.returncode == 2
+    assert "model.init_from: no complete checkpoint at runs/sft_countdown" in ran.stderr.splitlines()[-1]
+    assert sorted(login.folder.rglob("*")) == before
+
+
 def test_a_dry_run_prints_the_script_and_changes_nothing(login: Login) -> None:
     before = sorted(login.folder.rglob("*"))
     shown = login.submit(SFT, "--dry-run")
@@ -94,6 +158,8 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(login: Login) -> None:
     [
         ((RL, "--nodes=3", "job.ntasks_per_node=1"), "placement.actor: tp*pp*cp=2*1*1=2 does not divide"),
         ((SFT, "--chain", SFT), "two jobs of this chain write to"),
+        ((SFT, "--array", "run.seed=1,2", "--chain", DPO, "model.init_from=null"), "is 2 runs; name one of them with"),
+        ((SFT, "--chain", RL, "trainer.save_freq=-1", "--chain", DPO, "model.init_from=null"), "saves no weights: "),
         ((RL,), "model.init_from=runs/sft_countdown does not exist"),
         ((SFT, "job.partition=a b"), "job.partition"),
         ((SFT, "--site=no.yaml"), "site file no.yaml cannot be read"),
