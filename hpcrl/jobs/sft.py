@@ -68,14 +68,14 @@ class Sft(SupervisedJob):
         data, actor = run.roles("data", "actor")
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             rows = self.next_rows(run, step, self.lengths["train"])
-            batch = data.load(self.balanced("train", rows))  # sequences, and which of their tokens have loss
+            batch = data.load(self.balanced("train", rows, step=step))  # sequences, and which of their tokens have loss
             actor.update(batch)
 
-    def balanced(self, split: str, rows: np.ndarray) -> DataProto:
+    def balanced(self, split: str, rows: np.ndarray, **meta_info: int) -> DataProto:
         """The rows as a batch, with balanced tokens on the replicas."""
         dp = self.derived.roles["actor"].dp
         replicas = balanced_assignment(self.lengths[split][rows], dp)
-        return DataProto({}, {"row": rows, replica_column(dp): replicas}, {"split": split})
+        return DataProto({}, {"row": rows, replica_column(dp): replicas}, {"split": split, **meta_info})
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> RoleLayouts:

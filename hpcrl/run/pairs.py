@@ -110,7 +110,9 @@ class PairsJob(SupervisedJob):
 
     def next_pairs(self, run: Run, step: int) -> DataProto:
         """The pairs that a step trains on, for the data worker to load."""
-        return self.pairs("train", self.next_rows(run, step, self.pair_lengths["train"]))
+        batch = self.pairs("train", self.next_rows(run, step, self.pair_lengths["train"]))
+        batch.meta_info["step"] = step
+        return batch
 
     def pairs(self, split: str, rows: np.ndarray) -> DataProto:
         """Chosen and rejected of each pair on one replica of each role, with tokens balanced over replicas."""

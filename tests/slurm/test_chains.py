@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hpcrl.data.row_file import RowFile
 from tests.run.small_run import MODEL, PROMPTS
 from tests.runtime.conftest import REPOSITORY
 from tests.slurm.conftest import Lab
@@ -20,9 +22,10 @@ from tests.slurm.small_ppo import hold, lines
 
 LINKS = {  # command -> where it is killed, and where its time ends
     "sft": ("2.update", "3.update"),
-    "preference": ("any.update", "any.evaluate"),  # before its first checkpoint, and after step 2
+    "preference": ("1.update", "3.update"),  # before its first checkpoint, and after step 2
     "train": ("2.update_actor", "3.update_actor"),
 }
+HELD_JOB = str(Path(__file__).with_name("held_job.py"))
 
 
 def write_templates(folder: Path) -> None:
@@ -52,7 +55,7 @@ def write_templates(folder: Path) -> None:
     }
     for command, sections in own.items():
         config: dict[str, Any] = {
-            "run": {"dir": "runs", "plugins": [str(Path(__file__).with_name("held_job.py"))]},
+            "run": {"dir": "runs", "plugins": [HELD_JOB]},
             "model": MODEL,
             "data": data | {"max_prompt_length": 16, "max_response_length": 8},
             **sections,
@@ -62,11 +65,11 @@ def write_templates(folder: Path) -> None:
         (folder / f"{command}.yaml").write_text(yaml.safe_dump(config))
 
 
-def submit(lab: Lab, folder: Path, name: str) -> list[str]:
-    """Submits the chain with runs <name>_<command>; gives the ids of its jobs."""
+def submit(lab: Lab, folder: Path, name: str, links: Mapping[str, Sequence[str]]) -> list[str]:
+    """Submits a chain of commands with these arguments, whose runs are <name>_<command>; the ids of its jobs."""
     words: list[str] = []
-    for command in LINKS:
-        words += ["--chain", f"{command}:{command}.yaml", f"run.name={name}_{command}"]
+    for command, (template, *overrides) in links.items():
+        words += ["--chain", f"{command}:{template}", *overrides, f"run.name={name}_{command}"]
     ran = hpcrl(lab, folder, "submit", *words[1:])
     return [line.split(": job ")[1].split(",")[0] for line in ran.splitlines()]
 
@@ -84,35 +87,69 @@ def states(lab: Lab, folder: Path, run: str) -> list[str]:
     return [line.split(maxsplit=7)[7].split()[0] for line in table]
 
 
-@pytest.mark.slow
-def test_a_chain_that_is_cut_in_each_link_equals_an_unbroken_one(lab: Lab, tmp_path: Path) -> None:
-    """One kill and one time limit in each link, and nothing is submitted again."""
-    (tmp_path / "hold").mkdir()
-    more = {"PYTHONPATH": str(REPOSITORY), "HOLD_FOLDER": str(tmp_path / "hold"), "HOME": str(tmp_path)}
+def run_whole_and_cut(lab: Lab, folder: Path, links: Mapping[str, Sequence[str]]) -> None:
+    """Run the chain twice, the second time with one kill and one time limit in each link; nothing is submitted again.
+    Metrics are equal."""
+    (folder / "hold").mkdir()
+    more = {"PYTHONPATH": str(REPOSITORY), "HOLD_FOLDER": str(folder / "hold"), "HOME": str(folder)}
     # Not preloaded ranks: on two nodes the PMI of Slurm fails with their long addresses, even with more tries.
     lab = Lab(lab.folder, lab.env | more | {"HPCRL_START_TRIES": "9"})
-    write_templates(tmp_path)
-    for job in submit(lab, tmp_path, "whole"):
-        assert lab.wait(job) == "COMPLETED", said(tmp_path)
-    places = {command: [tmp_path / "hold" / name for name in names] for command, names in LINKS.items()}
-    jobs = dict(zip(LINKS, submit(lab, tmp_path, "cut"), strict=True))
+    for job in submit(lab, folder, "whole", links):
+        assert lab.wait(job) == "COMPLETED", said(folder)
+    places = {command: [folder / "hold" / name for name in names] for command, names in LINKS.items()}
+    jobs = dict(zip(LINKS, submit(lab, folder, "cut", links), strict=True))
     for number, (command, job) in enumerate(jobs.items()):
         os.kill(hold(lab, job, places[command][0], number // 2), signal.SIGKILL)
         lab.until(lambda job=job: lab.restarts(job) == 1, "requeued after a kill", job)
         hold(lab, job, places[command][1], 0)
-        found = states(lab, tmp_path, "cut_preference")
+        found = states(lab, folder, "cut_preference")
         assert found == ["done"] * number + ["running"] + ["waiting"] * (2 - number)
         lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
         lab.until(lambda job=job: lab.restarts(job) == 2, "requeued at its time limit", job)
         lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-        assert lab.wait(job) == "COMPLETED", said(tmp_path)
+        assert lab.wait(job) == "COMPLETED", said(folder)
         for place in places[command]:
             place.unlink()
-    assert states(lab, tmp_path, "cut_sft") == ["done"] * 3
+    assert states(lab, folder, "cut_sft") == ["done"] * 3
     for command in LINKS:
-        cut, whole = (tmp_path / "runs" / f"{name}_{command}" for name in ("cut", "whole"))
+        cut, whole = (folder / "runs" / f"{name}_{command}" for name in ("cut", "whole"))
         assert len(json.loads((cut / "slices.json").read_text())) == 3
         assert lines(cut) == lines(whole), command
+
+
+@pytest.mark.slow
+def test_a_chain_that_is_cut_in_each_link_equals_an_unbroken_one(lab: Lab, tmp_path: Path) -> None:
+    write_templates(tmp_path)
+    run_whole_and_cut(lab, tmp_path, {command: [f"{command}.yaml"] for command in LINKS})
+
+
+@pytest.mark.exhaustive
+def test_a_chain_of_a_real_model(lab: Lab, tmp_path: Path) -> None:
+    """configs/smollm2, of which each job takes a few small steps; minutes of two cores."""
+    tool = [sys.executable, str(REPOSITORY / "tools" / "prepare_smollm2.py"), "--out", str(tmp_path / "models/smollm2")]
+    made = subprocess.run(tool, capture_output=True, text=True)
+    if "could not download" in made.stderr:
+        pytest.skip(made.stderr.strip())
+    assert made.returncode == 0, made.stderr
+    hpcrl(lab, tmp_path, "data", "sums", "--out", "data/sums", "--rows", "64", "--val-rows", "16")
+    sums = RowFile(str(tmp_path / "data/sums/train.parquet"))
+    rows = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["answer"][:-1] + "?"} for row in sums]
+    (tmp_path / "data/sums/pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = ["total_training_steps=4", "batch_size=4", "optim.lr=1e-6"]
+    shared = [f"run.plugins=[{HELD_JOB}]", "trainer.walltime_margin=5", "job.signal_seconds=60"]
+    shared += ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", "job.time=00:30:00"]
+    batch = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "trainer.total_training_steps=4"]
+    own = {
+        "sft": ["sft", *(f"sft.{word}" for word in few), "sft.eval_freq=-1"],
+        "preference": ["dpo", *(f"preference.{word}" for word in few), "data.train_files=[data/sums/pairs.jsonl]"],
+        "train": ["grpo", *batch, "trainer.test_freq=4", "trainer.val_before_train=false"],
+    }
+    links = {
+        command: [str(REPOSITORY / f"configs/smollm2/{name}.yaml"), *words, *shared]
+        + ([] if command == "sft" else ["model.init_from=null"])
+        for command, (name, *words) in own.items()
+    }
+    run_whole_and_cut(lab, tmp_path, links)
 
 
 def said(folder: Path) -> str:
