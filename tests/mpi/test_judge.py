@@ -181,8 +181,11 @@ def test_one_step_off_resumed_equals_uninterrupted_bitwise(world, lab: Lab) -> N
 def test_generation_that_never_stops(world, lab: Lab) -> None:
     for steps in (1, 3):
         folder = asynchronous(lab, "judge_bounded", "bounded_staleness", steps)
-    for step, line in metrics(folder).items():
+    lines = metrics(folder)
+    for step in lines:
         found = verdicts(folder, step)
         assert len(found) == 24 and all(len(json.loads(text)) == 1 for text, _ in found.values())
-        assert np.isfinite(line["reward/judge/mean"])
-    assert all("timing_s/judge" in line for line in (folder / "metrics.jsonl").read_text().splitlines())
+    # A step may take samples only that were judged in the step before it.
+    judged = [line["reward/judge/mean"] for line in lines.values() if "reward/judge/mean" in line]
+    assert judged and np.isfinite(judged).all()
+    assert "timing_s/judge" in (folder / "metrics.jsonl").read_text()
