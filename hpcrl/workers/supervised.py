@@ -30,9 +30,12 @@ class SftDataWorker(InputsWorker):
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of the rows of meta_info["split"]; the mask is 1 on tokens with loss."""
         data = self.inputs.sequences[batch.meta_info["split"]]
-        prompts, responses, masks = zip(*(data.sequence(row) for row in batch.samples["row"].tolist()), strict=True)
-        whole = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
-        columns = {"input_ids": whole, "response_mask": masks, "response_ids": responses}
+        sequences = [data.sequence(row) for row in batch.samples["row"].tolist()]  # none, if replicas outnumber rows
+        columns = {
+            "input_ids": [np.concatenate([prompt, response]) for prompt, response, _ in sequences],
+            "response_mask": [mask for _, _, mask in sequences],
+            "response_ids": [response for _, response, _ in sequences],
+        }
         return DataProto({name: Ragged.from_rows(rows, np.int32) for name, rows in columns.items()})
 
 
