@@ -21,12 +21,13 @@ from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.model_worker import ModelWorker
 from hpcrl.workers.records import InputsWorker
+from hpcrl.workers.scorer import responses_of
 
 SEQUENCE = ("input_ids", "response_mask")  # columns of a prompt and its answer
 
 
 class SftDataWorker(InputsWorker):
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=(*SEQUENCE, "response_ids"), phase="data")
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=SEQUENCE, phase="data")
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of the rows of meta_info["split"]; the mask is 1 on tokens with loss."""
         data = self.inputs.sequences[batch.meta_info["split"]]
@@ -34,7 +35,6 @@ class SftDataWorker(InputsWorker):
         columns = {
             "input_ids": [np.concatenate([prompt, response]) for prompt, response, _ in sequences],
             "response_mask": [mask for _, _, mask in sequences],
-            "response_ids": [response for _, response, _ in sequences],
         }
         return DataProto({name: Ragged.from_rows(rows, np.int32) for name, rows in columns.items()})
 
@@ -51,9 +51,10 @@ class SftActorWorker(ModelWorker):
         super().__init__(groups, shape, config, derived, total_steps, optim=sft.optim, lora=lora)
         self.max_tokens, self.loss_type = sft.max_token_len_per_gpu, sft.loss_type
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*SEQUENCE, "response_ids"), phase="update_actor", updates=True)
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE, phase="update_actor", updates=True)
     def update(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on the sequences of all replicas."""
+        batch = batch.union(response_ids(batch))
 
         def objective(norm: LossNorm) -> Callable[..., tuple[torch.Tensor, dict[str, Metric]]]:
             def loss(outputs: dict[str, torch.Tensor], micro: TensorBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -64,16 +65,22 @@ class SftActorWorker(ModelWorker):
 
         return self.train(batch, objective, loss_scale_factor=1.0, max_tokens=self.max_tokens, topk_ids="response_ids")
 
-    @register(Dispatch.DP_COMPUTE_METRIC, reads=(*SEQUENCE, "response_ids"))
+    @register(Dispatch.DP_COMPUTE_METRIC, reads=SEQUENCE)
     def evaluate(self, batch: DataProto) -> dict[str, Metric]:
         """Metrics of `update` under `val/`, without a step."""
         norm = self.global_norm(batch, 1.0)
         outputs = self.engine.topk_log_probs(batch, max_tokens=self.max_tokens, temperature=1.0, k=1)
         if not self.is_leader:
             return {}
-        whole = batch.union(DataProto({name: outputs[name] for name in ("log_probs", "topk_ids")}))
+        found = DataProto({name: outputs[name] for name in ("log_probs", "topk_ids")})
+        whole = batch.union(found).union(response_ids(batch))
         log_probs, likeliest = whole.padded("log_probs"), whole.padded("topk_ids")
         return to_floats(sft_loss(self.loss_type, log_probs, likeliest, whole, norm, "val")[1])
+
+
+def response_ids(batch: DataProto) -> DataProto:
+    """Column `response_ids`: what the most likely tokens are compared with."""
+    return DataProto({"response_ids": Ragged.from_rows(responses_of(batch), np.int32)})
 
 
 def sft_loss(

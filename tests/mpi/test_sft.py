@@ -30,7 +30,7 @@ ALONE = {"pools": {"one": "0"}, "actor": {"pool": "one"}, "rollout": {"pool": "o
 
 def run(lab: Lab, name: str, placement: dict[str, Any], model: dict, data: dict, own: dict, **trainer: Any) -> Path:
     template = {
-        "run": {"name": f"sft_{name}", "dir": str(lab.folder)},
+        "run": {"name": f"conversations_{name}", "dir": str(lab.folder)},
         "placement": placement,
         "model": {"tokenizer": str(CASES["TOKENIZER"]), **model},
         "data": {"chat_template": CASES["TEMPLATE"], "max_prompt_length": 40, "max_response_length": 40, **data},
@@ -39,7 +39,7 @@ def run(lab: Lab, name: str, placement: dict[str, Any], model: dict, data: dict,
     }
     job = load_job("sft")
     run_job(lab.world, "sft", job.prepare(job.schema().model_validate(template)))
-    return lab.folder / f"sft_{name}"
+    return lab.folder / f"conversations_{name}"
 
 
 def write_rows(lab: Lab, name: str, rows: list[dict[str, Any]]) -> str:
