@@ -12,9 +12,9 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.inference import SamplingJob, check_inference
 from hpcrl.run.start import set_aside
-from hpcrl.run.time_budget import replace_json
 from hpcrl.run.validation import Validator
 from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.json_file import replace_json
 from hpcrl.telemetry.progress import PhaseTimers
 from hpcrl.telemetry.runlog import RunError, read_run
 from hpcrl.telemetry.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter

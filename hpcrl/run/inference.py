@@ -23,9 +23,9 @@ from hpcrl.controller.controller import Controller
 from hpcrl.rollout_source.source import WeightSync
 from hpcrl.run.job import Job
 from hpcrl.run.start import Start, find_start
-from hpcrl.run.time_budget import replace_json
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.json_file import replace_json
 from hpcrl.telemetry.progress import PhaseTimers
 
 log = logging.getLogger(__name__)

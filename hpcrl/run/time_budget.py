@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.json_file import read_json, replace_json
 from hpcrl.telemetry.progress import PhaseTimers, duration
 
 log = logging.getLogger(__name__)
@@ -123,24 +123,8 @@ def check_progress(
         )
 
 
-def read_json(path: Path, absent: Any) -> Any:
-    """Contents of the file; `absent` if it is missing or damaged, because it is only used for planning."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return absent
-    return found if isinstance(found, type(absent)) else absent
-
-
 def write_json(path: Path, value: Any) -> None:
     try:
         replace_json(path, value)
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror)
-
-
-def replace_json(path: Path, value: Any) -> None:
-    """Write a file that is either the old one or the new one."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, path)

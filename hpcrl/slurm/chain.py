@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from hpcrl.runtime.json_file import read_json, replace_json
 
 CHAIN_FILE = "chain.json"
 
@@ -24,17 +25,14 @@ class Link:
 
 def write(links: Sequence[Link]) -> None:
     """Write the chain into the folders of all its runs; an earlier chain of these runs is replaced."""
-    text = json.dumps({"links": [asdict(link) for link in links]}, indent=1) + "\n"
     for folder in {Path(folder) for link in links for folder in (*link.runs, link.folder)}:
-        draft = folder / f"{CHAIN_FILE}.tmp"
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(folder / CHAIN_FILE)
+        replace_json(folder / CHAIN_FILE, {"links": [asdict(link) for link in links]})
 
 
 def read(folder: Path) -> list[Link] | None:
     """The chain that the run was submitted in; None if it was not submitted, or the file is damaged."""
     try:
-        found = json.loads((folder / CHAIN_FILE).read_text(encoding="utf-8"))
-        return [Link(**{**link, "runs": tuple(link["runs"])}) for link in found["links"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        links = read_json(folder / CHAIN_FILE, {})["links"]
+        return [Link(**{**link, "runs": tuple(link["runs"])}) for link in links]
+    except (KeyError, TypeError):
         return None

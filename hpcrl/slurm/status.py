@@ -5,7 +5,6 @@ It reads the runs' files and asks squeue, so it needs neither MPI nor torch, and
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
+from hpcrl.runtime.json_file import read_json
 from hpcrl.slurm import chain
 from hpcrl.slurm.chain import Link
 from hpcrl.slurm.template import INSIDE_RUN
@@ -120,22 +120,14 @@ def read_progress(folder: Path) -> Progress:
     except RunError:
         rows = {}
     seconds = [row["timing_s/step"] for row in rows.values() if "timing_s/step" in row][-STEPS_OF_SPEED:]
-    total = _json(folder / "times.json", {}).get("total_steps")
+    total = read_json(folder / "times.json", {}).get("total_steps")
     return Progress(
         step=max(rows) if rows else None,
         total=total if isinstance(total, int) else None,
         seconds_per_step=sum(seconds) / len(seconds) if seconds else None,
-        slices=len(_json(folder / "slices.json", [])),
-        exit=_json(folder / "exit.json", {}),
+        slices=len(read_json(folder / "slices.json", [])),
+        exit=read_json(folder / "exit.json", {}),
     )
-
-
-def _json(path: Path, absent: Any) -> Any:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return absent
-    return found if isinstance(found, type(absent)) else absent
 
 
 def read_queue(jobs: Sequence[str]) -> dict[str, Queued] | None:

@@ -1,0 +1,24 @@
+"""JSON files that are replaced whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path, absent: Any) -> Any:
+    """Contents of the file; `absent` if it is missing or damaged, or holds a value of another type."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return absent
+    return found if isinstance(found, type(absent)) else absent
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Write a file that is either the old one or the new one."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)
