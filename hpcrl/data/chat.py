@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.runtime.exits import InputError
@@ -17,12 +17,18 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
 class ChatTemplate:
-    """data.chat_template, or the tokenizer's own, with data.apply_chat_template_kwargs."""
+    """A template, or the tokenizer's own. options: further arguments of it. keys: of the config, for error messages."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
-        self._tokenizer = tokenizer
-        self._own = cfg.chat_template
-        self._options = cfg.apply_chat_template_kwargs
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None, options: Mapping[str, Any], keys: str
+    ) -> None:
+        self._tokenizer, self._own, self._options, self._keys = tokenizer, template, options, keys
+
+    @classmethod
+    def of_data(cls, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> ChatTemplate:
+        """The template of the conversations in data files."""
+        keys = "data.chat_template, data.apply_chat_template_kwargs"
+        return cls(tokenizer, cfg.chat_template, cfg.apply_chat_template_kwargs, keys)
 
     @property
     def marks_generation(self) -> bool:
@@ -54,7 +60,7 @@ class ChatTemplate:
         except Exception as error:  # templates are user code
             raise InputError(
                 f"{where}: the chat template failed: {type(error).__name__}: {folded(error)}; "
-                "expected a template for these roles (data.chat_template, data.apply_chat_template_kwargs)"
+                f"expected a template for these roles ({self._keys})"
             ) from None
 
 

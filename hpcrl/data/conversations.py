@@ -51,7 +51,7 @@ class Conversations:
         world: World | None = None,
     ) -> None:
         self._cfg, self._key, self._turns = cfg, key, turns
-        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, cfg)
+        self._tokenizer, self._template = tokenizer, ChatTemplate.of_data(tokenizer, cfg)
         self._ends = end_token_ids(tokenizer)
         self._limit = cfg.max_prompt_length + cfg.max_response_length
         file = RowFile(path)

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcrl.data.prompts import PromptDataset, encode_texts, folded
+from hpcrl.data.chat import ChatTemplate
+from hpcrl.data.prompts import PromptDataset, encode_texts
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.rewards.judge import Criterion, Judging, Sample, criteria_of, text_of, without_specials
 from hpcrl.runtime.exits import InputError
@@ -32,6 +33,8 @@ class JudgePrompts:
         cfg = config.reward.judge
         self._cfg = cfg
         self.tokenizer = load_tokenizer(tokenizer_of(config))
+        options = cfg.apply_chat_template_kwargs
+        self._template = ChatTemplate(self.tokenizer, None, options, f"{SECTION}.apply_chat_template_kwargs")
         template = _read(cfg.template_path) if cfg.template_path is not None else cfg.template
         try:
             self.judging = Judging(cfg.kind, template, cfg.pattern, cfg.scale)
@@ -96,17 +99,8 @@ class JudgePrompts:
     def _render(self, question: str) -> str:
         if self._is_plain:
             return question
-        try:
-            messages = [{"role": "user", "content": question}]
-            options = self._cfg.apply_chat_template_kwargs
-            return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-            )
-        except Exception as error:  # templates are user code
-            raise InputError(
-                f"{SECTION}: the judge's chat template failed: {type(error).__name__}: {folded(error)}; expected a "
-                f"template for one user message ({SECTION}.apply_chat_template_kwargs)"
-            ) from None
+        messages = [{"role": "user", "content": question}]
+        return self._template.text(messages, SECTION, generation_prompt=True)
 
 
 def tokenizer_of(config: Config) -> str:

@@ -44,7 +44,7 @@ class PromptDataset:
             raise InputError("no data files; set Parquet or JSONL files in data.train_files and data.val_files")
         self._cfg = cfg
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, cfg)
+        self._template = ChatTemplate.of_data(tokenizer, cfg)
         self._files = [RowFile(path) for path in files]
         self._names = short_names(files)
         for file in self._files:
