@@ -383,14 +383,9 @@ class TrtllmConfig(Section):
     model_dir: str | None = Field(None, description="Hugging Face directory with config.json; null: model.path")
 
 
-class RolloutConfig(Section):
-    engine: Literal["native", "tensorrt_llm"] = Field("native", description="generation engine")
-    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype of the engine; null: model.dtype")
-    n: PositiveInt = Field(1, description="samples per prompt")
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature")
-    top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
-    ignore_eos: bool = Field(False, description="continue to max_response_length after an end-of-sequence token")
+class EngineConfig(Section):
+    """Sizes of a generation engine."""
+
     max_num_seqs: PositiveInt = Field(256, description="sequences that decode at once in a replica at most")
     max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
@@ -399,9 +394,19 @@ class RolloutConfig(Section):
     kv_cache_gib: PositiveFloat | None = Field(
         None, description="KV cache of a rank, in GiB; null: by gpu_memory_utilization, at most what the job can use"
     )
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+
+
+class RolloutConfig(EngineConfig):
+    engine: Literal["native", "tensorrt_llm"] = Field("native", description="generation engine")
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype of the engine; null: model.dtype")
+    n: PositiveInt = Field(1, description="samples per prompt")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature")
+    top_k: PositiveOrMinusOne = Field(-1, description="keep the k likeliest tokens; -1: all")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus probability mass")
+    ignore_eos: bool = Field(False, description="continue to max_response_length after an end-of-sequence token")
     enable_prefix_caching: bool = Field(True, description="prefill a prompt once for all samples of its group")
     free_cache_engine: bool = Field(True, description="give the KV cache back between generations")
-    enforce_eager: bool = Field(False, description="no CUDA graphs")
     exact: bool = Field(
         False, description="bitwise the training's log-probs: fp32, CPU, one thread, the actor's tp; slow"
     )
@@ -571,7 +576,7 @@ class RewardModelConfig(Section):
     param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 
-class JudgeConfig(Section):
+class JudgeConfig(EngineConfig):
     """A second generation engine, of frozen weights, that is asked about responses."""
 
     enable: bool = Field(False, description="ask a model about every response, and add its verdict to the score")
@@ -622,15 +627,6 @@ class JudgeConfig(Section):
     cache_size: PositiveInt = Field(
         65536, description="answers that a replica keeps, in memory and in <run>/judge/, and does not draw again"
     )
-    max_num_seqs: PositiveInt = Field(256, description="answers that decode at once in a replica at most")
-    max_num_batched_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill call")
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.5, description="share of the memory that the other roles leave which the KV cache may take"
-    )
-    kv_cache_gib: PositiveFloat | None = Field(
-        None, description="KV cache of a rank, in GiB; null: by gpu_memory_utilization, at most what the job can use"
-    )
-    enforce_eager: bool = Field(False, description="no CUDA graphs")
     param_offload: bool = Field(False, description="weights are in host memory while other roles compute")
 
 

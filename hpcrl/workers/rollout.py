@@ -41,7 +41,7 @@ from hpcrl.workers.scorer import ResponseScorer
 if TYPE_CHECKING:
     import torch
 
-    from hpcrl.config.schema import JudgeConfig, RolloutConfig
+    from hpcrl.config.schema import EngineConfig
     from hpcrl.workers.team import Team
 
 
@@ -68,7 +68,7 @@ def make_engine(groups: RoleGroups, shape: ModelShape, config: Config, *, ranks_
 def native_engine(
     groups: RoleGroups,
     shape: ModelShape,
-    cfg: RolloutConfig | JudgeConfig,
+    cfg: EngineConfig,
     dtype: torch.dtype,
     max_model_len: int,
     *,
