@@ -89,17 +89,16 @@ class RowFile:
 
 
 def columns_of(path: str) -> list[str]:
-    """Columns of a data file; of JSON lines, those of the first row."""
-    if path.lower().endswith(PARQUET_SUFFIXES) and os.path.isfile(path):
-        import pyarrow.parquet
-
-        try:
-            return list(pyarrow.parquet.read_schema(path).names)
-        except (pyarrow.ArrowException, OSError):
-            pass  # RowFile says what is wrong
-    elif path.lower().endswith(JSONL_SUFFIXES) and os.path.isfile(path):
+    """Columns of a data file, without reading all of it; of JSON lines, those of the first row."""
+    suffix = os.path.splitext(path)[1].lower()
+    if not os.path.isfile(path) or suffix not in PARQUET_SUFFIXES + JSONL_SUFFIXES:
+        return RowFile(path).columns  # raises
+    if suffix in JSONL_SUFFIXES:
         return list(next(read_jsonl(path), (0, {}))[1])
-    return RowFile(path).columns
+    import pyarrow.parquet
+
+    with readable_parquet(path):
+        return list(pyarrow.parquet.read_schema(path).names)
 
 
 class ParquetRows:

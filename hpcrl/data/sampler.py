@@ -133,8 +133,7 @@ class OrderedSampler:
 
     def rows_of_step(self, step: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
         """As `next_rows`, of a step of a run whose steps all have this size; `step` counts from 1."""
-        self.position = (step - 1) * batch_size
-        return self.next_rows(batch_size)
+        return self._rows_at(np.arange((step - 1) * batch_size, step * batch_size, dtype=np.int64))
 
     def update(self, report: StepReport) -> None:
         """Ignored: the order does not depend on results."""

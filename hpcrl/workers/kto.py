@@ -12,7 +12,8 @@ from hpcrl.algorithms.metrics import Mean, MeanDifference, Metric, Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.controller.register import Dispatch, register
-from hpcrl.workers.preference import SEQUENCE, PreferenceActorWorker, of_validation, summed
+from hpcrl.workers.preference import PreferenceActorWorker, of_validation, summed
+from hpcrl.workers.supervised import SEQUENCE
 
 LABELLED = (*SEQUENCE, "ref_logps", "label")
 

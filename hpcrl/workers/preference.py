@@ -21,8 +21,8 @@ from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.frozen import RefWorker
 from hpcrl.workers.model_worker import ModelWorker
+from hpcrl.workers.supervised import SEQUENCE
 
-SEQUENCE = ("input_ids", "response_mask")  # columns of a prompt and its response
 PAIR = (*SEQUENCE, "loss_mask?", "ref_logps?")
 
 
@@ -58,7 +58,7 @@ class PreferencePolicy(ModelWorker):
         temperature: float = 1.0,
         **options: Any,
     ) -> None:
-        """params: loss_type and the parameters of that loss. temperature: of log-probs. options: see `ModelWorker`."""
+        """params: loss_type and its parameters. temperature: of log-probs. options: see `ModelWorker`."""
         super().__init__(groups, shape, config, lora=Lora.from_config(config.model), **options)
         self.params, self.temperature = params, temperature
         self.loss = PREFERENCE_LOSSES.get(params.loss_type)
