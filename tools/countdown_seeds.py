@@ -19,7 +19,6 @@ from statistics import mean
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 RUNS = "run.dir=runs/seeds"
-GREEDY, SAMPLED = "val-core/countdown/acc/mean@1", "val-core/countdown/acc/mean@4"
 
 
 def main() -> None:
@@ -74,11 +73,21 @@ def launch(ranks: int, *arguments: str) -> None:
     subprocess.run([BIN / "mpiexec", "-n", str(ranks), sys.executable, "-m", "hpcrl", *arguments], cwd=ROOT, check=True)
 
 
-def outcome(run: Path) -> tuple[tuple[float, float], tuple[float, float], float]:
+def lines_of(run: Path) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def outcome(run: Path, source: str = "countdown") -> tuple[tuple[float, float], tuple[float, float], float]:
     """(greedy, sampled) accuracy before and after, and the seconds of all training steps."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    tested = [(line[GREEDY], line[SAMPLED]) for line in lines if GREEDY in line]
-    return tested[0], tested[-1], sum(line["timing_s/step"] for line in lines if line["step"] > 0)
+    greedy, sampled = (f"val-core/{source}/acc/mean@{n}" for n in (1, 4))
+    lines = lines_of(run)
+    tested = [(line[greedy], line[sampled]) for line in lines if greedy in line]
+    return tested[0], tested[-1], seconds(lines)
+
+
+def seconds(lines: list[dict[str, float]]) -> float:
+    return sum(line["timing_s/step"] for line in lines if line["step"] > 0)
 
 
 if __name__ == "__main__":

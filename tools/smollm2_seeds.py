@@ -11,16 +11,13 @@ means over seeds, with bands of one standard deviation. Takes about 15 minutes p
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
-from pathlib import Path
 from statistics import mean
 
-from countdown_seeds import ROOT, launch
+from countdown_seeds import ROOT, launch, lines_of, outcome, seconds
 
 RUNS = "runs/smollm2_seeds"
-GREEDY, SAMPLED = "val-core/sums/acc/mean@1", "val-core/sums/acc/mean@4"
 ENTROPY = "actor/entropy"
 ENDS = 5  # steps over which the entropy at the start and at the end are means
 
@@ -38,7 +35,11 @@ def main() -> None:
         launch(options.ranks, "sft", "configs/smollm2/sft.yaml", *named(start, seed))
         own = [*named(run, seed), f"model.init_from={start}"]
         launch(options.ranks, "train", "configs/smollm2/grpo.yaml", *own, *options.overrides)
-        rows.append((seed, *outcome(ROOT / run), seconds(ROOT / start) + seconds(ROOT / run)))
+        before, after, duration = outcome(ROOT / run, "sums")
+        entropy = [line[ENTROPY] for line in lines_of(ROOT / run) if ENTROPY in line]
+        ends = mean(entropy[:ENDS]), mean(entropy[-ENDS:])
+        tested = list(zip(before, after, strict=True))  # greedy, sampled
+        rows.append((seed, tested, ends, seconds(lines_of(ROOT / start)) + duration))
         runs.append(run)
     print(f"\nseed   {'greedy':^24}   {'sampled':^24}   {'entropy':^21}   minutes of steps")
     for seed, tested, (first, last), duration in rows:
@@ -47,18 +48,11 @@ def main() -> None:
         ]
         entropy = f"{first:.3f} -> {last:.3f} ({last / first:.2f})"
         print(f"{seed:4}   {'   '.join(accuracy)}   {entropy}   {duration / 60:9.1f}")
-    for label, found in zip(
-        ("greedy", "sampled"), zip(*(tested for _, tested, _, _ in rows), strict=True), strict=True
-    ):
-        gains = [100 * (after - before) for before, after in found]
+    for way, label in enumerate(("greedy", "sampled")):
+        gains = [100 * (tested[way][1] - tested[way][0]) for _, tested, _, _ in rows]
         print(f"GRPO over SFT, {label}: minimum {min(gains):+.1f}, mean {mean(gains):+.1f} points")
-    picture = [
-        "--seeds",
-        "--out",
-        f"{RUNS}/curves.png",
-        "--keys",
-        f"{GREEDY}$|{SAMPLED}$|critic/score/mean$|{ENTROPY}$",
-    ]
+    keys = f"val-core/sums/acc/mean@|critic/score/mean$|{ENTROPY}$"
+    picture = ["--seeds", "--out", f"{RUNS}/curves.png", "--keys", keys]
     subprocess.run([sys.executable, "-m", "hpcrl.telemetry.curves", *runs, *picture], cwd=ROOT, check=True)
 
 
@@ -74,22 +68,6 @@ def prepare() -> None:
 def named(run: str, seed: int) -> list[str]:
     folder, _, name = run.rpartition("/")
     return [f"run.name={name}", f"run.dir={folder}", f"run.seed={seed}"]
-
-
-def lines_of(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def outcome(run: Path) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-    """(before, after) of greedy and of sampled accuracy, and the mean entropy of the first and of the last steps."""
-    lines = lines_of(run)
-    tested = [[line[key] for line in lines if key in line] for key in (GREEDY, SAMPLED)]
-    entropy = [line[ENTROPY] for line in lines if ENTROPY in line]
-    return [(found[0], found[-1]) for found in tested], (mean(entropy[:ENDS]), mean(entropy[-ENDS:]))
-
-
-def seconds(run: Path) -> float:
-    return sum(line["timing_s/step"] for line in lines_of(run) if line["step"] > 0)
 
 
 if __name__ == "__main__":
