@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hpcrl.config.placement import PlacedRole
-from hpcrl.config.schema import Config, JudgeConfig, TrainerConfig
+from hpcrl.config.schema import Config, TrainerConfig
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.rewards.judge import Judging
 from hpcrl.runtime.launcher import format_spans
@@ -120,7 +120,10 @@ def check_judge(config: Config, *, compared: int, greedy: bool = False) -> None:
         )
     if judge.template_path is not None:
         return  # the file is checked where it is read
-    judging = judging_of(judge, judge.template)
+    try:
+        judging = Judging(judge.kind, judge.template, judge.pattern, judge.scale)
+    except ValueError as error:
+        raise ConfigError(f"reward.judge: {error}") from None
     if judging.compares_samples and (compared < 2 or greedy):
         lone = (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response scored without others"
@@ -131,14 +134,6 @@ def check_judge(config: Config, *, compared: int, greedy: bool = False) -> None:
             f"reward.judge.kind=pairwise compares the responses to a prompt, and {lone}; use another kind, or compare "
             "with the reference answer: a template with {ground_truth} in place of {other}"
         )
-
-
-def judging_of(judge: JudgeConfig, template: str | None) -> Judging:
-    """The judge's questions, with this template; ConfigError where they cannot work."""
-    try:
-        return Judging(judge.kind, template, judge.pattern, judge.scale)
-    except ValueError as error:
-        raise ConfigError(f"reward.judge: {error}") from None
 
 
 def _check_distillation(config: Config) -> None:

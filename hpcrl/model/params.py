@@ -64,6 +64,11 @@ class Shard(NamedTuple):
         return self.name.endswith(EXPERT_BIAS)
 
 
+def engine_layout(shape: ModelShape, tp: int) -> Layout:
+    """The layout of a generation engine's weights: split by tensor parallelism only, each expert too."""
+    return Layout(tuple(range(tp)), tp=tp, etp=tp if shape.num_experts else 1)
+
+
 def role_layout(shape: ModelShape, role: str, **grid: Any) -> Layout:
     """Return the layout of a role's ranks. Raises InputError if it does not fit the role's model. In rollout, expert
     tensor parallelism equals tensor parallelism."""

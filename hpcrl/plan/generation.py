@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpcrl.config.schema import JudgeConfig, RolloutConfig
+from hpcrl.config.schema import EngineConfig, JudgeConfig
 from hpcrl.grid.layout import Layout
-from hpcrl.model.params import shards
+from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 
@@ -27,25 +27,30 @@ class JudgeEngine:
     @cached_property
     def weights(self) -> int:
         """Bytes of the weights."""
-        tp = self.layout.tp
-        layout = Layout(tuple(range(tp)), tp=tp, etp=tp if self.shape.num_experts else 1)
-        return sum(math.prod(shard.local_shape) for shard in shards(self.shape, layout)) * self.itemsize
+        own = shards(self.shape, engine_layout(self.shape, self.layout.tp))
+        return sum(math.prod(shard.local_shape) for shard in own) * self.itemsize
 
     def kv_cache(self, free: int | None) -> int:
-        """Bytes of the KV cache, of which at least one sequence has to fit. free: bytes that are left when the engine
-        is built, its weights included; None: any."""
-        cfg, tp = self.cfg, self.layout.tp
-        if cfg.kv_cache_gib is not None:
-            return int(cfg.kv_cache_gib * GIB)
-        longest = cfg.max_prompt_length + cfg.max_response_length
-        least, most = (max_kv_bytes(self.shape, tp, self.itemsize, n, longest) for n in (1, cfg.max_num_seqs))
-        return most if free is None else max(least, min(most, int(free * cfg.gpu_memory_utilization)))
+        """See `native_kv_cache`."""
+        longest = self.cfg.max_prompt_length + self.cfg.max_response_length
+        return native_kv_cache(self.cfg, self.shape, self.layout.tp, self.itemsize, longest, free)
 
     def work(self) -> tuple[int, int]:
         return generation_work(self.cfg, self.shape, self.layout.tp, self.itemsize)
 
 
-def generation_work(cfg: RolloutConfig | JudgeConfig, shape: ModelShape, tp: int, itemsize: int) -> tuple[int, int]:
+def native_kv_cache(
+    cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int, longest: int, free: int | None
+) -> int:
+    """Bytes of a rank's KV cache, in which at least one sequence of `longest` tokens has to fit. free: bytes that are
+    left when the engine is built, its weights included; None: any."""
+    if cfg.kv_cache_gib is not None:
+        return int(cfg.kv_cache_gib * GIB)
+    least, most = (max_kv_bytes(shape, tp, itemsize, n, longest) for n in (1, cfg.max_num_seqs))
+    return most if free is None else max(least, min(most, int(free * cfg.gpu_memory_utilization)))
+
+
+def generation_work(cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int) -> tuple[int, int]:
     """Bytes of the activations of a prefill, and of the logits of all running sequences over the whole vocabulary with
     what sampling makes of them; an estimate."""
     tokens = max(cfg.max_num_batched_tokens, cfg.max_num_seqs)

@@ -19,9 +19,9 @@ from hpcrl.config.schema import Config, S
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
-from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token, max_kv_bytes
+from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
 from hpcrl.plan.activations import Pass
-from hpcrl.plan.generation import JudgeEngine, generation_work
+from hpcrl.plan.generation import JudgeEngine, generation_work, native_kv_cache
 from hpcrl.plan.refit import Question, job_shape, model_shape, question
 from hpcrl.plan.state import ITEMSIZE, RoleModel, State
 from hpcrl.reshard.planner import RankTraffic, Resharding
@@ -316,19 +316,16 @@ class TrainingPlan:
         rollout, shape = self.config.rollout, self.refit.resharding.shape
         itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
         tp, longest = self.layouts["rollout"].tp, self.derived.max_sequence_length
-        native = rollout.engine == "native"
-        if native:
-            most = max_kv_bytes(shape, tp, itemsize, rollout.max_num_seqs, longest)
-            least = max_kv_bytes(shape, tp, itemsize, 1, longest)
-        else:
-            least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
-            most = rollout.max_num_seqs * least
+        if rollout.engine == "native":
+            free = None if self.capacity is None else max(0, self.capacity - taken)
+            return native_kv_cache(rollout, shape, tp, itemsize, longest, free)
+        least = blocks_for(longest) * BLOCK_SIZE * kv_bytes_per_token(shape, tp, itemsize)
+        most = rollout.max_num_seqs * least
         if rollout.kv_cache_gib is not None:
-            given = int(rollout.kv_cache_gib * GIB)
-            return given if native else min(given, most)
+            return min(int(rollout.kv_cache_gib * GIB), most)
         if self.capacity is None:
             return most
-        free = max(0, self.capacity - taken - (0 if native else weights))
+        free = max(0, self.capacity - taken - weights)
         return max(least, min(most, int(free * rollout.gpu_memory_utilization)))
 
     def _generation(self) -> tuple[int, int]:

@@ -26,10 +26,9 @@ from hpcrl.data.judge_prompts import Encoded, JudgePrompts
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.engine.offload import HostMemory, Offload, Offloadable, storages_of
-from hpcrl.grid.layout import Layout
 from hpcrl.model.build import copy_boxes, initial_weight
 from hpcrl.model.hf.directory import open_weights
-from hpcrl.model.params import Shard, shards
+from hpcrl.model.params import Shard, engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.rewards.judge import Question, Sample, sample_scores
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
@@ -78,8 +77,7 @@ class JudgeWorker(Worker):
         self.prompts: JudgePrompts = inputs.judge
         self.end_ids = end_token_ids(self.prompts.tokenizer)
         self.shape, self.groups = shape, groups
-        tp = Layout(tuple(range(self.layout.tp)), tp=self.layout.tp, etp=self.layout.tp if shape.num_experts else 1)
-        self.shards = shards(shape, tp, groups.coord.tp)
+        self.shards = shards(shape, engine_layout(shape, self.layout.tp), groups.coord.tp)
         self.weights_name = answer_key(str(shape), self.seed)
         if judge_weights(config) is None:
             log.warning("reward.judge.init_from and model.path are null: the judge has random weights")

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from hpcrl.grid.layout import Layout
 from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
 from hpcrl.kernels.linear_log_prob import product
 from hpcrl.model.exact import exact_linear, exact_sum
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, engine_layout, shards
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.router import by_expert, route
 from hpcrl.model.shape import ModelShape
@@ -130,7 +129,7 @@ class Decoder:
         self._linear: Callable[[Tensor, Tensor], Tensor] = exact_linear if tp.exact else linear
         self._rotation = PlainRope if tp.exact else FastRope
         self._num_groups = shape.num_query_groups // tp.size
-        layout = Layout(tuple(range(tp.size)), tp=tp.size, etp=tp.size if shape.num_experts else 1)
+        layout = engine_layout(shape, tp.size)
         self.weights = {
             shard.name: torch.zeros(shard.local_shape, dtype=dtype, device=device)
             for shard in shards(shape, layout, tp.rank)
