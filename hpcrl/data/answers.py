@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,7 +145,7 @@ class AnswerDataset:
         """Tokens of prompt and answer together, int64 (len,)."""
         return self.prompts.prompt_lengths + self._sides[side].lengths
 
-    @property
+    @cached_property
     def num_equal(self) -> int:
         """Rows whose sides are equal: they have no training signal and count as wrong."""
         return sum(np.array_equal(self._sides[CHOSEN][row], self._sides[REJECTED][row]) for row in range(len(self)))
