@@ -14,17 +14,27 @@ from hpcrl.model.shape import RopeScaling
 
 
 def rope_cos_sin(
-    position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+    position_ids: Tensor,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    axes: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of position x frequency, each (..., head_dim / 2) fp32, for integer `position_ids` (...).
 
-    Frequency i is theta^(-2 i / head_dim), eq. 15 of the paper, unless it is scaled.
+    Frequency i is theta^(-2 i / head_dim), eq. 15 of the paper, unless it is scaled. With `axes` a token has several
+    positions, `position_ids` is (3, ...), and frequency i turns with that of axis `axes[i]`.
     """
     powers = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device) / head_dim
     frequencies = 1.0 / theta**powers
     if scaling is not None:
         frequencies = scaled_frequencies(frequencies, theta, scaling)
-    angles = position_ids.to(torch.float32).unsqueeze(-1) * frequencies
+    turning = position_ids.to(torch.float32)
+    if axes is None:
+        turning = turning.unsqueeze(-1)
+    else:
+        turning = turning.index_select(0, torch.tensor(axes, device=turning.device)).movedim(0, -1)
+    angles = turning * frequencies
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.attention_factor != 1.0:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcrl.model.hf.families import CONFIG, family_of, hf_config
+from hpcrl.model.hf.families import CONFIG, family_of, hf_config, tower_shapes
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Shard, shards
 from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
 
@@ -94,7 +94,7 @@ def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
 
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
-    expected = {shard.local_name: shard.local_shape for shard in hf_shards(shape)}
+    expected = {shard.local_name: shard.local_shape for shard in hf_shards(shape)} | tower_shapes(shape)
     for name, size in expected.items():
         if name not in found:
             yield f"no tensor {name}"
