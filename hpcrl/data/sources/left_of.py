@@ -7,14 +7,15 @@ from hpcrl.data.source import Row, SyntheticSource
 
 TEMPLATE = "What is left of {colour}?"
 COUNT, SQUARE = 3, 7
-COLUMN = 8  # pixels; no two squares share one
+CELL = 8  # pixels; no two squares share a column of cells
 
 
 def draw(rng: random.Random) -> Row:
     colours = rng.sample(list(COLOURS), COUNT)
     picture = blank()
-    for column, colour in zip(sorted(rng.sample(range(SIDE // COLUMN), COUNT)), colours, strict=True):
-        top, left = rng.randrange(SIDE - SQUARE + 1), COLUMN * column + rng.randrange(COLUMN - SQUARE + 1)
+    places = range(SIDE // CELL)
+    for column, colour in zip(sorted(rng.sample(places, COUNT)), colours, strict=True):
+        top, left = (CELL * place + rng.randrange(CELL - SQUARE + 1) for place in (rng.choice(places), column))
         fill(picture, top, left, SQUARE, SQUARE, colour)
     place = rng.randrange(1, COUNT)
     return picture_row("left_of", picture, TEMPLATE.format(colour=colours[place]), colours[place - 1])

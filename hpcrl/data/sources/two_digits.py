@@ -7,7 +7,8 @@ from hpcrl.data.source import Row, SyntheticSource
 
 QUESTION = "What number is it?"
 NUMBERS = range(10, 100)
-HALF = SIDE // 2  # a digit's width and height, with the space around it
+HALF = SIDE // 2  # the number is in the upper or the lower half
+SPACE = 1  # above and left of a digit
 HEIGHT, WIDTH, STROKE = 13, 10, 2
 LOWER, MIDDLE = 11, 6  # top of the lower horizontal stroke and of the middle one; a vertical stroke is 7 long
 # top, left, height and width of the seven segments, clockwise from the top one; the last one is in the middle
@@ -26,10 +27,9 @@ LIT = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123
 def draw(rng: random.Random) -> Row:
     number = rng.choice(NUMBERS)
     picture = blank()
-    line = rng.randrange(2)
+    top = HALF * rng.randrange(2) + SPACE
     for place, digit in enumerate(divmod(number, 10)):
-        top = HALF * line + rng.randrange(HALF - HEIGHT + 1)
-        left = HALF * place + rng.randrange(HALF - WIDTH + 1)
+        left = HALF * place + SPACE
         colour = rng.choice(list(COLOURS))
         for segment in map(int, LIT[digit]):
             down, right, height, width = SEGMENTS[segment]
