@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged, Rows, row_index
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class RemoteColumn(Protocol):
         ...
 
 
-Columns: TypeAlias = dict[str, Ragged | RemoteColumn]
+AnyColumn: TypeAlias = Ragged | PictureColumn | RemoteColumn
+Columns: TypeAlias = dict[str, AnyColumn]
 
 
 @dataclass(eq=False)
@@ -183,6 +185,13 @@ class DataProto:
         column = self._token_level(name)
         return column if isinstance(column, Ragged) else column.fetch()
 
+    def pictures(self, name: str) -> PictureColumn:
+        """A column of pictures, copied to this rank if it is on others."""
+        column = self._token_level(name)
+        found = column if isinstance(column, PictureColumn) else column.fetch()
+        assert isinstance(found, PictureColumn)
+        return found
+
     def _token_level(self, name: str) -> Ragged | RemoteColumn:
         if name not in self.tokens:
             raise KeyError(f"no token-level column {name!r}; there are {sorted(self.tokens)}")
@@ -198,7 +207,7 @@ def same(a: Any, b: Any) -> bool:
     """Deep equality of columns, arrays and plain containers, with NaN equal to NaN."""
     if a is b:
         return True
-    if isinstance(a, Ragged):
+    if isinstance(a, Ragged | PictureColumn):
         return a.equal(b)
     if isinstance(a, np.ndarray):
         if not isinstance(b, np.ndarray) or a.shape != b.shape:
@@ -226,10 +235,10 @@ def _joined_meta(parts: Sequence[DataProto], action: str) -> dict[str, Any]:
     return meta | {"metrics": metrics} if "metrics" in meta else meta
 
 
-def _concat_tokens(name: str, columns: Sequence[Ragged | RemoteColumn]) -> Ragged | RemoteColumn:
-    local = [isinstance(column, Ragged) for column in columns]
+def _concat_tokens(name: str, columns: Sequence[AnyColumn]) -> AnyColumn:
+    local = [isinstance(column, Ragged | PictureColumn) for column in columns]
     if all(local):
-        return Ragged.concat(cast("Sequence[Ragged]", columns))
+        return type(columns[0]).concat(columns)  # type: ignore[union-attr]
     if any(local):
         raise ValueError(f"column {name!r} is on this rank in one batch and on others in another; fetch it first")
     remote = cast("Sequence[RemoteColumn]", columns)

@@ -7,7 +7,7 @@ layer in turn, in any order; `NOT_RECORDED` where there is no record.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged
 from hpcrl.model.packed import PackedTokens, pack, places, tokens_of
+from hpcrl.model.tower import PackedPictures, Pixels
+from hpcrl.model.vision import Picture, rope_positions
 from hpcrl.model.router import NOT_RECORDED, Routing
 from hpcrl.runtime.exits import InputError
 
@@ -180,8 +182,17 @@ def make_micro_batches(
         if cp_size > 1:
             local_rows, output_gather = _shared(output_rows, size, cp_rank, cp_size)
             targets, output_rows = output_gather.own_of(targets), local_rows
+        in_tokens = packed_pictures(batch, rows, lengths, shape) if len(rows) and "pictures" in batch.tokens else {}
         packed = pack(
-            ids, lengths, shape, size=size, output_rows=output_rows, device=device, cp_rank=cp_rank, cp_size=cp_size
+            ids,
+            lengths,
+            shape,
+            size=size,
+            output_rows=output_rows,
+            device=device,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            **in_tokens,
         )
         if shape.num_experts:
             local_tokens = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
@@ -190,6 +201,40 @@ def make_micro_batches(
             packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape, experts)
         micros.append(MicroBatch(rows, packed.to(device), targets.to(device), output_lengths, output_gather))
     return micros
+
+
+def packed_pictures(batch: DataProto, rows: np.ndarray, lengths: Tensor, shape: ModelShape) -> dict[str, Any]:
+    """Return the pictures of packed samples, and the positions of their tokens, as arguments of `pack`."""
+    vision, column = shape.vision, batch.pictures("pictures").take(rows)
+    if vision is None:
+        raise InputError("the batch has pictures, and the model has no vision tower; use a vision-language model")
+    if not len(column.keys):
+        return {}
+    tokens = column.grids.prod(1, dtype=np.int64) // vision.merge_size**2
+    first_feature, first_token = tokens.cumsum() - tokens, 0
+    positions, at_tokens, at_features = [], [], []
+    for row, length in enumerate(lengths.tolist()):
+        items, starts = column.items.row(row), column.starts.row(row)
+        pictures = [
+            Picture(start, tuple(column.grids[item].tolist()), float(column.intervals[item]))
+            for item, start in zip(items.tolist(), starts.tolist(), strict=True)
+        ]
+        positions.append(rope_positions(length, pictures, vision))
+        for item, start in zip(items, starts, strict=True):
+            places_of_picture = np.arange(tokens[item])
+            at_tokens.append(first_token + start + places_of_picture)
+            at_features.append(first_feature[item] + places_of_picture)
+        first_token += length
+    values, width = torch.from_numpy(column.values.values), vision.patch_width
+    if column.are_features:
+        features, pixels = values.view(-1, vision.feature_width), None
+    else:
+        features, pixels = None, Pixels(values.view(-1, width), torch.from_numpy(column.grids.astype(np.int64)))
+    rows_of = (torch.from_numpy(np.concatenate(parts)) for parts in (at_tokens, at_features))
+    return {
+        "rope_positions": torch.from_numpy(np.concatenate(positions, axis=1)),
+        "pictures": PackedPictures(*rows_of, features=features, pixels=pixels),
+    }
 
 
 def _split_rows(lengths: np.ndarray, max_tokens: int, unit: int, count: int | None = None) -> list[np.ndarray]:

@@ -341,18 +341,18 @@ def _init_sgd_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | 
 def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's reduction of gradients over replicas and tied embeddings, without its division by the token count."""
     finalize_model_grads(model, None, **kwargs)
-    _sum_over_expert_tp(model, kwargs["pg_collection"].expt_tp)
+    # Parameters that all tensor-parallel ranks hold, of which each has a part of the gradient: that of an expert's
+    # columns, or of its own pictures. Megatron has no such parameters.
+    _sum_of("expert_tensor_parallel", model, kwargs["pg_collection"].expt_tp)
+    _sum_of("tower", model, kwargs["pg_collection"].tp)
 
 
-def _sum_over_expert_tp(models: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
-    """Sum gradients of parameters that all tensor-parallel ranks of an expert hold.
-
-    Each rank has the part of its columns; megatron has no such parameters.
-    """
+def _sum_of(mark: str, models: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of parameters with the attribute `mark` over the group."""
     if group.size() == 1:
         return
     parameters: Iterator[Any] = (parameter for model in models for parameter in model.parameters())
-    grads = [each.main_grad for each in parameters if getattr(each, "expert_tensor_parallel", False)]
+    grads = [each.main_grad for each in parameters if getattr(each, mark, False) and each.requires_grad]
     if grads:
         flat = _flatten_dense_tensors(grads)
         dist.all_reduce(flat, group=group)

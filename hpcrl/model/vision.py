@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from hpcrl.runtime.exits import InputError
 
 Size = tuple[int, ...]
+Trained = Literal["none", "merger", "tower", "all"]
 VISION_TOKENS = ("image", "video", "vision_start", "vision_end")  # whose ids config.json names <token>_token_id
 
 
@@ -34,6 +35,7 @@ class Vision:
 
     config: the section `vision_config` of config.json, as JSON with sorted keys. mrope_section: frequencies of the
     rotary embedding that turn with time, height and width; interleaved: in turn, rather than one after the other.
+    train: the part that is trained: the merger, which maps patches to tokens, the tower before it, both or nothing.
     """
 
     config: str
@@ -43,6 +45,7 @@ class Vision:
     vision_end_token_id: int
     mrope_section: tuple[int, int, int]
     mrope_interleaved: bool
+    train: Trained = field(default="none", compare=False)
 
     @cached_property
     def tower(self) -> Mapping[str, Any]:
@@ -79,6 +82,16 @@ class Vision:
         for axis, num in ((1, height), (2, width)):
             axes[axis : 3 * num : 3] = [axis] * len(axes[axis : 3 * num : 3])
         return tuple(axes)
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers that the tower computes for a token, for its embedding and for the deepstack layers."""
+        return int(self.tower["out_hidden_size"]) * (1 + self.num_deepstack)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the tower's tensor of this name is trained; the name has no prefix."""
+        is_merger = name.startswith(("merger.", "deepstack_merger_list."))
+        return self.train == "all" or self.train == ("merger" if is_merger else "tower")
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Placeholder tokens of a picture."""
@@ -147,9 +160,9 @@ def _check_tower(vision: Vision, where: str) -> None:
             raise InputError(f"{where}: vision_config.{key}={found!r}; expected a positive whole number")
 
 
-def tower_tensors(vision: Vision, is_qwen3: bool) -> dict[str, Size]:
+def tower_tensors(vision: Vision) -> dict[str, Size]:
     """Return name and shape of each tensor of the tower, without the family's prefix."""
-    return dict(_qwen3_tensors(vision.tower) if is_qwen3 else _qwen2_5_tensors(vision.tower))
+    return dict(_qwen3_tensors(vision.tower) if vision.mrope_interleaved else _qwen2_5_tensors(vision.tower))
 
 
 def _linear(name: str, rows: int, cols: int) -> Iterator[tuple[str, Size]]:

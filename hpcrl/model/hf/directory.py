@@ -88,7 +88,8 @@ class Safetensors:
                 source = self._slice(part.hf_name)
                 rows, cols = slice(*part.rows), slice(*part.cols)
                 with self._named(part.hf_name):
-                    values = source[rows, cols] if len(source.get_shape()) > 1 else source[rows].unsqueeze(1)
+                    is_matrix, height = len(source.get_shape()) == 2, rows.stop - rows.start
+                    values = source[rows, cols] if is_matrix else source[rows].reshape(height, -1)[:, cols]
                 height, width = values.shape
                 out[part.local_row : part.local_row + height, part.local_col : part.local_col + width].copy_(values)
 
