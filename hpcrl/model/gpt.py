@@ -82,8 +82,9 @@ class PackedGPT(GPTModel):
             Division(self.pg_collection.tp, is_split=self.config.sequence_parallel),
             Division(self.pg_collection.cp, is_split=True),
         ]
-        sizes = self._vision.merge_size, self._vision.feature_width
-        features, count = encode_divided(self.vision, pictures.pixels, divisions, *sizes)
+        pixels = pictures.pixels
+        grids = pixels.grids.cpu().numpy()
+        features, count = encode_divided(self.vision, self._vision, grids, pixels.take, divisions)
         self.num_encoded += count
         return features
 

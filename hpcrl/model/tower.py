@@ -7,7 +7,8 @@ the hidden states after the first decoder layers (DeepStack, Meng et al. 2024, a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hpcrl.model.shape import ModelShape
+    from hpcrl.model.vision import Vision
 
 
 def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
@@ -69,26 +71,33 @@ class Division:
 
 
 def encode_divided(
-    tower: torch.nn.Module, pictures: Pixels, divisions: Sequence[Division], merge_size: int, width: int
+    tower: torch.nn.Module,
+    vision: Vision,
+    grids: np.ndarray,
+    pixels: Callable[[list[int]], Pixels],
+    divisions: Sequence[Division],
 ) -> tuple[Tensor, int]:
     """Return features (tokens, width) of all pictures, on every rank, and the number that this rank encoded. Collective
-    over the product of the groups; each picture is encoded by one rank."""
+    over the product of the groups; each picture is encoded by one rank.
+
+    grids: integers (n, 3). pixels: from numbers of pictures to their patches.
+    """
     sizes = [division.group.size() for division in divisions]
-    grids, num_ranks, mine = pictures.grids.cpu().numpy(), int(np.prod(sizes)), 0
+    num_ranks, mine = math.prod(sizes), 0
     for division, size in zip(divisions, sizes, strict=True):
         mine = mine * size + division.group.rank()
     parts = divide(grids, num_ranks)
-    tokens = np.prod(grids, axis=1, dtype=np.int64) // merge_size**2
-    own = pictures.take(parts[mine])
+    tokens = np.prod(grids, axis=1, dtype=np.int64) // vision.merge_size**2
     like = next(tower.parameters())
     if len(parts[mine]):
+        own = pixels(parts[mine])
         features = encode(tower, own.patches, own.grids)
     else:  # a constant that has the tower's gradient, because every rank takes part in the collectives
-        features = like.new_zeros(0, width) + sum(it.sum() * 0 for it in tower.parameters() if it.requires_grad)
+        features = like.new_zeros(0, vision.feature_width) + sum(it.sum() * 0 for it in tower.parameters() if it.requires_grad)
     if num_ranks == 1:
         return features, len(parts[mine])
     longest = max(int(tokens[part].sum()) for part in parts)
-    gathered = torch.cat([features, features.new_zeros(longest - len(features), width)])
+    gathered = torch.cat([features, features.new_zeros(longest - len(features), vision.feature_width)])
     for division in reversed(divisions):
         if division.group.size() > 1:
             gathered = gather_from_sequence_parallel_region(gathered, division.is_split, division.group)
@@ -111,8 +120,7 @@ class Pixels:
     def take(self, numbers: Sequence[int]) -> Pixels:
         sizes = self.grids.prod(1).tolist()
         parts = self.patches.split(sizes)
-        patches = torch.cat([parts[it] for it in numbers]) if numbers else self.patches[:0]
-        return Pixels(patches, self.grids[list(numbers)])
+        return Pixels(torch.cat([parts[it] for it in numbers]), self.grids[list(numbers)])
 
 
 @dataclass(frozen=True)

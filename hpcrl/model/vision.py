@@ -84,9 +84,14 @@ class Vision:
         return tuple(axes)
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's embedding."""
+        return int(self.tower["out_hidden_size"])
+
+    @property
     def feature_width(self) -> int:
         """Numbers that the tower computes for a token, for its embedding and for the deepstack layers."""
-        return int(self.tower["out_hidden_size"]) * (1 + self.num_deepstack)
+        return self.hidden_size * (1 + self.num_deepstack)
 
     def is_trained(self, name: str) -> bool:
         """Whether the tower's tensor of this name is trained; the name has no prefix."""

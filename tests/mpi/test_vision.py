@@ -10,9 +10,27 @@ import pytest
 import torch
 import transformers
 
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.pictures import PictureColumn
+from hpcrl.batch.ragged import Ragged
+from hpcrl.grid.groups import GroupCache, make_groups
+from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.families import read_shape
-from hpcrl.model.vision import Vision
-from tests.model.vision_models import VISION_MODELS, make_samples, make_vision_batch, make_vision_model, their_log_probs
+from hpcrl.model.sizes import max_kv_bytes
+from hpcrl.model.tower import divide
+from hpcrl.model.vision import Picture, Vision
+from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams
+from tests.model.vision_models import (
+    VISION_MODELS,
+    Sample,
+    make_samples,
+    make_vision_batch,
+    make_vision_model,
+    their_log_probs,
+)
 from tests.mpi.layouts import LAYOUTS, SGD, TOKENS, Policy, part_of, role_groups, seeded
 from tests.mpi.test_hf import tensors, write
 
@@ -87,3 +105,85 @@ def check(worker, batch, theirs: transformers.PreTrainedModel) -> None:
             expected = their_log_probs(theirs, samples[row])
         ours = torch.from_numpy(found["log_probs"].row(place))
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+ROLLOUTS = {
+    1: [(Layout((0,)), Layout((0,)))],
+    2: [(Layout((0, 1), tp=2), Layout((0, 1))), (Layout((0, 1), pp=2), Layout((0, 1), tp=2))],
+    4: [(Layout((0, 1, 2, 3), tp=2, pp=2), Layout((0, 1, 2, 3), tp=2))],
+}
+SAMPLING = SamplingParams(12, temperature=0.8, eos_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def cache(world) -> GroupCache:
+    return GroupCache(world.rank)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("limits", ["ample", "scarce"])
+def test_rollout_says_what_training_says(world, world_tmp_path: Path, cache, name: str, limits: str) -> None:
+    """With prompts in parts and preempted sequences too, and after a refit of all weights, the tower's too."""
+    theirs, source = make_vision_model(name), world_tmp_path / "source"
+    if world.rank == 0:
+        theirs.save_pretrained(source)
+    world.barrier()
+    shape, samples, batch = read_shape(source), make_samples(theirs), make_vision_batch(theirs)
+    column = batch.pictures("pictures")
+    for training, rollout in ROLLOUTS[world.size]:
+        groups = make_groups({"actor": training, "rollout": rollout}, world.rank, cache)
+        worker = Policy(groups["actor"], shape, seeded(1))
+        worker.load(str(source), weights_only=True)
+        part = groups["rollout"]
+        bytes_of_all = max_kv_bytes(shape, part.layout.tp, 4, 16, 150)
+        engine = NativeEngine(
+            shape,
+            part.tp,
+            part.coord.tp,
+            part.layout.tp,
+            torch.float32,
+            max_num_seqs=16,
+            max_num_batched_tokens=1000 if limits == "ample" else 13,
+            max_model_len=150,
+            kv_cache_bytes=bytes_of_all if limits == "ample" else bytes_of_all // 8,
+        )
+        refit = Refit(Resharding(shape, training, rollout, itemsize=4), world.comm, world.rank, torch.float32)
+        report = refit.run(worker.engine.named_shards(), engine.weights())
+        refit.close()
+        features = engine.encode(column.grids, column.values.row)
+        assert engine.num_encoded == len(divide(column.grids, rollout.tp)[part.coord.tp])
+        requests = [request(sample, row, column, features, index) for row, sample in enumerate(samples) for index in (0, 1)]
+        completions = engine.generate(requests, SAMPLING, seed=1, step=1)
+        if limits == "scarce":
+            assert refit is not None and report is not None
+        lengths = [len(done.token_ids) for done in completions]
+        whole = [[*each.prompt_ids, *done.token_ids] for each, done in zip(requests, completions, strict=True)]
+        for pictures in (column, replace(column, values=as_rows(features), are_features=True)):
+            drawn = DataProto(
+                {
+                    "input_ids": Ragged.from_rows(whole, np.int32),
+                    "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.float32), lengths),
+                    "pictures": pictures.take(np.repeat(np.arange(len(samples)), 2)),
+                }
+            )
+            found = worker.engine.log_probs(part_of(drawn, groups["actor"]), max_tokens=150, temperature=0.8)
+            mine = np.array_split(np.arange(len(drawn)), training.dp)[groups["actor"].coord.dp]
+            for place, row in enumerate(mine if found else ()):
+                gap = np.abs(found["log_probs"].row(place) - completions[row].log_probs).max()
+                assert gap < 1e-4, (training, rollout, row, gap)
+
+
+def as_rows(features: list[torch.Tensor]) -> Ragged:
+    return Ragged.from_rows([each.flatten().numpy() for each in features], np.float32)
+
+
+def request(sample: Sample, row: int, column: PictureColumn, features: list[torch.Tensor], index: int) -> Request:
+    pictures = tuple(
+        PromptPicture(
+            int(column.keys[item]),
+            Picture(start, tuple(column.grids[item].tolist()), float(column.intervals[item])),
+            features[item],
+        )
+        for item, start in zip(column.items.row(row).tolist(), column.starts.row(row).tolist(), strict=True)
+    )
+    return Request(sample.ids[: -sample.num_response], f"file:{row}:0", index, pictures=pictures)
