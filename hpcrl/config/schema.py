@@ -330,6 +330,23 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="extra arguments of the chat template"
     )
+    image_key: str = Field("images", description="column that holds a row's pictures, for models with a vision tower")
+    video_key: str = Field("videos", description="column that holds a row's videos: lists of frames")
+    min_pixels: PositiveInt | None = Field(
+        None, description="pixels of a resized picture at least; null: the value in preprocessor_config.json"
+    )
+    max_pixels: PositiveInt | None = Field(
+        None, description="pixels of a resized picture at most; null: the value in preprocessor_config.json"
+    )
+    max_image_pixels: PositiveInt = Field(
+        89_478_485, description="pixels of a picture in a data file at most, compared before it is decoded"
+    )
+    bad_images: Literal["error", "skip"] = Field(
+        "error", description="what to do with a row whose pictures cannot be used"
+    )
+    image_workers: NonNegativeInt = Field(
+        0, description="processes per rank that decode pictures before they are needed; 0: the rank itself"
+    )
 
 
 class ValKwargs(Section):
