@@ -221,6 +221,18 @@ class MoeConfig(Section):
     z_loss_coeff: NonNegativeFloat = Field(0.0, description="weight of the loss that keeps logits small; 0: none")
 
 
+class VisionConfig(Section):
+    """The vision tower of a vision-language model, which `model.path` names."""
+
+    train: Literal["none", "merger", "tower", "all"] = Field(
+        "none", description="part that is trained: the merger, which maps patches to tokens, the tower before it, or all"
+    )
+    lr: PositiveFloat | None = Field(None, description="peak learning rate of what is trained of it; null: the role's")
+    cache_gib: NonNegativeFloat = Field(
+        1.0, description="GiB of host memory per rollout rank for features of pictures, while the tower is frozen"
+    )
+
+
 class ModelConfig(Section):
     """A Llama-like decoder: RMSNorm, SwiGLU, grouped-query attention, RoPE, untied head unless said otherwise.
 
@@ -265,6 +277,7 @@ class ModelConfig(Section):
     transformer_engine: TransformerEngineConfig = Field(
         default_factory=TransformerEngineConfig, description="layers of NVIDIA's Transformer Engine"
     )
+    vision: VisionConfig = Field(default_factory=VisionConfig, description="vision tower of a vision-language model")
     lora_rank: NonNegativeInt = Field(
         0, description="rank of the policy's adapters, which are then all that is trained of it; 0: none"
     )

@@ -163,7 +163,7 @@ def merge_rows(parts: list[Ragged], positions: list[np.ndarray]) -> Ragged:
     if not parts:
         return Ragged.from_rows([])
     order = np.concatenate(positions)
-    joined = parts[0] if len(parts) == 1 else Ragged.concat(parts)
+    joined = parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
     if np.array_equal(order, np.arange(len(order))):
         return joined
     return joined.take(np.argsort(order, kind="stable"))

@@ -35,7 +35,8 @@ class Vision:
 
     config: the section `vision_config` of config.json, as JSON with sorted keys. mrope_section: frequencies of the
     rotary embedding that turn with time, height and width; interleaved: in turn, rather than one after the other.
-    train: the part that is trained: the merger, which maps patches to tokens, the tower before it, both or nothing.
+    train: the part that is trained: the merger, which maps patches to tokens, the tower before it, both or nothing. lr:
+    peak learning rate of that part, None: that of the language model.
     """
 
     config: str
@@ -46,6 +47,7 @@ class Vision:
     mrope_section: tuple[int, int, int]
     mrope_interleaved: bool
     train: Trained = field(default="none", compare=False)
+    lr: float | None = field(default=None, compare=False)
 
     @cached_property
     def tower(self) -> Mapping[str, Any]:

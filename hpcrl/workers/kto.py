@@ -13,7 +13,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.workers.preference import PreferenceActorWorker, of_validation, summed
-from hpcrl.workers.supervised import SEQUENCE
+from hpcrl.workers.model_worker import SEQUENCE
 
 LABELLED = (*SEQUENCE, "ref_logps", "label")
 

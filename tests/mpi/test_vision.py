@@ -49,7 +49,7 @@ def test_transformers_agrees_before_and_after_training(
         (world_tmp_path / "trained").mkdir()
     world.barrier()
     groups, batch, shape = role_groups(world.rank, world.size)[layout], make_vision_batch(theirs), read_shape(source)
-    shape = replace(shape, vision=replace(shape.vision, train=train))
+    shape = replace(shape, vision=replace(shape.vision, train=train, lr=SGD.lr / 2 if train == "all" else None))
     worker = Policy(groups, shape, seeded(1), optim=SGD, total_updates=1)
     worker.load(str(source), weights_only=True)
     check(worker, batch, theirs)
@@ -88,8 +88,9 @@ def train_theirs(theirs: transformers.PreTrainedModel, batch, vision: Vision) ->
     total.backward()
     trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
     with torch.no_grad():
-        for parameter in trained:
-            parameter -= SGD.lr * parameter.grad
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:
+                parameter -= ((vision.lr if "visual." in name else None) or SGD.lr) * parameter.grad
     return float(torch.stack([parameter.grad.norm() for parameter in trained]).norm())
 
 

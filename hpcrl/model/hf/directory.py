@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,13 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
             "tokenizer of this model"
         )
     Safetensors(folder).check(shape)
+    if shape.vision is not None:
+        return replace(shape, vision=replace(shape.vision, train=model.vision.train, lr=model.vision.lr))
+    if model.vision.train != "none":
+        raise InputError(
+            f"model.vision.train={model.vision.train}, and {folder} has no vision tower; use a vision-language model, "
+            "or none"
+        )
     return shape
 
 

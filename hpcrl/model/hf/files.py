@@ -117,6 +117,7 @@ MAX_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as in save_pret
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
 )
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"

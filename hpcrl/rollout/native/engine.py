@@ -90,9 +90,11 @@ class NativeEngine:
         self._clear_graphs()
 
     @torch.no_grad()
-    def encode(self, grids: np.ndarray, patches: Callable[[int], np.ndarray]) -> list[Tensor]:
+    def encode(
+        self, grids: np.ndarray, patches: Callable[[int], np.ndarray], *, alone: bool = False
+    ) -> list[Tensor]:
         """Return the vision tower's features of each picture, fp32 (tokens, width) on the CPU. Collective over the
-        tensor-parallel ranks, which divide the pictures.
+        tensor-parallel ranks, which divide the pictures, unless `alone`.
 
         grids: int (n, 3), patches in time, height and width. patches: from the number of a picture to fp32 (patches,
         patch width); called for this rank's pictures.
@@ -106,7 +108,7 @@ class NativeEngine:
             return Pixels(torch.cat(found).to(device), torch.from_numpy(grids[numbers].astype(np.int64)).to(device))
 
         device = self._cache.device
-        divisions = [] if decoder.tp.group is None else [Division(decoder.tp.group, is_split=False)]
+        divisions = [] if alone or decoder.tp.group is None else [Division(decoder.tp.group, is_split=False)]
         features, count = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions)
         self.num_encoded += count
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))

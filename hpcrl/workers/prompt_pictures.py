@@ -1,0 +1,80 @@
+"""Pictures of prompts: encoded for the rollout engine, and as a column for the roles that train."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpcrl.batch.pictures import PictureColumn
+from hpcrl.batch.ragged import Ragged
+from hpcrl.data.picture_index import PictureIndex
+from hpcrl.model.vision import Picture
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.protocol import PromptPicture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hpcrl.data.prompts import PromptDataset
+    from hpcrl.model.vision import Vision
+
+
+class PromptPictures:
+    """One rank's pictures of a call of the rollout worker. Every method that encodes is collective over the engine's
+    tensor-parallel ranks.
+
+    With a frozen tower a picture's features never change: they are the column's values, so that no other role encodes
+    the picture, and up to `cache_bytes` of them are kept in host memory for later steps, by content.
+    """
+
+    def __init__(self, engine: NativeEngine, vision: Vision, cache_bytes: int) -> None:
+        self._engine, self._vision, self._cache_bytes = engine, vision, cache_bytes
+        self._is_frozen = vision.train == "none"
+        self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
+        self._held = 0
+
+    def encode(self, index: PictureIndex, *, alone: bool = False) -> list[Tensor]:
+        """Return the features of each distinct picture, fp32 (tokens, width). alone: this rank encodes all of them."""
+        keys = index.keys.tolist()
+        missing = [number for number, key in enumerate(keys) if key not in self._cache]
+        grids = index.grids[missing]
+        encoded = self._engine.encode(grids, lambda at: index.patches(missing[at]), alone=alone) if missing else []
+        found = dict(zip(missing, encoded, strict=True))
+        features = [found[number] if number in found else self._cache[key] for number, key in enumerate(keys)]
+        if self._is_frozen:
+            for key, each in zip(keys, features, strict=True):
+                self._keep(key, each)
+        return features
+
+    def column(self, index: PictureIndex, features: Sequence[Tensor]) -> PictureColumn:
+        """The pictures for other roles: features of a frozen tower, or patches for one that is trained."""
+        if not self._is_frozen:
+            return index.pixels()
+        values = Ragged.from_rows([each.flatten().numpy() for each in features], np.float32)
+        return index.column(values, are_features=True)
+
+    def of_rows(self, index: PictureIndex, features: Sequence[Tensor]) -> list[tuple[PromptPicture, ...]]:
+        """The pictures of each row, for its requests."""
+        return [
+            tuple(
+                PromptPicture(int(index.keys[item]), self._place(index, item, start), features[item])
+                for item, start in zip(index.items.row(row).tolist(), index.starts.row(row).tolist(), strict=True)
+            )
+            for row in range(len(index.items))
+        ]
+
+    @staticmethod
+    def _place(index: PictureIndex, item: int, start: int) -> Picture:
+        time, height, width = index.grids[item].tolist()
+        return Picture(start, (time, height, width), float(index.intervals[item]))
+
+    def _keep(self, key: int, features: Tensor) -> None:
+        if key not in self._cache:
+            self._held += features.nbytes
+            self._cache[key] = features.clone()
+        self._cache.move_to_end(key)
+        while self._held > self._cache_bytes:
+            self._held -= self._cache.popitem(last=False)[1].nbytes
