@@ -320,14 +320,12 @@ def test_expanded_tokens_count(tmp_path: Path, tokenizer: Any, processor: Any) -
     length = len(ids_of(tokenizer, chat("[image 25]")))
 
     def read(**options: Any) -> PromptDataset:
-        return PromptDataset([path], tokenizer, DataConfig(**options), images=processor())
+        return PromptDataset([path], tokenizer, DataConfig(**options), images=processor(**options))
 
-    with pytest.raises(
-        InputError, match=f"row 2: the prompt has {length + 1} tokens, more than data.max_prompt_length"
-    ):
-        read(max_prompt_length=length)
-    with pytest.raises(InputError, match="row 2: the prompt has .* with those of its pictures, .* cannot be truncated"):
-        read(max_prompt_length=length, truncation="left")
+    line = f"row 2: the prompt has {length + 1} tokens with those of its pictures, more than data.max_prompt_length="
+    for truncation in ("error", "left"):
+        with pytest.raises(InputError, match=f"{line}.* cannot be truncated"):
+            read(max_prompt_length=length, truncation=truncation)
     kept = read(max_prompt_length=length, filter_overlong_prompts=True)
     assert (len(kept), kept.num_filtered, kept.num_bad) == (2, 1, 0)
     assert read(max_prompt_length=length, max_pixels=14 * 14 * 16).prompt_lengths.max() == length - 21 + 1
