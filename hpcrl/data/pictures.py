@@ -73,9 +73,8 @@ def _source(value: Any, folder: str) -> str | bytes:
     if isinstance(value, dict):
         named = next((value[key] for key in ("bytes", "image", "path") if value.get(key) is not None), None)
         if named is None:
-            raise BadImage(
-                f"found the keys {', '.join(map(str, value)) or 'none'} without a value; expected {_EXPECTED}"
-            )
+            keys = ", ".join(map(str, value)) or "none"
+            raise BadImage(f"found a mapping with the keys {keys[:60]}; expected {_EXPECTED}")
         return _source(named, folder)
     if isinstance(value, bytes):
         if not value:
@@ -85,14 +84,14 @@ def _source(value: Any, folder: str) -> str | bytes:
         raise BadImage(f"found {type(value).__name__} {str(value)[:60]!r}; expected {_EXPECTED}")
     if value.startswith("data:"):
         try:
-            return base64.b64decode(value.partition("base64,")[2], validate=True)
+            return _source(base64.b64decode(value.partition("base64,")[2], validate=True), folder)
         except ValueError:
             raise BadImage(f"found {value[:60]!r}; expected data:image/...;base64,... with a picture") from None
     path = value.removeprefix("file://")
     if "://" in path:
         raise BadImage(f"found the address {path[:160]!r}; expected a local file: download it first")
     path = os.path.join(folder, path)
-    if "\0" in path or not os.path.isfile(path):
+    if not os.path.isfile(path):
         raise BadImage(f"found no file {path!r}; expected a picture")
     return path
 
@@ -105,10 +104,8 @@ def _decoding() -> Iterator[None]:
     except (MemoryError, BadImage):
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:160]
-        raise BadImage(
-            f"found a file that cannot be decoded ({type(error).__name__}: {why}); expected a picture"
-        ) from None
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise BadImage(f"found a file that cannot be decoded ({why}); expected a whole picture") from None
 
 
 def _open(library: Any, source: str | bytes) -> Image.Image:
@@ -136,9 +133,7 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
     with _decoding():
         num_frames = getattr(image, "n_frames", 1)
     if num_frames > 1 and image.format != "MPO":  # a photograph, and smaller copies of it
-        raise BadImage(
-            f"found a {image.format} of {num_frames} frames; expected one: make it a video, a list of frames"
-        )
+        raise BadImage(f"found a {image.format} of {num_frames} frames; expected one; a video is a list of frames")
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -106,9 +106,7 @@ class PromptDataset:
         if not len(self):
             why = f"all {num_found} prompts are longer than {self._limit}" if num_found else "no rows"
             if self.num_bad:
-                why = (
-                    f"{self.num_bad} of {num_found} rows have bad pictures; others are longer than {self._limit}"
-                )
+                why = f"{self.num_bad} of {num_found} rows have bad pictures; others are longer than {self._limit}"
             raise InputError(f"{', '.join(files)}: empty dataset: {why}; expected at least one usable prompt")
         self._offsets = np.concatenate([[0], np.cumsum(lengths)])
 
@@ -259,16 +257,16 @@ class PromptDataset:
             return ids
         if self._cfg.filter_overlong_prompts:
             return None
-        if self._cfg.truncation == "error":
-            raise InputError(
-                f"{where}: the prompt has {len(ids)} tokens, more than {self._limit}; raise the limit, "
-                "or set data.filter_overlong_prompts=true, or data.truncation to left, right or middle"
-            )
         if has_items:
             raise InputError(
                 f"{where}: the prompt has {len(ids)} tokens with those of its pictures, more than {self._limit}, and "
                 "pictures cannot be truncated; raise the limit, lower data.max_pixels, or set "
                 "data.filter_overlong_prompts=true"
+            )
+        if self._cfg.truncation == "error":
+            raise InputError(
+                f"{where}: the prompt has {len(ids)} tokens, more than {self._limit}; raise the limit, "
+                "or set data.filter_overlong_prompts=true, or data.truncation to left, right or middle"
             )
         return truncate(ids, limit, self._cfg.truncation)
 

@@ -8,8 +8,6 @@ import io
 import json
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,3 +165,322 @@ def test_a_processor_of_another_model(processor: Any, folders: dict[bool, str], 
             ImageProcessor.of_model(str(tmp_path), tower, DataConfig())
     with pytest.raises(InputError, match=r"data.min_pixels=65536 is above data.max_pixels=4096; .*; set both"):
         processor(True, max_pixels=4096)
+
+
+def row(content: Any, images: Any = None, **more: Any) -> dict[str, Any]:
+    """A row in the layout of verl's geometry3k."""
+    return {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": content}] if isinstance(content, (str, list)) else content,
+        "images": images,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"index": 0},
+        **more,
+    }
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(it) + "\n" for it in rows))
+    return str(path)
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text in which `[image 6]` stands for six placeholder tokens between their marks."""
+
+    def pads(match: re.Match[str]) -> str:
+        return f"<|vision_start|>{f'<|{match[1]}_pad|>' * int(match[2])}<|vision_end|>"
+
+    return tokenizer(re.sub(r"\[(\w+) (\d+)\]", pads, text), add_special_tokens=False)["input_ids"]
+
+
+def chat(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("is_qwen3", [False, True])
+def test_geometry3k(tmp_path: Path, tokenizer: Any, processor: Any, theirs: Any, is_qwen3: bool) -> None:
+    """The tokens of transformers' Qwen processors: their rule, with the grids of their image processor."""
+    pictures = [picture(90, 60), picture(300, 200, 1), picture(200, 300, 2)]
+    values = [{"bytes": encoded(image), "path": None} for image in pictures]
+    rows = [
+        row("<image>Find x.", values[:1]),
+        row("No picture."),
+        row("Of <image> and <image>, <image>?", [values[0], values[2], values[1]]),
+    ]
+    path = write(tmp_path / "train.parquet", rows)
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=processor(is_qwen3))
+    expected = [theirs[is_qwen3](image, return_tensors="np") for image in pictures]
+    grids = [tuple(it["image_grid_thw"][0].tolist()) for it in expected]
+    nums = [int(np.prod(grid)) // 4 for grid in grids]
+    texts = [
+        chat(f"[image {nums[0]}]Find x."),
+        chat("No picture."),
+        chat(f"Of [image {nums[0]}] and [image {nums[2]}], [image {nums[1]}]?"),
+    ]
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    for number, (text, order) in enumerate(zip(texts, ([0], [], [0, 2, 1]), strict=True)):
+        ids = data.prompt_ids(number)
+        assert ids.tolist() == ids_of(tokenizer, text)
+        items = data.media(number)
+        assert [item.grid for item in items] == [grids[place] for place in order]
+        for item, place in zip(items, order, strict=True):
+            run = slice(item.start, item.start + nums[place])
+            assert (ids[run] == pad).all() and ids[item.start - 1] != pad and ids[run.stop] != pad
+        for index, place in enumerate(order):
+            assert np.array_equal(data.patches(number, index), expected[place]["pixel_values"])
+        assert data.prompt_text(number) == re.sub(r"(<\|image_pad\|>)+", r"\1", tokenizer.decode(ids))
+    assert data.media(0)[0].key == data.media(2)[0].key  # the engine encodes equal pictures once
+    assert len({item.key for item in data.media(2)}) == 3
+    assert data.record(0)["prompt"] == [{"role": "user", "content": "<image>Find x."}]
+
+
+def test_transformers_processor_gives_the_same_tokens(tokenizer: Any, processor: Any, tmp_path: Path) -> None:
+    """Its constructor needs torchvision for videos, so that its parts are put together here."""
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+
+    if not hasattr(Qwen2_5_VLProcessor, "replace_image_token"):
+        pytest.skip("transformers before 5.12 has no separate step from pictures to text")
+    images = processor()
+    whole = object.__new__(Qwen2_5_VLProcessor)
+    whole.image_processor, whole.image_token, whole.video_token = images._processor, "<|image_pad|>", "<|video_pad|>"
+    pictures = [picture(90, 60), picture(300, 200, 1)]
+    inputs = images._processor(pictures, return_tensors="np")
+    replaced = [whole.replace_image_token(inputs, image_idx=index) for index in range(2)]
+    content = [{"type": "image"}, {"type": "text", "text": " or "}, {"type": "image"}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(whole.get_text_with_replacements([text], replaced)[0], add_special_tokens=False)["input_ids"][0]
+    path = write(tmp_path / "a.parquet", [row("<image> or <image>", [encoded(image) for image in pictures])])
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=images)
+    assert data.prompt_ids(0).tolist() == ids
+    assert np.array_equal(np.concatenate([data.patches(0, 0), data.patches(0, 1)]), inputs["pixel_values"])
+
+
+def test_where_a_picture_may_be(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    image = picture(56, 56)
+    (tmp_path / "files").mkdir()
+    image.save(tmp_path / "files" / "a.png")
+    absolute = str(tmp_path / "files" / "a.png")
+    uri = f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
+    paths = ["files/a.png", absolute, f"file://{absolute}", uri]
+    values = [
+        *paths,
+        *({"path": path} for path in paths),
+        *({"image": path} for path in paths),
+        {"image": {"path": paths[0]}},
+    ]
+    rows = [row("<image>", [value]) for value in values]
+    rows += [row("<image>", values[0])]  # without a list
+    rows += [row([{"type": "image"}, {"type": "text", "text": ""}], [absolute])]  # parts
+    rows += [row([{"type": "image", "image": absolute}])]  # a part that has the picture
+    data = PromptDataset([write(tmp_path / "a.jsonl", rows)], tokenizer, DataConfig(), images=processor())
+    expected = ids_of(tokenizer, chat("[image 4]"))
+    assert all(data.prompt_ids(number).tolist() == expected for number in range(len(rows)))
+    assert len({item.key for number in range(len(rows)) for item in data.media(number)}) == 1
+    patches = processor().patches(image)[0]
+    assert all(np.array_equal(data.patches(number, 0), patches) for number in range(len(rows)))
+
+
+def test_pictures_in_prompts_without_a_template(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    value = [{"bytes": encoded(picture(56, 56))}]
+    rows = [
+        {"prompt": "a <image>b", "images": value},
+        {"prompt": "<|vision_start|><|image_pad|><|vision_end|>", "images": value},
+        {"prompt": "none", "images": []},
+    ]
+    data = PromptDataset([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig(), images=processor())
+    for number, text in enumerate(("a [image 4]b", "[image 4]", "none")):
+        assert data.prompt_ids(number).tolist() == [tokenizer.bos_token_id, *ids_of(tokenizer, text)]
+    assert [len(data.media(number)) for number in range(3)] == [1, 1, 0]
+
+
+def test_tags_are_text_in_files_without_pictures(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "What is <image> in HTML?"}]}])
+    data = PromptDataset([path], tokenizer, DataConfig(), images=processor())
+    assert data.prompt_text(0) == chat("What is <image> in HTML?")
+
+
+def test_pictures_of_one_row_have_own_limits(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    value = encoded(picture(300, 300))
+    values = [{"bytes": value, "max_pixels": 28 * 28 * 9}, {"bytes": value, "max_pixels": None}]
+    path = write(tmp_path / "a.parquet", [row("<image><image>", values)])
+    data = PromptDataset([path], tokenizer, DataConfig(), images=processor())
+    assert [item.grid for item in data.media(0)] == [(1, 6, 6), (1, 22, 22)]
+    assert [len(data.patches(0, index)) for index in range(2)] == [36, 484]
+
+
+def test_expanded_tokens_count(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    value = [{"bytes": encoded(picture(140, 140))}]  # 25 tokens
+    path = write(tmp_path / "a.parquet", [row("<image>", value), row("1", []), row("<image>1", value)])
+    length = len(ids_of(tokenizer, chat("[image 25]")))
+
+    def read(**options: Any) -> PromptDataset:
+        return PromptDataset([path], tokenizer, DataConfig(**options), images=processor(**options))
+
+    line = f"row 2: the prompt has {length + 1} tokens with those of its pictures, more than data.max_prompt_length="
+    for truncation in ("error", "left"):
+        with pytest.raises(InputError, match=f"{line}.* cannot be truncated"):
+            read(max_prompt_length=length, truncation=truncation)
+    kept = read(max_prompt_length=length, filter_overlong_prompts=True)
+    assert (len(kept), kept.num_filtered, kept.num_bad) == (2, 1, 0)
+    assert read(max_prompt_length=length, max_pixels=14 * 14 * 16).prompt_lengths.max() == length - 21 + 1
+
+
+def test_a_model_without_a_tower(tmp_path: Path, tokenizer: Any) -> None:
+    value = [{"bytes": encoded(picture(56, 56))}]
+    path = write(tmp_path / "a.parquet", [row("1", []), row("<image>", value)])
+    with pytest.raises(InputError, match=r"row 1: pictures in 'images', but the model has no vision tower; use a"):
+        PromptDataset([path], tokenizer, DataConfig())
+    path = write(tmp_path / "b.jsonl", [row("<image>", []), row("1", None)])
+    assert PromptDataset([path], tokenizer, DataConfig()).prompt_text(0) == chat("<image>")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16", "EXIF", "JPEG"])
+def test_pixels_of_every_kind(processor: Any, mode: str) -> None:
+    base = picture(8, 6)
+    gray = base.convert("L")
+    white = Image.new("RGB", base.size, (255, 255, 255))
+    if mode == "EXIF":
+        exif = Image.Exif()
+        exif[274] = 6  # to be turned clockwise
+        data, expected = encoded(base, exif=exif), base.transpose(Image.Transpose.ROTATE_270)
+    elif mode in ("LA", "RGBA"):
+        made = base.convert(mode)
+        made.putalpha(picture(8, 6, 1, "L"))
+        data = encoded(made)
+        white.paste(made.convert("RGBA"), mask=made.getchannel("A"))
+        expected = white
+    elif mode == "I;16":
+        data = encoded(Image.fromarray(np.asarray(gray).astype(np.uint16) * 257))
+        expected = gray.convert("RGB")
+    elif mode == "P":
+        made = base.quantize(7)
+        data, expected = encoded(made, transparency=3), made.convert("RGB")
+        at = np.asarray(made) == 3
+        expected = Image.fromarray(np.where(at[..., None], 255, np.asarray(expected)).astype(np.uint8))
+    elif mode == "JPEG":
+        data = encoded(base, "JPEG")
+        expected = Image.open(io.BytesIO(data)).convert("RGB")
+    else:
+        made = base.convert(mode)
+        kind = "PNG" if mode in ("1", "L") else "TIFF"
+        data, expected = encoded(made, kind), made.convert("RGB")
+    found = processor().open(data)
+    assert found.mode == "RGB"
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+
+
+def truncated() -> bytes:
+    return encoded(picture(64, 64))[:5000]
+
+
+def animation() -> bytes:
+    return encoded(picture(8, 8), "GIF", save_all=True, append_images=[picture(8, 8, 1)])
+
+
+def no_pixels() -> bytes:
+    data = bytearray(encoded(picture(8, 8), "BMP"))
+    data[18:22] = bytes(4)
+    return bytes(data)
+
+
+def of_header(width: int, height: int) -> bytes:
+    """A PNG of that size by its header; its few pixels are not decoded."""
+    import zlib
+
+    data = bytearray(encoded(picture(8, 8)))
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    return bytes(data)
+
+
+BAD = {
+    "truncated": (
+        truncated(),
+        r"found a file that cannot be decoded \(OSError: .*truncated.*\); expected a whole picture",
+    ),
+    "text": (b"no picture at all", r"found b'no picture at al'; expected a picture \(AVIF, BMP,"),
+    "postscript": (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n",
+        r"found b'%!PS-Adobe-3.0 E'; expected a picture",
+    ),
+    "numbers": ([1, 2, 3], r"found list '\[1, 2, 3\]'; expected the bytes or the path of a picture"),
+    "null": (None, r"found NoneType 'None'; expected the bytes or the path of a picture"),
+    "empty": (b"", r"found no bytes; expected those of a picture"),
+    "no pixels": (no_pixels(), r"(found 0 x 8 pixels; expected at least one|cannot be decoded|found b'BM)"),
+    "bomb": (of_header(60_000, 60_000), r"found 60000 x 60000 pixels; expected at most data.max_image_pixels=89478485"),
+    "animation": (animation(), r"found a GIF of 2 frames; expected one; a video is a list of frames"),
+    "strip": (encoded(picture(402, 2)), r"found 402 x 2 pixels; expected an aspect ratio of at most 200"),
+    "missing": ("gone.png", r"found no file '.*gone.png'; expected a picture"),
+    "remote": (
+        "https://example.org/a.png",
+        r"found the address 'https://.*'; expected a local file: download it first",
+    ),
+    "keys": ({"file": "a.png"}, r"found a mapping with the keys file; expected the bytes or"),
+    "base64": ("data:image/png;base64,%", r"found 'data:image/png;base64,%'; expected data:image/...;base64"),
+    "limits": ({"path": "x", "min_pixels": "9"}, r"found min_pixels, max_pixels = \['9', None\]; expected positive"),
+    "order": ({"path": "x", "min_pixels": 9, "max_pixels": 8}, r"found min_pixels=9 above max_pixels=8; expected"),
+    "resized": ({"path": "x", "resized_height": 28}, r"found resized_height=28; expected min_pixels and max_pixels"),
+    "floats": (encoded(Image.new("F", (8, 8)), "TIFF"), r"found pixels that are floating-point numbers; expected 8 or"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_picture(processor: Any, tmp_path: Path, name: str) -> None:
+    value, line = BAD[name]
+    images = processor()
+    (tmp_path / "x").write_bytes(encoded(picture(56, 56)))
+    with pytest.raises(BadImage, match=line) as error:
+        images._limits_of(value)
+        images.open(value, str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_rows_with_bad_pictures(tmp_path: Path, tokenizer: Any, processor: Any, caplog: Any) -> None:
+    good = {"bytes": encoded(picture(56, 56)), "path": None}
+    names = [name for name, (value, _) in BAD.items() if isinstance(value, bytes)]
+    bad = [({"bytes": BAD[name][0], "path": None}, BAD[name][1]) for name in names]
+    bad += [({"bytes": None, "path": value}, BAD[name][1]) for name in ("missing", "remote") for value in BAD[name][:1]]
+    rows = [row("<image><image>", [good, value]) for value, _ in bad]
+    lines = [f"image 1: {line}" for _, line in bad]
+    for content, values, line in (
+        ("<image>", [], r"found 1 <image> in the messages, and 0 in 'images'; expected equal numbers"),
+        ("no tag", [good], r"found 0 <image> in the messages, and 1 in 'images'; expected equal numbers"),
+        ("<image><image>", [good], r"found 2 <image> in the messages, and 1 in 'images'"),
+        ("<video>", [], r"found 1 <video> in the messages, and 0 in 'videos'"),
+        (
+            "<|image_pad|><image>",
+            [good],
+            r"found 2 image and 0 video placeholder tokens after the chat template; expected 1",
+        ),
+    ):
+        rows.append(row(content, values))
+        lines.append(line)
+    for number, line in enumerate(lines):
+        path = write(tmp_path / "bad.parquet", [row("<image>", [good]), rows[number]])
+        with pytest.raises(
+            InputError, match=rf"bad.parquet: row 1: {line}.*; remove the row, or set data.bad_images=skip"
+        ):
+            PromptDataset([path], tokenizer, DataConfig(), images=processor())
+    mixed = [it for bad_row in rows for it in (bad_row, row("<image>", [good]))]
+    path = write(tmp_path / "mixed.parquet", mixed * 2)
+    with caplog.at_level(logging.WARNING):
+        data = PromptDataset([path], tokenizer, DataConfig(bad_images="skip"), images=processor())
+    assert (len(data), data.num_bad, data.num_filtered) == (2 * len(rows), 2 * len(rows), 0)
+    assert [data.uid(number, 0) for number in range(2)] == ["mixed.parquet:1:0", "mixed.parquet:3:0"]
+    assert len(data.patches(len(data) - 1, 0)) == 16
+    written = [record.getMessage() for record in caplog.records]
+    assert len(written) == 21
+    assert all(
+        re.search(rf"dropped .*mixed.parquet: row {2 * number}: {line}", written[number])
+        for number, line in enumerate(lines)
+    )
+    assert written[-1] == f"dropped {2 * len(rows)} rows with bad pictures; the first 20 are above"
+    path = write(tmp_path / "all.parquet", rows)
+    with pytest.raises(InputError, match=f"empty dataset: {len(rows)} of {len(rows)} rows have bad pictures"):
+        PromptDataset([path], tokenizer, DataConfig(bad_images="skip"), images=processor())
