@@ -26,12 +26,13 @@ class RemoteColumn(Protocol):
         """This column's rows followed by those of the others."""
         ...
 
-    def fetch(self) -> Ragged:
+    def fetch(self) -> LocalColumn:
         """Copy the values to this rank."""
         ...
 
 
-AnyColumn: TypeAlias = Ragged | PictureColumn | RemoteColumn
+LocalColumn: TypeAlias = Ragged | PictureColumn
+AnyColumn: TypeAlias = LocalColumn | RemoteColumn
 Columns: TypeAlias = dict[str, AnyColumn]
 
 
@@ -182,17 +183,22 @@ class DataProto:
 
     def fetch(self, name: str) -> Ragged:
         """A token-level column, copied to this rank if it is on others."""
+        found = self.local(name)
+        assert isinstance(found, Ragged)
+        return found
+
+    def local(self, name: str) -> LocalColumn:
+        """As `fetch`, also of pictures."""
         column = self._token_level(name)
-        return column if isinstance(column, Ragged) else column.fetch()
+        return column if isinstance(column, LocalColumn) else column.fetch()
 
     def pictures(self, name: str) -> PictureColumn:
         """A column of pictures, copied to this rank if it is on others."""
-        column = self._token_level(name)
-        found = column if isinstance(column, PictureColumn) else column.fetch()
+        found = self.local(name)
         assert isinstance(found, PictureColumn)
         return found
 
-    def _token_level(self, name: str) -> Ragged | RemoteColumn:
+    def _token_level(self, name: str) -> AnyColumn:
         if name not in self.tokens:
             raise KeyError(f"no token-level column {name!r}; there are {sorted(self.tokens)}")
         return self.tokens[name]
@@ -207,7 +213,7 @@ def same(a: Any, b: Any) -> bool:
     """Deep equality of columns, arrays and plain containers, with NaN equal to NaN."""
     if a is b:
         return True
-    if isinstance(a, Ragged | PictureColumn):
+    if isinstance(a, LocalColumn):
         return a.equal(b)
     if isinstance(a, np.ndarray):
         if not isinstance(b, np.ndarray) or a.shape != b.shape:
@@ -236,7 +242,7 @@ def _joined_meta(parts: Sequence[DataProto], action: str) -> dict[str, Any]:
 
 
 def _concat_tokens(name: str, columns: Sequence[AnyColumn]) -> AnyColumn:
-    local = [isinstance(column, Ragged | PictureColumn) for column in columns]
+    local = [isinstance(column, LocalColumn) for column in columns]
     if all(local):
         return type(columns[0]).concat(columns)  # type: ignore[union-attr]
     if any(local):

@@ -229,7 +229,7 @@ class Executor:
                 f"but returned the columns {sorted(output.tokens)}"
             )
         for name in output.tokens:
-            self.store[writes[name]] = output.fetch(name)
+            self.store[writes[name]] = output.local(name)
         return BatchResult(tuple(sorted(output.tokens)), output.samples, output.meta_info)
 
     def _send_rows(self, command: Command) -> None:

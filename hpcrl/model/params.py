@@ -266,7 +266,6 @@ class _Chunk:
         has_dense = part != "experts"
         if self.first and has_dense:
             yield self.dense.rows(EMBEDDING, self._vocabulary)
-            yield from self._tower()
         for local, layer in enumerate(self.layers):
             prefixes = f"decoder.layers.{layer}.", f"decoder.layers.{local}."
             is_moe = self.shape.is_moe_layer(layer)
@@ -276,6 +275,8 @@ class _Chunk:
                 yield from self._experts(*prefixes)
         if self.last and has_dense:
             yield from self._head()
+        if self.first and has_dense:
+            yield from self._tower()
 
     @property
     def _vocabulary(self) -> tuple[int, int]:
