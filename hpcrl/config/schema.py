@@ -225,7 +225,8 @@ class VisionConfig(Section):
     """The vision tower of a vision-language model, which `model.path` names."""
 
     train: Literal["none", "merger", "tower", "all"] = Field(
-        "none", description="part that is trained: the merger, which maps patches to tokens, the tower before it, or all"
+        "none",
+        description="part that is trained: the merger, which maps patches to tokens, the tower before it, or all",
     )
     lr: PositiveFloat | None = Field(None, description="peak learning rate of what is trained of it; null: the role's")
     cache_gib: NonNegativeFloat = Field(

@@ -241,7 +241,9 @@ class _Split:
         self, name: str, local_name: str | None, shape: Size, local_shape: Size, *boxes: Box, replicated: bool = False
     ) -> Shard:
         frozen = name.endswith(EXPERT_BIAS)
-        return Shard(name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert, frozen)
+        return Shard(
+            name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert, frozen
+        )
 
 
 _Cut = Callable[..., Shard]  # a method of _Split

@@ -93,7 +93,9 @@ def encode_divided(
         own = pixels(parts[mine])
         features = encode(tower, own.patches, own.grids)
     else:  # a constant that has the tower's gradient, because every rank takes part in the collectives
-        features = like.new_zeros(0, vision.feature_width) + sum(it.sum() * 0 for it in tower.parameters() if it.requires_grad)
+        features = like.new_zeros(0, vision.feature_width) + sum(
+            it.sum() * 0 for it in tower.parameters() if it.requires_grad
+        )
     if num_ranks == 1:
         return features, len(parts[mine])
     longest = max(int(tokens[part].sum()) for part in parts)

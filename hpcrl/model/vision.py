@@ -142,7 +142,9 @@ def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Visi
     for key in ids:
         if not isinstance(config.get(key), int):
             raise InputError(f"{where}: {key}={config.get(key)!r}; expected the id of a token")
-    sound = isinstance(sections, list) and len(sections) == 3 and all(isinstance(it, int) and it >= 0 for it in sections)
+    sound = (
+        isinstance(sections, list) and len(sections) == 3 and all(isinstance(it, int) and it >= 0 for it in sections)
+    )
     if not sound or 2 * sum(sections) != head_dim:
         raise InputError(f"{where}: mrope_section={sections!r}; expected three numbers whose sum is {head_dim // 2}")
     vision = Vision(

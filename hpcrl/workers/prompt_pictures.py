@@ -35,6 +35,7 @@ class PromptPictures:
         self._is_frozen = vision.train == "none"
         self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
         self._held = 0
+        self.num_encoded = 0  # by the replica
 
     def encode(self, index: PictureIndex, *, alone: bool = False) -> list[Tensor]:
         """Return the features of each distinct picture, fp32 (tokens, width). alone: this rank encodes all of them."""
@@ -42,6 +43,7 @@ class PromptPictures:
         missing = [number for number, key in enumerate(keys) if key not in self._cache]
         grids = index.grids[missing]
         encoded = self._engine.encode(grids, lambda at: index.patches(missing[at]), alone=alone) if missing else []
+        self.num_encoded += len(missing)
         found = dict(zip(missing, encoded, strict=True))
         features = [found[number] if number in found else self._cache[key] for number, key in enumerate(keys)]
         if self._is_frozen:

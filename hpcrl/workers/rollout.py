@@ -170,14 +170,16 @@ class RolloutWorker(Worker):
         `weight_version`, that of the engine's weights, responses are kept (see `keep_responses`)."""
         start = time.perf_counter()
         split, rows = batch.meta_info["split"], batch.samples["row"].tolist()
-        requests, pictures = self._requests(batch), None
+        requests, pictures, metrics = self._requests(batch), None, dict[str, Metric]()
         if self.pictures is not None:
+            before = self.pictures.num_encoded
             index, features = self.encode(split, rows)
+            metrics["perf/pictures"] = Sum(float(len(index)))
+            metrics["perf/pictures_encoded"] = Sum(float(self.pictures.num_encoded - before))
             requests = with_pictures(requests, self.pictures.of_rows(index, features))
             pictures = self.pictures.column(index, features) if self.is_leader else None
         journal = self.stream.journal if "weight_version" in batch.meta_info else None
         known, left = self._recalled(requests, sampling, batch.meta_info)
-        metrics: dict[str, Metric] = {}
         if known:
             metrics["perf/rollouts_reused"] = Sum(float(len(known)))
         if journal is not None and journal.num_stale:

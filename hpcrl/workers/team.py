@@ -203,6 +203,10 @@ def check_vision(config: Config, vision: Vision) -> None:
         "rollout.exact=true with pictures is not supported; use false": config.rollout.exact,
         f"model.vision.train={vision.train} with model.lora_rank={config.model.lora_rank}: adapters are all that is "
         "trained of a model with them; use none": train and config.model.lora_rank > 0,
+        f"model.vision.train={vision.train} with async_training.mode=bounded_staleness is not supported: features of "
+        "waiting prompts would be older than the weights; use one_step_off": (
+            train and config.async_training.mode == "bounded_staleness"
+        ),
         f"model.vision.train={vision.train} with model.recompute.granularity=full is not supported for a tower whose "
         "features join several layers; use selective": (
             train and vision.num_deepstack > 0 and config.model.recompute.granularity == "full"

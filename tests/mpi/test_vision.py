@@ -153,7 +153,9 @@ def test_rollout_says_what_training_says(world, world_tmp_path: Path, cache, nam
         refit.close()
         features = engine.encode(column.grids, column.values.row)
         assert engine.num_encoded == len(divide(column.grids, rollout.tp)[part.coord.tp])
-        requests = [request(sample, row, column, features, index) for row, sample in enumerate(samples) for index in (0, 1)]
+        requests = [
+            request(sample, row, column, features, index) for row, sample in enumerate(samples) for index in (0, 1)
+        ]
         completions = engine.generate(requests, SAMPLING, seed=1, step=1)
         if limits == "scarce":
             assert refit is not None and report is not None

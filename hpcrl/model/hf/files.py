@@ -67,9 +67,7 @@ def hf_shards(shape: ModelShape) -> list[Shard]:
 def _hf_shard(hf_name: str, parts: list[tuple[Shard, Span]]) -> Shard:
     shard = parts[0][0]
     cols = shard.global_shape[1:]
-    boxes = tuple(
-        Box((span.row, span.row + span.rows), (0, math.prod(cols)), span.hf_row, 0) for _, span in parts
-    )
+    boxes = tuple(Box((span.row, span.row + span.rows), (0, math.prod(cols)), span.hf_row, 0) for _, span in parts)
     rows = sum(span.rows for _, span in parts)
     return Shard(shard.name, hf_name, shard.global_shape, (rows, *cols), boxes, tp_replicated=True)
 

@@ -90,9 +90,7 @@ class NativeEngine:
         self._clear_graphs()
 
     @torch.no_grad()
-    def encode(
-        self, grids: np.ndarray, patches: Callable[[int], np.ndarray], *, alone: bool = False
-    ) -> list[Tensor]:
+    def encode(self, grids: np.ndarray, patches: Callable[[int], np.ndarray], *, alone: bool = False) -> list[Tensor]:
         """Return the vision tower's features of each picture, fp32 (tokens, width) on the CPU. Collective over the
         tensor-parallel ranks, which divide the pictures, unless `alone`.
 
