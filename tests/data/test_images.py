@@ -19,9 +19,12 @@ import pytest
 from PIL import Image
 
 from hpcrl.config.schema import DataConfig
+from hpcrl.data.answers import AnswerDataset
+from hpcrl.data.conversations import Conversations
 from hpcrl.data.images import ImageProcessor, Limits
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
@@ -484,3 +487,109 @@ def test_rows_with_bad_pictures(tmp_path: Path, tokenizer: Any, processor: Any, 
     path = write(tmp_path / "all.parquet", rows)
     with pytest.raises(InputError, match=f"empty dataset: {len(rows)} of {len(rows)} rows have bad pictures"):
         PromptDataset([path], tokenizer, DataConfig(bad_images="skip"), images=processor())
+
+
+# The assistant's turns are marked as in test_conversations.py; without the marks they are found by differences.
+MARKED = TEMPLATE.replace(
+    "<|im_start|>{{ m.role }}\n",
+    "<|im_start|>{{ m.role }}{{ '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{{ '\n' }}{% else %}",
+).replace("<|im_end|>\n{% endfor %}", "<|im_end|>{{ '\n' }}{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize("template", [MARKED, TEMPLATE], ids=["marks", "differences"])
+def test_conversations_with_pictures(tmp_path: Path, tokenizer: Any, processor: Any, template: str) -> None:
+    small, large = encoded(picture(56, 56)), encoded(picture(140, 56, 1))
+    turns = ["<image>And <image>?", "A.", "<image>", "B and C."]
+    roles = ["user", "assistant"] * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    rows = [
+        {"messages": messages, "images": [{"bytes": it} for it in (small, large, small)]},
+        {"messages": [{"role": "user", "content": "none"}, messages[1]], "images": []},
+    ]
+    cfg = DataConfig(chat_template=template, max_prompt_length=200, max_response_length=200)
+    data = Conversations(write(tmp_path / "a.parquet", rows), tokenizer, cfg, "messages", "all", images=processor())
+    shown = ["[image 4]And [image 10]?", "A.", "[image 4]", "B and C."]
+    ids, has_loss = list[int](), list[bool]()
+    for role, text in zip(roles, shown, strict=True):
+        for piece, loss in ((f"<|im_start|>{role}\n", 0), (f"{text}<|im_end|>", role == "assistant"), ("\n", 0)):
+            ids += ids_of(tokenizer, piece)
+            has_loss += [bool(loss)] * (len(ids) - len(has_loss))
+    prompt, response, mask = data.sequence(0)
+    assert [*prompt.tolist(), *response.tolist()] == ids
+    assert [0] * len(prompt) + mask.tolist() == [int(loss) for loss in has_loss]
+    pads = [place for place, token in enumerate(ids) if token == tokenizer.convert_tokens_to_ids("<|image_pad|>")]
+    items = data.media(0)
+    assert [item.start for item in items] == [pads[0], pads[4], pads[14]]
+    assert items[2].start > len(prompt)  # it is in the response, without loss
+    assert (items[0].key, items[0].grid) == (items[2].key, items[2].grid)
+    assert [len(data.patches(0, index)) for index in range(3)] == [16, 40, 16]
+    assert data.media(1) == []
+    assert tokenizer.decode(data.sequence(1)[1][:3]) == "A.<|im_end|>"
+
+
+def test_a_picture_in_an_answer_has_no_loss(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    messages = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": "Here: <image>"}]
+    path = write(tmp_path / "a.parquet", [{"messages": messages, "images": [encoded(picture(56, 56))]}])
+    data = Conversations(path, tokenizer, DataConfig(), "messages", "all", images=processor())
+    _, response, mask = data.sequence(0)
+    shown = tokenizer.decode(response[mask == 1])
+    assert shown == "Here: <|vision_start|><|vision_end|><|im_end|>"
+
+
+def test_bad_conversations(tmp_path: Path, tokenizer: Any, processor: Any, caplog: Any) -> None:
+    def talk(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text}, {"role": "assistant", "content": "A."}]
+
+    value = encoded(picture(280, 280))  # 100 tokens
+    rows = [
+        {"messages": talk("<image>"), "images": [value]},
+        {"messages": talk("<image>"), "images": [truncated()]},
+        {"messages": talk("<image><image>"), "images": [value]},
+    ]
+    path = write(tmp_path / "a.parquet", rows)
+    with pytest.raises(InputError, match=r"a.parquet: row 1: image 0: found a file that cannot .*data.bad_images=skip"):
+        Conversations(path, tokenizer, DataConfig(), "messages", "all", images=processor())
+    options: dict[str, Any] = {"messages_key": "messages", "answer_key": "answer", "turns": "all"}
+    with caplog.at_level(logging.WARNING):
+        data = SftDataset([path, path], tokenizer, DataConfig(bad_images="skip"), **options, images=processor())
+    assert (len(data), data.num_bad, data.num_filtered) == (2, 4, 0)
+    assert len(caplog.records) == 4
+    assert len(data.media(1)) == 1 and data.patches(1, 0).shape == (400, 1176)
+    first = SftDataset(
+        [path, path], tokenizer, DataConfig(bad_images="skip"), **options, max_samples=4, images=processor()
+    )
+    assert first.file_sizes == [1, 1]
+    for truncation in ("error", "right"):
+        short = DataConfig(max_prompt_length=50, max_response_length=50, truncation=truncation, bad_images="skip")
+        with pytest.raises(
+            InputError, match=r"row 0: the conversation has .* tokens with those of its pictures, .* cannot"
+        ):
+            Conversations(path, tokenizer, short, "messages", "all", images=processor())
+    with pytest.raises(InputError, match="row 0: pictures in 'images', but the model has no vision tower"):
+        Conversations(path, tokenizer, DataConfig(), "messages", "all")
+
+
+def test_answers_to_pictures(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    value = [{"bytes": encoded(picture(56, 56))}]
+    parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+    chosen = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A."}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": chosen[:1], "videos": None, "chosen": chosen, "rejected": "B."}])
+    columns = {"chosen_key": "chosen", "rejected_key": "rejected"}
+    with pytest.raises(InputError, match="row 0: found 1 <image> in the messages, and 0 in 'images'"):
+        AnswerDataset([path], tokenizer, DataConfig(), columns, images=processor())
+    rows = [row("<image>?", value, answer="A."), row("1", [], answer="2")]
+    options: dict[str, Any] = {
+        "messages_key": "messages",
+        "answer_key": "answer",
+        "turns": "all",
+        "images": processor(),
+    }
+    data = SftDataset([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig(), **options)
+    prompt, response, mask = data.sequence(0)
+    assert prompt.tolist() == ids_of(tokenizer, chat("[image 4]?"))
+    assert tokenizer.decode(response) == "A.<|im_end|>" and mask.all()
+    assert (len(data.media(0)), data.patches(0, 0).shape, data.media(1)) == (1, (16, 1176), [])
+    bad = write(tmp_path / "b.parquet", [row("<image>?", value, answer="<|image_pad|>")])
+    with pytest.raises(InputError, match="row 0: the answer in 'answer' has the placeholder token of a picture"):
+        SftDataset([bad], tokenizer, DataConfig(), **options)
