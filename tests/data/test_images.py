@@ -8,6 +8,8 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from hpcrl.data.conversations import Conversations
 from hpcrl.data.images import ImageProcessor, Limits
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.row_file import RowFile
 from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.model.vision import Vision
@@ -593,3 +596,142 @@ def test_answers_to_pictures(tmp_path: Path, tokenizer: Any, processor: Any) -> 
     bad = write(tmp_path / "b.parquet", [row("<image>?", value, answer="<|image_pad|>")])
     with pytest.raises(InputError, match="row 0: the answer in 'answer' has the placeholder token of a picture"):
         SftDataset([bad], tokenizer, DataConfig(), **options)
+
+
+def video_patches(frames: list[Image.Image], size: tuple[int, int], is_qwen3: bool) -> np.ndarray:
+    """Patches (time, patches of a group, width) of transformers' video processors, whose resizing needs torchvision."""
+    file = FILES[is_qwen3]
+    patch = file["patch_size"]
+    frames = frames + frames[-1:] * (len(frames) % 2)
+    resized = np.stack([np.asarray(frame.resize(size, Image.Resampling.BICUBIC)) for frame in frames])
+    pixels = (resized / 255 - np.array(file["image_mean"])) / np.array(file["image_std"])
+    time, height, width = len(frames) // 2, size[1] // patch, size[0] // patch
+    split = pixels.transpose(0, 3, 1, 2).reshape(time, 2, 3, height // 2, 2, patch, width // 2, 2, patch)
+    return split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(time, height * width, -1)
+
+
+@pytest.mark.parametrize("num", [4, 5])
+def test_videos_of_qwen2_5(tmp_path: Path, tokenizer: Any, processor: Any, num: int) -> None:
+    """A video is one item; its interval is the seconds between two groups of frames x 2 positions per second."""
+    frames = [picture(120, 60, seed) for seed in range(num)]
+    values = [{"bytes": encoded(frame)} for frame in frames]
+    video = {"video": values, "fps": 4.0, "max_pixels": 140 * 64, "min_pixels": 56 * 56}
+    rows = [row("<video>, <image>", values[:1], videos=[video]), row("<video>", [], videos=[{"video": values[:2]}])]
+    path = write(tmp_path / "a.parquet", rows)
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=999), images=processor())
+    groups = -(-num // 2)
+    text = chat(f"[video {groups * 8}], [image 8]")
+    assert data.prompt_ids(0).tolist() == ids_of(tokenizer, text)
+    whole, still = data.media(0)
+    assert (whole.grid, whole.interval, still.grid, still.interval) == ((groups, 4, 8), 1.0, (1, 4, 8), 1.0)
+    assert data.prompt_ids(0)[whole.start - 1] == tokenizer.convert_tokens_to_ids("<|vision_start|>")
+    expected = video_patches(frames, (112, 56), False)
+    assert np.allclose(data.patches(0, 0), np.concatenate(expected), atol=1e-6)
+    assert np.array_equal(data.patches(0, 1), processor().patches(frames[0])[0])
+    (plain,) = data.media(1)  # at least 128 tokens, and two frames per second
+    assert (plain.grid, plain.interval) == ((1, 16, 32), 2.0)
+
+
+@pytest.mark.parametrize("num", [4, 5])
+def test_videos_of_qwen3(tmp_path: Path, tokenizer: Any, processor: Any, num: int) -> None:
+    """Each two frames are an item, after their mean time as transformers' processor computes it."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    frames = [picture(120, 60, seed) for seed in range(num)]
+    values = [encoded(frame) for frame in frames]
+    video = {"video": values, "sample_fps": 4.0, "max_pixels": 140 * 64, "min_pixels": 56 * 56}
+    times = Qwen3VLProcessor._calculate_timestamps(None, list(range(num)), 4.0, 2)
+    shown = "".join(f"<{time:.1f} seconds>[video 8]" for time in times)
+    rows = [row("<image><video>.", values[:1], videos=[video]), row("<video>", videos=[video])]
+    plain = [it | {"prompt": it["prompt"][0]["content"]} for it in rows]
+    talk = [{"role": "assistant", "content": "A."}]
+    talks = [{"messages": it["prompt"] + talk, "images": it["images"], "videos": it["videos"]} for it in rows]
+    cfg = DataConfig(max_prompt_length=999)
+    images = processor(True)
+    text = f"[image {np.prod(images.grid(120, 60)) // 4}]{shown}."
+    data = PromptDataset([write(tmp_path / "a.parquet", rows)], tokenizer, cfg, images=images)
+    assert data.prompt_ids(0).tolist() == ids_of(tokenizer, chat(text))
+    strings = PromptDataset([write(tmp_path / "b.parquet", plain)], tokenizer, cfg, images=images)
+    assert strings.prompt_ids(0).tolist() == [tokenizer.bos_token_id, *ids_of(tokenizer, text)]
+    spoken = Conversations(write(tmp_path / "c.parquet", talks), tokenizer, cfg, "messages", "all", images=images)
+    assert spoken.sequence(0)[0].tolist() == data.prompt_ids(0).tolist()
+    items = data.media(0)
+    assert [item.grid for item in items[1:]] == [(1, 4, 8)] * len(times)
+    assert {item.interval for item in items} == {1.0}
+    expected = video_patches(frames, (128, 64), True)
+    for found in (data, strings, spoken):
+        for number, patches in enumerate(expected):
+            assert np.allclose(found.patches(0, 1 + number), patches, atol=1e-6)
+    assert [item.key for item in data.media(1)] == [item.key for item in items[1:]]
+    assert len({item.key for item in items}) == len(items)
+
+
+def test_bad_videos(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    good = base64.b64encode(encoded(picture(56, 56))).decode()
+    frame = f"data:image/png;base64,{good}"
+    for number, (videos, line) in enumerate(
+        (
+            (
+                "clip.mp4",
+                r"video 0: found str 'clip.mp4'; expected a list of frames, .*: extract the frames of video files",
+            ),
+            ([{"video": "clip.mp4"}], r"video 0: found str 'clip.mp4'; expected a list of frames"),
+            ([[]], r"video 0: found no frames; expected"),
+            ([[frame, "gone.png"]], r"video 0: frame 1: found no file '.*gone.png'; expected a picture"),
+            ([{"video": [frame], "fps": 0}], r"video 0: found fps=0; expected frames per second, above 0"),
+            ([{"video": [frame], "min_pixels": 0}], r"video 0: found min_pixels, max_pixels = \[0, None\]"),
+            ([[frame], [frame]], r"found 1 <video> in the messages, and 2 in 'videos'"),
+        )
+    ):
+        path = write(tmp_path / f"{number}.jsonl", [row("<video>", videos=videos)])
+        for is_qwen3 in (False, True):
+            with pytest.raises(InputError, match=rf"row 0: {line}"):
+                PromptDataset([path], tokenizer, DataConfig(max_prompt_length=999), images=processor(is_qwen3))
+
+
+def test_a_file_that_changes(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(picture(56, 56)))
+    data = PromptDataset(
+        [write(tmp_path / "a.jsonl", [row("<image>", ["a.png"])])], tokenizer, DataConfig(), images=processor()
+    )
+    path.write_bytes(encoded(picture(84, 56)))
+    with pytest.raises(
+        InputError, match=r"row 0: item 0: found a picture of \(1, 4, 6\) patches; expected \(1, 4, 4\)"
+    ):
+        data.patches(0, 0)
+    path.unlink()
+    with pytest.raises(InputError, match=r"row 0: item 0: found no file .*; it was readable when the job started"):
+        data.patches(0, 0)
+
+
+def test_pictures_stay_in_the_file(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    rows = [row("<image>", [encoded(picture(56, 28 * (number + 2), number))]) for number in range(7)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+    file = RowFile(str(path), {"images"})
+    assert file.columns == list(rows[0]) and "images" not in file[2] and len(file) == 7
+    everything = RowFile(str(path)).column("images")
+    for start, stop in ((0, 7), (2, 4), (5, 6), (3, 3)):
+        assert file.column("images", start, stop) == everything[start:stop]
+    data = PromptDataset([str(path)], tokenizer, DataConfig(), images=processor())
+    assert [data.patches(number, 0).shape[0] for number in (6, 0, 3)] == [64, 16, 40]
+
+
+def test_a_job_without_pictures_imports_neither_pillow_nor_image_processors(tmp_path: Path) -> None:
+    """transformers' tokenizers import PIL.Image by themselves if it is installed."""
+    path = write(tmp_path / "a.parquet", [{"prompt": [{"role": "user", "content": "1"}]}])
+    program = f"""
+import sys
+import hpcrl.data.conversations, hpcrl.data.images, hpcrl.data.prompts
+from hpcrl.config.schema import DataConfig
+from hpcrl.data.tokenizer import load_tokenizer
+print("PIL" in sys.modules, "transformers" in sys.modules)
+tokenizer = load_tokenizer("configs/tokenizer")
+before = set(sys.modules)
+hpcrl.data.prompts.PromptDataset([{path!r}], tokenizer, DataConfig())
+print([name for name in sys.modules if "image_processing" in name or name not in before and name.startswith("PIL")])
+"""
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert run.stdout.split("\n")[:2] == ["False False", "[]"]
