@@ -201,29 +201,52 @@ class Row:
 
 
 class FileMedia:
-    """The pictures of the rows of one file, in its columns `data.image_key` and `data.video_key`."""
+    """The pictures of the rows of one file, in its columns `data.image_key` and `data.video_key`.
 
-    def __init__(self, reader: MediaReader, file: RowFile, key: str) -> None:
+    reader: None for a model without a vision tower. key: the column of the prompts, or of the conversations.
+    """
+
+    def __init__(self, reader: MediaReader | None, file: RowFile, key: str, cfg: DataConfig) -> None:
         self._reader, self._file, self._key = reader, file, key
         self._folder = os.path.dirname(file.path)
-        self._names = (reader.cfg.image_key, reader.cfg.video_key)
-        self._is_tagged = has_media(file, reader.cfg)
+        self._names = (cfg.image_key, cfg.video_key)
+        self._is_tagged = not set(self._names).isdisjoint(file.columns)
+
+    def num_at_once(self, most: int) -> int:
+        """Rows that a rank opens at a time."""
+        return min(most, MEDIA_ROWS) if self._reader is not None and self._is_tagged else most
 
     def open(self, rows: range, prompts: Sequence[Any]) -> list[Opened | BadImage]:
-        """Decode the pictures of these rows, whose prompts, or conversations, are given."""
+        """Decode the pictures of these rows, whose prompts, or conversations, are given.
+
+        Raises InputError if there is a picture, and no reader.
+        """
         columns = [self._file.column(name, rows.start, rows.stop) for name in self._names]
         found = list[Opened | BadImage]()
-        for prompt, *values in zip(prompts, *columns, strict=True):
+        for number, prompt, *values in zip(rows, prompts, *columns, strict=True):
+            if self._reader is None:
+                self._check_none(number, values)
+                found.append(Opened(prompt, []))
+                continue
             try:
                 found.append(self._reader.open(prompt, Row(*values, self._is_tagged), self._folder))
             except BadImage as error:
                 found.append(error)
         return found
 
+    def _check_none(self, number: int, values: Sequence[Any]) -> None:
+        for name, value in zip(self._names, values, strict=True):
+            if value:
+                raise InputError(
+                    f"{self._file.path}: row {number}: pictures in {name!r}, but the model has no vision tower; use a "
+                    "vision-language model, or name another column in data.image_key or data.video_key"
+                )
+
     def patches(self, number: int, index: int, item: MediaItem) -> np.ndarray:
         """Return the patches of one item of a row, float32 (patches, width)."""
         prompt, *values = (self._file.column(name, number, number + 1)[0] for name in (self._key, *self._names))
         row = Row(*values, self._is_tagged)
+        assert self._reader is not None  # without it no row has an item
         images, left = self._reader.images, index
         try:
             self._reader.place(prompt, row)
@@ -256,22 +279,6 @@ class MediaTable:
             MediaItem(key, start, (grid[0], grid[1], grid[2]), interval)
             for key, start, grid, interval in zip(*(part[here].tolist() for part in parts), strict=True)
         ]
-
-
-def has_media(file: RowFile, cfg: DataConfig) -> bool:
-    """Whether a file has columns of pictures or videos."""
-    return not {cfg.image_key, cfg.video_key}.isdisjoint(file.columns)
-
-
-def check_no_media(file: RowFile, rows: range, cfg: DataConfig) -> None:
-    """Raise InputError if one of these rows has pictures, for a model that takes none."""
-    for name in (cfg.image_key, cfg.video_key):
-        for row, value in zip(rows, file.column(name, rows.start, rows.stop), strict=True):
-            if value:
-                raise InputError(
-                    f"{file.path}: row {row}: pictures in {name!r}, but the model has no vision tower; use a "
-                    "vision-language model, or name another column in data.image_key or data.video_key"
-                )
 
 
 def bad_line(where: str, error: BadImage, cfg: DataConfig) -> str:

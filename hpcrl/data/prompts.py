@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcrl.data.chat import ChatTemplate, folded
-from hpcrl.data.media import (
-    MEDIA_ROWS,
-    FileMedia,
-    MediaItem,
-    MediaReader,
-    MediaTable,
-    Opened,
-    bad_line,
-    check_no_media,
-    has_media,
-    report_dropped,
-)
+from hpcrl.data.media import FileMedia, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.row_file import RowFile, short_names, spread
 from hpcrl.runtime.exits import InputError
@@ -76,12 +65,12 @@ class PromptDataset:
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._template = ChatTemplate.of_data(tokenizer, cfg)
-        self._files = [RowFile(path) for path in files]
+        self._files = [RowFile(path, {cfg.image_key, cfg.video_key}) for path in files]
         self._names = short_names(files)
         for file in self._files:
             file.require(cfg.prompt_key, "data.prompt_key")
         self._reader = None if images is None else MediaReader(images, tokenizer, cfg)
-        self._media = [FileMedia(self._reader, file, cfg.prompt_key) for file in self._files if self._reader]
+        self._media = [FileMedia(self._reader, file, cfg.prompt_key, cfg) for file in self._files]
 
         num_left = sum(len(file) for file in self._files) if max_samples < 0 else max_samples
         pieces: list[tuple[int, range]] = []
@@ -89,7 +78,7 @@ class PromptDataset:
         for index, file in enumerate(self._files):
             rows = range(min(len(file), num_left - num_found))
             num_found += len(rows)
-            step = MEDIA_ROWS if self._media and has_media(file, cfg) else TOKENISE_ROWS
+            step = self._media[index].num_at_once(TOKENISE_ROWS)
             pieces += [(index, rows[start : start + step]) for start in rows[::step]]
         found = spread(world, pieces, lambda piece: self._tokenise(*piece))
         self._file_of = np.repeat([index for index, _ in pieces], [len(piece.rows) for piece in found])
@@ -125,6 +114,10 @@ class PromptDataset:
         """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
         return self._media[self._file_of[row]].patches(int(self._row_of[row]), index, self.media(row)[index])
 
+    def has_placeholders(self, ids: Sequence[int]) -> bool:
+        """Whether one of these tokens stands for a part of a picture."""
+        return self._reader is not None and bool(self._reader.is_placeholder(np.array(ids)).any())
+
     @property
     def prompt_lengths(self) -> np.ndarray:
         """Tokens of each prompt, int64 (len,)."""
@@ -143,7 +136,7 @@ class PromptDataset:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens))
 
     def row(self, row: int) -> dict[str, Any]:
-        """Return the row of the file, all columns."""
+        """Return the row of the file, all columns except those of pictures."""
         return self._files[self._file_of[row]][int(self._row_of[row])]
 
     def values(self, name: str) -> list[Any]:
@@ -190,12 +183,7 @@ class PromptDataset:
         places = [self._where(file, row) for row in rows]
         for prompt, where in zip(prompts, places, strict=True):
             self._check(prompt, where)
-        opened: list[Opened | BadImage]
-        if self._media:
-            opened = self._media[file].open(rows, prompts)
-        else:
-            check_no_media(self._files[file], rows, self._cfg)
-            opened = [Opened(prompt, []) for prompt in prompts]
+        opened = self._media[file].open(rows, prompts)
         good = [(row, where, it) for row, where, it in zip(rows, places, opened, strict=True) if isinstance(it, Opened)]
         encoded = self._encode([it.prompt for _, _, it in good], [where for _, where, _ in good])
         bad = {row: it for row, it in zip(rows, opened, strict=True) if isinstance(it, BadImage)}
@@ -221,7 +209,7 @@ class PromptDataset:
         )
 
     def _check(self, prompt: Any, where: str) -> None:
-        if not isinstance(prompt, str) and not is_conversation(prompt, with_parts=bool(self._media)):
+        if not isinstance(prompt, str) and not is_conversation(prompt, with_parts=self._reader is not None):
             raise InputError(
                 f"{where}: column {self._cfg.prompt_key!r} holds {str(prompt)[:80]!r}; "
                 "expected a string, or a non-empty list of {role, content} with text in both"

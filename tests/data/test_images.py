@@ -8,6 +8,8 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,13 @@ import pytest
 from PIL import Image
 
 from hpcrl.config.schema import DataConfig
+from hpcrl.data.answers import AnswerDataset
+from hpcrl.data.conversations import Conversations
 from hpcrl.data.images import ImageProcessor, Limits
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import PromptDataset
+from hpcrl.data.row_file import RowFile
+from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
@@ -484,3 +490,248 @@ def test_rows_with_bad_pictures(tmp_path: Path, tokenizer: Any, processor: Any, 
     path = write(tmp_path / "all.parquet", rows)
     with pytest.raises(InputError, match=f"empty dataset: {len(rows)} of {len(rows)} rows have bad pictures"):
         PromptDataset([path], tokenizer, DataConfig(bad_images="skip"), images=processor())
+
+
+# The assistant's turns are marked as in test_conversations.py; without the marks they are found by differences.
+MARKED = TEMPLATE.replace(
+    "<|im_start|>{{ m.role }}\n",
+    "<|im_start|>{{ m.role }}{{ '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{{ '\n' }}{% else %}",
+).replace("<|im_end|>\n{% endfor %}", "<|im_end|>{{ '\n' }}{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize("template", [MARKED, TEMPLATE], ids=["marks", "differences"])
+def test_conversations_with_pictures(tmp_path: Path, tokenizer: Any, processor: Any, template: str) -> None:
+    small, large = encoded(picture(56, 56)), encoded(picture(140, 56, 1))
+    turns = ["<image>And <image>?", "A.", "<image>", "B and C."]
+    roles = ["user", "assistant"] * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    rows = [
+        {"messages": messages, "images": [{"bytes": it} for it in (small, large, small)]},
+        {"messages": [{"role": "user", "content": "none"}, messages[1]], "images": []},
+    ]
+    cfg = DataConfig(chat_template=template, max_prompt_length=200, max_response_length=200)
+    data = Conversations(write(tmp_path / "a.parquet", rows), tokenizer, cfg, "messages", "all", images=processor())
+    shown = ["[image 4]And [image 10]?", "A.", "[image 4]", "B and C."]
+    ids, has_loss = list[int](), list[bool]()
+    for role, text in zip(roles, shown, strict=True):
+        for piece, loss in ((f"<|im_start|>{role}\n", 0), (f"{text}<|im_end|>", role == "assistant"), ("\n", 0)):
+            ids += ids_of(tokenizer, piece)
+            has_loss += [bool(loss)] * (len(ids) - len(has_loss))
+    prompt, response, mask = data.sequence(0)
+    assert [*prompt.tolist(), *response.tolist()] == ids
+    assert [0] * len(prompt) + mask.tolist() == [int(loss) for loss in has_loss]
+    pads = [place for place, token in enumerate(ids) if token == tokenizer.convert_tokens_to_ids("<|image_pad|>")]
+    items = data.media(0)
+    assert [item.start for item in items] == [pads[0], pads[4], pads[14]]
+    assert items[2].start > len(prompt)  # it is in the response, without loss
+    assert (items[0].key, items[0].grid) == (items[2].key, items[2].grid)
+    assert [len(data.patches(0, index)) for index in range(3)] == [16, 40, 16]
+    assert data.media(1) == []
+    assert tokenizer.decode(data.sequence(1)[1][:3]) == "A.<|im_end|>"
+
+
+def test_a_picture_in_an_answer_has_no_loss(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    messages = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": "Here: <image>"}]
+    path = write(tmp_path / "a.parquet", [{"messages": messages, "images": [encoded(picture(56, 56))]}])
+    data = Conversations(path, tokenizer, DataConfig(), "messages", "all", images=processor())
+    _, response, mask = data.sequence(0)
+    shown = tokenizer.decode(response[mask == 1])
+    assert shown == "Here: <|vision_start|><|vision_end|><|im_end|>"
+
+
+def test_bad_conversations(tmp_path: Path, tokenizer: Any, processor: Any, caplog: Any) -> None:
+    def talk(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text}, {"role": "assistant", "content": "A."}]
+
+    value = encoded(picture(280, 280))  # 100 tokens
+    rows = [
+        {"messages": talk("<image>"), "images": [value]},
+        {"messages": talk("<image>"), "images": [truncated()]},
+        {"messages": talk("<image><image>"), "images": [value]},
+    ]
+    path = write(tmp_path / "a.parquet", rows)
+    with pytest.raises(InputError, match=r"a.parquet: row 1: image 0: found a file that cannot .*data.bad_images=skip"):
+        Conversations(path, tokenizer, DataConfig(), "messages", "all", images=processor())
+    options: dict[str, Any] = {"messages_key": "messages", "answer_key": "answer", "turns": "all"}
+    with caplog.at_level(logging.WARNING):
+        data = SftDataset([path, path], tokenizer, DataConfig(bad_images="skip"), **options, images=processor())
+    assert (len(data), data.num_bad, data.num_filtered) == (2, 4, 0)
+    assert len(caplog.records) == 4
+    assert len(data.media(1)) == 1 and data.patches(1, 0).shape == (400, 1176)
+    first = SftDataset(
+        [path, path], tokenizer, DataConfig(bad_images="skip"), **options, max_samples=4, images=processor()
+    )
+    assert first.file_sizes == [1, 1]
+    for truncation in ("error", "right"):
+        short = DataConfig(max_prompt_length=50, max_response_length=50, truncation=truncation, bad_images="skip")
+        with pytest.raises(
+            InputError, match=r"row 0: the conversation has .* tokens with those of its pictures, .* cannot"
+        ):
+            Conversations(path, tokenizer, short, "messages", "all", images=processor())
+    with pytest.raises(InputError, match="row 0: pictures in 'images', but the model has no vision tower"):
+        Conversations(path, tokenizer, DataConfig(), "messages", "all")
+
+
+def test_answers_to_pictures(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    value = [{"bytes": encoded(picture(56, 56))}]
+    parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+    chosen = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A."}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": chosen[:1], "videos": None, "chosen": chosen, "rejected": "B."}])
+    columns = {"chosen_key": "chosen", "rejected_key": "rejected"}
+    with pytest.raises(InputError, match="row 0: found 1 <image> in the messages, and 0 in 'images'"):
+        AnswerDataset([path], tokenizer, DataConfig(), columns, images=processor())
+    rows = [row("<image>?", value, answer="A."), row("1", [], answer="2")]
+    options: dict[str, Any] = {
+        "messages_key": "messages",
+        "answer_key": "answer",
+        "turns": "all",
+        "images": processor(),
+    }
+    data = SftDataset([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig(), **options)
+    prompt, response, mask = data.sequence(0)
+    assert prompt.tolist() == ids_of(tokenizer, chat("[image 4]?"))
+    assert tokenizer.decode(response) == "A.<|im_end|>" and mask.all()
+    assert (len(data.media(0)), data.patches(0, 0).shape, data.media(1)) == (1, (16, 1176), [])
+    bad = write(tmp_path / "b.parquet", [row("<image>?", value, answer="<|image_pad|>")])
+    with pytest.raises(InputError, match="row 0: the answer in 'answer' has the placeholder token of a picture"):
+        SftDataset([bad], tokenizer, DataConfig(), **options)
+
+
+def video_patches(frames: list[Image.Image], size: tuple[int, int], is_qwen3: bool) -> np.ndarray:
+    """Patches (time, patches of a group, width) of transformers' video processors, whose resizing needs torchvision."""
+    file = FILES[is_qwen3]
+    patch = file["patch_size"]
+    frames = frames + frames[-1:] * (len(frames) % 2)
+    resized = np.stack([np.asarray(frame.resize(size, Image.Resampling.BICUBIC)) for frame in frames])
+    pixels = (resized / 255 - np.array(file["image_mean"])) / np.array(file["image_std"])
+    time, height, width = len(frames) // 2, size[1] // patch, size[0] // patch
+    split = pixels.transpose(0, 3, 1, 2).reshape(time, 2, 3, height // 2, 2, patch, width // 2, 2, patch)
+    return split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(time, height * width, -1)
+
+
+@pytest.mark.parametrize("num", [4, 5])
+def test_videos_of_qwen2_5(tmp_path: Path, tokenizer: Any, processor: Any, num: int) -> None:
+    """A video is one item; its interval is the seconds between two groups of frames x 2 positions per second."""
+    frames = [picture(120, 60, seed) for seed in range(num)]
+    values = [{"bytes": encoded(frame)} for frame in frames]
+    video = {"video": values, "fps": 4.0, "max_pixels": 140 * 64, "min_pixels": 56 * 56}
+    rows = [row("<video>, <image>", values[:1], videos=[video]), row("<video>", [], videos=[{"video": values[:2]}])]
+    path = write(tmp_path / "a.parquet", rows)
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=999), images=processor())
+    groups = -(-num // 2)
+    text = chat(f"[video {groups * 8}], [image 8]")
+    assert data.prompt_ids(0).tolist() == ids_of(tokenizer, text)
+    whole, still = data.media(0)
+    assert (whole.grid, whole.interval, still.grid, still.interval) == ((groups, 4, 8), 1.0, (1, 4, 8), 1.0)
+    assert data.prompt_ids(0)[whole.start - 1] == tokenizer.convert_tokens_to_ids("<|vision_start|>")
+    expected = video_patches(frames, (112, 56), False)
+    assert np.allclose(data.patches(0, 0), np.concatenate(expected), atol=1e-6)
+    assert np.array_equal(data.patches(0, 1), processor().patches(frames[0])[0])
+    (plain,) = data.media(1)  # at least 128 tokens, and two frames per second
+    assert (plain.grid, plain.interval) == ((1, 16, 32), 2.0)
+
+
+@pytest.mark.parametrize("num", [4, 5])
+def test_videos_of_qwen3(tmp_path: Path, tokenizer: Any, processor: Any, num: int) -> None:
+    """Each two frames are an item, after their mean time as transformers' processor computes it."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    frames = [picture(120, 60, seed) for seed in range(num)]
+    values = [encoded(frame) for frame in frames]
+    video = {"video": values, "sample_fps": 4.0, "max_pixels": 140 * 64, "min_pixels": 56 * 56}
+    times = Qwen3VLProcessor._calculate_timestamps(None, list(range(num)), 4.0, 2)
+    shown = "".join(f"<{time:.1f} seconds>[video 8]" for time in times)
+    rows = [row("<image><video>.", values[:1], videos=[video]), row("<video>", videos=[video])]
+    plain = [it | {"prompt": it["prompt"][0]["content"]} for it in rows]
+    talk = [{"role": "assistant", "content": "A."}]
+    talks = [{"messages": it["prompt"] + talk, "images": it["images"], "videos": it["videos"]} for it in rows]
+    cfg = DataConfig(max_prompt_length=999)
+    images = processor(True)
+    text = f"[image {np.prod(images.grid(120, 60)) // 4}]{shown}."
+    data = PromptDataset([write(tmp_path / "a.parquet", rows)], tokenizer, cfg, images=images)
+    assert data.prompt_ids(0).tolist() == ids_of(tokenizer, chat(text))
+    strings = PromptDataset([write(tmp_path / "b.parquet", plain)], tokenizer, cfg, images=images)
+    assert strings.prompt_ids(0).tolist() == [tokenizer.bos_token_id, *ids_of(tokenizer, text)]
+    spoken = Conversations(write(tmp_path / "c.parquet", talks), tokenizer, cfg, "messages", "all", images=images)
+    assert spoken.sequence(0)[0].tolist() == data.prompt_ids(0).tolist()
+    items = data.media(0)
+    assert [item.grid for item in items[1:]] == [(1, 4, 8)] * len(times)
+    assert {item.interval for item in items} == {1.0}
+    expected = video_patches(frames, (128, 64), True)
+    for found in (data, strings, spoken):
+        for number, patches in enumerate(expected):
+            assert np.allclose(found.patches(0, 1 + number), patches, atol=1e-6)
+    assert [item.key for item in data.media(1)] == [item.key for item in items[1:]]
+    assert len({item.key for item in items}) == len(items)
+
+
+def test_bad_videos(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    good = base64.b64encode(encoded(picture(56, 56))).decode()
+    frame = f"data:image/png;base64,{good}"
+    for number, (videos, line) in enumerate(
+        (
+            (
+                "clip.mp4",
+                r"video 0: found str 'clip.mp4'; expected a list of frames, .*: extract the frames of video files",
+            ),
+            ([{"video": "clip.mp4"}], r"video 0: found str 'clip.mp4'; expected a list of frames"),
+            ([[]], r"video 0: found no frames; expected"),
+            ([[frame, "gone.png"]], r"video 0: frame 1: found no file '.*gone.png'; expected a picture"),
+            ([{"video": [frame], "fps": 0}], r"video 0: found fps=0; expected frames per second, above 0"),
+            ([{"video": [frame], "min_pixels": 0}], r"video 0: found min_pixels, max_pixels = \[0, None\]"),
+            ([[frame], [frame]], r"found 1 <video> in the messages, and 2 in 'videos'"),
+        )
+    ):
+        path = write(tmp_path / f"{number}.jsonl", [row("<video>", videos=videos)])
+        for is_qwen3 in (False, True):
+            with pytest.raises(InputError, match=rf"row 0: {line}"):
+                PromptDataset([path], tokenizer, DataConfig(max_prompt_length=999), images=processor(is_qwen3))
+
+
+def test_a_file_that_changes(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(picture(56, 56)))
+    data = PromptDataset(
+        [write(tmp_path / "a.jsonl", [row("<image>", ["a.png"])])], tokenizer, DataConfig(), images=processor()
+    )
+    path.write_bytes(encoded(picture(84, 56)))
+    with pytest.raises(
+        InputError, match=r"row 0: item 0: found a picture of \(1, 4, 6\) patches; expected \(1, 4, 4\)"
+    ):
+        data.patches(0, 0)
+    path.unlink()
+    with pytest.raises(InputError, match=r"row 0: item 0: found no file .*; it was readable when the job started"):
+        data.patches(0, 0)
+
+
+def test_pictures_stay_in_the_file(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    rows = [row("<image>", [encoded(picture(56, 28 * (number + 2), number))]) for number in range(7)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+    file = RowFile(str(path), {"images"})
+    assert file.columns == list(rows[0]) and "images" not in file[2] and len(file) == 7
+    everything = RowFile(str(path)).column("images")
+    for start, stop in ((0, 7), (2, 4), (5, 6), (3, 3)):
+        assert file.column("images", start, stop) == everything[start:stop]
+    data = PromptDataset([str(path)], tokenizer, DataConfig(), images=processor())
+    assert [data.patches(number, 0).shape[0] for number in (6, 0, 3)] == [64, 16, 40]
+
+
+def test_a_job_without_pictures_imports_neither_pillow_nor_image_processors(tmp_path: Path) -> None:
+    """transformers' tokenizers import PIL.Image by themselves if it is installed."""
+    path = write(tmp_path / "a.parquet", [{"prompt": [{"role": "user", "content": "1"}]}])
+    program = f"""
+import sys
+import hpcrl.data.conversations, hpcrl.data.images, hpcrl.data.prompts
+from hpcrl.config.schema import DataConfig
+from hpcrl.data.tokenizer import load_tokenizer
+print("PIL" in sys.modules, "transformers" in sys.modules)
+tokenizer = load_tokenizer("configs/tokenizer")
+before = set(sys.modules)
+hpcrl.data.prompts.PromptDataset([{path!r}], tokenizer, DataConfig())
+print([name for name in sys.modules if "image_processing" in name or name not in before and name.startswith("PIL")])
+"""
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert run.stdout.split("\n")[:2] == ["False False", "[]"]
