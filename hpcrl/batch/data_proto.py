@@ -242,10 +242,10 @@ def _joined_meta(parts: Sequence[DataProto], action: str) -> dict[str, Any]:
 
 
 def _concat_tokens(name: str, columns: Sequence[AnyColumn]) -> AnyColumn:
-    local = [isinstance(column, LocalColumn) for column in columns]
-    if all(local):
-        return type(columns[0]).concat(columns)  # type: ignore[union-attr]
-    if any(local):
+    for kind in (Ragged, PictureColumn):
+        if all(isinstance(column, kind) for column in columns):
+            return kind.concat(columns)  # type: ignore[arg-type]
+    if any(isinstance(column, LocalColumn) for column in columns):
         raise ValueError(f"column {name!r} is on this rank in one batch and on others in another; fetch it first")
     remote = cast("Sequence[RemoteColumn]", columns)
     return remote[0].concat(remote[1:])

@@ -18,9 +18,9 @@ from torch import Tensor
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged
 from hpcrl.model.packed import PackedTokens, pack, places, tokens_of
+from hpcrl.model.router import NOT_RECORDED, Routing
 from hpcrl.model.tower import PackedPictures, Pixels
 from hpcrl.model.vision import Picture, rope_positions
-from hpcrl.model.router import NOT_RECORDED, Routing
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -230,10 +230,10 @@ def packed_pictures(batch: DataProto, rows: np.ndarray, lengths: Tensor, shape: 
         features, pixels = values.view(-1, vision.feature_width), None
     else:
         features, pixels = None, Pixels(values.view(-1, width), torch.from_numpy(column.grids.astype(np.int64)))
-    rows_of = (torch.from_numpy(np.concatenate(parts)) for parts in (at_tokens, at_features))
+    at_tokens_of, at_features_of = (torch.from_numpy(np.concatenate(parts)) for parts in (at_tokens, at_features))
     return {
         "rope_positions": torch.from_numpy(np.concatenate(positions, axis=1)),
-        "pictures": PackedPictures(*rows_of, features=features, pixels=pixels),
+        "pictures": PackedPictures(at_tokens_of, at_features_of, features, pixels),
     }
 
 

@@ -127,7 +127,7 @@ def _chunk(
         tower = build_tower(shape, config.params_dtype)
         for name, parameter in tower.named_parameters():
             parameter.requires_grad_(shape.vision.is_trained(name))
-            parameter.tower = True  # each tensor-parallel rank has the gradient of its pictures
+            parameter.tower = True  # type: ignore[attr-defined]  # each tensor-parallel rank has the gradient of its pictures
         model.add_tower(tower, shape.vision)
     if head in params.SCALAR_HEADS and is_last:
         model.output_layer = ScalarHead(shape.hidden_size)

@@ -287,7 +287,9 @@ class _Chunk:
     def _tower(self) -> Iterator[Shard]:
         """The vision tower, whole on every rank; its ranks divide the pictures."""
         vision = self.shape.vision
-        for name, size in tower_tensors(vision).items() if vision is not None else ():
+        if vision is None:
+            return
+        for name, size in tower_tensors(vision).items():
             yield self.dense.whole(f"{TOWER}{name}", size)._replace(is_frozen=not vision.is_trained(name))
 
     def _layer(self, prefix: str, local: str, is_moe: bool) -> Iterator[Shard]:

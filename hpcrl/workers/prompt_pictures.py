@@ -18,7 +18,6 @@ from hpcrl.rollout.protocol import PromptPicture
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hpcrl.data.prompts import PromptDataset
     from hpcrl.model.vision import Vision
 
 

@@ -173,11 +173,11 @@ class RolloutWorker(Worker):
         requests, pictures, metrics = self._requests(batch), None, dict[str, Metric]()
         if self.pictures is not None:
             before = self.pictures.num_encoded
-            index, features = self.encode(split, rows)
-            metrics["perf/pictures"] = Sum(float(len(index)))
+            shown, features = self.encode(split, rows)
+            metrics["perf/pictures"] = Sum(float(len(shown)))
             metrics["perf/pictures_encoded"] = Sum(float(self.pictures.num_encoded - before))
-            requests = with_pictures(requests, self.pictures.of_rows(index, features))
-            pictures = self.pictures.column(index, features) if self.is_leader else None
+            requests = with_pictures(requests, self.pictures.of_rows(shown, features))
+            pictures = self.pictures.column(shown, features) if self.is_leader else None
         journal = self.stream.journal if "weight_version" in batch.meta_info else None
         known, left = self._recalled(requests, sampling, batch.meta_info)
         if known:

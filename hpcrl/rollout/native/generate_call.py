@@ -146,11 +146,11 @@ class GenerateCall:
             if len(rows) > 1:
                 experts = self._fill(tokens, rows, np.zeros_like(lengths), lengths)
             else:
-                parts = [
-                    self._fill(part := tokens.part(start, limit), rows, np.array([start]), np.array([len(part.ids)]))
+                experts_of = [
+                    self._fill(some := tokens.part(start, limit), rows, np.array([start]), np.array([len(some.ids)]))
                     for start in range(0, len(tokens.ids), limit)
                 ]
-                experts = np.concatenate(parts)
+                experts = np.concatenate(experts_of)
             if self._records:
                 for sequence, part in zip(admission.prefilled, np.split(experts, lengths.cumsum()[:-1]), strict=True):
                     if not sequence.routed:  # a preempted sequence keeps its first record
