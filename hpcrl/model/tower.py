@@ -63,7 +63,7 @@ def divide(grids: np.ndarray, num_ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Division:
-    """Ranks that divide pictures. is_split: each of them has a part of the features' gradient, rather than all of it."""
+    """Ranks that divide pictures. is_split: each has a part of the features' gradient, rather than all of it."""
 
     group: ProcessGroup
     is_split: bool

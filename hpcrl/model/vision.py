@@ -138,7 +138,7 @@ def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Visi
         raise InputError(f"{where}: vision_config={tower!r}; expected the description of the vision tower")
     ids = [f"{name}_token_id" for name in VISION_TOKENS]
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sections = rope.get("mrope_section")
+    sections: Any = rope.get("mrope_section")
     for key in ids:
         if not isinstance(config.get(key), int):
             raise InputError(f"{where}: {key}={config.get(key)!r}; expected the id of a token")
