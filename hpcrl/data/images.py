@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Grid = tuple[int, int, int]
 Kind = Literal["image", "video"]
 FILE = "preprocessor_config.json"
+THUMBNAIL = 96
 
 
 class Source(NamedTuple):
@@ -110,6 +112,23 @@ class ImageProcessor:
         found = self._processor(image, size=size, return_tensors="np")
         time, height, width = map(int, found["image_grid_thw"][0])
         return np.asarray(found["pixel_values"], np.float32), (time, height, width)
+
+    def thumbnail(self, patches: np.ndarray, grid: Grid) -> bytes:
+        """Return the first frame as a PNG of at most `THUMBNAIL` pixels a side. patches: as `patches` returns them."""
+        from PIL import Image
+
+        _, height, width = grid
+        size, merge = self.vision.patch_size, self.vision.merge_size
+        first = patches[: height * width].reshape(
+            height // merge, width // merge, merge, merge, -1, self._num_frames, size, size
+        )
+        pixels = first[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4).reshape(height * size, width * size, -1)
+        restored = pixels * self._processor.image_std + np.asarray(self._processor.image_mean)
+        image = Image.fromarray((restored.clip(0, 1) * 255).round().astype(np.uint8))
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        stream = io.BytesIO()
+        image.save(stream, "PNG")
+        return stream.getvalue()
 
     def num_entries(self, source: Source) -> int:
         """Entries of a picture or a video, without opening it. Raises BadImage."""

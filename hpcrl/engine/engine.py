@@ -360,7 +360,7 @@ class TrainEngine:
             batch,
             self.shape,
             max_tokens=max_tokens,
-            count=layout.scheduled(self._common_count(needed_count(batch, max_tokens, unit))),
+            count=layout.scheduled(self._common_count(needed_count(batch, max_tokens, unit, self.shape))),
             multiple=layout.token_multiple(FP8_ROWS if self.config.fp8 else ROW_MULTIPLE),
             same_size=layout.pp > 1,
             device=platform.device(),
@@ -368,6 +368,7 @@ class TrainEngine:
             unit=unit,
             cp_rank=self.groups.coord.cp,
             cp_size=layout.cp,
+            embeds=self.groups.is_first_stage,
         )
 
     def _run(self, micros: list[MicroBatch], compute: Compute, consume: Consume, *, forward_only: bool) -> list[Any]:

@@ -7,7 +7,7 @@ layer in turn, in any order; `NOT_RECORDED` where there is no record.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged
+from hpcrl.engine.pictures import packed_pictures, tokens_of_towers
 from hpcrl.model.packed import PackedTokens, pack, places, tokens_of
 from hpcrl.model.router import NOT_RECORDED, Routing
-from hpcrl.model.tower import PackedPictures, Pixels
-from hpcrl.model.vision import Picture, rope_positions
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -143,9 +142,9 @@ class MicroBatch:
         return flat.index_copy(0, place.to(outputs.device), outputs).unflatten(0, (len(self), longest))
 
 
-def needed_count(batch: DataProto, max_tokens: int, unit: int = 1) -> int:
+def needed_count(batch: DataProto, max_tokens: int, unit: int = 1, shape: ModelShape | None = None) -> int:
     """Return the number of micro-batches that this replica needs, at least one. `unit` as in `make_micro_batches`."""
-    return max(1, len(_split_rows(_lengths(batch), max_tokens, unit)))
+    return max(1, len(_split_rows(batch, shape, max_tokens, unit)))
 
 
 def make_micro_batches(
@@ -161,15 +160,16 @@ def make_micro_batches(
     unit: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
+    embeds: bool = True,
 ) -> list[MicroBatch]:
     """Pack the samples into `count` micro-batches of at most `max_tokens` tokens, before padding to `multiple`.
 
     `same_size` pads all of them to the longest, which pipeline stages need. `unit` successive samples stay together, in
     order: 2 for a loss that compares the two samples of a pair. Each holds this rank's part of the tokens among
-    `cp_size` ranks.
+    `cp_size` ranks, and their pictures where this rank `embeds` tokens.
     """
     whole_lengths = _lengths(batch)
-    rows_of = _split_rows(whole_lengths, max_tokens, unit, count)
+    rows_of = _split_rows(batch, shape, max_tokens, unit, count)
     sizes = [-(-max(1, int(whole_lengths[rows].sum())) // multiple) * multiple for rows in rows_of]
     if same_size:
         sizes = [max(sizes)] * count
@@ -182,7 +182,8 @@ def make_micro_batches(
         if cp_size > 1:
             local_rows, output_gather = _shared(output_rows, size, cp_rank, cp_size)
             targets, output_rows = output_gather.own_of(targets), local_rows
-        in_tokens = packed_pictures(batch, rows, lengths, shape) if len(rows) and "pictures" in batch.tokens else {}
+        pictures = batch.pictures("pictures").take(rows) if len(rows) and "pictures" in batch.tokens else None
+        in_tokens = {} if pictures is None else packed_pictures(pictures, lengths, shape, embeds=embeds)
         packed = pack(
             ids,
             lengths,
@@ -203,45 +204,19 @@ def make_micro_batches(
     return micros
 
 
-def packed_pictures(batch: DataProto, rows: np.ndarray, lengths: Tensor, shape: ModelShape) -> dict[str, Any]:
-    """Return the pictures of packed samples, and the positions of their tokens, as arguments of `pack`."""
-    vision, column = shape.vision, batch.pictures("pictures").take(rows)
-    if vision is None:
-        raise InputError("the batch has pictures, and the model has no vision tower; use a vision-language model")
-    if not len(column.keys):
-        return {}
-    tokens = column.grids.prod(1, dtype=np.int64) // vision.merge_size**2
-    first_feature, first_token = tokens.cumsum() - tokens, 0
-    positions, at_tokens, at_features = [], [], []
-    for row, length in enumerate(lengths.tolist()):
-        items, starts = column.items.row(row), column.starts.row(row)
-        pictures = [
-            Picture(start, tuple(column.grids[item].tolist()), float(column.intervals[item]))
-            for item, start in zip(items.tolist(), starts.tolist(), strict=True)
-        ]
-        positions.append(rope_positions(length, pictures, vision))
-        for item, start in zip(items, starts, strict=True):
-            places_of_picture = np.arange(tokens[item])
-            at_tokens.append(first_token + start + places_of_picture)
-            at_features.append(first_feature[item] + places_of_picture)
-        first_token += length
-    values, width = torch.from_numpy(column.values.values), vision.patch_width
-    if column.are_features:
-        features, pixels = values.view(-1, vision.feature_width), None
-    else:
-        features, pixels = None, Pixels(values.view(-1, width), torch.from_numpy(column.grids.astype(np.int64)))
-    at_tokens_of, at_features_of = (torch.from_numpy(np.concatenate(parts)) for parts in (at_tokens, at_features))
-    return {
-        "rope_positions": torch.from_numpy(np.concatenate(positions, axis=1)),
-        "pictures": PackedPictures(at_tokens_of, at_features_of, features, pixels),
-    }
-
-
-def _split_rows(lengths: np.ndarray, max_tokens: int, unit: int, count: int | None = None) -> list[np.ndarray]:
-    """Return the row numbers of each micro-batch."""
+def _split_rows(
+    batch: DataProto, shape: ModelShape | None, max_tokens: int, unit: int, count: int | None = None
+) -> list[np.ndarray]:
+    """Return the row numbers of each micro-batch. They are balanced by tokens, and by the patches that the tower runs
+    on; a sample, or `unit` of them, whose tokens fit is never too large for its patches."""
+    lengths = _lengths(batch)
     if len(lengths) % unit:
         raise ValueError(f"{len(lengths)} samples are not a multiple of unit={unit}; keep groups on one replica")
-    groups = micro_batches(lengths.reshape(-1, unit).sum(axis=1), max_tokens, count=count)
+    costs = lengths.reshape(-1, unit).sum(axis=1)
+    if shape is not None and len(batch) and "pictures" in batch.tokens:
+        with_patches = (lengths + tokens_of_towers(batch.pictures("pictures"), shape)).reshape(-1, unit).sum(axis=1)
+        costs = np.maximum(costs, np.minimum(with_patches, max_tokens))
+    groups = micro_batches(costs, max_tokens, count=count)
     return [(group[:, None] * unit + np.arange(unit)).reshape(-1) for group in groups]
 
 

@@ -64,9 +64,7 @@ class PackedGPT(GPTModel):
         if self.vision is not None and pictures is not None:
             embedded = self.embedding(packed_seq_params.input_ids, packed_seq_params.position_ids)
             tp, hidden = self.pg_collection.tp, embedded.size(-1)
-            features = pictures.features
-            if features is None:
-                features = self._encode(pictures)
+            features = self._encode(pictures) if pictures.features is None else pictures.features.to(embedded.device)
             if self.config.sequence_parallel:
                 first = tp.rank() * len(embedded)
                 pictures = pictures.within(first, first + len(embedded))
@@ -83,7 +81,7 @@ class PackedGPT(GPTModel):
             Division(self.pg_collection.cp, is_split=True),
         ]
         pixels = pictures.pixels
-        grids = pixels.grids.cpu().numpy()
+        grids = pixels.grids.numpy()
         features, count = encode_divided(self.vision, self._vision, grids, pixels.take, divisions)
         self.num_encoded += count
         return features

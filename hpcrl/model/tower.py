@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ def encode_divided(
     like = next(tower.parameters())
     if len(parts[mine]):
         own = pixels(parts[mine])
-        features = encode(tower, own.patches, own.grids)
+        features = encode(tower, own.patches.to(like.device), own.grids.to(like.device))
     else:  # a constant that has the tower's gradient, because every rank takes part in the collectives
         features = like.new_zeros(0, vision.feature_width) + sum(
             it.sum() * 0 for it in tower.parameters() if it.requires_grad
@@ -126,7 +126,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class PackedPictures:
-    """The pictures of packed tokens, of which a rank has some.
+    """The pictures of packed tokens, of which a rank has some; their contents stay on the host.
 
     rows: int64 (F,), this rank's placeholder tokens. sources: int64 (F,), the row of each among the features of the
     distinct pictures, end to end. features: (tokens, width), or None: to be computed from `pixels`.
@@ -138,12 +138,7 @@ class PackedPictures:
     pixels: Pixels | None
 
     def to(self, device: torch.device) -> PackedPictures:
-        moved: dict[str, Any] = {"rows": self.rows.to(device), "sources": self.sources.to(device)}
-        if self.features is not None:
-            moved["features"] = self.features.to(device)
-        if self.pixels is not None:
-            moved["pixels"] = Pixels(self.pixels.patches.to(device), self.pixels.grids.to(device))
-        return replace(self, **moved)
+        return replace(self, rows=self.rows.to(device), sources=self.sources.to(device))
 
     def within(self, first: int, stop: int) -> PackedPictures:
         """Those of the tokens [first, stop), counted from `first`."""

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from hpcrl.telemetry.archive import read_step, step_path
 from tests.mpi.lab import ROOT, Lab, metrics, on, own_layout
 
 SIDE = 24  # pixels
@@ -88,6 +89,10 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, shown, train: str
         f"{name}_halted", placement, **sections(shown, train=train, trainer={"total_training_steps": 3, "save_freq": 1})
     )
     assert metrics(resumed) == metrics(straight)
+    _, samples, _ = read_step(step_path(resumed / "rollouts", 3))
+    for row, names in zip(samples["row"].tolist(), samples["pictures"].tolist(), strict=True):
+        sizes = [(2 * SIDE, SIDE) if number else (SIDE, SIDE) for number in range((1, 2, 0)[row % 3])]
+        assert [Image.open(resumed / "rollouts" / "pictures" / name).size for name in json.loads(names)] == sizes
 
 
 @pytest.mark.slow
@@ -143,8 +148,12 @@ def test_supervised_jobs(world, lab: Lab, shown) -> None:
             "preference",
             {
                 "preference": {
-                    **{"batch_size": 6, "total_training_steps": 2, "max_token_len_per_gpu": 256, "eval_freq": -1},
-                    **{"chosen_key": "answer", "rejected_key": "wrong"},
+                    "batch_size": 6,
+                    "total_training_steps": 2,
+                    "max_token_len_per_gpu": 256,
+                    "eval_freq": -1,
+                    "chosen_key": "answer",
+                    "rejected_key": "wrong",
                 }
             },
         ),

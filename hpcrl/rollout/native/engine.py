@@ -103,9 +103,8 @@ class NativeEngine:
 
         def pixels(numbers: list[int]) -> Pixels:
             found = [torch.from_numpy(patches(number)) for number in numbers]
-            return Pixels(torch.cat(found).to(device), torch.from_numpy(grids[numbers].astype(np.int64)).to(device))
+            return Pixels(torch.cat(found), torch.from_numpy(grids[numbers].astype(np.int64)))
 
-        device = self._cache.device
         divisions = [] if alone or decoder.tp.group is None else [Division(decoder.tp.group, is_split=False)]
         features, count = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions)
         self.num_encoded += count
