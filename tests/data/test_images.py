@@ -7,7 +7,9 @@ import functools
 import io
 import json
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from PIL import Image
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.conversations import Conversations
+from hpcrl.data.image_loader import ImageLoader
 from hpcrl.data.images import ImageProcessor, Limits
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import PromptDataset
@@ -735,3 +738,43 @@ print([name for name in sys.modules if "image_processing" in name or name not in
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[:2] == ["False False", "[]"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader(tmp_path: Path, tokenizer: Any, processor: Any, num_workers: int) -> None:
+    pictures = [picture(56, 28 * (number + 2), number) for number in range(4)]
+    rows = [row("<image><image>", [encoded(it), encoded(pictures[0])]) for it in pictures] + [row("none", [])]
+    path = write(tmp_path / "a.parquet", rows)
+    images = processor()
+    data = PromptDataset([path], tokenizer, DataConfig(), images=images)
+    loader = ImageLoader(data, images, num_workers)
+    try:
+        loader.submit([0, 4, 3, 0])
+        loader.submit([3, 1])
+        for number in (1, 0, 3, 2, 3):  # 2 was not submitted, 3 is taken twice
+            for index, image in enumerate((pictures[number], pictures[0])):
+                assert np.array_equal(loader.take(number, index), images.patches(image)[0])
+    finally:
+        loader.close()
+        loader.close()
+
+
+def test_a_loader_whose_processes_fail(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    images, path = processor(), tmp_path / "a.png"
+    path.write_bytes(encoded(picture(56, 56)))
+    rows = [row("<image>", [str(path)]), row("<image>", ["b.png"])]
+    (tmp_path / "b.png").write_bytes(encoded(picture(84, 56)))
+    data = PromptDataset([write(tmp_path / "a.jsonl", rows)], tokenizer, DataConfig(), images=images)
+    loader = ImageLoader(data, images, 1)
+    try:
+        path.unlink()
+        loader.submit([0, 1])
+        with pytest.raises(InputError, match=r"row 0: item 0: found no file .*; it was readable when the job started"):
+            loader.take(0, 0)
+        assert loader.take(1, 0).shape == (24, 1176)
+        for worker in loader._pool._workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        loader.submit([1])
+        assert loader.take(1, 0).shape == (24, 1176)
+    finally:
+        loader.close()
