@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -86,8 +87,8 @@ class ImageProcessor:
                     f"{where}: {key}={getattr(processor, key)}; expected {expected}, as in vision_config of "
                     "config.json; use the files of one model"
                 )
-        size = processor.size
-        limits = Limits(cfg.min_pixels or size["shortest_edge"], cfg.max_pixels or size["longest_edge"])
+        own = _limits_of_file(where, processor)
+        limits = Limits(cfg.min_pixels or own.min_pixels, cfg.max_pixels or own.max_pixels)
         if limits.min_pixels > limits.max_pixels:
             raise InputError(
                 f"data.min_pixels={limits.min_pixels} is above data.max_pixels={limits.max_pixels}; null is the value "
@@ -280,7 +281,18 @@ def _load(folder: str) -> Any:
         ) from None
     if type(processor).__name__ not in ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil"):
         raise InputError(f"{where}: {type(processor).__name__}; expected Qwen2VLImageProcessor")
-    for key in ("shortest_edge", "longest_edge"):
-        if not isinstance(processor.size[key], int) or processor.size[key] < 1:
-            raise InputError(f"{where}: size.{key}={processor.size[key]!r}; expected a number of pixels")
     return processor
+
+
+def _limits_of_file(where: str, processor: Any) -> Limits:
+    """Pixels of a resized picture. The processor of transformers 4.57 ignores `size`, which Qwen3-VL's file has."""
+    with open(where, encoding="utf-8") as file:
+        content = json.load(file)
+    found = []
+    for key, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        in_size = content["size"].get(name) if isinstance(content.get("size"), dict) else None
+        number = next(it for it in (content.get(key), in_size, processor.size[name]) if it is not None)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"{where}: {key}, or size.{name}, is {number!r}; expected a number of pixels")
+        found.append(number)
+    return Limits(*found)

@@ -141,11 +141,17 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 def test_patches_are_transformers(processor: Any, theirs: Any, size: tuple[int, int], is_qwen3: bool) -> None:
     images, image = processor(is_qwen3), picture(*size)
     patches, grid = images.patches(image)
-    expected = theirs[is_qwen3](image, input_data_format="channels_last", return_tensors="np")
+    limits = {"shortest_edge": images.limits.min_pixels, "longest_edge": images.limits.max_pixels}
+    expected = theirs[is_qwen3](image, size=limits, input_data_format="channels_last", return_tensors="np")
     assert patches.dtype == np.float32
     assert np.array_equal(patches, expected["pixel_values"])
     assert grid == tuple(expected["image_grid_thw"][0]) == images.grid(*size)
     assert patches.shape == (np.prod(grid), images.vision.patch_width)
+
+
+def test_limits_of_the_file(processor: Any) -> None:
+    assert processor().limits == Limits(3136, 12845056)
+    assert processor(True).limits == Limits(65536, 16777216)  # transformers 4.57 would take others
 
 
 def test_limits_of_the_config_and_of_a_picture(processor: Any, theirs: Any) -> None:
@@ -172,7 +178,7 @@ def test_a_processor_of_another_model(processor: Any, folders: dict[bool, str], 
             r"ValueError: mean must have 3 elements .*; expected the file of Qwen2.5-VL or Qwen3-VL",
         ),
         ({"do_resize": False}, r".*; expected the file of Qwen2.5-VL or Qwen3-VL"),
-        ({"size": {"shortest_edge": 0, "longest_edge": 9}}, r"size.shortest_edge=0; expected a number of pixels"),
+        ({"size": {"shortest_edge": 0, "longest_edge": 9}}, r"min_pixels, or size.shortest_edge, is 0; expected a"),
     ):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(FILES[True] | change))
         with pytest.raises(InputError, match=line):
@@ -226,8 +232,10 @@ def test_geometry3k(tmp_path: Path, tokenizer: Any, processor: Any, theirs: Any,
         row("Of <image> and <image>, <image>?", [values[0], values[2], values[1]]),
     ]
     path = write(tmp_path / "train.parquet", rows)
-    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=processor(is_qwen3))
-    expected = [theirs[is_qwen3](image, return_tensors="np") for image in pictures]
+    images = processor(is_qwen3)
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=images)
+    size = {"shortest_edge": images.limits.min_pixels, "longest_edge": images.limits.max_pixels}
+    expected = [theirs[is_qwen3](image, size=size, return_tensors="np") for image in pictures]
     grids = [tuple(it["image_grid_thw"][0].tolist()) for it in expected]
     nums = [int(np.prod(grid)) // 4 for grid in grids]
     texts = [
