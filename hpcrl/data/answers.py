@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hpcrl.config.schema import DataConfig
     from hpcrl.data.images import ImageProcessor
-    from hpcrl.data.media import MediaItem
+    from hpcrl.data.media import Located, MediaItem
     from hpcrl.runtime.world import World
 
 
@@ -155,6 +155,10 @@ class AnswerDataset:
     def patches(self, row: int, index: int) -> np.ndarray:
         """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
         return self.prompts.patches(row, index)
+
+    def locate(self, row: int, index: int) -> Located:
+        """Return where the patches of item `index` come from, for a process that decodes them."""
+        return self.prompts.locate(row, index)
 
     @property
     def num_filtered(self) -> int:

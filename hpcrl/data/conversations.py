@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from hpcrl.data.chat import ChatTemplate
-from hpcrl.data.media import FileMedia, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
+from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import TOKENISE_ROWS
 from hpcrl.data.row_file import RowFile, spread
@@ -106,6 +106,10 @@ class Conversations:
     def patches(self, row: int, index: int) -> np.ndarray:
         """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
         return self._media.patches(int(self._rows[row]), index, self.media(row)[index])
+
+    def locate(self, row: int, index: int) -> Located:
+        """Return where the patches of item `index` come from, for a process that decodes them."""
+        return self._media.locate(int(self._rows[row]), index, self.media(row)[index])
 
     def _read(self, file: RowFile, rows: range) -> tuple[dict[int, Marked], list[str]]:
         """These rows of the file by their numbers, without those that are left out, and lines about bad pictures."""

@@ -60,24 +60,25 @@ class Limits(NamedTuple):
 
 
 class ImageProcessor:
-    """Opens, resizes and normalises pictures, and cuts them into patches.
+    """Opens, resizes and normalises pictures, and cuts them into patches, as Qwen2VLImageProcessor of transformers.
 
-    processor: Qwen2VLImageProcessor of transformers, which reads pixels through Pillow.
+    table: the normalised value of each of the 256 values of a pixel, float32 (3, 256). resample: Pillow's filter.
+    A process that gets it by pickle needs no transformers.
     """
 
-    def __init__(self, processor: Any, vision: Vision, cfg: DataConfig) -> None:
-        size = processor.size
-        self.vision = vision
-        self.limits = Limits(cfg.min_pixels or size["shortest_edge"], cfg.max_pixels or size["longest_edge"])
-        self._processor, self._max_source = processor, cfg.max_image_pixels
+    def __init__(self, table: np.ndarray, resample: int, limits: Limits, vision: Vision, max_image_pixels: int) -> None:
+        self.vision, self.limits = vision, limits
+        self._table, self._resample, self._max_source = table, resample, max_image_pixels
         self._factor = vision.patch_size * vision.merge_size
         self._num_frames = int(vision.tower["temporal_patch_size"])  # of a patch
-        self._settings = json.dumps(processor.to_dict(), sort_keys=True, default=str).encode()
 
     @classmethod
     def of_model(cls, folder: str, vision: Vision, cfg: DataConfig) -> ImageProcessor:
-        """Read preprocessor_config.json of a model's folder. Raises InputError if it differs from the vision tower."""
-        processor = _load(folder)
+        """Read preprocessor_config.json of a model's folder through transformers.
+
+        Raises InputError if it differs from the vision tower.
+        """
+        where, processor = f"{folder}/{FILE}", _load(folder)
         for key, expected in (
             ("patch_size", vision.patch_size),
             ("merge_size", vision.merge_size),
@@ -85,16 +86,18 @@ class ImageProcessor:
         ):
             if getattr(processor, key) != expected:
                 raise InputError(
-                    f"{folder}/{FILE}: {key}={getattr(processor, key)}; expected {expected}, as in vision_config of "
+                    f"{where}: {key}={getattr(processor, key)}; expected {expected}, as in vision_config of "
                     "config.json; use the files of one model"
                 )
-        images = cls(processor, vision, cfg)
-        if images.limits.min_pixels > images.limits.max_pixels:
+        own = _limits_of_file(where, processor)
+        limits = Limits(cfg.min_pixels or own.min_pixels, cfg.max_pixels or own.max_pixels)
+        if limits.min_pixels > limits.max_pixels:
             raise InputError(
-                f"data.min_pixels={images.limits.min_pixels} is above data.max_pixels={images.limits.max_pixels}; "
-                f"null is the value in {folder}/{FILE}; set both"
+                f"data.min_pixels={limits.min_pixels} is above data.max_pixels={limits.max_pixels}; null is the value "
+                f"in {where}; set both"
             )
-        images._probe(f"{folder}/{FILE}")
+        images = cls(np.zeros((3, 256), np.float32), int(processor.resample), limits, vision, cfg.max_image_pixels)
+        images._learn(processor, where)
         return images
 
     def open(self, value: Any, folder: str = "") -> Image.Image:
@@ -107,11 +110,8 @@ class ImageProcessor:
 
     def patches(self, image: Image.Image, limits: Limits | None = None) -> tuple[np.ndarray, Grid]:
         """Return the patches of an RGB picture, float32 (patches, vision.patch_width), and its grid."""
-        low, high = limits or self.limits
-        size = {"shortest_edge": low, "longest_edge": high}
-        found = self._processor(image, size=size, return_tensors="np")
-        time, height, width = map(int, found["image_grid_thw"][0])
-        return np.asarray(found["pixel_values"], np.float32), (time, height, width)
+        grid = self.grid(*image.size, limits)
+        return self._cut([self._resized(image, grid)] * self._num_frames, grid), grid
 
     def thumbnail(self, patches: np.ndarray, grid: Grid) -> bytes:
         """Return the first frame as a PNG of at most `THUMBNAIL` pixels a side. patches: as `patches` returns them."""
@@ -150,7 +150,7 @@ class ImageProcessor:
         if source.kind == "video":
             video = video_of(source.value)
             frames = [video.frames[frame] for frame in self._groups(video)[index]]
-            return self._frame_patches(frames, folder, grid)
+            return self._cut([self._resized(frame, grid) for frame in self._open_frames(frames, folder)], grid)
         patches, found = self.patches(self.open(source.value, folder), self._limits_of(source.value))
         if found != grid:
             raise BadImage(f"found a picture of {found} patches; expected {grid}, as when the job read it first")
@@ -167,19 +167,34 @@ class ImageProcessor:
         ends = [(group[0], group[-1]) for group in self._groups(video)]
         return [f"<{(first / video.fps + last / video.fps) / 2:.1f} seconds>" for first, last in ends]
 
-    def _probe(self, where: str) -> None:
-        """Process one picture, because the file is untrusted."""
+    def _learn(self, processor: Any, where: str) -> None:
+        """Fill the table with what the processor makes of each value, and compare the patches of a picture.
+
+        Raises InputError if they differ, because the file is untrusted and transformers may change.
+        """
         from PIL import Image
 
-        size = (self._factor + 3, 2 * self._factor)
+        height, width = self._factor, self._factor * -(-256 // self._factor**2)
+        ramp = (np.arange(height * width) % 256).astype(np.uint8).reshape(height, width)
+        values = Image.fromarray(np.stack([ramp] * 3, axis=-1))
+        noise = np.random.default_rng(0).integers(0, 256, (self._factor + 3, 2 * self._factor + 9, 3), np.uint8)
+        picture = Image.fromarray(noise)
+        size = {"shortest_edge": self.limits.min_pixels, "longest_edge": self.limits.max_pixels}
         try:
-            patches, grid = self.patches(Image.new("RGB", size))
-            found = f"patches of {patches.shape[1]} numbers and a grid of {grid}"
+            normalised = np.asarray(processor(values, do_resize=False, return_tensors="np")["pixel_values"], np.float32)
+            expected = processor(picture, size=size, return_tensors="np")["pixel_values"]
+            self._table[:] = np.arange(256)
+            raw = self._cut([values] * self._num_frames, self._grid(1, (height, width))).astype(np.uint8)
+            for table, its_values, found in zip(self._table, _by_channel(raw), _by_channel(normalised), strict=True):
+                table[its_values] = found
+            patches, _ = self.patches(picture)
         except Exception as error:  # of NumPy and transformers
-            found = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        expected = f"patches of {self.vision.patch_width} numbers and a grid of {self.grid(*size)}"
-        if found != expected:
-            raise InputError(f"{where}: a picture of {size[0]} x {size[1]} pixels gives {found}; expected {expected}")
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        else:
+            if patches.shape[1] == self.vision.patch_width and np.array_equal(patches, expected):
+                return
+            why = f"patches of {expected.shape[1]} numbers that differ from Qwen2VLImageProcessor's"
+        raise InputError(f"{where}: {why}; expected the file of Qwen2.5-VL or Qwen3-VL")
 
     def _limits_of(self, value: Any) -> Limits:
         return self.limits.within(*limits_of(value))
@@ -189,7 +204,7 @@ class ImageProcessor:
         return time, height // self.vision.patch_size, width // self.vision.patch_size
 
     def _key(self, grid: Grid, digests: Sequence[bytes]) -> int:
-        whole = hashlib.blake2b(self._settings, digest_size=8)
+        whole = hashlib.blake2b(self._table.tobytes(), digest_size=8)
         for part in (str(grid).encode(), *digests):
             whole.update(part)
         return int.from_bytes(whole.digest(), "little") >> 1
@@ -225,19 +240,22 @@ class ImageProcessor:
             except BadImage as error:
                 raise BadImage(f"frame {number}: {error}") from None
 
-    def _frame_patches(self, frames: Sequence[Any], folder: str, grid: Grid) -> np.ndarray:
-        """Patches over these frames. The processor repeats a picture in time; here the next frame takes its place."""
-        from PIL import Image
+    def _resized(self, image: Image.Image, grid: Grid) -> Image.Image:
+        _, height, width = grid
+        return image.resize((width * self.vision.patch_size, height * self.vision.patch_size), self._resample)
 
-        time, height, width = grid
-        size = (width * self.vision.patch_size, height * self.vision.patch_size)
-        resized = [frame.resize(size, Image.Resampling.BICUBIC) for frame in self._open_frames(frames, folder)]
-        found = self._processor(resized, do_resize=False, return_tensors="np")["pixel_values"]
-        in_channels, pixels = int(self.vision.tower["in_channels"]), self.vision.patch_size**2
-        by_frame = found.reshape(time, self._num_frames, height * width, in_channels, self._num_frames, pixels)
-        return np.ascontiguousarray(by_frame[:, :, :, :, 0].transpose(0, 2, 3, 1, 4), np.float32).reshape(
-            -1, self.vision.patch_width
+    def _cut(self, frames: Sequence[Image.Image], grid: Grid) -> np.ndarray:
+        """Return normalised patches of resized frames, float32 (patches, width). Those of a token are in sequence."""
+        (time, height, width), merge, patch = grid, self.vision.merge_size, self.vision.patch_size
+        pixels = np.stack([np.asarray(frame) for frame in frames])
+        split = pixels.reshape(
+            time, self._num_frames, height // merge, merge, patch, width // merge, merge, patch, pixels.shape[-1]
         )
+        values = split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(time * height * width, pixels.shape[-1], -1)
+        found = np.empty(values.shape, np.float32)
+        for channel, table in enumerate(self._table):
+            found[:, channel] = table[values[:, channel]]
+        return found.reshape(len(found), -1)
 
 
 def fitted(height: int, width: int, factor: int, limits: Limits) -> tuple[int, int]:
@@ -251,6 +269,11 @@ def fitted(height: int, width: int, factor: int, limits: Limits) -> tuple[int, i
         scale = math.sqrt(limits.min_pixels / (height * width))
         heights, widths = (math.ceil(side * scale / factor) * factor for side in (height, width))
     return heights, widths
+
+
+def _by_channel(patches: np.ndarray) -> np.ndarray:
+    """Patches (N, width) as (3, N, width / 3)."""
+    return patches.reshape(len(patches), 3, -1).transpose(1, 0, 2)
 
 
 def _digest(image: Image.Image) -> bytes:
@@ -277,7 +300,18 @@ def _load(folder: str) -> Any:
         ) from None
     if type(processor).__name__ not in ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil"):
         raise InputError(f"{where}: {type(processor).__name__}; expected Qwen2VLImageProcessor")
-    for key in ("shortest_edge", "longest_edge"):
-        if not isinstance(processor.size[key], int) or processor.size[key] < 1:
-            raise InputError(f"{where}: size.{key}={processor.size[key]!r}; expected a number of pixels")
     return processor
+
+
+def _limits_of_file(where: str, processor: Any) -> Limits:
+    """Pixels of a resized picture. The processor of transformers 4.57 ignores `size`, which Qwen3-VL's file has."""
+    with open(where, encoding="utf-8") as file:
+        content = json.load(file)
+    found = []
+    for key, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        in_size = content["size"].get(name) if isinstance(content.get("size"), dict) else None
+        number = next(it for it in (content.get(key), in_size, processor.size[name]) if it is not None)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"{where}: {key}, or size.{name}, is {number!r}; expected a number of pixels")
+        found.append(number)
+    return Limits(*found)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,15 @@ class Opened(NamedTuple):
 
     prompt: Any
     entries: list[tuple[Kind, Entry]]
+
+
+class Located(NamedTuple):
+    """Arguments of `ImageProcessor.patches_of`."""
+
+    source: Source
+    folder: str
+    index: int
+    grid: Grid
 
 
 class MediaReader:
@@ -242,20 +252,31 @@ class FileMedia:
                     "vision-language model, or name another column in data.image_key or data.video_key"
                 )
 
-    def patches(self, number: int, index: int, item: MediaItem) -> np.ndarray:
-        """Return the patches of one item of a row, float32 (patches, width)."""
+    def locate(self, number: int, index: int, item: MediaItem) -> Located:
+        """Return where the patches of one item of a row come from."""
+        assert self._reader is not None  # without it no row has an item
         prompt, *values = (self._file.column(name, number, number + 1)[0] for name in (self._key, *self._names))
         row = Row(*values, self._is_tagged)
-        assert self._reader is not None  # without it no row has an item
-        images, left = self._reader.images, index
-        try:
+        with self._readable(number, index):
             self._reader.place(prompt, row)
             for source in row.taken:
-                num = images.num_entries(source)
-                if left < num:
-                    return images.patches_of(source, self._folder, left, item.grid)
-                left -= num
+                num = self._reader.images.num_entries(source)
+                if index < num:
+                    return Located(source, self._folder, index, item.grid)
+                index -= num
             raise BadImage(f"found {len(row.taken)} pictures; expected more")
+
+    def patches(self, number: int, index: int, item: MediaItem) -> np.ndarray:
+        """Return the patches of one item of a row, float32 (patches, width)."""
+        assert self._reader is not None
+        located = self.locate(number, index, item)
+        with self._readable(number, index):
+            return self._reader.images.patches_of(*located)
+
+    @contextmanager
+    def _readable(self, number: int, index: int) -> Iterator[None]:
+        try:
+            yield
         except BadImage as error:
             raise InputError(
                 f"{self._file.path}: row {number}: item {index}: {error}; it was readable when the job started"

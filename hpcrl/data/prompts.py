@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcrl.data.chat import ChatTemplate, folded
-from hpcrl.data.media import FileMedia, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
+from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.row_file import RowFile, short_names, spread
 from hpcrl.runtime.exits import InputError
@@ -113,6 +113,10 @@ class PromptDataset:
     def patches(self, row: int, index: int) -> np.ndarray:
         """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
         return self._media[self._file_of[row]].patches(int(self._row_of[row]), index, self.media(row)[index])
+
+    def locate(self, row: int, index: int) -> Located:
+        """Return where the patches of item `index` come from, for a process that decodes them."""
+        return self._media[self._file_of[row]].locate(int(self._row_of[row]), index, self.media(row)[index])
 
     def has_placeholders(self, ids: Sequence[int]) -> bool:
         """Whether one of these tokens stands for a part of a picture."""

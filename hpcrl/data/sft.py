@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hpcrl.config.schema import DataConfig
     from hpcrl.data.images import ImageProcessor
-    from hpcrl.data.media import MediaItem
+    from hpcrl.data.media import Located, MediaItem
     from hpcrl.runtime.world import World
 
 
@@ -97,6 +97,11 @@ class SftDataset:
         """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
         file, row = self._find(row)
         return file.patches(row, index)
+
+    def locate(self, row: int, index: int) -> Located:
+        """Return where the patches of item `index` come from, for a process that decodes them."""
+        file, row = self._find(row)
+        return file.locate(row, index)
 
     def _find(self, row: int) -> tuple[Conversations | AnswerDataset, int]:
         """The file of a sequence, and its number there."""

@@ -7,10 +7,13 @@ import functools
 import io
 import json
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from PIL import Image
 from hpcrl.config.schema import DataConfig
 from hpcrl.data.answers import AnswerDataset
 from hpcrl.data.conversations import Conversations
+from hpcrl.data.image_loader import ImageLoader
 from hpcrl.data.images import ImageProcessor, Limits
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import PromptDataset
@@ -32,6 +36,7 @@ from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
 
+PILLOW = {"backend": "pil"} if int(metadata.version("transformers").split(".")[0]) >= 5 else {"use_fast": False}
 WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>")
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 # The part of Qwen2.5-VL's and Qwen3-VL's templates that renders pictures.
@@ -114,7 +119,7 @@ def theirs(folders: dict[bool, str]) -> dict[bool, Any]:
     """transformers' processors on Pillow."""
     from transformers import AutoImageProcessor
 
-    return {is_qwen3: AutoImageProcessor.from_pretrained(folder) for is_qwen3, folder in folders.items()}
+    return {is_qwen3: AutoImageProcessor.from_pretrained(folder, **PILLOW) for is_qwen3, folder in folders.items()}
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
@@ -136,11 +141,17 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 def test_patches_are_transformers(processor: Any, theirs: Any, size: tuple[int, int], is_qwen3: bool) -> None:
     images, image = processor(is_qwen3), picture(*size)
     patches, grid = images.patches(image)
-    expected = theirs[is_qwen3](image, return_tensors="np")
+    limits = {"shortest_edge": images.limits.min_pixels, "longest_edge": images.limits.max_pixels}
+    expected = theirs[is_qwen3](image, size=limits, input_data_format="channels_last", return_tensors="np")
     assert patches.dtype == np.float32
     assert np.array_equal(patches, expected["pixel_values"])
     assert grid == tuple(expected["image_grid_thw"][0]) == images.grid(*size)
     assert patches.shape == (np.prod(grid), images.vision.patch_width)
+
+
+def test_limits_of_the_file(processor: Any) -> None:
+    assert processor().limits == Limits(3136, 12845056)
+    assert processor(True).limits == Limits(65536, 16777216)  # transformers 4.57 would take others
 
 
 def test_limits_of_the_config_and_of_a_picture(processor: Any, theirs: Any) -> None:
@@ -161,10 +172,13 @@ def test_a_processor_of_another_model(processor: Any, folders: dict[bool, str], 
     with pytest.raises(InputError, match=r"preprocessor_config.json: no such file; expected the image processor"):
         ImageProcessor.of_model(str(tmp_path), tower, DataConfig())
     for change, line in (
-        ({"image_processor_type": "CLIPImageProcessor"}, r"CLIPImageProcessorPil; expected Qwen2VLImageProcessor"),
-        ({"image_mean": [0.5]}, r"a picture of 35 x 64 pixels gives .*; expected patches of 1536 numbers"),
-        ({"do_resize": False}, r"a picture of 35 x 64 pixels gives .*; expected patches of 1536 numbers"),
-        ({"size": {"shortest_edge": 0, "longest_edge": 9}}, r"size.shortest_edge=0; expected a number of pixels"),
+        ({"image_processor_type": "CLIPImageProcessor"}, r"CLIPImageProcessor(Pil)?; expected Qwen2VLImageProcessor"),
+        (
+            {"image_mean": [0.5]},
+            r"ValueError: mean must have 3 elements .*; expected the file of Qwen2.5-VL or Qwen3-VL",
+        ),
+        ({"do_resize": False}, r".*; expected the file of Qwen2.5-VL or Qwen3-VL"),
+        ({"size": {"shortest_edge": 0, "longest_edge": 9}}, r"min_pixels, or size.shortest_edge, is 0; expected a"),
     ):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(FILES[True] | change))
         with pytest.raises(InputError, match=line):
@@ -218,8 +232,10 @@ def test_geometry3k(tmp_path: Path, tokenizer: Any, processor: Any, theirs: Any,
         row("Of <image> and <image>, <image>?", [values[0], values[2], values[1]]),
     ]
     path = write(tmp_path / "train.parquet", rows)
-    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=processor(is_qwen3))
-    expected = [theirs[is_qwen3](image, return_tensors="np") for image in pictures]
+    images = processor(is_qwen3)
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=images)
+    size = {"shortest_edge": images.limits.min_pixels, "longest_edge": images.limits.max_pixels}
+    expected = [theirs[is_qwen3](image, size=size, return_tensors="np") for image in pictures]
     grids = [tuple(it["image_grid_thw"][0].tolist()) for it in expected]
     nums = [int(np.prod(grid)) // 4 for grid in grids]
     texts = [
@@ -244,17 +260,18 @@ def test_geometry3k(tmp_path: Path, tokenizer: Any, processor: Any, theirs: Any,
     assert data.record(0)["prompt"] == [{"role": "user", "content": "<image>Find x."}]
 
 
-def test_transformers_processor_gives_the_same_tokens(tokenizer: Any, processor: Any, tmp_path: Path) -> None:
+def test_transformers_processor_gives_the_same_tokens(
+    tokenizer: Any, processor: Any, theirs: Any, tmp_path: Path
+) -> None:
     """Its constructor needs torchvision for videos, so that its parts are put together here."""
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 
     if not hasattr(Qwen2_5_VLProcessor, "replace_image_token"):
         pytest.skip("transformers before 5.12 has no separate step from pictures to text")
-    images = processor()
     whole = object.__new__(Qwen2_5_VLProcessor)
-    whole.image_processor, whole.image_token, whole.video_token = images._processor, "<|image_pad|>", "<|video_pad|>"
+    whole.image_processor, whole.image_token, whole.video_token = theirs[False], "<|image_pad|>", "<|video_pad|>"
     pictures = [picture(90, 60), picture(300, 200, 1)]
-    inputs = images._processor(pictures, return_tensors="np")
+    inputs = theirs[False](pictures, return_tensors="np")
     replaced = [whole.replace_image_token(inputs, image_idx=index) for index in range(2)]
     content = [{"type": "image"}, {"type": "text", "text": " or "}, {"type": "image"}]
     text = tokenizer.apply_chat_template(
@@ -262,7 +279,7 @@ def test_transformers_processor_gives_the_same_tokens(tokenizer: Any, processor:
     )
     ids = tokenizer(whole.get_text_with_replacements([text], replaced)[0], add_special_tokens=False)["input_ids"][0]
     path = write(tmp_path / "a.parquet", [row("<image> or <image>", [encoded(image) for image in pictures])])
-    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=images)
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=1000), images=processor())
     assert data.prompt_ids(0).tolist() == ids
     assert np.array_equal(np.concatenate([data.patches(0, 0), data.patches(0, 1)]), inputs["pixel_values"])
 
@@ -735,3 +752,43 @@ print([name for name in sys.modules if "image_processing" in name or name not in
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[:2] == ["False False", "[]"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader(tmp_path: Path, tokenizer: Any, processor: Any, num_workers: int) -> None:
+    pictures = [picture(56, 28 * (number + 2), number) for number in range(4)]
+    rows = [row("<image><image>", [encoded(it), encoded(pictures[0])]) for it in pictures] + [row("none", [])]
+    path = write(tmp_path / "a.parquet", rows)
+    images = processor()
+    data = PromptDataset([path], tokenizer, DataConfig(), images=images)
+    loader = ImageLoader(data, images, num_workers)
+    try:
+        loader.submit([0, 4, 3, 0])
+        loader.submit([3, 1])
+        for number in (1, 0, 3, 2, 3):  # 2 was not submitted, 3 is taken twice
+            for index, image in enumerate((pictures[number], pictures[0])):
+                assert np.array_equal(loader.take(number, index), images.patches(image)[0])
+    finally:
+        loader.close()
+        loader.close()
+
+
+def test_a_loader_whose_processes_fail(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+    images, path = processor(), tmp_path / "a.png"
+    path.write_bytes(encoded(picture(56, 56)))
+    rows = [row("<image>", [str(path)]), row("<image>", ["b.png"])]
+    (tmp_path / "b.png").write_bytes(encoded(picture(84, 56)))
+    data = PromptDataset([write(tmp_path / "a.jsonl", rows)], tokenizer, DataConfig(), images=images)
+    loader = ImageLoader(data, images, 1)
+    try:
+        path.unlink()
+        loader.submit([0, 1])
+        with pytest.raises(InputError, match=r"row 0: item 0: found no file .*; it was readable when the job started"):
+            loader.take(0, 0)
+        assert loader.take(1, 0).shape == (24, 1176)
+        for worker in loader._pool._workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        loader.submit([1])
+        assert loader.take(1, 0).shape == (24, 1176)
+    finally:
+        loader.close()
