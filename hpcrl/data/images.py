@@ -123,8 +123,8 @@ class ImageProcessor:
             height // merge, width // merge, merge, merge, -1, self._num_frames, size, size
         )
         pixels = first[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4).reshape(height * size, width * size, -1)
-        restored = pixels * self._processor.image_std + np.asarray(self._processor.image_mean)
-        image = Image.fromarray((restored.clip(0, 1) * 255).round().astype(np.uint8))
+        channels = [np.searchsorted(table, pixels[..., number]) for number, table in enumerate(self._table)]
+        image = Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         stream = io.BytesIO()
         image.save(stream, "PNG")
