@@ -363,7 +363,7 @@ def test_a_model_without_a_tower(tmp_path: Path, tokenizer: Any) -> None:
     assert PromptDataset([path], tokenizer, DataConfig()).prompt_text(0) == chat("<image>")
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16", "EXIF", "JPEG"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16", "EXIF", "JPEG", "MPO"])
 def test_pixels_of_every_kind(processor: Any, mode: str) -> None:
     base = picture(8, 6)
     gray = base.convert("L")
@@ -386,8 +386,9 @@ def test_pixels_of_every_kind(processor: Any, mode: str) -> None:
         data, expected = encoded(made, transparency=3), made.convert("RGB")
         at = np.asarray(made) == 3
         expected = Image.fromarray(np.where(at[..., None], 255, np.asarray(expected)).astype(np.uint8))
-    elif mode == "JPEG":
-        data = encoded(base, "JPEG")
+    elif mode in ("JPEG", "MPO"):
+        data = encoded(base, mode, **({"save_all": True, "append_images": [gray]} if mode == "MPO" else {}))
+        assert Image.open(io.BytesIO(data)).format == mode
         expected = Image.open(io.BytesIO(data)).convert("RGB")
     else:
         made = base.convert(mode)
