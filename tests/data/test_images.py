@@ -723,17 +723,24 @@ def test_a_file_that_changes(tmp_path: Path, tokenizer: Any, processor: Any) -> 
         data.patches(0, 0)
 
 
-def test_pictures_stay_in_the_file(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+@pytest.mark.parametrize("cache", [2**28, 70_000, 1])
+def test_pictures_stay_in_the_file(
+    tmp_path: Path, tokenizer: Any, processor: Any, monkeypatch: Any, caplog: Any, cache: int
+) -> None:
+    monkeypatch.setattr("hpcrl.data.row_file.CACHE_BYTES", cache)
     rows = [row("<image>", [encoded(picture(56, 28 * (number + 2), number))]) for number in range(7)]
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
     file = RowFile(str(path), {"images"})
     assert file.columns == list(rows[0]) and "images" not in file[2] and len(file) == 7
     everything = RowFile(str(path)).column("images")
-    for start, stop in ((0, 7), (2, 4), (5, 6), (3, 3)):
+    for start, stop in ((0, 7), (2, 4), (5, 6), (3, 3), (0, 1)):
         assert file.column("images", start, stop) == everything[start:stop]
     data = PromptDataset([str(path)], tokenizer, DataConfig(), images=processor())
     assert [data.patches(number, 0).shape[0] for number in (6, 0, 3)] == [64, 16, 40]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (2 if cache == 1 else 0)  # one for each opened file
+    assert all("a.parquet: a row group has 0 MiB in 'images', and a row in another one reads" in line for line in lines)
 
 
 def test_a_job_without_pictures_imports_neither_pillow_nor_image_processors(tmp_path: Path) -> None:
