@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hpcrl.data.images import ImageProcessor
-    from hpcrl.data.media import Located, MediaItem
+    from hpcrl.data.media import Located
 
 TIMEOUT_SECONDS = 60.0  # for a picture; then the rank decodes it
 
@@ -25,7 +25,6 @@ TIMEOUT_SECONDS = 60.0  # for a picture; then the rank decodes it
 class Dataset(Protocol):
     """PromptDataset, and other datasets with pictures."""
 
-    def media(self, row: int) -> list[MediaItem]: ...
     def patches(self, row: int, index: int) -> np.ndarray: ...
     def locate(self, row: int, index: int) -> Located: ...
 
@@ -45,7 +44,7 @@ class ImageSource:
 
 
 class ImageLoader:
-    """Decodes the pictures of submitted rows in `data.image_workers` processes; with 0, `take` decodes.
+    """Decodes submitted pictures in `data.image_workers` processes; with 0, `take` decodes.
 
     Each process gets its share of a submission as one request, and works while the rank does other things.
     """
@@ -58,12 +57,12 @@ class ImageLoader:
         source = ImageSource(pickle.dumps(images))
         self._pool = ProcessPool(source, num_workers, TIMEOUT_SECONDS) if num_workers else None
 
-    def submit(self, rows: Iterable[int]) -> None:
-        """Start to decode the pictures of these rows. Each can be taken once. Does not wait."""
+    def submit(self, pictures: Iterable[tuple[int, int]]) -> None:
+        """Start to decode these pictures, (row, index) each, which `take` returns once. Does not wait."""
         if self._pool is None:
             return
-        places = [(row, index) for row in dict.fromkeys(rows) for index in range(len(self._dataset.media(row)))]
-        places = [place for place in places if place not in self._number_of and place not in self._patches]
+        known = self._number_of.keys() | self._patches.keys()
+        places = [place for place in dict.fromkeys(pictures) if place not in known]
         for first in range(min(self._num_workers, len(places))):
             share = places[first :: self._num_workers]
             number = self._pool.submit({"items": [self._dataset.locate(*place) for place in share]}, weight=len(share))

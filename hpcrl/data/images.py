@@ -142,14 +142,14 @@ class ImageProcessor:
         grid = self.grid(*image.size, self._limits_of(source.value))
         return [Entry(self._key(grid, [_digest(image)]), grid)]
 
-    def patches_of(self, source: Source, folder: str, index: int, grid: Grid) -> np.ndarray:
-        """Return the patches of the source's entry `index`, float32 (patches, vision.patch_width).
+    def patches_of(self, source: Source, folder: str, entry: int, grid: Grid) -> np.ndarray:
+        """Return the patches of the source's entry of that number, float32 (patches, vision.patch_width).
 
         Raises BadImage, also if its grid differs from `grid`: the file has changed since.
         """
         if source.kind == "video":
             video = video_of(source.value)
-            frames = [video.frames[frame] for frame in self._groups(video)[index]]
+            frames = [video.frames[frame] for frame in self._groups(video)[entry]]
             return self._cut([self._resized(frame, grid) for frame in self._open_frames(frames, folder)], grid)
         patches, found = self.patches(self.open(source.value, folder), self._limits_of(source.value))
         if found != grid:

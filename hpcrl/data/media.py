@@ -54,7 +54,7 @@ class Located(NamedTuple):
 
     source: Source
     folder: str
-    index: int
+    entry: int
     grid: Grid
 
 
@@ -231,15 +231,15 @@ class FileMedia:
 
         Raises InputError if there is a picture, and no reader.
         """
-        columns = [self._file.column(name, rows.start, rows.stop) for name in self._names]
+        images, videos = (self._file.column(name, rows.start, rows.stop) for name in self._names)
         found = list[Opened | BadImage]()
-        for number, prompt, *values in zip(rows, prompts, *columns, strict=True):
+        for number, prompt, *values in zip(rows, prompts, images, videos, strict=True):
             if self._reader is None:
                 self._check_none(number, values)
                 found.append(Opened(prompt, []))
                 continue
             try:
-                found.append(self._reader.open(prompt, Row(*values, self._is_tagged), self._folder))
+                found.append(self._reader.open(prompt, Row(values[0], values[1], self._is_tagged), self._folder))
             except BadImage as error:
                 found.append(error)
         return found
@@ -255,8 +255,8 @@ class FileMedia:
     def locate(self, number: int, index: int, item: MediaItem) -> Located:
         """Return where the patches of one item of a row come from."""
         assert self._reader is not None  # without it no row has an item
-        prompt, *values = (self._file.column(name, number, number + 1)[0] for name in (self._key, *self._names))
-        row = Row(*values, self._is_tagged)
+        prompt, images, videos = (self._file.column(name, number, number + 1)[0] for name in (self._key, *self._names))
+        row = Row(images, videos, self._is_tagged)
         with self._readable(number, index):
             self._reader.place(prompt, row)
             for source in row.taken:

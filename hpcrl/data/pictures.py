@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 # Only formats of still pictures, decoded by Pillow itself: others run programs (EPS) or contain pictures (ICO).
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 MAX_ASPECT_RATIO = 200  # of Qwen's image processors
 _EXPECTED = "the bytes or the path of a picture, or a mapping with one of them in 'bytes', 'path' or 'image'"
 
@@ -132,7 +132,7 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
         raise BadImage(f"found {width} x {height} pixels; expected an aspect ratio of at most {MAX_ASPECT_RATIO}")
     with _decoding():
         num_frames = getattr(image, "n_frames", 1)
-    if num_frames > 1 and image.format != "MPO":  # a photograph, and smaller copies of it
+    if num_frames > 1 and image.format != "MPO":  # a JPEG, and smaller copies of it
         raise BadImage(f"found a {image.format} of {num_frames} frames; expected one; a video is a list of frames")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ def _each(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Resu
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 ROWS_PER_BATCH = 4096
+CACHE_BYTES = 2**28  # of row groups of a large column, per rank
+
+log = logging.getLogger(__name__)
 
 
 class RowFile:
@@ -136,8 +140,7 @@ class ParquetRows:
 
 
 class RowGroups:
-    """A column of a Parquet file with one row group in memory: of about 100 rows where Hugging Face's datasets wrote
-    pictures."""
+    """A column of a Parquet file with some of its row groups in memory, the last ones read."""
 
     def __init__(self, path: str, name: str) -> None:
         import pyarrow.parquet
@@ -146,7 +149,8 @@ class RowGroups:
         with pyarrow.parquet.ParquetFile(path) as file:
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         self._starts = list(itertools.accumulate(sizes, initial=0))
-        self._group, self._column = -1, None
+        self._groups: dict[int, Any] = {}  # oldest first
+        self._is_reported = False
 
     def values(self, start: int, stop: int) -> list[Any]:
         """Values of rows [start, stop)."""
@@ -161,11 +165,22 @@ class RowGroups:
     def _read(self, group: int) -> Any:
         import pyarrow.parquet
 
-        if group != self._group:
+        column = self._groups.pop(group, None)
+        if column is None:
             with readable_parquet(self._path), pyarrow.parquet.ParquetFile(self._path) as file:
-                self._column = file.read_row_group(group, columns=[self._name]).column(self._name)
-            self._group = group
-        return self._column
+                column = file.read_row_group(group, columns=[self._name]).column(self._name)
+            num_bytes = column.nbytes
+            while self._groups and num_bytes + sum(other.nbytes for other in self._groups.values()) > CACHE_BYTES:
+                del self._groups[next(iter(self._groups))]
+            if num_bytes > CACHE_BYTES and len(self._starts) > 2 and not self._is_reported:
+                self._is_reported = True
+                log.warning(
+                    "%s: a row group has %d MiB in %r, and a row in another one reads all of it; write the file with "
+                    "smaller row groups, of about 100 rows",
+                    *(self._path, num_bytes >> 20, self._name),
+                )
+        self._groups[group] = column
+        return column
 
 
 @contextmanager

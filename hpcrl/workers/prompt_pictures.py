@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ from hpcrl.rollout.protocol import PromptPicture
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hpcrl.data.image_loader import ImageLoader
     from hpcrl.model.vision import Vision
 
 
@@ -29,19 +30,30 @@ class PromptPictures:
     the picture, and up to `cache_bytes` of them are kept in host memory for later steps, by content.
     """
 
-    def __init__(self, engine: NativeEngine, vision: Vision, cache_bytes: int) -> None:
-        self._engine, self._vision, self._cache_bytes = engine, vision, cache_bytes
+    def __init__(
+        self, engine: NativeEngine, vision: Vision, cache_bytes: int, loaders: Mapping[str, ImageLoader]
+    ) -> None:
+        """loaders: of each split."""
+        self._engine, self._cache_bytes, self._loaders = engine, cache_bytes, loaders
         self._is_frozen = vision.train == "none"
         self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
         self._held = 0
         self.num_encoded = 0  # by the replica
 
-    def encode(self, index: PictureIndex, *, alone: bool = False) -> list[Tensor]:
+    def close(self) -> None:
+        """End the processes that decode."""
+        for loader in self._loaders.values():
+            loader.close()
+
+    def encode(self, split: str, index: PictureIndex, *, alone: bool = False) -> list[Tensor]:
         """Return the features of each distinct picture, fp32 (tokens, width). alone: this rank encodes all of them."""
         keys = index.keys.tolist()
         missing = [number for number, key in enumerate(keys) if key not in self._cache]
-        grids = index.grids[missing]
-        encoded = self._engine.encode(grids, lambda at: index.patches(missing[at]), alone=alone) if missing else []
+        grids, sources, loader = index.grids[missing], [index.sources[it] for it in missing], self._loaders[split]
+        encoded: list[Tensor] = []
+        if missing:
+            loader.submit(sources[it] for it in self._engine.share(grids, alone=alone))
+            encoded = self._engine.encode(grids, lambda at: loader.take(*sources[at]), alone=alone)
         self.num_encoded += len(missing)
         found = dict(zip(missing, encoded, strict=True))
         features = [found[number] if number in found else self._cache[key] for number, key in enumerate(keys)]

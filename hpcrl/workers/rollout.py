@@ -18,6 +18,7 @@ from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.data.image_loader import ImageLoader
 from hpcrl.data.picture_index import PictureIndex
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.groups import RoleGroups
@@ -146,7 +147,8 @@ class RolloutWorker(Worker):
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         pictures = None
         if isinstance(engine, NativeEngine) and (vision := team.inputs.shape.vision) is not None:
-            pictures = PromptPictures(engine, vision, int(config.model.vision.cache_gib * 2**30))
+            cache = int(config.model.vision.cache_gib * 2**30)
+            pictures = PromptPictures(engine, vision, cache, _image_loaders(team))
         return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent, pictures)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -160,9 +162,11 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """End the processes of tools."""
+        """End the processes of tools and of pictures."""
         if self.agent is not None:
             self.agent.close()
+        if self.pictures is not None:
+            self.pictures.close()
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "epoch", "sample_index"), writes=WRITTEN)
     def generate(self, batch: DataProto, sampling: SamplingParams) -> DataProto:
@@ -340,7 +344,7 @@ class RolloutWorker(Worker):
         assert self.pictures is not None
         index = PictureIndex.of(self.prompts[split], rows)
         self.engine.wake()
-        return index, self.pictures.encode(index, alone=alone)
+        return index, self.pictures.encode(split, index, alone=alone)
 
     def _requests(self, batch: DataProto) -> list[Request]:
         prompts = self.prompts[batch.meta_info["split"]]
@@ -361,6 +365,12 @@ class RolloutWorker(Worker):
 
 def with_pictures(requests: list[Request], pictures: list[tuple[PromptPicture, ...]]) -> list[Request]:
     return [replace(request, pictures=mine) for request, mine in zip(requests, pictures, strict=True)]
+
+
+def _image_loaders(team: Team) -> dict[str, ImageLoader]:
+    images, num_workers = team.inputs.images, team.config.data.image_workers
+    assert images is not None
+    return {split: ImageLoader(dataset, images, num_workers) for split, dataset in team.inputs.prompts.items()}
 
 
 def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:

@@ -363,7 +363,7 @@ def test_a_model_without_a_tower(tmp_path: Path, tokenizer: Any) -> None:
     assert PromptDataset([path], tokenizer, DataConfig()).prompt_text(0) == chat("<image>")
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16", "EXIF", "JPEG"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16", "EXIF", "JPEG", "MPO"])
 def test_pixels_of_every_kind(processor: Any, mode: str) -> None:
     base = picture(8, 6)
     gray = base.convert("L")
@@ -386,8 +386,9 @@ def test_pixels_of_every_kind(processor: Any, mode: str) -> None:
         data, expected = encoded(made, transparency=3), made.convert("RGB")
         at = np.asarray(made) == 3
         expected = Image.fromarray(np.where(at[..., None], 255, np.asarray(expected)).astype(np.uint8))
-    elif mode == "JPEG":
-        data = encoded(base, "JPEG")
+    elif mode in ("JPEG", "MPO"):
+        data = encoded(base, mode, **({"save_all": True, "append_images": [gray]} if mode == "MPO" else {}))
+        assert Image.open(io.BytesIO(data)).format == mode
         expected = Image.open(io.BytesIO(data)).convert("RGB")
     else:
         made = base.convert(mode)
@@ -722,17 +723,24 @@ def test_a_file_that_changes(tmp_path: Path, tokenizer: Any, processor: Any) -> 
         data.patches(0, 0)
 
 
-def test_pictures_stay_in_the_file(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
+@pytest.mark.parametrize("cache", [2**28, 70_000, 1])
+def test_pictures_stay_in_the_file(
+    tmp_path: Path, tokenizer: Any, processor: Any, monkeypatch: Any, caplog: Any, cache: int
+) -> None:
+    monkeypatch.setattr("hpcrl.data.row_file.CACHE_BYTES", cache)
     rows = [row("<image>", [encoded(picture(56, 28 * (number + 2), number))]) for number in range(7)]
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
     file = RowFile(str(path), {"images"})
     assert file.columns == list(rows[0]) and "images" not in file[2] and len(file) == 7
     everything = RowFile(str(path)).column("images")
-    for start, stop in ((0, 7), (2, 4), (5, 6), (3, 3)):
+    for start, stop in ((0, 7), (2, 4), (5, 6), (3, 3), (0, 1)):
         assert file.column("images", start, stop) == everything[start:stop]
     data = PromptDataset([str(path)], tokenizer, DataConfig(), images=processor())
     assert [data.patches(number, 0).shape[0] for number in (6, 0, 3)] == [64, 16, 40]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (2 if cache == 1 else 0)  # one for each opened file
+    assert all("a.parquet: a row group has 0 MiB in 'images', and a row in another one reads" in line for line in lines)
 
 
 def test_a_job_without_pictures_imports_neither_pillow_nor_image_processors(tmp_path: Path) -> None:
@@ -763,14 +771,18 @@ def test_loader(tmp_path: Path, tokenizer: Any, processor: Any, num_workers: int
     data = PromptDataset([path], tokenizer, DataConfig(), images=images)
     loader = ImageLoader(data, images, num_workers)
     try:
-        loader.submit([0, 4, 3, 0])
-        loader.submit([3, 1])
+        loader.submit(pictures_of(data, [0, 4, 3, 0]))
+        loader.submit(pictures_of(data, [3, 1]))
         for number in (1, 0, 3, 2, 3):  # 2 was not submitted, 3 is taken twice
             for index, image in enumerate((pictures[number], pictures[0])):
                 assert np.array_equal(loader.take(number, index), images.patches(image)[0])
     finally:
         loader.close()
         loader.close()
+
+
+def pictures_of(data: PromptDataset, rows: list[int]) -> list[tuple[int, int]]:
+    return [(row, index) for row in rows for index in range(len(data.media(row)))]
 
 
 def test_a_loader_whose_processes_fail(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
@@ -782,13 +794,13 @@ def test_a_loader_whose_processes_fail(tmp_path: Path, tokenizer: Any, processor
     loader = ImageLoader(data, images, 1)
     try:
         path.unlink()
-        loader.submit([0, 1])
+        loader.submit(pictures_of(data, [0, 1]))
         with pytest.raises(InputError, match=r"row 0: item 0: found no file .*; it was readable when the job started"):
             loader.take(0, 0)
         assert loader.take(1, 0).shape == (24, 1176)
         for worker in loader._pool._workers:
             os.kill(worker.pid, signal.SIGKILL)
-        loader.submit([1])
+        loader.submit(pictures_of(data, [1]))
         assert loader.take(1, 0).shape == (24, 1176)
     finally:
         loader.close()
