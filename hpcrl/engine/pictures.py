@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.model.rope import rope_positions
 from hpcrl.model.tower import PackedPictures, Pixels
-from hpcrl.model.vision import Picture, rope_positions
+from hpcrl.model.vision import Picture
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:

@@ -1,14 +1,12 @@
-"""Vision-language models in numbers: the tower of config.json, its tensors, and positions of pictures. No torch."""
+"""Vision-language models in numbers: the tower of config.json, its tensors, and pictures among tokens. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
-
-import numpy as np
 
 from hpcrl.runtime.exits import InputError
 
@@ -104,30 +102,6 @@ class Vision:
         """Placeholder tokens of a picture."""
         time, height, width = grid
         return time * height * width // self.merge_size**2
-
-
-def rope_positions(length: int, pictures: Iterable[Picture], vision: Vision) -> np.ndarray:
-    """Return positions in time, height and width of a sequence's tokens, int64 (3, length).
-
-    A text token's are equal, one more than the largest before it. Those of a picture begin there and run over its grid
-    (M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1, with the spacing in time of Qwen2.5-VL, arXiv:2502.13923).
-    """
-    positions = np.empty((3, length), np.int64)
-    place = following = 0
-    merge = vision.merge_size
-    for start, (time, height, width), interval in pictures:
-        positions[:, place:start] = np.arange(following, following + start - place)
-        first = following + start - place
-        height, width = height // merge, width // merge
-        grid = np.indices((time, height, width)).reshape(3, -1)
-        grid[0] = (grid[0] * np.float32(interval)).astype(np.int64)
-        place = start + grid.shape[1]
-        if place > length:
-            raise ValueError(f"a picture of {grid.shape[1]} tokens begins at token {start} of a sequence of {length}")
-        positions[:, start:place] = first + grid
-        following = first + max(height, width)
-    positions[:, place:] = np.arange(following, following + length - place)
-    return positions
 
 
 def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Vision:

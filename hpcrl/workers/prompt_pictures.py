@@ -45,15 +45,15 @@ class PromptPictures:
         for loader in self._loaders.values():
             loader.close()
 
-    def encode(self, split: str, index: PictureIndex, *, alone: bool = False) -> list[Tensor]:
-        """Return the features of each distinct picture, fp32 (tokens, width). alone: this rank encodes all of them."""
+    def encode(self, split: str, index: PictureIndex, *, divided: bool = True) -> list[Tensor]:
+        """Return the features of each distinct picture, fp32 (tokens, width). divided: over the replica's ranks."""
         keys = index.keys.tolist()
         missing = [number for number, key in enumerate(keys) if key not in self._cache]
         grids, sources, loader = index.grids[missing], [index.sources[it] for it in missing], self._loaders[split]
         encoded: list[Tensor] = []
         if missing:
-            loader.submit(sources[it] for it in self._engine.share(grids, alone=alone))
-            encoded = self._engine.encode(grids, lambda at: loader.take(*sources[at]), alone=alone)
+            loader.submit(sources[it] for it in self._engine.share(grids, divided=divided))
+            encoded = self._engine.encode(grids, lambda at: loader.take(*sources[at]), divided=divided)
         self.num_encoded += len(missing)
         found = dict(zip(missing, encoded, strict=True))
         features = [found[number] if number in found else self._cache[key] for number, key in enumerate(keys)]

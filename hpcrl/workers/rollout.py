@@ -264,7 +264,7 @@ class RolloutWorker(Worker):
         prompts, rows = batch.samples["prompt"].tolist(), batch.samples["row"].tolist()
         requests = self._requests(batch)
         if self.pictures is not None:
-            requests = with_pictures(requests, self.pictures.of_rows(*self.encode("train", rows, alone=True)))
+            requests = with_pictures(requests, self.pictures.of_rows(*self.encode("train", rows, divided=False)))
         self.stream.add([Response(*sample) for sample in zip(requests, prompts, rows, strict=True)])
 
     @register(Dispatch.ORDER_ALL)
@@ -339,12 +339,12 @@ class RolloutWorker(Worker):
                 columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in texts], np.uint8)
         return DataProto(columns, {name: samples[name][rows] for name in kept}, {})
 
-    def encode(self, split: str, rows: list[int], *, alone: bool = False) -> tuple[PictureIndex, list[torch.Tensor]]:
-        """The pictures of the rows and their features. Collective over the replica, unless `alone`."""
+    def encode(self, split: str, rows: list[int], *, divided: bool = True) -> tuple[PictureIndex, list[torch.Tensor]]:
+        """The pictures of the rows and their features. Collective over the replica if `divided`."""
         assert self.pictures is not None
         index = PictureIndex.of(self.prompts[split], rows)
         self.engine.wake()
-        return index, self.pictures.encode(split, index, alone=alone)
+        return index, self.pictures.encode(split, index, divided=divided)
 
     def _requests(self, batch: DataProto) -> list[Request]:
         prompts = self.prompts[batch.meta_info["split"]]

@@ -196,7 +196,7 @@ def image_processor(config: Config, shape: ModelShape) -> ImageProcessor | None:
 def check_vision(config: Config, vision: Vision) -> None:
     """Raise InputError if the job has settings that do not work with a vision tower."""
     train = vision.train != "none"
-    refused = {
+    unsupported = {
         "rollout.engine=tensorrt_llm with pictures is not supported; use native": (
             config.rollout.engine == "tensorrt_llm"
         ),
@@ -212,7 +212,7 @@ def check_vision(config: Config, vision: Vision) -> None:
             train and vision.num_deepstack > 0 and config.model.recompute.granularity == "full"
         ),
     }
-    for line, is_wanted in refused.items():
+    for line, is_wanted in unsupported.items():
         if is_wanted:
             raise InputError(line)
 

@@ -89,15 +89,15 @@ class NativeEngine:
         self._decoder.adopt(name, tensor)
         self._clear_graphs()
 
-    def share(self, grids: np.ndarray, *, alone: bool = False) -> list[int]:
+    def share(self, grids: np.ndarray, *, divided: bool = True) -> list[int]:
         """Return the numbers of the pictures that this rank encodes in `encode`."""
         tp = self._decoder.tp
-        return divide(grids, 1 if alone else tp.size)[0 if alone else tp.rank]
+        return divide(grids, tp.size if divided else 1)[tp.rank if divided else 0]
 
     @torch.no_grad()
-    def encode(self, grids: np.ndarray, patches: Callable[[int], np.ndarray], *, alone: bool = False) -> list[Tensor]:
+    def encode(self, grids: np.ndarray, patches: Callable[[int], np.ndarray], *, divided: bool = True) -> list[Tensor]:
         """Return the vision tower's features of each picture, fp32 (tokens, width) on the CPU. Collective over the
-        tensor-parallel ranks, which divide the pictures, unless `alone`.
+        tensor-parallel ranks, which divide the pictures, if `divided`.
 
         grids: int (n, 3), patches in time, height and width. patches: from the number of a picture to fp32 (patches,
         patch width); called for this rank's pictures.
@@ -110,7 +110,7 @@ class NativeEngine:
             found = [torch.from_numpy(patches(number)) for number in numbers]
             return Pixels(torch.cat(found), torch.from_numpy(grids[numbers].astype(np.int64)))
 
-        divisions = [] if alone or decoder.tp.group is None else [Division(decoder.tp.group, is_split=False)]
+        divisions = [Division(decoder.tp.group, is_split=False)] if divided and decoder.tp.group is not None else []
         features, count = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions)
         self.num_encoded += count
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))
