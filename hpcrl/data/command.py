@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, prompt_text
+from hpcrl.data.duplicates import NUM_WORDS, THRESHOLD, find_duplicates, picture_key, prompt_text
 from hpcrl.data.prepare import draw_rows, prepare_files, write
 from hpcrl.data.row_file import RowFile
 from hpcrl.data.sampled_pairs import pairs_of_samples
@@ -64,6 +64,7 @@ def parser_of(sources: dict[str, tuple[Source, str]]) -> argparse.ArgumentParser
     check.add_argument("--train", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
     check.add_argument("--val", nargs="+", required=True, metavar="FILE", help="Parquet or JSONL")
     check.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="as data.prompt_key (prompt)")
+    check.add_argument("--image-key", default="images", metavar="COLUMN", help="as data.image_key (images)")
     add_threshold(check)
     pairs = commands.add_parser("pairs", help="chosen and rejected answers from scored samples of `hpcrl generate`")
     pairs.add_argument("--samples", required=True, metavar="FILE", help="generations.jsonl")
@@ -153,13 +154,14 @@ def pairs(parsed: argparse.Namespace) -> int:
 
 def check(parsed: argparse.Namespace) -> int:
     """Compare two sets of files. The exit code is 1 if a validation prompt is among the training prompts."""
-    prompts: list[list[str]] = []
+    prompts, pictures = list[list[str]](), list[list[str]]()
     for paths in (parsed.train, parsed.val):
         files = [RowFile(path) for path in paths]
         for file in files:
             file.require(parsed.prompt_key, "--prompt-key")
         prompts.append([prompt_text(prompt) for file in files for prompt in file.column(parsed.prompt_key)])
-    found = find_duplicates(prompts[0], prompts[1], parsed.threshold)
+        pictures.append([picture_key(images) for file in files for images in file.column(parsed.image_key)])
+    found = find_duplicates(prompts[0], prompts[1], parsed.threshold, (pictures[0], pictures[1]))
     train, val = (
         {"exact": int(exact.sum()), "near": int(near.sum())}
         for exact, near in ((found.train_exact, found.train_near), (found.val_exact, found.val_near))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,16 @@ def prompt_text(prompt: Any) -> str:
     return str(prompt)
 
 
+def picture_key(images: Any) -> str:
+    """A hash of a row's pictures: of their bytes, or of their paths where the row has no bytes; "" without pictures."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for image in images or ():
+        content = (image.get("bytes") or image.get("path")) if isinstance(image, dict) else image
+        encoded = content if isinstance(content, bytes) else str(content).encode()
+        hashed.update(len(encoded).to_bytes(8, "big") + encoded)
+    return hashed.hexdigest() if images else ""
+
+
 def normalised(text: str) -> str:
     """The words of a text with single spaces, in lower case, in Unicode's normal form NFKC."""
     return " ".join(words(text))
@@ -65,29 +76,40 @@ def words(text: str) -> list[str]:
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
-def find_duplicates(train: Iterable[str], val: Iterable[str], threshold: float = THRESHOLD) -> Duplicates:
+def find_duplicates(
+    train: Iterable[str],
+    val: Iterable[str],
+    threshold: float = THRESHOLD,
+    pictures: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> Duplicates:
     """Compare each training prompt with each validation prompt.
+
+    pictures: `picture_key` of each training and validation prompt. Prompts with different pictures are no duplicates.
 
     Exact duplicates have equal `normalised` texts. Near duplicates have a Jaccard similarity of at least `threshold`
     between their sets of NUM_WORDS successive words. Instruction text does not count: words that all prompts begin or
     end with, and shingles that are in too many prompts (COMMON_COUNT, COMMON_SHARE). Similarities are exact, found with
     an inverted index.
     """
-    index: dict[str, int] = {}
-    train_of, val_of = (distinct(texts, index) for texts in (train, val))
-    texts = [text.split(" ") for text in index]
+    index: dict[tuple[str, str], int] = {}
+    train_keys, val_keys = (repeat(""), repeat("")) if pictures is None else pictures
+    train_of, val_of = distinct(train, train_keys, index), distinct(val, val_keys, index)
+    texts = [text.split(" ") for text, _ in index]
+    groups = np.unique([key for _, key in index], return_inverse=True)[1]
     in_train, in_val = (np.bincount(rows, minlength=len(texts)) > 0 for rows in (train_of, val_of))
     exact = in_train & in_val
 
     owners, ids = shingles(without_instruction(texts))
     left, right, similarity = similar_pairs(owners, ids, in_val, in_train, threshold)
+    same = groups[left] == groups[right]
+    left, right, similarity = left[same], right[same], similarity[same]
     near_train, near_val = (np.isin(np.arange(len(texts)), found) & ~exact for found in (right, left))
 
     first_train, first_val = (first_rows(rows, len(texts)) for rows in (train_of, val_of))
     pairs = [(text, text, 1.0) for text in np.flatnonzero(exact)[:MAX_EXAMPLES].tolist()]
     best = np.argsort(-similarity, kind="stable")[:MAX_EXAMPLES]
     pairs += zip(right[best].tolist(), left[best].tolist(), similarity[best].tolist(), strict=True)
-    examples = (Example(int(first_train[ours]), int(first_val[other]), same) for ours, other, same in pairs)
+    examples = (Example(int(first_train[ours]), int(first_val[other]), share) for ours, other, share in pairs)
     return Duplicates(exact[train_of], near_train[train_of], exact[val_of], near_val[val_of], tuple(examples))
 
 
@@ -99,14 +121,16 @@ def equal_problems(train: np.ndarray, val: np.ndarray) -> Duplicates:
     return Duplicates(train_exact, np.zeros_like(train_exact), val_exact, np.zeros_like(val_exact), tuple(examples))
 
 
-def distinct(texts: Iterable[str], index: dict[str, int]) -> np.ndarray:
-    """Add normalised texts to `index`, each with its number, and return the number of each text, int64 (texts,)."""
-    seen: dict[str, int] = {}
+def distinct(texts: Iterable[str], pictures: Iterable[str], index: dict[tuple[str, str], int]) -> np.ndarray:
+    """Add normalised texts with their pictures to `index`, each with its number, and return the number of each text,
+    int64 (texts,)."""
+    seen: dict[tuple[str, str], int] = {}
     numbers = []
-    for text in texts:
-        if text not in seen:
-            seen[text] = index.setdefault(normalised(text), len(index))
-        numbers.append(seen[text])
+    for prompt in zip(texts, pictures, strict=False):
+        if prompt not in seen:
+            text, key = prompt
+            seen[prompt] = index.setdefault((normalised(text), key), len(index))
+        numbers.append(seen[prompt])
     return np.array(numbers, dtype=np.int64)
 
 

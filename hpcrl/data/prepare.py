@@ -126,7 +126,8 @@ def compared(
     if threshold is None:
         duplicates = equal_problems(train.problems, val.problems)
     else:
-        duplicates = find_duplicates(train.prompts(), val.prompts(), threshold)
+        pictures = train.pictures(), val.pictures()
+        duplicates = find_duplicates(train.prompts(), val.prompts(), threshold, pictures)
     examples = [
         {
             "similarity": round(example.similarity, 3),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.data.duplicates import normalised, prompt_text
+from hpcrl.data.duplicates import normalised, picture_key, prompt_text
 from hpcrl.data.row_file import ROWS_PER_BATCH
 from hpcrl.data.source import Dropped, Row, Source
 from hpcrl.rewards.registry import scorer_for
@@ -41,6 +41,12 @@ class Split:
         for batch in self.table.select(["prompt"]).to_batches(ROWS_PER_BATCH):
             yield from (prompt_text(row["prompt"]) for row in batch.to_pylist())
 
+    def pictures(self) -> list[str]:
+        """`picture_key` of each row."""
+        if "images" not in self.table.column_names:
+            return [""] * len(self)
+        return [picture_key(images.as_py()) for images in self.table["images"]]
+
 
 class RowCollector:
     """Collects rows in batches, which become Arrow tables, and counts those that cannot be used."""
@@ -57,7 +63,10 @@ class RowCollector:
     def problem(self, row: Row) -> int:
         """A hash of the row's problem and the seed, below 2^64."""
         identify = self._source.problem
-        text = normalised(prompt_text(row["prompt"])) if identify is None else identify(row)
+        if identify is None:
+            text = normalised(prompt_text(row["prompt"])) + picture_key(row.get("images"))
+        else:
+            text = identify(row)
         hashed = hashlib.blake2b(text.encode(), digest_size=8, key=str(self._seed).encode())
         return int.from_bytes(hashed.digest(), "big")
 
@@ -72,11 +81,15 @@ class RowCollector:
             self._flush()
 
     def _require_new(self, row: Row) -> None:
-        """An SFT or a preference row is its prompt and answers; another row is its prompt."""
+        """An SFT or a preference row is its prompt, pictures and answers; another row is its prompt and pictures."""
         identity, truth = (
             digest(part)
             for part in (
-                [row["prompt"], *map(row.get, ("answer", "messages", "chosen", "rejected"))],
+                [
+                    row["prompt"],
+                    picture_key(row.get("images")),
+                    *map(row.get, ("answer", "messages", "chosen", "rejected")),
+                ],
                 row["reward_model"],
             )
         )

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): angles for `hpcrl.kernels.layers`.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): positions, and angles for `hpcrl.kernels.layers`.
 
 The training model and the native rollout engine call the same functions, so that log-probs agree.
 """
@@ -6,25 +6,62 @@ The training model and the native rollout engine call the same functions, so tha
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcrl.model.shape import RopeScaling
+from hpcrl.model.vision import Picture, Vision
+
+
+def rope_positions(length: int, pictures: Iterable[Picture], vision: Vision) -> np.ndarray:
+    """Return positions in time, height and width of a sequence's tokens, int64 (3, length).
+
+    A text token's are equal, one more than the largest before it. Those of a picture begin there and run over its grid
+    (M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1, with the spacing in time of Qwen2.5-VL, arXiv:2502.13923).
+    """
+    positions = np.empty((3, length), np.int64)
+    place = following = 0
+    merge = vision.merge_size
+    for start, (time, height, width), interval in pictures:
+        positions[:, place:start] = np.arange(following, following + start - place)
+        first = following + start - place
+        height, width = height // merge, width // merge
+        grid = np.indices((time, height, width)).reshape(3, -1)
+        grid[0] = (grid[0] * np.float32(interval)).astype(np.int64)
+        place = start + grid.shape[1]
+        if place > length:
+            raise ValueError(f"a picture of {grid.shape[1]} tokens begins at token {start} of a sequence of {length}")
+        positions[:, start:place] = first + grid
+        following = first + max(height, width)
+    positions[:, place:] = np.arange(following, following + length - place)
+    return positions
 
 
 def rope_cos_sin(
-    position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+    position_ids: Tensor,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    axes: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of position x frequency, each (..., head_dim / 2) fp32, for integer `position_ids` (...).
 
-    Frequency i is theta^(-2 i / head_dim), eq. 15 of the paper, unless it is scaled.
+    Frequency i is theta^(-2 i / head_dim), eq. 15 of the paper, unless it is scaled. With `axes` a token has several
+    positions, `position_ids` is (3, ...), and frequency i turns with that of axis `axes[i]`.
     """
     powers = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device) / head_dim
     frequencies = 1.0 / theta**powers
     if scaling is not None:
         frequencies = scaled_frequencies(frequencies, theta, scaling)
-    angles = position_ids.to(torch.float32).unsqueeze(-1) * frequencies
+    turning = position_ids.to(torch.float32)
+    if axes is None:
+        turning = turning.unsqueeze(-1)
+    else:
+        turning = turning.index_select(0, torch.tensor(axes, device=turning.device)).movedim(0, -1)
+    angles = turning * frequencies
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.attention_factor != 1.0:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor

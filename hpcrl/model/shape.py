@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class ModelShape:
     moe_group_best: int = 1  # a group's score is the sum of so many of its best scores
     moe_routed_scale: float = 1.0  # factor of the experts' weights
     mla: LatentAttention | None = None
+    vision: Vision | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_query_groups:

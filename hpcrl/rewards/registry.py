@@ -17,10 +17,14 @@ from hpcrl.runtime.exits import InputError
 Scorer: TypeAlias = Callable[..., float | dict[str, Any]]
 
 # Name or pattern of a data source -> function in scorers/; the dispatch of verl's `default_compute_score`, with
-# countdown, math_verify and sums, which it does not dispatch to.
+# those that it does not dispatch to: countdown, math_verify, sums and the drawn pictures.
 RULES = {
     "countdown": "countdown.compute_score",
     "sums": "short_answers.exact",
+    "count_squares": "short_answers.exact",
+    "left_of": "short_answers.exact",
+    "two_digits": "short_answers.exact",
+    "maze": "short_answers.exact",
     "openai/gsm8k": "short_answers.gsm8k",
     "lighteval/MATH": "math_answers.math_boxed",
     "DigitalLearningGmbH/MATH-lighteval": "math_answers.math_boxed",

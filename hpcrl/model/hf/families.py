@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
+from hpcrl.model.vision import VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
 
 CONFIG = "config.json"
@@ -50,7 +51,7 @@ def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
             f"{where}: partial_rotary_factor={rope['partial_rotary_factor']}; only 1.0 is supported, so take another "
             "model"
         )
-    if kind == "default":
+    if kind in ("default", "mrope"):  # positions of pictures are in `hpcrl.model.vision`
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
         raise InputError(f"{where}: rope_type={kind}; expected default, linear, llama3 or yarn; use another model")
@@ -270,7 +271,8 @@ class Family:
     """One `model_type` of config.json.
 
     fixed: keys that must have these values if they are present. fields: fields of ModelShape beyond Llama's, from
-    config.json. keys: keys of config.json beyond Llama's, from the shape.
+    config.json. keys: keys of config.json beyond Llama's, from the shape. tower: of a vision-language model, whose
+    config.json has sections for text and vision, the prefix of the tower's tensors.
     """
 
     architecture: str
@@ -278,6 +280,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     keys: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
+    tower: str | None = None
 
 
 def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,6 +319,19 @@ def _qwen_moe_keys(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+_LANGUAGE_MODEL = "model.language_model."  # Qwen3-VL's prefix of the text model
+
+
+def _in_language_model(names: Names) -> Names:
+    return {
+        name: tuple(
+            f"{_LANGUAGE_MODEL}{hf_name.removeprefix('model.')}" if hf_name.startswith("model.") else hf_name
+            for hf_name in hf_names
+        )
+        for name, hf_names in names.items()
+    }
+
+
 _NO_BIAS = {"hidden_act": "silu", "attention_bias": False}
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA, _NO_BIAS | {"mlp_bias": False}),
@@ -327,6 +343,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM", {**_ENDS, **_ATTENTION, **_MIXTRAL_MLP}, _NO_BIAS, _mixtral_fields, _mixtral_keys
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        {**_LLAMA, **_QKV_BIAS},
+        {"hidden_act": "silu"},
+        lambda _: {"qkv_bias": True},
+        tower="visual.",
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        _in_language_model({**_LLAMA, **_QK_NORM}),
+        _NO_BIAS,
+        lambda _: {"qk_norm": True},
+        tower="model.visual.",
     ),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, _NO_BIAS | V2_FIXED, v2_fields, v2_keys),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, _NO_BIAS | V3_FIXED, v3_fields, v3_keys),
@@ -342,6 +372,10 @@ def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Mode
     family = FAMILIES.get(name := str(config.get("model_type", "")))
     if family is None:
         raise InputError(f"{where}: model_type={name}; expected one of {', '.join(FAMILIES)}; use another model")
+    whole = config
+    if family.tower is not None and isinstance(text := config.get("text_config"), dict):
+        is_tied = bool(whole.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+        config = text | {"tie_word_embeddings": is_tied}
     for key, expected in family.fixed.items():
         if (found := config.get(key, expected)) != expected:
             raise InputError(f"{where}: {key}={found}; only {expected} is supported; use another model")
@@ -374,6 +408,8 @@ def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Mode
             "tie_word_embeddings": config.get("tie_word_embeddings", False),
             "family": name,
         }
+        if family.tower is not None:
+            fields["vision"] = vision_from_hf(whole, where, fields["head_dim"])
         return ModelShape(**{**fields, **family.fields(config)})
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
@@ -410,9 +446,8 @@ def _check_numbers(config: Mapping[str, Any], where: str) -> None:
 def hf_config(shape: ModelShape) -> dict[str, Any]:
     """Return config.json of `shape`, for both transformers 4 (rope_theta) and 5 (rope_parameters)."""
     family = family_of(shape)
-    return {
-        "model_type": shape.family,
-        "architectures": [family.architecture],
+    named = {"model_type": shape.family, "architectures": [family.architecture]}
+    text = {
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_hidden_size,
@@ -429,6 +464,16 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
         **family.fixed,
         **family.keys(shape),
     }
+    if (vision := shape.vision) is None:
+        return named | text
+    rope = text["rope_parameters"] | {
+        "mrope_section": list(vision.mrope_section),
+        **({"mrope_interleaved": True} if vision.mrope_interleaved else {}),
+    }
+    text |= {"model_type": f"{shape.family}_text", "rope_parameters": rope}
+    ids = {f"{name}_token_id": getattr(vision, f"{name}_token_id") for name in VISION_TOKENS}
+    is_tied = {"tie_word_embeddings": shape.tie_word_embeddings}
+    return named | {"text_config": text, "vision_config": dict(vision.tower), **ids, **is_tied}
 
 
 def _window(config: Mapping[str, Any]) -> int | None:

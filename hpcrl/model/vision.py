@@ -1,0 +1,201 @@
+"""Vision-language models in numbers: the tower of config.json, its tensors, and pictures among tokens. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from hpcrl.runtime.exits import InputError
+
+Size = tuple[int, ...]
+Trained = Literal["none", "merger", "tower", "all"]
+VISION_TOKENS = ("image", "video", "vision_start", "vision_end")  # whose ids config.json names <token>_token_id
+
+
+class Picture(NamedTuple):
+    """A picture, or a video, in a sequence.
+
+    start: place of its first placeholder token. grid: patches in time, height and width. interval: positions between
+    two steps in time.
+    """
+
+    start: int
+    grid: tuple[int, int, int]
+    interval: float = 1.0
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The tower of a vision-language model, and how its features join the tokens.
+
+    config: the section `vision_config` of config.json, as JSON with sorted keys. mrope_section: frequencies of the
+    rotary embedding that turn with time, height and width; interleaved: in turn, rather than one after the other.
+    train: the part that is trained: the merger, which maps patches to tokens, the tower before it, both or nothing. lr:
+    peak learning rate of that part, None: that of the language model.
+    """
+
+    config: str
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    mrope_section: tuple[int, int, int]
+    mrope_interleaved: bool
+    train: Trained = field(default="none", compare=False)
+    lr: float | None = field(default=None, compare=False)
+
+    @cached_property
+    def tower(self) -> Mapping[str, Any]:
+        """`vision_config`."""
+        return json.loads(self.config)
+
+    @property
+    def merge_size(self) -> int:
+        """Patches of a token's side."""
+        return int(self.tower["spatial_merge_size"])
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels of a patch's side."""
+        return int(self.tower["patch_size"])
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch, of all its pixels, channels and frames."""
+        return int(self.tower["in_channels"]) * int(self.tower["temporal_patch_size"]) * self.patch_size**2
+
+    @property
+    def num_deepstack(self) -> int:
+        """Decoder layers after which features are added to the hidden states, from the first one on."""
+        return len(self.tower.get("deepstack_visual_indexes", ()))
+
+    @property
+    def rope_axes(self) -> tuple[int, ...]:
+        """The position that each frequency of the rotary embedding turns with: 0 time, 1 height, 2 width."""
+        time, height, width = self.mrope_section
+        if not self.mrope_interleaved:
+            return (0,) * time + (1,) * height + (2,) * width
+        axes = [0] * (time + height + width)
+        for axis, num in ((1, height), (2, width)):
+            axes[axis : 3 * num : 3] = [axis] * len(axes[axis : 3 * num : 3])
+        return tuple(axes)
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's embedding."""
+        return int(self.tower["out_hidden_size"])
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers that the tower computes for a token, for its embedding and for the deepstack layers."""
+        return self.hidden_size * (1 + self.num_deepstack)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the tower's tensor of this name is trained; the name has no prefix."""
+        is_merger = name.startswith(("merger.", "deepstack_merger_list."))
+        return self.train == "all" or self.train == ("merger" if is_merger else "tower")
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Placeholder tokens of a picture."""
+        time, height, width = grid
+        return time * height * width // self.merge_size**2
+
+
+def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Vision:
+    """Return the tower described by config.json. Raises InputError for an unsupported one."""
+    tower = config.get("vision_config")
+    text = config.get("text_config") or config
+    if not isinstance(tower, dict):
+        raise InputError(f"{where}: vision_config={tower!r}; expected the description of the vision tower")
+    ids = [f"{name}_token_id" for name in VISION_TOKENS]
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sections: Any = rope.get("mrope_section")
+    for key in ids:
+        if not isinstance(config.get(key), int):
+            raise InputError(f"{where}: {key}={config.get(key)!r}; expected the id of a token")
+    sound = (
+        isinstance(sections, list) and len(sections) == 3 and all(isinstance(it, int) and it >= 0 for it in sections)
+    )
+    if not sound or 2 * sum(sections) != head_dim:
+        raise InputError(f"{where}: mrope_section={sections!r}; expected three numbers whose sum is {head_dim // 2}")
+    vision = Vision(
+        json.dumps(tower, sort_keys=True),
+        **{key: config[key] for key in ids},
+        mrope_section=tuple(sections),
+        mrope_interleaved=config["model_type"] != "qwen2_5_vl",
+    )
+    _check_tower(vision, where)
+    return vision
+
+
+_SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size")
+_MERGED = ("spatial_merge_size", "temporal_patch_size", "out_hidden_size")
+
+
+def _check_tower(vision: Vision, where: str) -> None:
+    """Validate the numbers, because the file is untrusted."""
+    for key in (*_SIZES, *_MERGED, *(["num_position_embeddings"] if vision.mrope_interleaved else ["window_size"])):
+        found = vision.tower.get(key)
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 < found < 2**31:
+            raise InputError(f"{where}: vision_config.{key}={found!r}; expected a positive whole number")
+
+
+def tower_tensors(vision: Vision) -> dict[str, Size]:
+    """Return name and shape of each tensor of the tower, without the family's prefix."""
+    return dict(_qwen3_tensors(vision.tower) if vision.mrope_interleaved else _qwen2_5_tensors(vision.tower))
+
+
+def _linear(name: str, rows: int, cols: int) -> Iterator[tuple[str, Size]]:
+    yield f"{name}.weight", (rows, cols)
+    yield f"{name}.bias", (rows,)
+
+
+def _patch_embed(tower: Mapping[str, Any]) -> tuple[str, Size]:
+    side = tower["patch_size"]
+    kernel = (tower["hidden_size"], tower["in_channels"], tower["temporal_patch_size"], side, side)
+    return "patch_embed.proj.weight", kernel
+
+
+def _qwen2_5_tensors(tower: Mapping[str, Any]) -> Iterator[tuple[str, Size]]:
+    hidden, ffn = tower["hidden_size"], tower["intermediate_size"]
+    merged = hidden * tower["spatial_merge_size"] ** 2
+    yield _patch_embed(tower)
+    for layer in range(tower["depth"]):
+        block = f"blocks.{layer}."
+        yield f"{block}norm1.weight", (hidden,)
+        yield f"{block}norm2.weight", (hidden,)
+        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
+        yield from _linear(f"{block}attn.proj", hidden, hidden)
+        for name in ("gate_proj", "up_proj"):
+            yield from _linear(f"{block}mlp.{name}", ffn, hidden)
+        yield from _linear(f"{block}mlp.down_proj", hidden, ffn)
+    yield "merger.ln_q.weight", (hidden,)
+    yield from _linear("merger.mlp.0", merged, merged)
+    yield from _linear("merger.mlp.2", tower["out_hidden_size"], merged)
+
+
+def _qwen3_tensors(tower: Mapping[str, Any]) -> Iterator[tuple[str, Size]]:
+    hidden, ffn = tower["hidden_size"], tower["intermediate_size"]
+    merged = hidden * tower["spatial_merge_size"] ** 2
+    yield _patch_embed(tower)
+    yield "patch_embed.proj.bias", (hidden,)
+    yield "pos_embed.weight", (tower["num_position_embeddings"], hidden)
+    for layer in range(tower["depth"]):
+        block = f"blocks.{layer}."
+        for norm in ("norm1", "norm2"):
+            yield f"{block}{norm}.weight", (hidden,)
+            yield f"{block}{norm}.bias", (hidden,)
+        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
+        yield from _linear(f"{block}attn.proj", hidden, hidden)
+        yield from _linear(f"{block}mlp.linear_fc1", ffn, hidden)
+        yield from _linear(f"{block}mlp.linear_fc2", hidden, ffn)
+    further = [f"deepstack_merger_list.{number}" for number in range(len(tower.get("deepstack_visual_indexes", ())))]
+    for merger in ("merger", *further):
+        width = hidden if merger == "merger" else merged
+        yield f"{merger}.norm.weight", (width,)
+        yield f"{merger}.norm.bias", (width,)
+        yield from _linear(f"{merger}.linear_fc1", merged, merged)
+        yield from _linear(f"{merger}.linear_fc2", tower["out_hidden_size"], merged)
