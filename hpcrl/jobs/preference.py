@@ -139,7 +139,7 @@ class Preference(PairsJob):
         paths: list[str],
         max_samples: int,
         tokenizer: PreTrainedTokenizerBase,
-        images: ImageProcessor | None,
+        images: ImageProcessor | None = None,
     ) -> AnswerDataset:
         if self.loss.paired:
             return super().read_pairs(paths, max_samples, tokenizer, images)

@@ -86,7 +86,7 @@ class PairsJob(SupervisedJob):
         paths: list[str],
         max_samples: int,
         tokenizer: PreTrainedTokenizerBase,
-        images: ImageProcessor | None,
+        images: ImageProcessor | None = None,
     ) -> AnswerDataset:
         """The answers in these files. Collective."""
         columns = {f"{self.name}.{side}_key": getattr(self.own, f"{side}_key") for side in ("chosen", "rejected")}

@@ -76,7 +76,7 @@ def sections(shown: dict[str, Any], family: str = "qwen2_5_vl", train: str = "no
 
 
 @pytest.mark.ci_world(2)
-@pytest.mark.parametrize("train", ["none", "all"])
+@pytest.mark.parametrize("train", ["none", pytest.param("all", marks=pytest.mark.slow)])
 def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, shown, train: str) -> None:
     placement, name = own_layout(world.size), f"shown_{train}"
     straight = lab.run(
