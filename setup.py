@@ -16,6 +16,7 @@ COMMON = [
     "argcomplete>=3.1",  # completion of the command line in shells
     "tqdm>=4.60",  # progress on a terminal
     "matplotlib>=3.7",  # the PNG of the curves
+    "pillow>=10.1",  # pictures of data files; transformers' image processors need it and do not require it
     "msgpack>=1.0",  # records of the append-only rollout logs
     "xxhash>=3.2",  # checksums of checkpoint files
     "einops",  # megatron-core's HyperCommGrid imports it and does not require it

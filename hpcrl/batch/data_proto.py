@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged, Rows, row_index
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ class RemoteColumn(Protocol):
         """This column's rows followed by those of the others."""
         ...
 
-    def fetch(self) -> Ragged:
+    def fetch(self) -> LocalColumn:
         """Copy the values to this rank."""
         ...
 
 
-Columns: TypeAlias = dict[str, Ragged | RemoteColumn]
+LocalColumn: TypeAlias = Ragged | PictureColumn
+AnyColumn: TypeAlias = LocalColumn | RemoteColumn
+Columns: TypeAlias = dict[str, AnyColumn]
 
 
 @dataclass(eq=False)
@@ -180,10 +183,22 @@ class DataProto:
 
     def fetch(self, name: str) -> Ragged:
         """A token-level column, copied to this rank if it is on others."""
-        column = self._token_level(name)
-        return column if isinstance(column, Ragged) else column.fetch()
+        found = self.local(name)
+        assert isinstance(found, Ragged)
+        return found
 
-    def _token_level(self, name: str) -> Ragged | RemoteColumn:
+    def local(self, name: str) -> LocalColumn:
+        """As `fetch`, also of pictures."""
+        column = self._token_level(name)
+        return column if isinstance(column, LocalColumn) else column.fetch()
+
+    def pictures(self, name: str) -> PictureColumn:
+        """A column of pictures, copied to this rank if it is on others."""
+        found = self.local(name)
+        assert isinstance(found, PictureColumn)
+        return found
+
+    def _token_level(self, name: str) -> AnyColumn:
         if name not in self.tokens:
             raise KeyError(f"no token-level column {name!r}; there are {sorted(self.tokens)}")
         return self.tokens[name]
@@ -198,7 +213,7 @@ def same(a: Any, b: Any) -> bool:
     """Deep equality of columns, arrays and plain containers, with NaN equal to NaN."""
     if a is b:
         return True
-    if isinstance(a, Ragged):
+    if isinstance(a, LocalColumn):
         return a.equal(b)
     if isinstance(a, np.ndarray):
         if not isinstance(b, np.ndarray) or a.shape != b.shape:
@@ -226,11 +241,11 @@ def _joined_meta(parts: Sequence[DataProto], action: str) -> dict[str, Any]:
     return meta | {"metrics": metrics} if "metrics" in meta else meta
 
 
-def _concat_tokens(name: str, columns: Sequence[Ragged | RemoteColumn]) -> Ragged | RemoteColumn:
-    local = [isinstance(column, Ragged) for column in columns]
-    if all(local):
-        return Ragged.concat(cast("Sequence[Ragged]", columns))
-    if any(local):
+def _concat_tokens(name: str, columns: Sequence[AnyColumn]) -> AnyColumn:
+    for kind in (Ragged, PictureColumn):
+        if all(isinstance(column, kind) for column in columns):
+            return kind.concat(columns)  # type: ignore[arg-type]
+    if any(isinstance(column, LocalColumn) for column in columns):
         raise ValueError(f"column {name!r} is on this rank in one batch and on others in another; fetch it first")
     remote = cast("Sequence[RemoteColumn]", columns)
     return remote[0].concat(remote[1:])

@@ -221,6 +221,19 @@ class MoeConfig(Section):
     z_loss_coeff: NonNegativeFloat = Field(0.0, description="weight of the loss that keeps logits small; 0: none")
 
 
+class VisionConfig(Section):
+    """The vision tower of a vision-language model, which `model.path` names."""
+
+    train: Literal["none", "merger", "tower", "all"] = Field(
+        "none",
+        description="part that is trained: the merger, which maps patches to tokens, the tower before it, or all",
+    )
+    lr: PositiveFloat | None = Field(None, description="peak learning rate of what is trained of it; null: the role's")
+    cache_gib: NonNegativeFloat = Field(
+        1.0, description="GiB of host memory per rollout rank for features of pictures, while the tower is frozen"
+    )
+
+
 class ModelConfig(Section):
     """A Llama-like decoder: RMSNorm, SwiGLU, grouped-query attention, RoPE, untied head unless said otherwise.
 
@@ -265,6 +278,7 @@ class ModelConfig(Section):
     transformer_engine: TransformerEngineConfig = Field(
         default_factory=TransformerEngineConfig, description="layers of NVIDIA's Transformer Engine"
     )
+    vision: VisionConfig = Field(default_factory=VisionConfig, description="vision tower of a vision-language model")
     lora_rank: NonNegativeInt = Field(
         0, description="rank of the policy's adapters, which are then all that is trained of it; 0: none"
     )
@@ -329,6 +343,23 @@ class DataConfig(Section):
     chat_template: str | None = Field(None, description="Jinja template in place of the tokenizer's own")
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="extra arguments of the chat template"
+    )
+    image_key: str = Field("images", description="column that holds a row's pictures, for models with a vision tower")
+    video_key: str = Field("videos", description="column that holds a row's videos: lists of frames")
+    min_pixels: PositiveInt | None = Field(
+        None, description="pixels of a resized picture at least; null: the value in preprocessor_config.json"
+    )
+    max_pixels: PositiveInt | None = Field(
+        None, description="pixels of a resized picture at most; null: the value in preprocessor_config.json"
+    )
+    max_image_pixels: PositiveInt = Field(
+        89_478_485, description="pixels of a picture in a data file at most, compared before it is decoded"
+    )
+    bad_images: Literal["error", "skip"] = Field(
+        "error", description="what to do with a row whose pictures cannot be used"
+    )
+    image_workers: NonNegativeInt = Field(
+        0, description="processes per rank that decode pictures before they are needed; 0: the rank itself"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.batch.data_proto import LocalColumn
 from hpcrl.batch.ragged import Ragged
 
 
@@ -91,7 +92,7 @@ def places(rank: np.ndarray) -> np.ndarray:
 class PlacedColumn:
     """A column of rank 0's batch whose rows are on leaders (see `hpcrl.batch.data_proto.RemoteColumn`)."""
 
-    def __init__(self, locations: list[Location], fetch: Callable[[PlacedColumn], Ragged]) -> None:
+    def __init__(self, locations: list[Location], fetch: Callable[[PlacedColumn], LocalColumn]) -> None:
         self.locations = locations  # the first is where the rows were written, the others are copies
         self._fetch = fetch
 
@@ -105,7 +106,7 @@ class PlacedColumn:
         parts: list[PlacedColumn] = [self, *others]
         return PlacedColumn([Location.concat([part.locations[0] for part in parts])], self._fetch)
 
-    def fetch(self) -> Ragged:
+    def fetch(self) -> LocalColumn:
         """Copy all rows to rank 0, for inspection."""
         return self._fetch(self)
 
@@ -142,13 +143,13 @@ def _ranks_in(parts: Iterable[np.ndarray], without: int) -> list[int]:
     return sorted({rank for part in parts for rank in np.unique(part).tolist()} - {without})
 
 
-class ColumnStore(dict[int, Ragged]):
+class ColumnStore(dict[int, LocalColumn]):
     """One leader's rows of each block, by the block's id."""
 
-    def rows(self, location: Location, rows: np.ndarray) -> Ragged:
+    def rows(self, location: Location, rows: np.ndarray) -> LocalColumn:
         """The given batch rows of a column, all of which this rank has."""
         blocks, places_here = location.block[rows], location.row[rows]
-        parts, order = [], []
+        parts, order = list[LocalColumn](), []
         for block in np.unique(blocks).tolist():
             chosen = np.flatnonzero(blocks == block)
             stored = self[block]
@@ -158,12 +159,12 @@ class ColumnStore(dict[int, Ragged]):
         return merge_rows(parts, order)
 
 
-def merge_rows(parts: list[Ragged], positions: list[np.ndarray]) -> Ragged:
+def merge_rows(parts: list[LocalColumn], positions: list[np.ndarray]) -> LocalColumn:
     """Join blocks whose rows belong at the given positions of the result."""
     if not parts:
         return Ragged.from_rows([])
     order = np.concatenate(positions)
-    joined = parts[0] if len(parts) == 1 else Ragged.concat(parts)
+    joined = parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)  # type: ignore[arg-type]
     if np.array_equal(order, np.arange(len(order))):
         return joined
     return joined.take(np.argsort(order, kind="stable"))

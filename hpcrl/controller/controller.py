@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from hpcrl.batch.balance import balanced_assignment
-from hpcrl.batch.data_proto import Columns, DataProto
-from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.data_proto import Columns, DataProto, LocalColumn
 from hpcrl.controller.busy import BusyReport
 from hpcrl.controller.columns import Block, Location, PlacedColumn, Read
 from hpcrl.controller.executor import (
@@ -168,7 +167,7 @@ class Controller:
         else:
             self._receive_result()
 
-    def fetch(self, column: PlacedColumn) -> Ragged:
+    def fetch(self, column: PlacedColumn) -> LocalColumn:
         """Bring a column to rank 0."""
         read = Read("fetched", column.locations[0])
         plan = _Plan((read,), np.zeros(len(column), np.int32))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.batch.data_proto import DataProto
-from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.data_proto import DataProto, LocalColumn
 from hpcrl.controller.busy import BusyClock, BusyReport, MemoryLedger
 from hpcrl.controller.columns import ColumnStore, Read, merge_rows, receivers_of, rows_between, senders_of
 from hpcrl.controller.profiler import Profiler
@@ -210,7 +209,7 @@ class Executor:
         method = getattr(worker, command.method)
         if command.destination is None:
             return method(*command.args, **command.kwargs)
-        batch = DataProto(self._replica_rows(command, worker), dict(command.samples), dict(command.meta))
+        batch = DataProto(dict(self._replica_rows(command, worker)), dict(command.samples), dict(command.meta))
         output = method(batch, *command.args, **command.kwargs)
         return self._store_output(command, worker, output) if worker.is_leader else None
 
@@ -229,7 +228,7 @@ class Executor:
                 f"but returned the columns {sorted(output.tokens)}"
             )
         for name in output.tokens:
-            self.store[writes[name]] = output.fetch(name)
+            self.store[writes[name]] = output.local(name)
         return BatchResult(tuple(sorted(output.tokens)), output.samples, output.meta_info)
 
     def _send_rows(self, command: Command) -> None:
@@ -244,7 +243,7 @@ class Executor:
             ]
             self.wire.send(columns, receiver, ROWS)
 
-    def _gather_rows(self, command: Command) -> dict[str, Ragged]:
+    def _gather_rows(self, command: Command) -> dict[str, LocalColumn]:
         """Every column of the command, with the rows whose destination is this rank, in batch order."""
         assert command.destination is not None
         mine, destination = self.wire.rank, command.destination
@@ -264,7 +263,7 @@ class Executor:
                 self.store[read.moved_to] = columns[read.column]
         return columns
 
-    def _replica_rows(self, command: Command, worker: Worker) -> dict[str, Ragged | Any]:
+    def _replica_rows(self, command: Command, worker: Worker) -> dict[str, LocalColumn]:
         """The replica's rows on each of its ranks: the leader gathers them and broadcasts them inside the replica."""
         dp = worker.layout.coord(worker.rank).dp
         replica = worker.layout.replica(dp)

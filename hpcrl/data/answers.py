@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.data.images import ImageProcessor
+    from hpcrl.data.media import Located, MediaItem
     from hpcrl.runtime.world import World
 
 
@@ -49,6 +51,11 @@ class Answers:
             encoded = encode_texts(tokenizer, texts[rows.start : rows.stop], places, False)
             for text_ids, where in zip(encoded, places, strict=True):
                 answer = [*text_ids, tokenizer.eos_token_id]
+                if prompts.has_placeholders(text_ids):
+                    raise InputError(
+                        f"{where}: the answer in {name!r} has the placeholder token of a picture; expected text; "
+                        "remove the row"
+                    )
                 if len(answer) > limit and cfg.truncation == "error":
                     raise InputError(
                         f"{where}: the answer in {name!r} has {len(answer)} tokens with its end-of-sequence token, "
@@ -79,7 +86,8 @@ class Answers:
     def _text(prompts: PromptDataset, row: int, value: Any, prompt_key: str, name: str, key: str) -> str:
         if isinstance(value, str):
             return value
-        if is_conversation(value) and value[-1]["role"] == "assistant":
+        is_messages = is_conversation(value, with_parts=True) and isinstance(value[-1]["content"], str)
+        if is_messages and value[-1]["role"] == "assistant":
             before = value[:-1]
             if not before or _roles_and_contents(before) == _roles_and_contents(prompts.row(row)[prompt_key]):
                 return value[-1]["content"]
@@ -94,9 +102,17 @@ class Answers:
         )
 
 
-def _roles_and_contents(messages: Any) -> list[tuple[str, str]] | None:
-    """Return (role, content) of the messages; Parquet adds empty fields to messages."""
-    return [(message["role"], message["content"]) for message in messages] if is_conversation(messages) else None
+def _roles_and_contents(messages: Any) -> list[tuple[str, Any]] | None:
+    """Return (role, content) of the messages; Parquet adds empty fields to messages and to parts."""
+    if not is_conversation(messages, with_parts=True):
+        return None
+    return [(message["role"], _without_nulls(message["content"])) for message in messages]
+
+
+def _without_nulls(content: Any) -> Any:
+    if isinstance(content, list):
+        return [_without_nulls(part) for part in content]
+    return {name: it for name, it in content.items() if it is not None} if isinstance(content, dict) else content
 
 
 CHOSEN, REJECTED = 0, 1  # the sides of a pair
@@ -116,8 +132,9 @@ class AnswerDataset:
         columns: Mapping[str, str],
         max_samples: int = -1,
         world: World | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world)
+        self.prompts = PromptDataset(files, tokenizer, cfg, max_samples, world, images)
         self._sides = [Answers(self.prompts, tokenizer, cfg, name, key, world) for key, name in columns.items()]
 
     def __len__(self) -> int:
@@ -131,10 +148,27 @@ class AnswerDataset:
         """Token ids of the answer, int32 (A,), ending with the end-of-sequence token."""
         return self._sides[side][row]
 
+    def media(self, row: int) -> list[MediaItem]:
+        """Return the pictures and videos of a prompt, in the order of their tokens."""
+        return self.prompts.media(row)
+
+    def patches(self, row: int, index: int) -> np.ndarray:
+        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
+        return self.prompts.patches(row, index)
+
+    def locate(self, row: int, index: int) -> Located:
+        """Return where the patches of item `index` come from, for a process that decodes them."""
+        return self.prompts.locate(row, index)
+
     @property
     def num_filtered(self) -> int:
         """Rows whose prompts are too long."""
         return self.prompts.num_filtered
+
+    @property
+    def num_bad(self) -> int:
+        """Rows that data.bad_images=skip dropped."""
+        return self.prompts.num_bad
 
     @property
     def file_sizes(self) -> list[int]:
@@ -166,8 +200,9 @@ class LabelledDataset(AnswerDataset):
         label: tuple[str, str],
         max_samples: int = -1,
         world: World | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        super().__init__(files, tokenizer, cfg, columns, max_samples, world)
+        super().__init__(files, tokenizer, cfg, columns, max_samples, world, images)
         self.labels = np.array(  # bool (len,)
             [self._label(row, value, *label) for row, value in enumerate(self.prompts.values(label[1]))]
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from hpcrl.data.chat import ChatTemplate
+from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
+from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import TOKENISE_ROWS
 from hpcrl.data.row_file import RowFile, spread
 from hpcrl.data.tokenizer import end_token_ids
@@ -17,16 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.data.images import ImageProcessor
     from hpcrl.runtime.world import World
 
 Turns = Literal["all", "last"]
 
 
 class Marked(NamedTuple):
-    """Tokens of a conversation. mask: 1 on those with loss, bool (T,). ids: int32 (T,)."""
+    """Tokens of a conversation. mask: 1 on those with loss, bool (T,). ids: int32 (T,). items: its pictures."""
 
     ids: np.ndarray
     mask: np.ndarray
+    items: Sequence[MediaItem] = ()
 
 
 class Conversations:
@@ -37,7 +42,7 @@ class Conversations:
     and without each turn. A turn's loss ends with its end-of-sequence token. Conversations longer than
     data.max_prompt_length + data.max_response_length are errors, are left out with data.filter_overlong_prompts, or
     lose their end with data.truncation=right; those that then have no token with loss are left out. With a `world` its
-    ranks share the work.
+    ranks share the work. Pictures are as in PromptDataset; their tokens have no loss.
     """
 
     def __init__(
@@ -49,21 +54,34 @@ class Conversations:
         turns: Turns,
         max_samples: int = -1,
         world: World | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         self._cfg, self._key, self._turns = cfg, key, turns
         self._tokenizer, self._template = tokenizer, ChatTemplate.of_data(tokenizer, cfg)
         self._ends = end_token_ids(tokenizer)
         self._limit = cfg.max_prompt_length + cfg.max_response_length
-        file = RowFile(path)
+        file = RowFile(path, {cfg.image_key, cfg.video_key})
+        self._reader = None if images is None else MediaReader(images, tokenizer, cfg)
+        self._media = FileMedia(self._reader, file, key, cfg)
         rows = range(len(file) if max_samples < 0 else min(len(file), max_samples))
-        pieces = [rows[start : start + TOKENISE_ROWS] for start in rows[::TOKENISE_ROWS]]
-        found = [marked for piece in spread(world, pieces, lambda rows: self._read(file, rows)) for marked in piece]
-        self.num_filtered = len(rows) - len(found)
+        step = self._media.num_at_once(TOKENISE_ROWS)
+        blocks = [rows[start : start + step] for start in rows[::step]]
+        pieces = spread(world, blocks, lambda block: self._read(file, block))
+        found = [marked for piece, _ in pieces for marked in piece.values()]
+        bad = [line for _, lines in pieces for line in lines]
+        if world is None or world.rank == 0:
+            report_dropped(bad)
+        self.num_bad = len(bad)
+        self.num_filtered = len(rows) - len(found) - self.num_bad
         if not found:
-            why = f"{len(rows)} conversations are longer than {self._limit} tokens" if rows else "no rows"
+            why = f"{self.num_filtered} conversations are longer than {self._limit} tokens" if rows else "no rows"
+            if self.num_bad:
+                why = f"{self.num_bad} of {len(rows)} rows have bad pictures; others are longer than {self._limit}"
             raise InputError(f"{path}: empty dataset: {why}; expected at least one usable conversation")
         self._ids, self._mask = (np.concatenate([one[part] for one in found]) for part in range(2))
         self._offsets = np.cumsum([0, *(len(one.ids) for one in found)])
+        self._rows = np.array([row for piece, _ in pieces for row in piece], np.int64)
+        self._items = MediaTable([len(one.items) for one in found], [item for one in found for item in one.items])
         self.num_endless = sum(one.ids[one.mask][-1] not in self._ends for one in found)
 
     def __len__(self) -> int:
@@ -81,17 +99,52 @@ class Conversations:
         """Tokens of each conversation, int64 (len,)."""
         return np.diff(self._offsets)
 
-    def _read(self, file: RowFile, rows: range) -> list[Marked]:
-        """These rows of the file, without those that are left out."""
-        columns = [file.column(name, rows.start, rows.stop) for name in (self._key, "tools")]
-        fitted = []
-        for row, value, tools in zip(rows, *columns, strict=True):
-            where = f"{file.path}: row {row}"
-            messages = _messages(value, where, self._key)
-            options = {} if tools is None else {"tools": json.loads(tools) if isinstance(tools, str) else tools}
-            encode = self._by_marks if self._template.marks_generation else self._by_differences
-            fitted.append(self._fit(encode(messages, where, options), where))
-        return [marked for marked in fitted if marked is not None]
+    def media(self, row: int) -> list[MediaItem]:
+        """Return the pictures and videos of a conversation; their places count from the start of the prompt."""
+        return self._items[row]
+
+    def patches(self, row: int, index: int) -> np.ndarray:
+        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
+        return self._media.patches(int(self._rows[row]), index, self.media(row)[index])
+
+    def locate(self, row: int, index: int) -> Located:
+        """Return where the patches of item `index` come from, for a process that decodes them."""
+        return self._media.locate(int(self._rows[row]), index, self.media(row)[index])
+
+    def _read(self, file: RowFile, rows: range) -> tuple[dict[int, Marked], list[str]]:
+        """These rows of the file by their numbers, without those that are left out, and lines about bad pictures."""
+        values, tools = (file.column(name, rows.start, rows.stop) for name in (self._key, "tools"))
+        places = [f"{file.path}: row {row}" for row in rows]
+        conversations = [
+            _messages(value, where, self._key, self._reader is not None)
+            for value, where in zip(values, places, strict=True)
+        ]
+        opened = self._media.open(rows, conversations)
+        kept, bad = dict[int, Marked](), list[str]()
+        for row, where, it, tool in zip(rows, places, opened, tools, strict=True):
+            options = {} if tool is None else {"tools": json.loads(tool) if isinstance(tool, str) else tool}
+            try:
+                if isinstance(it, BadImage):
+                    raise it
+                marked = self._fit(self._encode(it, where, options), where)
+            except BadImage as error:
+                bad.append(bad_line(where, error, self._cfg))
+                continue
+            if marked is not None:
+                kept[row] = marked
+        return kept, bad
+
+    def _encode(self, opened: Opened, where: str, options: dict[str, Any]) -> Marked:
+        """Tokens of the conversation, with one placeholder token repeated for each token of a picture."""
+        encode = self._by_marks if self._template.marks_generation else self._by_differences
+        marked = encode(opened.prompt, where, options)
+        if self._reader is None:
+            return marked
+        repeats, items = self._reader.expand(marked.ids.tolist(), opened.entries)
+        if not items:
+            return marked
+        mask = marked.mask & ~self._reader.is_placeholder(marked.ids)
+        return Marked(np.repeat(marked.ids, repeats), np.repeat(mask, repeats), items)
 
     def _by_marks(self, messages: list[dict[str, Any]], where: str, options: dict[str, Any]) -> Marked:
         ids, marks = self._template.ids_and_marks(messages, where, **options)
@@ -149,6 +202,12 @@ class Conversations:
         if len(marked.ids) > self._limit:
             if self._cfg.filter_overlong_prompts:
                 return None
+            if marked.items:
+                raise InputError(
+                    f"{where}: the conversation has {len(marked.ids)} tokens with those of its pictures, more than "
+                    f"data.max_prompt_length + data.max_response_length = {self._limit}, and pictures cannot be "
+                    "truncated; raise the limits, lower data.max_pixels, or set data.filter_overlong_prompts=true"
+                )
             if self._cfg.truncation != "right":
                 raise InputError(
                     f"{where}: the conversation has {len(marked.ids)} tokens, more than data.max_prompt_length + "
@@ -161,12 +220,13 @@ class Conversations:
         return marked if marked.mask.any() else None
 
 
-def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    """The messages without their empty fields, which Parquet adds."""
+def _messages(value: Any, where: str, key: str, with_parts: bool) -> list[dict[str, Any]]:
+    """The messages without their empty fields, which Parquet adds. with_parts: contents may be lists."""
+    content = (str, list) if with_parts else str
     sound = (
         isinstance(value, list)
         and all(isinstance(it, dict) and isinstance(it.get("role"), str) for it in value)
-        and all(isinstance(it.get("content"), str) or it.get("tool_calls") for it in value)
+        and all(isinstance(it.get("content"), content) or it.get("tool_calls") for it in value)
     )
     if not sound:
         raise InputError(

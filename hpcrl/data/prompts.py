@@ -1,17 +1,20 @@
 """Prompts in verl's schema from Parquet and JSONL files, tokenised with the chat template.
 
 Columns: `prompt` (a list of {role, content}, or a plain string), `data_source`, `ability`, `reward_model` {style,
-ground_truth}, `extra_info`; all except `prompt` are optional, others are kept.
+ground_truth}, `extra_info`, and for vision-language models `images` and `videos`; all except `prompt` are optional,
+others are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpcrl.data.chat import ChatTemplate, folded
+from hpcrl.data.media import FileMedia, Located, MediaItem, MediaReader, MediaTable, Opened, bad_line, report_dropped
+from hpcrl.data.pictures import BadImage
 from hpcrl.data.row_file import RowFile, short_names, spread
 from hpcrl.runtime.exits import InputError
 
@@ -19,17 +22,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.data.images import ImageProcessor
     from hpcrl.runtime.world import World
 
 TOKENISE_ROWS = 1024  # prompts per tokenizer call of one rank
 
 
+class _Piece(NamedTuple):
+    """Rows of a file, without those that are dropped. bad: lines about those with bad pictures.
+
+    rows: numbers, int64. lengths: tokens, int64. values: all tokens, int32. num_items: of pictures, int64.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    values: np.ndarray
+    num_items: np.ndarray
+    items: list[MediaItem]
+    bad: list[str]
+
+
 class PromptDataset:
-    """The rows of `files` in order, without those that the length filter drops.
+    """The rows of `files` in order, without those that the length filter and data.bad_images=skip drop.
 
     Everything is read, tokenised and checked at construction, so that a bad row stops the job before its first step.
     `max_samples` (-1: all) takes the first rows of all files together, before the filter, as in verl. With a `world`,
-    construction is collective and its ranks share the work.
+    construction is collective and its ranks share the work. Pictures are opened with `images`, once at construction and
+    then by `patches`; without it, a row with pictures is an error.
     """
 
     def __init__(
@@ -39,16 +58,19 @@ class PromptDataset:
         cfg: DataConfig,
         max_samples: int = -1,
         world: World | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         if not files:
             raise InputError("no data files; set Parquet or JSONL files in data.train_files and data.val_files")
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._template = ChatTemplate.of_data(tokenizer, cfg)
-        self._files = [RowFile(path) for path in files]
+        self._files = [RowFile(path, {cfg.image_key, cfg.video_key}) for path in files]
         self._names = short_names(files)
         for file in self._files:
             file.require(cfg.prompt_key, "data.prompt_key")
+        self._reader = None if images is None else MediaReader(images, tokenizer, cfg)
+        self._media = [FileMedia(self._reader, file, cfg.prompt_key, cfg) for file in self._files]
 
         num_left = sum(len(file) for file in self._files) if max_samples < 0 else max_samples
         pieces: list[tuple[int, range]] = []
@@ -56,16 +78,24 @@ class PromptDataset:
         for index, file in enumerate(self._files):
             rows = range(min(len(file), num_left - num_found))
             num_found += len(rows)
-            pieces += [(index, rows[start : start + TOKENISE_ROWS]) for start in rows[::TOKENISE_ROWS]]
+            step = self._media[index].num_at_once(TOKENISE_ROWS)
+            pieces += [(index, rows[start : start + step]) for start in rows[::step]]
         found = spread(world, pieces, lambda piece: self._tokenise(*piece))
-        self._file_of = np.repeat([index for index, _ in pieces], [len(numbers) for numbers, _, _ in found])
-        self._row_of, lengths, self._values = (
+        self._file_of = np.repeat([index for index, _ in pieces], [len(piece.rows) for piece in found])
+        self._row_of, lengths, self._values, num_items = (
             np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-            for parts in ([one[part] for one in found] for part in range(3))
+            for parts in ([piece[part] for piece in found] for part in range(4))
         )
-        self.num_filtered = num_found - len(self)
+        self._items = MediaTable(num_items, [item for piece in found for item in piece.items])
+        bad = [line for piece in found for line in piece.bad]
+        if world is None or world.rank == 0:
+            report_dropped(bad)
+        self.num_bad = len(bad)
+        self.num_filtered = num_found - len(self) - self.num_bad
         if not len(self):
             why = f"all {num_found} prompts are longer than {self._limit}" if num_found else "no rows"
+            if self.num_bad:
+                why = f"{self.num_bad} of {num_found} rows have bad pictures; others are longer than {self._limit}"
             raise InputError(f"{', '.join(files)}: empty dataset: {why}; expected at least one usable prompt")
         self._offsets = np.concatenate([[0], np.cumsum(lengths)])
 
@@ -75,6 +105,22 @@ class PromptDataset:
     def prompt_ids(self, row: int) -> np.ndarray:
         """Return the token ids of a prompt with its generation prompt, int32 (length,), at most `max_prompt_length`."""
         return self._values[self._offsets[row] : self._offsets[row + 1]]
+
+    def media(self, row: int) -> list[MediaItem]:
+        """Return the pictures and videos of a prompt, in the order of their tokens."""
+        return self._items[row]
+
+    def patches(self, row: int, index: int) -> np.ndarray:
+        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
+        return self._media[self._file_of[row]].patches(int(self._row_of[row]), index, self.media(row)[index])
+
+    def locate(self, row: int, index: int) -> Located:
+        """Return where the patches of item `index` come from, for a process that decodes them."""
+        return self._media[self._file_of[row]].locate(int(self._row_of[row]), index, self.media(row)[index])
+
+    def has_placeholders(self, ids: Sequence[int]) -> bool:
+        """Whether one of these tokens stands for a part of a picture."""
+        return self._reader is not None and bool(self._reader.is_placeholder(np.array(ids)).any())
 
     @property
     def prompt_lengths(self) -> np.ndarray:
@@ -87,11 +133,14 @@ class PromptDataset:
         return np.bincount(self._file_of, minlength=len(self._files)).tolist()
 
     def prompt_text(self, row: int, skip_special_tokens: bool = False) -> str:
-        """Return the prompt's tokens as text."""
-        return str(self._tokenizer.decode(self.prompt_ids(row).tolist(), skip_special_tokens=skip_special_tokens))
+        """Return the prompt's tokens as text, with one placeholder for each picture."""
+        ids = self.prompt_ids(row)
+        if self._reader is not None:
+            ids = self._reader.folded(ids, self.media(row))
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens))
 
     def row(self, row: int) -> dict[str, Any]:
-        """Return the row of the file, all columns."""
+        """Return the row of the file, all columns except those of pictures."""
         return self._files[self._file_of[row]][int(self._row_of[row])]
 
     def values(self, name: str) -> list[Any]:
@@ -132,40 +181,66 @@ class PromptDataset:
     def _where(self, file: int, row: int) -> str:
         return f"{self._files[file].path}: row {row}"
 
-    def _tokenise(self, file: int, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return numbers and lengths, int64, and all ids, int32, of these rows of a file, without filtered ones."""
+    def _tokenise(self, file: int, rows: range) -> _Piece:
+        """Tokenise these rows of a file, with one placeholder token repeated for each token of a picture."""
         prompts = self._files[file].column(self._cfg.prompt_key, rows.start, rows.stop)
         places = [self._where(file, row) for row in rows]
-        encoded = zip(rows, self._encode(prompts, places), places, strict=True)
-        fitted = [(row, self._fit(ids, where)) for row, ids, where in encoded]
-        kept = [(row, ids) for row, ids in fitted if ids is not None]
-        return (
-            np.array([row for row, _ in kept], dtype=np.int64),
-            np.array([len(ids) for _, ids in kept], dtype=np.int64),
-            np.array([token for _, ids in kept for token in ids], dtype=np.int32),
+        for prompt, where in zip(prompts, places, strict=True):
+            self._check(prompt, where)
+        opened = self._media[file].open(rows, prompts)
+        good = [(row, where, it) for row, where, it in zip(rows, places, opened, strict=True) if isinstance(it, Opened)]
+        encoded = self._encode([it.prompt for _, _, it in good], [where for _, where, _ in good])
+        bad = {row: it for row, it in zip(rows, opened, strict=True) if isinstance(it, BadImage)}
+        kept, ids, num_items, items = list[int](), list[list[int]](), list[int](), list[MediaItem]()
+        for (row, where, it), tokens in zip(good, encoded, strict=True):
+            try:
+                tokens, places_of = self._expand(tokens, it)
+            except BadImage as error:
+                bad[row] = error
+                continue
+            if (fitted := self._fit(tokens, where, bool(places_of))) is not None:
+                kept.append(row)
+                ids.append(fitted)
+                num_items.append(len(places_of))
+                items += places_of
+        return _Piece(
+            np.array(kept, dtype=np.int64),
+            np.array([len(it) for it in ids], dtype=np.int64),
+            np.array([token for it in ids for token in it], dtype=np.int32),
+            np.array(num_items, dtype=np.int64),
+            items,
+            [bad_line(self._where(file, row), bad[row], self._cfg) for row in sorted(bad)],
         )
+
+    def _check(self, prompt: Any, where: str) -> None:
+        if not isinstance(prompt, str) and not is_conversation(prompt, with_parts=self._reader is not None):
+            raise InputError(
+                f"{where}: column {self._cfg.prompt_key!r} holds {str(prompt)[:80]!r}; "
+                "expected a string, or a non-empty list of {role, content} with text in both"
+            )
+
+    def _expand(self, ids: list[int], opened: Opened) -> tuple[list[int], list[MediaItem]]:
+        if self._reader is None:
+            return ids, []
+        repeats, items = self._reader.expand(ids, opened.entries)
+        return (np.repeat(ids, repeats).tolist() if items else ids), items
 
     def _encode(self, prompts: list[Any], places: list[str]) -> list[list[int]]:
         ids: list[list[int]] = [[] for _ in prompts]
         # A template contains its special tokens; a plain string gets those that the tokenizer adds to any text.
         for templated in (True, False):
             selected = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) != templated]
-            texts = [self._render(prompts[i], places[i]) if templated else prompts[i] for i in selected]
+            texts = [self._text(prompts[i], places[i]) for i in selected]
             where = [places[i] for i in selected]
             for i, tokens in zip(selected, encode_texts(self._tokenizer, texts, where, not templated), strict=True):
                 ids[i] = tokens
         return ids
 
-    def _render(self, messages: Any, where: str) -> str:
-        """Render a conversation with the chat template, including the generation prompt."""
-        if not is_conversation(messages):
-            raise InputError(
-                f"{where}: column {self._cfg.prompt_key!r} holds {str(messages)[:80]!r}; "
-                "expected a string, or a non-empty list of {role, content} with text in both"
-            )
-        return self._template.text(messages, where, generation_prompt=True)
+    def _text(self, prompt: Any, where: str) -> str:
+        """A conversation's text ends with the generation prompt."""
+        return prompt if isinstance(prompt, str) else self._template.text(prompt, where, generation_prompt=True)
 
-    def _fit(self, ids: list[int], where: str) -> list[int] | None:
+    def _fit(self, ids: list[int], where: str, has_items: bool) -> list[int] | None:
         """Truncate `ids` by data.truncation, or return None if the filter drops the prompt."""
         limit = self._cfg.max_prompt_length
         if not ids:
@@ -174,6 +249,12 @@ class PromptDataset:
             return ids
         if self._cfg.filter_overlong_prompts:
             return None
+        if has_items:
+            raise InputError(
+                f"{where}: the prompt has {len(ids)} tokens with those of its pictures, more than {self._limit}, and "
+                "pictures cannot be truncated; raise the limit, lower data.max_pixels, or set "
+                "data.filter_overlong_prompts=true"
+            )
         if self._cfg.truncation == "error":
             raise InputError(
                 f"{where}: the prompt has {len(ids)} tokens, more than {self._limit}; raise the limit, "
@@ -192,15 +273,15 @@ def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-def is_conversation(messages: Any) -> bool:
-    """Whether this is a non-empty list of {role, content} with text in both."""
+def is_conversation(messages: Any, with_parts: bool = False) -> bool:
+    """Whether this is a non-empty list of {role, content} with text in both; or, in contents, a list of parts."""
     return (
         isinstance(messages, list)
         and bool(messages)
         and all(
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
+            and isinstance(message.get("content"), (str, list) if with_parts else str)
             for message in messages
         )
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,12 +48,19 @@ def _each(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Resu
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 ROWS_PER_BATCH = 4096
+CACHE_BYTES = 2**28  # of row groups of a large column, per rank
+
+log = logging.getLogger(__name__)
 
 
 class RowFile:
-    """One data file: `len(file)` rows, `file[i]` a dict, `file.column(name)` a list, `file.columns` the names."""
+    """One data file: `len(file)` rows, `file[i]` a dict, `file.column(name)` a list, `file.columns` the names.
 
-    def __init__(self, path: str) -> None:
+    large: columns that stay in a Parquet file until rows are asked for, because every rank would hold them; `file[i]`
+    is without them.
+    """
+
+    def __init__(self, path: str, large: Collection[str] = ()) -> None:
         if not os.path.isfile(path):
             found = "a directory" if os.path.isdir(path) else "no such file"
             raise InputError(f"{path}: {found}; expected a Parquet or JSONL file (data.train_files, data.val_files)")
@@ -58,7 +68,7 @@ class RowFile:
         self.path = path
         self._rows: ParquetRows | list[dict[str, Any]]
         if suffix in PARQUET_SUFFIXES:
-            self._rows = ParquetRows(path)
+            self._rows = ParquetRows(path, large)
             self.columns = self._rows.columns
         elif suffix in JSONL_SUFFIXES:
             self._rows = [row for _, row in read_jsonl(path)]
@@ -102,14 +112,16 @@ def columns_of(path: str) -> list[str]:
 
 
 class ParquetRows:
-    """A Parquet file as an Arrow table, which takes a tenth of the memory of Python objects."""
+    """A Parquet file as an Arrow table, which takes a tenth of the memory of Python objects. large: as of RowFile."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, large: Collection[str] = ()) -> None:
         import pyarrow.parquet
 
         with readable_parquet(path):
-            self._table = pyarrow.parquet.read_table(path, partitioning=None)
-        self.columns: list[str] = list(self._table.column_names)
+            self.columns: list[str] = list(pyarrow.parquet.read_schema(path).names)
+            self._large = {name: RowGroups(path, name) for name in self.columns if name in large}
+            small = [name for name in self.columns if name not in large] if self._large else None
+            self._table = pyarrow.parquet.read_table(path, columns=small, partitioning=None)
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -120,9 +132,55 @@ class ParquetRows:
     def column(self, name: str, start: int, stop: int | None) -> list[Any]:
         """Same as RowFile.column."""
         stop = len(self) if stop is None else stop
+        if name in self._large:
+            return self._large[name].values(start, stop)
         if name not in self.columns:
             return [None] * (stop - start)
         return self._table.column(name).slice(start, stop - start).to_pylist()
+
+
+class RowGroups:
+    """A column of a Parquet file with some of its row groups in memory, the last ones read."""
+
+    def __init__(self, path: str, name: str) -> None:
+        import pyarrow.parquet
+
+        self._path, self._name = path, name
+        with pyarrow.parquet.ParquetFile(path) as file:
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        self._groups: dict[int, Any] = {}  # oldest first
+        self._is_reported = False
+
+    def values(self, start: int, stop: int) -> list[Any]:
+        """Values of rows [start, stop)."""
+        found = list[Any]()
+        while start < stop:
+            group = bisect.bisect_right(self._starts, start) - 1
+            end = min(stop, self._starts[group + 1])
+            found += self._read(group).slice(start - self._starts[group], end - start).to_pylist()
+            start = end
+        return found
+
+    def _read(self, group: int) -> Any:
+        import pyarrow.parquet
+
+        column = self._groups.pop(group, None)
+        if column is None:
+            with readable_parquet(self._path), pyarrow.parquet.ParquetFile(self._path) as file:
+                column = file.read_row_group(group, columns=[self._name]).column(self._name)
+            num_bytes = column.nbytes
+            while self._groups and num_bytes + sum(other.nbytes for other in self._groups.values()) > CACHE_BYTES:
+                del self._groups[next(iter(self._groups))]
+            if num_bytes > CACHE_BYTES and len(self._starts) > 2 and not self._is_reported:
+                self._is_reported = True
+                log.warning(
+                    "%s: a row group has %d MiB in %r, and a row in another one reads all of it; write the file with "
+                    "smaller row groups, of about 100 rows",
+                    *(self._path, num_bytes >> 20, self._name),
+                )
+        self._groups[group] = column
+        return column
 
 
 @contextmanager

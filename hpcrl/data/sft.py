@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.data.images import ImageProcessor
+    from hpcrl.data.media import Located, MediaItem
     from hpcrl.runtime.world import World
 
 
@@ -33,6 +35,7 @@ class SftDataset:
         turns: Turns,
         max_samples: int = -1,
         world: World | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         self._files: list[Conversations | AnswerDataset] = []
         for path in files:
@@ -40,15 +43,15 @@ class SftDataset:
             if num_left == 0:
                 break
             if messages_key in columns_of(path):
-                self._files.append(Conversations(path, tokenizer, cfg, messages_key, turns, num_left, world))
+                self._files.append(Conversations(path, tokenizer, cfg, messages_key, turns, num_left, world, images))
             else:
                 columns = {"sft.answer_key": answer_key}
-                self._files.append(AnswerDataset([path], tokenizer, cfg, columns, num_left, world))
+                self._files.append(AnswerDataset([path], tokenizer, cfg, columns, num_left, world, images))
         self._starts = np.cumsum([0, *map(len, self._files)])
 
     @property
     def _num_read(self) -> int:
-        return len(self) + self.num_filtered
+        return len(self) + self.num_filtered + self.num_bad
 
     def __len__(self) -> int:
         return sum(self.file_sizes)
@@ -64,6 +67,11 @@ class SftDataset:
         return sum(file.num_filtered for file in self._files)
 
     @property
+    def num_bad(self) -> int:
+        """Rows that data.bad_images=skip dropped."""
+        return sum(file.num_bad for file in self._files)
+
+    @property
     def num_endless(self) -> int:
         """Conversations whose last turn has no end-of-sequence token."""
         return sum(file.num_endless for file in self._files if isinstance(file, Conversations))
@@ -74,12 +82,31 @@ class SftDataset:
 
     def sequence(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(prompt_ids int32 (P,), response_ids int32 (R,), mask int32 (R,): 1 on tokens with loss)."""
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        file, row = self._files[number], row - int(self._starts[number])
+        file, row = self._find(row)
         if isinstance(file, Conversations):
             return file.sequence(row)
         prompt, answer = file.pair(row)
         return prompt, answer, np.ones(len(answer), np.int32)
+
+    def media(self, row: int) -> list[MediaItem]:
+        """Return the pictures and videos of a sequence, in the order of their tokens."""
+        file, row = self._find(row)
+        return file.media(row)
+
+    def patches(self, row: int, index: int) -> np.ndarray:
+        """Decode item `index` of `media(row)` and return its patches, float32 (patches, vision.patch_width)."""
+        file, row = self._find(row)
+        return file.patches(row, index)
+
+    def locate(self, row: int, index: int) -> Located:
+        """Return where the patches of item `index` come from, for a process that decodes them."""
+        file, row = self._find(row)
+        return file.locate(row, index)
+
+    def _find(self, row: int) -> tuple[Conversations | AnswerDataset, int]:
+        """The file of a sequence, and its number there."""
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._files[number], row - int(self._starts[number])
 
 
 def has_targets(files: Sequence[str], messages_key: str, answer_key: str) -> bool:

@@ -127,7 +127,8 @@ class TrainEngine:
                     DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=groups.pgc)
                     for chunk in self.chunks
                 ]
-                self.optimizer = build_optimizer(self.models, optim, groups, dtype)
+                tower_lr = shape.vision.lr if shape.vision is not None and shape.vision.train != "none" else None
+                self.optimizer = build_optimizer(self.models, optim, groups, dtype, tower_lr)
         self._vocabulary = VocabularyOutputs(
             self.chunks[-1], groups.tp, shape.vocab_size, chunk_rows=head_chunk_tokens, exact=exact
         )
@@ -322,7 +323,7 @@ class TrainEngine:
         assert self.optim is not None and self.optimizer is not None
         lr = learning_rate(self.steps, self.optim, self.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_mult"]
         with annotated("optimizer"), platform.cpu_bridge():
             self.optimizer.prepare_grads()
             norm = gradient_norm(self.optimizer)  # over all ranks, so that either all of them skip or none
@@ -359,7 +360,7 @@ class TrainEngine:
             batch,
             self.shape,
             max_tokens=max_tokens,
-            count=layout.scheduled(self._common_count(needed_count(batch, max_tokens, unit))),
+            count=layout.scheduled(self._common_count(needed_count(batch, max_tokens, unit, self.shape))),
             multiple=layout.token_multiple(FP8_ROWS if self.config.fp8 else ROW_MULTIPLE),
             same_size=layout.pp > 1,
             device=platform.device(),
@@ -367,6 +368,7 @@ class TrainEngine:
             unit=unit,
             cp_rank=self.groups.coord.cp,
             cp_size=layout.cp,
+            embeds=self.groups.is_first_stage,
         )
 
     def _run(self, micros: list[MicroBatch], compute: Compute, consume: Consume, *, forward_only: bool) -> list[Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged
+from hpcrl.engine.pictures import packed_pictures, tokens_of_towers
 from hpcrl.model.packed import PackedTokens, pack, places, tokens_of
 from hpcrl.model.router import NOT_RECORDED, Routing
 from hpcrl.runtime.exits import InputError
@@ -141,9 +142,9 @@ class MicroBatch:
         return flat.index_copy(0, place.to(outputs.device), outputs).unflatten(0, (len(self), longest))
 
 
-def needed_count(batch: DataProto, max_tokens: int, unit: int = 1) -> int:
+def needed_count(batch: DataProto, max_tokens: int, unit: int = 1, shape: ModelShape | None = None) -> int:
     """Return the number of micro-batches that this replica needs, at least one. `unit` as in `make_micro_batches`."""
-    return max(1, len(_split_rows(_lengths(batch), max_tokens, unit)))
+    return max(1, len(_split_rows(batch, shape, max_tokens, unit)))
 
 
 def make_micro_batches(
@@ -159,15 +160,16 @@ def make_micro_batches(
     unit: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
+    embeds: bool = True,
 ) -> list[MicroBatch]:
     """Pack the samples into `count` micro-batches of at most `max_tokens` tokens, before padding to `multiple`.
 
     `same_size` pads all of them to the longest, which pipeline stages need. `unit` successive samples stay together, in
     order: 2 for a loss that compares the two samples of a pair. Each holds this rank's part of the tokens among
-    `cp_size` ranks.
+    `cp_size` ranks, and their pictures where this rank `embeds` tokens.
     """
     whole_lengths = _lengths(batch)
-    rows_of = _split_rows(whole_lengths, max_tokens, unit, count)
+    rows_of = _split_rows(batch, shape, max_tokens, unit, count)
     sizes = [-(-max(1, int(whole_lengths[rows].sum())) // multiple) * multiple for rows in rows_of]
     if same_size:
         sizes = [max(sizes)] * count
@@ -180,8 +182,18 @@ def make_micro_batches(
         if cp_size > 1:
             local_rows, output_gather = _shared(output_rows, size, cp_rank, cp_size)
             targets, output_rows = output_gather.own_of(targets), local_rows
+        pictures = batch.pictures("pictures").take(rows) if len(rows) and "pictures" in batch.tokens else None
+        in_tokens = {} if pictures is None else packed_pictures(pictures, lengths, shape, embeds=embeds)
         packed = pack(
-            ids, lengths, shape, size=size, output_rows=output_rows, device=device, cp_rank=cp_rank, cp_size=cp_size
+            ids,
+            lengths,
+            shape,
+            size=size,
+            output_rows=output_rows,
+            device=device,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            **in_tokens,
         )
         if shape.num_experts:
             local_tokens = tokens_of(size, cp_rank, cp_size) if cp_size > 1 else slice(None)
@@ -192,11 +204,19 @@ def make_micro_batches(
     return micros
 
 
-def _split_rows(lengths: np.ndarray, max_tokens: int, unit: int, count: int | None = None) -> list[np.ndarray]:
-    """Return the row numbers of each micro-batch."""
+def _split_rows(
+    batch: DataProto, shape: ModelShape | None, max_tokens: int, unit: int, count: int | None = None
+) -> list[np.ndarray]:
+    """Return the row numbers of each micro-batch. They are balanced by tokens, and by the patches that the tower runs
+    on; a sample, or `unit` of them, whose tokens fit is never too large for its patches."""
+    lengths = _lengths(batch)
     if len(lengths) % unit:
         raise ValueError(f"{len(lengths)} samples are not a multiple of unit={unit}; keep groups on one replica")
-    groups = micro_batches(lengths.reshape(-1, unit).sum(axis=1), max_tokens, count=count)
+    costs = lengths.reshape(-1, unit).sum(axis=1)
+    if shape is not None and len(batch) and "pictures" in batch.tokens:
+        with_patches = (lengths + tokens_of_towers(batch.pictures("pictures"), shape)).reshape(-1, unit).sum(axis=1)
+        costs = np.maximum(costs, np.minimum(with_patches, max_tokens))
+    groups = micro_batches(costs, max_tokens, count=count)
     return [(group[:, None] * unit + np.arange(unit)).reshape(-1) for group in groups]
 
 

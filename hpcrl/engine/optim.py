@@ -144,12 +144,16 @@ def uses_distributed_optimizer(optim: OptimConfig) -> bool:
 
 
 def build_optimizer(
-    models: Sequence[DistributedDataParallel], optim: OptimConfig, groups: RoleGroups, dtype: torch.dtype
+    models: Sequence[DistributedDataParallel],
+    optim: OptimConfig,
+    groups: RoleGroups,
+    dtype: torch.dtype,
+    tower_lr: float | None = None,
 ) -> MegatronOptimizer:
     """Build AdamW under megatron's distributed optimizer, or SGD with whole state on every replica.
 
     Megatron's own factory gathers the parameter groups over the whole world, including ranks outside this role; here
-    every stage has the same two groups by construction.
+    every stage has the same groups by construction. tower_lr: peak learning rate of the vision tower, if it is another.
     """
     config = OptimizerConfig(
         optimizer=optim.optimizer,
@@ -166,7 +170,8 @@ def build_optimizer(
         use_distributed_optimizer=uses_distributed_optimizer(optim),
     )
     trained = [_is_expert(each) for model in models for each in model.parameters() if each.requires_grad]
-    parts = [_build_part(models, optim, groups, config, is_expert=each) for each in sorted(set(trained))]
+    scale = None if tower_lr is None else tower_lr / optim.lr
+    parts = [_build_part(models, optim, groups, config, scale, is_expert=each) for each in sorted(set(trained))]
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
@@ -190,12 +195,13 @@ def _build_part(
     optim: OptimConfig,
     groups: RoleGroups,
     config: OptimizerConfig,
+    tower_scale: float | None,
     *,
     is_expert: bool,
 ) -> MegatronOptimizer:
     """Build the optimizer of the experts or of all other parameters: the two are sharded over different ranks."""
     pgc = groups.pgc
-    param_groups = _param_groups(models, optim, is_expert)
+    param_groups = _param_groups(models, optim, is_expert, tower_scale)
     optimizer: MegatronOptimizer
     if config.use_distributed_optimizer:
         inner = _make_adam(param_groups, optim)
@@ -296,26 +302,32 @@ class ShardedAdam(DistributedOptimizer):
 
 
 def _param_groups(
-    models: Sequence[DistributedDataParallel], optim: OptimConfig, is_expert: bool
+    models: Sequence[DistributedDataParallel], optim: OptimConfig, is_expert: bool, tower_scale: float | None
 ) -> list[dict[str, Any]]:
-    """Return two groups, matrices and vectors (norms, biases); vectors have no weight decay.
+    """Return two groups, matrices and vectors (norms, biases); vectors have no weight decay. With `tower_scale`, the
+    factor of its learning rate, the vision tower has two of its own, which are empty on stages without it.
 
     The groups have the marks that megatron matches when it loads a checkpoint.
     """
+
+    def is_own(parameter: torch.Tensor) -> bool:
+        return tower_scale is not None and getattr(parameter, "tower", False)
+
     all_parameters = [parameter for model in models for parameter in model.parameters()]
     parameters = [each for each in all_parameters if each.requires_grad and _is_expert(each) == is_expert]
     return [
         {
-            "params": [parameter for parameter in parameters if (parameter.dim() > 1) == decayed],
+            "params": [each for each in parameters if (each.dim() > 1) == decayed and is_own(each) == of_tower],
             "weight_decay": optim.weight_decay if decayed else 0.0,
             "wd_mult": 1.0 if decayed else 0.0,
-            "lr_mult": 1.0,
+            "lr_mult": (tower_scale or 1.0) if of_tower else 1.0,
             "is_expert_parallel": is_expert,
             "is_decoupled_lr": False,
             "default_config": True,
             "max_lr": optim.lr,
             "min_lr": optim.min_lr,
         }
+        for of_tower in ((False,) if tower_scale is None or is_expert else (False, True))
         for decayed in (True, False)
     ]
 
@@ -341,18 +353,18 @@ def _init_sgd_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | 
 def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's reduction of gradients over replicas and tied embeddings, without its division by the token count."""
     finalize_model_grads(model, None, **kwargs)
-    _sum_over_expert_tp(model, kwargs["pg_collection"].expt_tp)
+    # Parameters that all tensor-parallel ranks hold, of which each has a part of the gradient: that of an expert's
+    # columns, or of its own pictures. Megatron has no such parameters.
+    _sum_of("expert_tensor_parallel", model, kwargs["pg_collection"].expt_tp)
+    _sum_of("tower", model, kwargs["pg_collection"].tp)
 
 
-def _sum_over_expert_tp(models: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
-    """Sum gradients of parameters that all tensor-parallel ranks of an expert hold.
-
-    Each rank has the part of its columns; megatron has no such parameters.
-    """
+def _sum_of(mark: str, models: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of parameters with the attribute `mark` over the group."""
     if group.size() == 1:
         return
     parameters: Iterator[Any] = (parameter for model in models for parameter in model.parameters())
-    grads = [each.main_grad for each in parameters if getattr(each, "expert_tensor_parallel", False)]
+    grads = [each.main_grad for each in parameters if getattr(each, mark, False) and each.requires_grad]
     if grads:
         flat = _flatten_dense_tensors(grads)
         dist.all_reduce(flat, group=group)

@@ -25,6 +25,7 @@ from hpcrl.runtime.exits import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hpcrl.data.images import ImageProcessor
     from hpcrl.run.run import Run
 
 log = logging.getLogger(__name__)
@@ -133,12 +134,18 @@ class Preference(PairsJob):
     def loss(self) -> PreferenceLoss:
         return PREFERENCE_LOSSES.get(self.own.loss_type)
 
-    def read_pairs(self, paths: list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase) -> AnswerDataset:
+    def read_pairs(
+        self,
+        paths: list[str],
+        max_samples: int,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImageProcessor | None = None,
+    ) -> AnswerDataset:
         if self.loss.paired:
-            return super().read_pairs(paths, max_samples, tokenizer)
+            return super().read_pairs(paths, max_samples, tokenizer, images)
         columns, label = {"preference.completion_key": self.own.completion_key}, self.own.label_key
         options = (columns, ("preference.label_key", label), max_samples, self.world)
-        return LabelledDataset(paths, tokenizer, self.config.data, *options)
+        return LabelledDataset(paths, tokenizer, self.config.data, *options, images=images)
 
     def check_answers(self, dataset: AnswerDataset) -> None:
         if not isinstance(dataset, LabelledDataset):

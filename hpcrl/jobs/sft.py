@@ -105,10 +105,11 @@ class Sft(SupervisedJob):
         return RoleLayouts(num_ranks, roles, rows)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, read_model
+        from hpcrl.workers.team import Inputs, add_validation_prompts, data_config, image_processor, read_model
 
         tokenizer, shape = read_model(self.config)
-        data, own, inputs = data_config(self.config), self.own, Inputs(shape, tokenizer)
+        images = image_processor(self.config, shape)
+        data, own, inputs = data_config(self.config), self.own, Inputs(shape, tokenizer, images=images)
         keys = {"messages_key": own.messages_key, "answer_key": own.answer_key}
         splits = {"train": (data.train_files, data.train_max_samples)}
         evaluates = own.eval_freq > 0
@@ -119,7 +120,14 @@ class Sft(SupervisedJob):
             )
         for split, (files, num) in splits.items():
             inputs.sequences[split] = SftDataset(
-                files, tokenizer, data, **keys, turns=own.assistant_turns, max_samples=num, world=self.world
+                files,
+                tokenizer,
+                data,
+                **keys,
+                turns=own.assistant_turns,
+                max_samples=num,
+                world=self.world,
+                images=images,
             )
         self.order_rows(inputs.sequences["train"].file_sizes)
         if evaluates and "val" not in splits and not own.eval_score:

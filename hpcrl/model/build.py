@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from hpcrl.model.gpt import PackedGPT
     from hpcrl.model.layers import RMSNorm, ScalarHead, SwiGLU, use_exact_linear
     from hpcrl.model.router import Mixture, MixtureLayer, Router
+    from hpcrl.model.tower import build_tower
     from hpcrl.runtime.megatron_versions import mlp_submodules, use_mixture
 
 if TYPE_CHECKING:
@@ -121,6 +122,13 @@ def _chunk(
         pg_collection=groups.pgc,
         vp_stage=number if layout.vpp > 1 else None,
     )
+    model.vision = None
+    if shape.vision is not None and model.pre_process:
+        tower = build_tower(shape, config.params_dtype)
+        for name, parameter in tower.named_parameters():
+            parameter.requires_grad_(shape.vision.is_trained(name))
+            parameter.tower = True  # type: ignore[attr-defined]  # each tensor-parallel rank has the gradient of its pictures
+        model.add_tower(tower, shape.vision)
     if head in params.SCALAR_HEADS and is_last:
         model.output_layer = ScalarHead(shape.hidden_size)
     elif is_last:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -11,6 +12,33 @@ from torch import Tensor
 
 from hpcrl.model.layers import ScalarHead
 from hpcrl.model.packed import PackedTokens
+from hpcrl.model.tower import Division, encode_divided
+
+if TYPE_CHECKING:
+    from hpcrl.model.tower import PackedPictures
+    from hpcrl.model.vision import Vision
+
+
+class Deepstack(NamedTuple):
+    """Features to add to the hidden states. rows: int64 (F,), tokens of this rank; features: (F, hidden), for each of
+    the first layers."""
+
+    rows: Tensor
+    features: tuple[Tensor, ...]
+
+
+class DeepstackHook:
+    """A forward hook of decoder layer `number` that adds features to the hidden states of placeholder tokens."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __call__(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        deepstack = kwargs["packed_seq_params"].deepstack
+        if deepstack is None:
+            return output
+        hidden, *rest = output
+        return hidden.index_add(0, deepstack.rows, deepstack.features[self._number].unsqueeze(1)), *rest
 
 
 class PackedGPT(GPTModel):
@@ -21,6 +49,42 @@ class PackedGPT(GPTModel):
     """
 
     uses_adapters = True  # if it has any
+    vision: torch.nn.Module | None  # the tower of a vision-language model, where the embedding is
+    num_encoded = 0  # pictures that this rank's tower has encoded
+
+    def add_tower(self, tower: torch.nn.Module, vision: Vision) -> None:
+        """Add the vision tower; its features replace the embeddings of placeholder tokens, and are added to the hidden
+        states after the first layers."""
+        self.vision, self._vision = tower, vision
+        for number in range(vision.num_deepstack):
+            self.decoder.layers[number].register_forward_hook(DeepstackHook(number), with_kwargs=True)
+
+    def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> Tensor:
+        pictures = packed_seq_params.pictures
+        if self.vision is not None and pictures is not None:
+            embedded = self.embedding(packed_seq_params.input_ids, packed_seq_params.position_ids)
+            tp, hidden = self.pg_collection.tp, embedded.size(-1)
+            features = self._encode(pictures) if pictures.features is None else pictures.features.to(embedded.device)
+            if self.config.sequence_parallel:
+                first = tp.rank() * len(embedded)
+                pictures = pictures.within(first, first + len(embedded))
+            of_tokens = features.to(embedded.dtype).index_select(0, pictures.sources)
+            packed_seq_params.deepstack = Deepstack(pictures.rows, of_tokens[:, hidden:].split(hidden, dim=1))
+            kwargs["decoder_input"] = embedded.index_copy(0, pictures.rows, of_tokens[:, None, :hidden])
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _encode(self, pictures: PackedPictures) -> Tensor:
+        """Run the tower; the ranks that have these tokens divide the pictures."""
+        assert pictures.pixels is not None and self.vision is not None
+        divisions = [
+            Division(self.pg_collection.tp, is_split=self.config.sequence_parallel),
+            Division(self.pg_collection.cp, is_split=True),
+        ]
+        pixels = pictures.pixels
+        grids = pixels.grids.numpy()
+        features, count = encode_divided(self.vision, self._vision, grids, pixels.take, divisions)
+        self.num_encoded += count
+        return features
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedTokens, **_: Any) -> Tensor:
         """Return the hidden states of the R rows `packed_seq_params.output_rows`, (R, hidden), on every tensor-parallel

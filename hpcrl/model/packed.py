@@ -21,8 +21,10 @@ from torch import Tensor
 from hpcrl.model.rope import rope_cos_sin
 
 if TYPE_CHECKING:
+    from hpcrl.model.gpt import Deepstack
     from hpcrl.model.router import Routing
     from hpcrl.model.shape import ModelShape
+    from hpcrl.model.tower import PackedPictures
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class PackedTokens(PackedSeqParams):
     output_rows: Tensor | None = None  # (R,) int64: tokens with a head output; None: all S
     tails: tuple[Tail, ...] | None = None  # only with context parallelism
     routing: Routing | None = None  # of a model with experts
+    pictures: PackedPictures | None = None
+    deepstack: Deepstack | None = None  # set by the model
 
     @property
     def num_tokens(self) -> int:
@@ -160,7 +164,8 @@ class PackedTokens(PackedSeqParams):
         }
         tails = self.tails and tuple(Tail(tail.queries, tail.keys.to(device)) for tail in self.tails)
         routing = self.routing and self.routing.to(device)
-        return replace(self, **tensors, tails=tails, routing=routing)
+        pictures = self.pictures and self.pictures.to(device)
+        return replace(self, **tensors, tails=tails, routing=routing, pictures=pictures)
 
 
 def pack(
@@ -170,6 +175,8 @@ def pack(
     *,
     size: int,
     output_rows: Tensor | None = None,
+    rope_positions: Tensor | None = None,
+    pictures: PackedPictures | None = None,
     device: torch.device | None = None,
     cp_rank: int = 0,
     cp_size: int = 1,
@@ -177,7 +184,8 @@ def pack(
     """Pack sequences for one forward pass.
 
     `input_ids` (T,) holds the sequences one after the other, `lengths` (N,) int64 their lengths (at least 1 each),
-    `size` is the S of all ranks, at least T. `output_rows` are this rank's own. Index tensors are computed once here
+    `size` is the S of all ranks, at least T. `output_rows` are this rank's own. `rope_positions` (3, T) int64 are those
+    of sequences with `pictures`, whose rows are packed tokens. Index tensors are computed once here
     and used by every layer. All are on the CPU, for `PackedTokens.to`, except those of the rotary embedding, the
     largest, which are computed on `device`.
     """
@@ -189,25 +197,35 @@ def pack(
     padded_ids[:total] = input_ids
     position_ids = torch.zeros(size, dtype=torch.int64)
     position_ids[:total] = position
+    axes = None if shape.vision is None else shape.vision.rope_axes
+    turning = position_ids
+    if axes is not None:
+        turning = position_ids.repeat(3, 1)
+        if rope_positions is not None:
+            turning[:, :total] = rope_positions
     if cp_size > 1:
         local = tokens_of(size, cp_rank, cp_size)
-        padded_ids, position_ids = padded_ids[local], position_ids[local]
-        places, tails = local_runs(lengths, size, cp_rank, cp_size)
+        padded_ids, position_ids, turning = padded_ids[local], position_ids[local], turning[..., local]
+        if pictures is not None:
+            place, here = places(size, cp_size)[pictures.rows], size // cp_size
+            mine = (place // here == cp_rank).nonzero().squeeze(1)
+            pictures = replace(pictures, rows=place[mine] % here, sources=pictures.sources[mine])
+        runs, tails = local_runs(lengths, size, cp_rank, cp_size)
         bounds = None
     else:
-        places, tails = places_of(starts, lengths), None
+        runs, tails = places_of(starts, lengths), None
         bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    position_ids = position_ids.to(device)
-    cos, sin = rope_cos_sin(position_ids, shape.rope_dim, shape.rope_theta, shape.rope_scaling)
+    cos, sin = rope_cos_sin(turning.to(device), shape.rope_dim, shape.rope_theta, shape.rope_scaling, axes)
     return PackedTokens(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         max_seqlen_q=None if bounds is None else int(lengths.max()),
         input_ids=padded_ids.unsqueeze(0),
-        position_ids=position_ids.unsqueeze(0),
+        position_ids=position_ids.to(device).unsqueeze(0),
         cos=cos,
         sin=sin,
         output_rows=output_rows,
         tails=tails,
-        **places._asdict(),
+        pictures=pictures,
+        **runs._asdict(),
     )

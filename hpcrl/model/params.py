@@ -6,6 +6,7 @@ Building, checkpoints and refit all read this table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -20,6 +21,7 @@ from hpcrl.model.shape import (
     matrix_of,
     rows_of_projections,
 )
+from hpcrl.model.vision import tower_tensors
 from hpcrl.runtime.exits import InputError
 
 Head = Literal["lm", "value", "reward"]
@@ -28,6 +30,7 @@ ONE_RANK = Layout((0,))
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+TOWER = "vision."  # prefix of the vision tower's parameters
 EXPERT_BIAS = "mlp.router.expert_bias"  # of the scores for choosing experts; without the layer's prefix
 # Different names, because a critic's head must not be loaded as a reward model's.
 SCALAR_HEADS: dict[Head, str] = {"value": "value_head.weight", "reward": "reward_head.weight"}
@@ -57,11 +60,7 @@ class Shard(NamedTuple):
     tp_replicated: bool
     chunk: int = 0
     is_expert: bool = False
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the parameter has no gradient and no optimizer."""
-        return self.name.endswith(EXPERT_BIAS)
+    is_frozen: bool = False  # has no gradient and no optimizer
 
 
 def engine_layout(shape: ModelShape, tp: int) -> Layout:
@@ -113,6 +112,13 @@ def check_layout(shape: ModelShape, layout: Layout, role: str = "model") -> None
             f"{role}.vpp*pp={vpp_size}*{pp_size} is more than num_layers={shape.num_layers}; "
             f"use a vpp of at most {shape.num_layers // pp_size}"
         )
+    if shape.vision is not None:
+        first, needed = len(chunk_layers(shape.num_layers, 0, pp_size, 0, vpp_size)), shape.vision.num_deepstack
+        if first < needed:
+            raise InputError(
+                f"{role}.pp*vpp={pp_size * vpp_size} puts {first} layers into the first chunk, and pictures are added "
+                f"after the first {needed} layers; use a smaller pp or vpp"
+            )
     _check_experts(shape, layout.ep, layout.etp, role)
 
 
@@ -209,8 +215,8 @@ class _Split:
     is_expert: bool = False
 
     def whole(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
-        cols = shape[1] if len(shape) == 2 else 1
-        return self._shard(name, local_name, shape, shape, Box((0, shape[0]), (0, cols), 0, 0), replicated=True)
+        box = Box((0, shape[0]), (0, math.prod(shape[1:])), 0, 0)
+        return self._shard(name, local_name, shape, shape, box, replicated=True)
 
     def rows(self, name: str, shape: Size, local_name: str | None = None) -> Shard:
         rows, *cols = shape[0] // self.size, *shape[1:]
@@ -234,7 +240,10 @@ class _Split:
     def _shard(
         self, name: str, local_name: str | None, shape: Size, local_shape: Size, *boxes: Box, replicated: bool = False
     ) -> Shard:
-        return Shard(name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert)
+        frozen = name.endswith(EXPERT_BIAS)
+        return Shard(
+            name, local_name or name, shape, local_shape, boxes, replicated, self.chunk, self.is_expert, frozen
+        )
 
 
 _Cut = Callable[..., Shard]  # a method of _Split
@@ -268,10 +277,20 @@ class _Chunk:
                 yield from self._experts(*prefixes)
         if self.last and has_dense:
             yield from self._head()
+        if self.first and has_dense:
+            yield from self._tower()
 
     @property
     def _vocabulary(self) -> tuple[int, int]:
         return self.shape.padded_vocab_size, self.shape.hidden_size
+
+    def _tower(self) -> Iterator[Shard]:
+        """The vision tower, whole on every rank; its ranks divide the pictures."""
+        vision = self.shape.vision
+        if vision is None:
+            return
+        for name, size in tower_tensors(vision).items():
+            yield self.dense.whole(f"{TOWER}{name}", size)._replace(is_frozen=not vision.is_trained(name))
 
     def _layer(self, prefix: str, local: str, is_moe: bool) -> Iterator[Shard]:
         """All parameters of a layer except its experts."""

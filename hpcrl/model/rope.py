@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): angles for `hpcrl.kernels.layers`.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): positions, and angles for `hpcrl.kernels.layers`.
 
 The training model and the native rollout engine call the same functions, so that log-probs agree.
 """
@@ -6,11 +6,38 @@ The training model and the native rollout engine call the same functions, so tha
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcrl.model.shape import RopeScaling
+from hpcrl.model.vision import Picture, Vision
+
+
+def rope_positions(length: int, pictures: Iterable[Picture], vision: Vision) -> np.ndarray:
+    """Return positions in time, height and width of a sequence's tokens, int64 (3, length).
+
+    A text token's are equal, one more than the largest before it. Those of a picture begin there and run over its grid
+    (M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1, with the spacing in time of Qwen2.5-VL, arXiv:2502.13923).
+    """
+    positions = np.empty((3, length), np.int64)
+    place = following = 0
+    merge = vision.merge_size
+    for start, (time, height, width), interval in pictures:
+        positions[:, place:start] = np.arange(following, following + start - place)
+        first = following + start - place
+        height, width = height // merge, width // merge
+        grid = np.indices((time, height, width)).reshape(3, -1)
+        grid[0] = (grid[0] * np.float32(interval)).astype(np.int64)
+        place = start + grid.shape[1]
+        if place > length:
+            raise ValueError(f"a picture of {grid.shape[1]} tokens begins at token {start} of a sequence of {length}")
+        positions[:, start:place] = first + grid
+        following = first + max(height, width)
+    positions[:, place:] = np.arange(following, following + length - place)
+    return positions
 
 
 def rope_cos_sin(

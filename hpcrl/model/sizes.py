@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 
@@ -40,8 +40,8 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -
     tokens.
 
     2 per weight of a matrix and token (active experts only), and for causal attention 2 * head_dim * (L + 1) L / 2 per
-    head for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding and softmax do not
-    count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    head for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding, softmax and a vision
+    tower do not count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
     """
     per_token, per_output = _weights(shape)
     width = shape.num_layers * shape.num_attention_heads * (shape.head_dim + shape.v_head_dim)
@@ -69,7 +69,7 @@ def _weights(shape: ModelShape) -> tuple[float, int]:
     layers = sum(
         math.prod(shard.global_shape) * (share if shard.is_expert else 1.0)
         for shard in whole
-        if len(shard.global_shape) == 2 and shard.name not in (EMBEDDING, OUTPUT_LAYER)
+        if len(shard.global_shape) == 2 and shard.name not in (EMBEDDING, OUTPUT_LAYER) and TOWER not in shard.name
     )
     return layers, shape.padded_vocab_size * shape.hidden_size
 

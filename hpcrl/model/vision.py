@@ -1,18 +1,17 @@
-"""Vision-language models in numbers: the tower of config.json, its tensors, and positions of pictures. No torch."""
+"""Vision-language models in numbers: the tower of config.json, its tensors, and pictures among tokens. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any, Literal, NamedTuple
 
 from hpcrl.runtime.exits import InputError
 
 Size = tuple[int, ...]
+Trained = Literal["none", "merger", "tower", "all"]
 VISION_TOKENS = ("image", "video", "vision_start", "vision_end")  # whose ids config.json names <token>_token_id
 
 
@@ -34,6 +33,8 @@ class Vision:
 
     config: the section `vision_config` of config.json, as JSON with sorted keys. mrope_section: frequencies of the
     rotary embedding that turn with time, height and width; interleaved: in turn, rather than one after the other.
+    train: the part that is trained: the merger, which maps patches to tokens, the tower before it, both or nothing. lr:
+    peak learning rate of that part, None: that of the language model.
     """
 
     config: str
@@ -43,6 +44,8 @@ class Vision:
     vision_end_token_id: int
     mrope_section: tuple[int, int, int]
     mrope_interleaved: bool
+    train: Trained = field(default="none", compare=False)
+    lr: float | None = field(default=None, compare=False)
 
     @cached_property
     def tower(self) -> Mapping[str, Any]:
@@ -80,34 +83,25 @@ class Vision:
             axes[axis : 3 * num : 3] = [axis] * len(axes[axis : 3 * num : 3])
         return tuple(axes)
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's embedding."""
+        return int(self.tower["out_hidden_size"])
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers that the tower computes for a token, for its embedding and for the deepstack layers."""
+        return self.hidden_size * (1 + self.num_deepstack)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the tower's tensor of this name is trained; the name has no prefix."""
+        is_merger = name.startswith(("merger.", "deepstack_merger_list."))
+        return self.train == "all" or self.train == ("merger" if is_merger else "tower")
+
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Placeholder tokens of a picture."""
         time, height, width = grid
         return time * height * width // self.merge_size**2
-
-
-def rope_positions(length: int, pictures: Iterable[Picture], vision: Vision) -> np.ndarray:
-    """Return positions in time, height and width of a sequence's tokens, int64 (3, length).
-
-    A text token's are equal, one more than the largest before it. Those of a picture begin there and run over its grid
-    (M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1, with the spacing in time of Qwen2.5-VL, arXiv:2502.13923).
-    """
-    positions = np.empty((3, length), np.int64)
-    place = following = 0
-    merge = vision.merge_size
-    for start, (time, height, width), interval in pictures:
-        positions[:, place:start] = np.arange(following, following + start - place)
-        first = following + start - place
-        height, width = height // merge, width // merge
-        grid = np.indices((time, height, width)).reshape(3, -1)
-        grid[0] = (grid[0] * np.float32(interval)).astype(np.int64)
-        place = start + grid.shape[1]
-        if place > length:
-            raise ValueError(f"a picture of {grid.shape[1]} tokens begins at token {start} of a sequence of {length}")
-        positions[:, start:place] = first + grid
-        following = first + max(height, width)
-    positions[:, place:] = np.arange(following, following + length - place)
-    return positions
 
 
 def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Vision:
@@ -118,11 +112,13 @@ def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Visi
         raise InputError(f"{where}: vision_config={tower!r}; expected the description of the vision tower")
     ids = [f"{name}_token_id" for name in VISION_TOKENS]
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sections = rope.get("mrope_section")
+    sections: Any = rope.get("mrope_section")
     for key in ids:
         if not isinstance(config.get(key), int):
             raise InputError(f"{where}: {key}={config.get(key)!r}; expected the id of a token")
-    sound = isinstance(sections, list) and len(sections) == 3 and all(isinstance(it, int) and it >= 0 for it in sections)
+    sound = (
+        isinstance(sections, list) and len(sections) == 3 and all(isinstance(it, int) and it >= 0 for it in sections)
+    )
     if not sound or 2 * sum(sections) != head_dim:
         raise InputError(f"{where}: mrope_section={sections!r}; expected three numbers whose sum is {head_dim // 2}")
     vision = Vision(
@@ -147,9 +143,9 @@ def _check_tower(vision: Vision, where: str) -> None:
             raise InputError(f"{where}: vision_config.{key}={found!r}; expected a positive whole number")
 
 
-def tower_tensors(vision: Vision, is_qwen3: bool) -> dict[str, Size]:
+def tower_tensors(vision: Vision) -> dict[str, Size]:
     """Return name and shape of each tensor of the tower, without the family's prefix."""
-    return dict(_qwen3_tensors(vision.tower) if is_qwen3 else _qwen2_5_tensors(vision.tower))
+    return dict(_qwen3_tensors(vision.tower) if vision.mrope_interleaved else _qwen2_5_tensors(vision.tower))
 
 
 def _linear(name: str, rows: int, cols: int) -> Iterator[tuple[str, Size]]:

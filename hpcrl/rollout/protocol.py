@@ -12,8 +12,20 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hpcrl.model.vision import Picture
+
 FinishReason = Literal["stop", "length", "abort"]
 WeightFormat = Literal["megatron", "tensorrt_llm"]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPicture:
+    """A picture of a request. key: hash of its content. features: fp32 (tokens, width), what the vision tower made of
+    it (see `hpcrl.model.tower`)."""
+
+    key: int
+    place: Picture
+    features: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +34,7 @@ class Request:
 
     `prefix_ids` int32 (n,) are the response's tokens so far: an aborted part, or earlier turns with tool tokens. The
     first token to draw has position n in the response, for the random numbers too. `max_new_tokens` bounds the tokens
-    still to draw; None: that of the sampling parameters less n.
+    still to draw; None: that of the sampling parameters less n. `pictures` are those of the prompt, in order.
     """
 
     prompt_ids: list[int] | np.ndarray
@@ -30,6 +42,7 @@ class Request:
     sample_index: int = 0
     prefix_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     max_new_tokens: int | None = None
+    pictures: tuple[PromptPicture, ...] = ()
 
     def num_to_draw(self, sampling: SamplingParams) -> int:
         """Return the largest number of tokens to draw."""

@@ -26,7 +26,7 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.actor_objective import ActorObjective
-from hpcrl.workers.model_worker import ModelWorker, Updates
+from hpcrl.workers.model_worker import SEQUENCE, ModelWorker, Updates
 
 
 class ActorWorker(ModelWorker):
@@ -49,7 +49,7 @@ class ActorWorker(ModelWorker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask", "rollout_log_probs", "routed_experts?"),
+        reads=(*SEQUENCE, "rollout_log_probs", "routed_experts?"),
         writes=("old_log_probs", "sum_pi_squared?", "routed_experts?"),
         phase="old_log_prob",
         skip_if="old_log_prob_in_update",
@@ -86,7 +86,7 @@ class ActorWorker(ModelWorker):
         metrics |= rollout_log_prob_statistics(batch.padded("rollout_log_probs"), outputs["log_probs"].padded(), mask)
         return DataProto(columns, {}, {"metrics": to_floats(metrics)})
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",), phase="ref")
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SEQUENCE, writes=("ref_log_prob",), phase="ref")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Log-probs of the reference of a policy with adapters: its base model, without a second model."""
         temperature, max_tokens = self.config.rollout.temperature, REF.token_budget(self.config)
@@ -182,7 +182,7 @@ class ActorWorker(ModelWorker):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=(
-            *("input_ids", "response_mask", "loss_mask?", "rollout_log_probs", "old_log_probs?", "advantages"),
+            *(*SEQUENCE, "loss_mask?", "rollout_log_probs", "old_log_probs?", "advantages"),
             *("ref_log_prob?", "rollout_is_weights?", "teacher_log_prob?", "teacher_topk_log_probs?"),
             *("teacher_topk_ids?", "routed_experts?", "prompt", "sample_index"),
         ),

@@ -17,7 +17,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import ModelShape
-from hpcrl.workers.model_worker import ModelWorker, Updates
+from hpcrl.workers.model_worker import SEQUENCE, ModelWorker, Updates
 
 
 class CriticWorker(ModelWorker):
@@ -33,14 +33,14 @@ class CriticWorker(ModelWorker):
             derived.critic_mini_batch_size, derived.critic_ppo_epochs, config.actor.shuffle, config.run.seed
         )
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("values",), phase="values")
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SEQUENCE, writes=("values",), phase="values")
     def compute_values(self, batch: DataProto) -> DataProto:
         outputs = self.engine.values(batch, max_tokens=self.max_tokens)
         return DataProto({"values": outputs["values"]}) if self.is_leader else DataProto()
 
     @register(
         Dispatch.DP_COMPUTE_METRIC,
-        reads=("input_ids", "response_mask", "loss_mask?", "values", "returns", "prompt"),
+        reads=(*SEQUENCE, "loss_mask?", "values", "returns", "prompt"),
         updates=True,
     )
     def update_critic(self, batch: DataProto) -> list[dict[str, Metric]]:

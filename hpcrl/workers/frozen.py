@@ -12,7 +12,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.workers.model_worker import ModelWorker
+from hpcrl.workers.model_worker import SEQUENCE, ModelWorker
 
 
 class PolicyWorker(ModelWorker):
@@ -39,7 +39,7 @@ class RefWorker(ModelWorker):
         super().__init__(groups, shape, config, exact=config.rollout.exact)
         self.temperature = config.rollout.temperature
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",), phase="ref")
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SEQUENCE, writes=("ref_log_prob",), phase="ref")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         return self.log_prob_column("ref_log_prob", batch, max_tokens=self.max_tokens, temperature=self.temperature)
 
@@ -57,7 +57,7 @@ class RewardModelWorker(ModelWorker):
         with self.engine.offload.on_device("parameters"):
             load_sharded(self.engine, Path(folder) / "reward", optimizer=False)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids",))
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("input_ids", "pictures?"))
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Per sample `rm_score`, float32: the head's output at the last token of prompt and response."""
         scores = self.engine.scores(batch, max_tokens=self.max_tokens)
@@ -80,7 +80,7 @@ class TeacherWorker(ModelWorker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "response_mask"),
+        reads=SEQUENCE,
         writes=("teacher_log_prob", "teacher_topk_log_probs?", "teacher_topk_ids?"),
         phase="teacher",
     )

@@ -12,8 +12,8 @@ from hpcrl.algorithms.metrics import Mean, MeanDifference, Metric, Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.controller.register import Dispatch, register
+from hpcrl.workers.model_worker import SEQUENCE
 from hpcrl.workers.preference import PreferenceActorWorker, of_validation, summed
-from hpcrl.workers.supervised import SEQUENCE
 
 LABELLED = (*SEQUENCE, "ref_logps", "label")
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from hpcrl.workers.team import Team
 
+SEQUENCE = ("input_ids", "response_mask", "pictures?")  # columns of prompts and responses
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -20,8 +20,7 @@ from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.frozen import RefWorker
-from hpcrl.workers.model_worker import ModelWorker
-from hpcrl.workers.supervised import SEQUENCE
+from hpcrl.workers.model_worker import SEQUENCE, ModelWorker
 
 PAIR = (*SEQUENCE, "loss_mask?", "ref_logps?")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ SAMPLES = (
 )
 
 
+PICTURES = "pictures"  # folder of thumbnails in that of the archive
+
+
 class InputsWorker(Worker):
     """A worker that needs only what was read from files."""
 
@@ -53,6 +57,7 @@ class ArchiveWorker(InputsWorker):
         super().__init__(layout, rank, inputs)
         self.prompts = inputs.prompts["train"]
         self.sources = self.prompts.source_of_rows()
+        self._kept: set[str] = set()  # pictures with a thumbnail
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), leader_only=True)
     def write(self, batch: DataProto, folder: str) -> tuple[int | None, str, str] | None:
@@ -79,10 +84,29 @@ class ArchiveWorker(InputsWorker):
                 "extras": json.dumps(samples["extras"]),
             }
             tokens = {name: column.row(index) for name, column in columns.items()}
+            if self.inputs.images is not None:
+                samples["pictures"] = json.dumps(self._keep_pictures(row, path.parent / PICTURES))
             if "verdicts" in tokens:
                 samples["verdicts"] = tokens.pop("verdicts").tobytes().decode("utf-8")
             log.append_sample(tokens, samples)
         log.close()
+
+    def _keep_pictures(self, row: int, folder: Path) -> list[str]:
+        """Return the names of a row's pictures; those that are not there are written to `folder` as thumbnails."""
+        assert self.inputs.images is not None
+        names = []
+        for index, item in enumerate(self.prompts.media(row)):
+            name = f"{item.key:016x}.png"
+            names.append(name)
+            if name not in self._kept:
+                self._kept.add(name)
+                if not (folder / name).exists():
+                    folder.mkdir(exist_ok=True)
+                    thumbnail = self.inputs.images.thumbnail(self.prompts.patches(row, index), item.grid)
+                    draft = folder / f"{name}.{self.rank}"  # two leaders may write the same picture
+                    draft.write_bytes(thumbnail)
+                    os.replace(draft, folder / name)
+        return names
 
 
 class GenerationsWorker(Worker):

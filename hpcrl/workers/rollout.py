@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
+from hpcrl.data.image_loader import ImageLoader
+from hpcrl.data.picture_index import PictureIndex
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
@@ -27,13 +30,14 @@ from hpcrl.rewards.manager import REWARD_MANAGERS
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.turn_handler import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.rollout.protocol import Completion, PromptPicture, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.mpi import create_group
 from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.workers.model_worker import DTYPES
+from hpcrl.workers.prompt_pictures import PromptPictures
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.response_stream import Response, ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
@@ -102,11 +106,12 @@ def native_engine(
 
 
 RECORDED = ("input_ids", "response_mask", "rollout_log_probs")
-WRITTEN = (*RECORDED, "routed_experts?")
+WRITTEN = (*RECORDED, "routed_experts?", "pictures?")
 
 
 class RolloutWorker(Worker):
-    """Generates responses. scorer: scores finished responses, on leaders. agent: answers the model between turns."""
+    """Generates responses. scorer: scores finished responses, on leaders. agent: answers the model between turns.
+    pictures: those of prompts, of a vision-language model."""
 
     spec = ROLLOUT
 
@@ -119,12 +124,14 @@ class RolloutWorker(Worker):
         prompts: dict[str, PromptDataset],
         scorer: ResponseScorer | None = None,
         agent: AgentLoop | None = None,
+        pictures: PromptPictures | None = None,
     ) -> None:
         super().__init__(layout, rank)
         self.engine = engine
         self.prompts = prompts
         self.scorer = scorer
         self.agent = agent
+        self.pictures = pictures
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
         self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
@@ -138,7 +145,11 @@ class RolloutWorker(Worker):
         scorer = _response_scorer(team) if team.inputs.is_scored and world.rank in layout.leaders else None
         engine = make_engine(team.groups[role], team.inputs.shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
-        return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent)
+        pictures = None
+        if isinstance(engine, NativeEngine) and (vision := team.inputs.shape.vision) is not None:
+            cache = int(config.model.vision.cache_gib * 2**30)
+            pictures = PromptPictures(engine, vision, cache, _image_loaders(team))
+        return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent, pictures)
 
     @register(Dispatch.ONE_TO_ALL)
     def keep_responses(self, origin: str, recalled_version: int | None) -> None:
@@ -151,19 +162,28 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """End the processes of tools."""
+        """End the processes of tools and of pictures."""
         if self.agent is not None:
             self.agent.close()
+        if self.pictures is not None:
+            self.pictures.close()
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row", "epoch", "sample_index"), writes=WRITTEN)
     def generate(self, batch: DataProto, sampling: SamplingParams) -> DataProto:
         """One response per row. meta_info: `split` names the dataset, `step` keys the random numbers, and with
         `weight_version`, that of the engine's weights, responses are kept (see `keep_responses`)."""
         start = time.perf_counter()
-        split, rows, requests = batch.meta_info["split"], batch.samples["row"].tolist(), self._requests(batch)
+        split, rows = batch.meta_info["split"], batch.samples["row"].tolist()
+        requests, pictures, metrics = self._requests(batch), None, dict[str, Metric]()
+        if self.pictures is not None:
+            before = self.pictures.num_encoded
+            shown, features = self.encode(split, rows)
+            metrics["perf/pictures"] = Sum(float(len(shown)))
+            metrics["perf/pictures_encoded"] = Sum(float(self.pictures.num_encoded - before))
+            requests = with_pictures(requests, self.pictures.of_rows(shown, features))
+            pictures = self.pictures.column(shown, features) if self.is_leader else None
         journal = self.stream.journal if "weight_version" in batch.meta_info else None
         known, left = self._recalled(requests, sampling, batch.meta_info)
-        metrics: dict[str, Metric] = {}
         if known:
             metrics["perf/rollouts_reused"] = Sum(float(len(known)))
         if journal is not None and journal.num_stale:
@@ -192,6 +212,8 @@ class RolloutWorker(Worker):
         known |= dict(zip(left, drawn, strict=True))
         trajectories = [known[index] for index in range(len(requests))]
         columns = response_columns(requests, trajectories)
+        if pictures is not None:
+            columns.tokens["pictures"] = pictures
         if self.agent is not None:
             columns.samples |= turn_columns(trajectories)
             found = merge([found, turn_metrics(trajectories)])
@@ -240,7 +262,10 @@ class RolloutWorker(Worker):
     def submit(self, batch: DataProto) -> None:
         """Add samples to the stream, all of each prompt; `prompt` is the number in the notifications to rank 0."""
         prompts, rows = batch.samples["prompt"].tolist(), batch.samples["row"].tolist()
-        self.stream.add([Response(*sample) for sample in zip(self._requests(batch), prompts, rows, strict=True)])
+        requests = self._requests(batch)
+        if self.pictures is not None:
+            requests = with_pictures(requests, self.pictures.of_rows(*self.encode("train", rows, divided=False)))
+        self.stream.add([Response(*sample) for sample in zip(requests, prompts, rows, strict=True)])
 
     @register(Dispatch.ORDER_ALL)
     def go_on(self, sampling: SamplingParams, version: int) -> None:
@@ -263,7 +288,12 @@ class RolloutWorker(Worker):
         in order of their index."""
         prompts = batch.samples["prompt"].tolist()
         responses = [response for prompt in dict.fromkeys(prompts) for response in self.stream.pop(prompt)]
-        found = response_columns([each.request for each in responses], [each.trajectory() for each in responses])
+        requests = [each.request for each in responses]
+        found = response_columns(requests, [each.trajectory() for each in responses])
+        if self.pictures is not None:
+            index = PictureIndex.of(self.prompts["train"], [each.row for each in responses])
+            features = {picture.key: picture.features for request in requests for picture in request.pictures}
+            found.tokens["pictures"] = self.pictures.column(index, [features[key] for key in index.keys.tolist()])
         versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
         found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
         num_recalled = sum(response.is_recalled for response in responses)
@@ -309,6 +339,13 @@ class RolloutWorker(Worker):
                 columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in texts], np.uint8)
         return DataProto(columns, {name: samples[name][rows] for name in kept}, {})
 
+    def encode(self, split: str, rows: list[int], *, divided: bool = True) -> tuple[PictureIndex, list[torch.Tensor]]:
+        """The pictures of the rows and their features. Collective over the replica if `divided`."""
+        assert self.pictures is not None
+        index = PictureIndex.of(self.prompts[split], rows)
+        self.engine.wake()
+        return index, self.pictures.encode(split, index, divided=divided)
+
     def _requests(self, batch: DataProto) -> list[Request]:
         prompts = self.prompts[batch.meta_info["split"]]
         columns = (batch.samples[name].tolist() for name in ("row", "epoch", "sample_index"))
@@ -324,6 +361,16 @@ class RolloutWorker(Worker):
             self.scorer.pump()
         if self.is_leader:
             self.context.poll()
+
+
+def with_pictures(requests: list[Request], pictures: list[tuple[PromptPicture, ...]]) -> list[Request]:
+    return [replace(request, pictures=mine) for request, mine in zip(requests, pictures, strict=True)]
+
+
+def _image_loaders(team: Team) -> dict[str, ImageLoader]:
+    images, num_workers = team.inputs.images, team.config.data.image_workers
+    assert images is not None
+    return {split: ImageLoader(dataset, images, num_workers) for split, dataset in team.inputs.prompts.items()}
 
 
 def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:

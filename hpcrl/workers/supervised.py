@@ -11,32 +11,34 @@ import torch
 from hpcrl.algorithms.aggregation import LossNorm, agg_loss, token_mean
 from hpcrl.algorithms.metrics import Metric, Sum, to_floats
 from hpcrl.algorithms.value_loss import bradley_terry_loss
-from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.data_proto import Columns, DataProto
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.roles import ACTOR, REWARD
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
+from hpcrl.data.picture_index import PictureIndex
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.workers.model_worker import ModelWorker
+from hpcrl.workers.model_worker import SEQUENCE, ModelWorker
 from hpcrl.workers.records import InputsWorker
 from hpcrl.workers.scorer import responses_of
 
-SEQUENCE = ("input_ids", "response_mask")  # columns of a prompt and its answer
-
 
 class SftDataWorker(InputsWorker):
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=SEQUENCE, phase="data")
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=SEQUENCE, leader_only=True, phase="data")
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of the rows of meta_info["split"]; the mask is 1 on tokens with loss."""
-        data = self.inputs.sequences[batch.meta_info["split"]]
-        sequences = [data.sequence(row) for row in batch.samples["row"].tolist()]  # none, if replicas outnumber rows
-        columns = {
+        data, rows = self.inputs.sequences[batch.meta_info["split"]], batch.samples["row"].tolist()
+        sequences = [data.sequence(row) for row in rows]  # none, if replicas outnumber rows
+        tokens = {
             "input_ids": [np.concatenate([prompt, response]) for prompt, response, _ in sequences],
             "response_mask": [mask for _, _, mask in sequences],
         }
-        return DataProto({name: Ragged.from_rows(rows, np.int32) for name, rows in columns.items()})
+        columns: Columns = {name: Ragged.from_rows(parts, np.int32) for name, parts in tokens.items()}
+        if self.inputs.images is not None:
+            columns["pictures"] = PictureIndex.of(data, rows).pixels()
+        return DataProto(columns)
 
 
 class SftActorWorker(ModelWorker):
@@ -158,7 +160,10 @@ class PreferenceDataWorker(InputsWorker):
         answers = zip(samples.get("answer_row", samples["row"]).tolist(), samples["side"].tolist(), strict=True)
         prompts = [pairs.prompts.prompt_ids(row) for row in samples["row"].tolist()]
         found = list(zip(prompts, (pairs.answer(row, side) for row, side in answers), strict=True))
-        return whole_columns(found) if batch.meta_info.get("nll_of_prompt") else answer_columns(found)
+        columns = whole_columns(found) if batch.meta_info.get("nll_of_prompt") else answer_columns(found)
+        if self.inputs.images is not None:
+            columns.tokens["pictures"] = PictureIndex.of(pairs.prompts, samples["row"].tolist()).pixels()
+        return columns
 
 
 def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:

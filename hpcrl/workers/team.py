@@ -30,6 +30,9 @@ from hpcrl.runtime.world import World
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hpcrl.data.images import ImageProcessor
+    from hpcrl.model.vision import Vision
+
 
 @dataclass
 class Inputs:
@@ -41,6 +44,7 @@ class Inputs:
     sequences: dict[str, SftDataset] = field(default_factory=dict)  # "train", and "val" for its loss
     pairs: dict[str, AnswerDataset] = field(default_factory=dict)  # "train", and "val" for evaluations
     shapes: dict[str, ModelShape] = field(default_factory=dict)  # role -> shape, of models with one of their own
+    images: ImageProcessor | None = None  # of a vision-language policy
     judge: JudgePrompts | None = None
     is_scored: bool = True  # whether responses get scores
 
@@ -107,7 +111,9 @@ def add_validation_prompts(inputs: Inputs, config: Config, world: World) -> None
     """Read data.val_files, and check that every prompt has a scorer. Collective."""
     data = data_config(config)
     if data.val_files:
-        inputs.prompts["val"] = PromptDataset(data.val_files, inputs.tokenizer, data, data.val_max_samples, world)
+        inputs.prompts["val"] = PromptDataset(
+            data.val_files, inputs.tokenizer, data, data.val_max_samples, world, images=inputs.images
+        )
     _check_scorers(inputs, config, world)
 
 
@@ -116,8 +122,9 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
     tokenizer, shape = read_model(config)
     data = data_config(config)
     files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}[split]
-    prompts = PromptDataset(files[0], tokenizer, data, files[1], world)
-    inputs = Inputs(shape, tokenizer, {split: prompts}, is_scored=scored)
+    images = image_processor(config, shape)
+    prompts = PromptDataset(files[0], tokenizer, data, files[1], world, images=images)
+    inputs = Inputs(shape, tokenizer, {split: prompts}, images=images, is_scored=scored)
     if scored:
         if config.reward.reward_model.enable:
             inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
@@ -173,6 +180,41 @@ def read_model(config: Config) -> tuple[PreTrainedTokenizerBase, ModelShape]:
     check_longest(shape, config, "model")
     check_experts(shape, config)
     return tokenizer, shape
+
+
+def image_processor(config: Config, shape: ModelShape) -> ImageProcessor | None:
+    """What opens pictures for the policy; None for a language model. Raises InputError for settings that do not work
+    with pictures."""
+    if shape.vision is None:
+        return None
+    from hpcrl.data.images import ImageProcessor  # transformers' image processors, for jobs with pictures
+
+    check_vision(config, shape.vision)
+    return ImageProcessor.of_model(str(config.model.path), shape.vision, config.data)
+
+
+def check_vision(config: Config, vision: Vision) -> None:
+    """Raise InputError if the job has settings that do not work with a vision tower."""
+    train = vision.train != "none"
+    unsupported = {
+        "rollout.engine=tensorrt_llm with pictures is not supported; use native": (
+            config.rollout.engine == "tensorrt_llm"
+        ),
+        "rollout.exact=true with pictures is not supported; use false": config.rollout.exact,
+        f"model.vision.train={vision.train} with model.lora_rank={config.model.lora_rank}: adapters are all that is "
+        "trained of a model with them; use none": train and config.model.lora_rank > 0,
+        f"model.vision.train={vision.train} with async_training.mode=bounded_staleness is not supported: features of "
+        "waiting prompts would be older than the weights; use one_step_off": (
+            train and config.async_training.mode == "bounded_staleness"
+        ),
+        f"model.vision.train={vision.train} with model.recompute.granularity=full is not supported for a tower whose "
+        "features join several layers; use selective": (
+            train and vision.num_deepstack > 0 and config.model.recompute.granularity == "full"
+        ),
+    }
+    for line, is_wanted in unsupported.items():
+        if is_wanted:
+            raise InputError(line)
 
 
 def check_experts(shape: ModelShape, config: Config) -> None:

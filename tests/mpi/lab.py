@@ -66,16 +66,18 @@ class Lab:
         sections = {**sections, "data": {**data, "max_response_length": 18}, "reward": rules}
         template = self.config(name, placement or {}, sections)
         template["trainer"].pop("total_training_steps")
-        run_job(self.world, "sft", load_job("sft").schema().model_validate(template))
-        return self.folder / name
+        return self.run_template("sft", template)
 
     def run_rm(self, name: str, placement: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
         files = {"train_files": [str(self.data / "preference.parquet")], "max_response_length": 18}
         options = {"batch_size": 8, "total_training_steps": 2, "optim": {"lr": 1e-3}}
         template = self.config(name, placement or {}, {"data": files, "rm": options, **sections})
         template["trainer"].pop("total_training_steps")
-        run_job(self.world, "rm", load_job("rm").schema().model_validate(template))
-        return self.folder / name
+        return self.run_template("rm", template)
+
+    def run_template(self, job: str, template: dict[str, Any]) -> Path:
+        run_job(self.world, job, load_job(job).schema().model_validate(template))
+        return self.folder / template["run"]["name"]
 
     def config(self, name: str, placement: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
         template: dict[str, dict[str, Any]] = {

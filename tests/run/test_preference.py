@@ -68,7 +68,7 @@ def job_on(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, run: Any 
     config = config_of(**own)
     job = Preference(None, config, Preference.check(config, 1), None)  # type: ignore[arg-type]
     pairs = {"train": job.read_pairs([str(path)], -1, tokenizer)}
-    job.inputs = SimpleNamespace(pairs=pairs, shape=None)  # type: ignore[assignment]
+    job.inputs = SimpleNamespace(pairs=pairs, shape=None, images=None)  # type: ignore[assignment]
     job.check_answers(job.inputs.pairs["train"])
     job.set_up(run)
     return job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,13 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
             "tokenizer of this model"
         )
     Safetensors(folder).check(shape)
+    if shape.vision is not None:
+        return replace(shape, vision=replace(shape.vision, train=model.vision.train, lr=model.vision.lr))
+    if model.vision.train != "none":
+        raise InputError(
+            f"model.vision.train={model.vision.train}, and {folder} has no vision tower; use a vision-language model, "
+            "or none"
+        )
     return shape
 
 
@@ -88,7 +95,8 @@ class Safetensors:
                 source = self._slice(part.hf_name)
                 rows, cols = slice(*part.rows), slice(*part.cols)
                 with self._named(part.hf_name):
-                    values = source[rows, cols] if len(source.get_shape()) > 1 else source[rows].unsqueeze(1)
+                    is_matrix, height = len(source.get_shape()) == 2, rows.stop - rows.start
+                    values = source[rows, cols] if is_matrix else source[rows].reshape(height, -1)[:, cols]
                 height, width = values.shape
                 out[part.local_row : part.local_row + height, part.local_col : part.local_col + width].copy_(values)
 

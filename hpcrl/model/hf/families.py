@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
-from hpcrl.model.vision import VISION_TOKENS, tower_tensors, vision_from_hf
+from hpcrl.model.vision import VISION_TOKENS, vision_from_hf
 from hpcrl.runtime.exits import InputError
 
 CONFIG = "config.json"
@@ -365,14 +365,6 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(shape: ModelShape) -> Family:
     return FAMILIES[shape.family]
-
-
-def tower_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of each of Hugging Face's tensors of the vision tower; {} for a model without one."""
-    if shape.vision is None:
-        return {}
-    prefix, tensors = family_of(shape).tower, tower_tensors(shape.vision, is_qwen3=shape.family != "qwen2_5_vl")
-    return {f"{prefix}{name}": size for name, size in tensors.items()}
 
 
 def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcrl.model.hf.families import CONFIG, family_of, hf_config, tower_shapes
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, Box, Shard, shards
+from hpcrl.model.hf.families import CONFIG, family_of, hf_config
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Box, Shard, shards
 from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
 
 
@@ -29,6 +29,8 @@ class Span(NamedTuple):
 
 def spans(shape: ModelShape, name: str, global_shape: tuple[int, ...]) -> list[Span]:
     """Return the spans of a Megatron parameter, by its global name. Rows that pad the vocabulary are in none."""
+    if name.startswith(TOWER):
+        return [Span(0, f"{family_of(shape).tower}{name.removeprefix(TOWER)}", 0, global_shape[0])]
     layer, expert = re.search(r"layers\.(\d+)\.", name), re.search(r"local_experts\.(\d+)\.", name)
     pattern = re.sub(r"local_experts\.\d+\.", "local_experts.#.", re.sub(r"layers\.\d+\.", "layers.*.", name))
     hf_names = list(family_of(shape).names[pattern])
@@ -65,9 +67,7 @@ def hf_shards(shape: ModelShape) -> list[Shard]:
 def _hf_shard(hf_name: str, parts: list[tuple[Shard, Span]]) -> Shard:
     shard = parts[0][0]
     cols = shard.global_shape[1:]
-    boxes = tuple(
-        Box((span.row, span.row + span.rows), (0, cols[0] if cols else 1), span.hf_row, 0) for _, span in parts
-    )
+    boxes = tuple(Box((span.row, span.row + span.rows), (0, math.prod(cols)), span.hf_row, 0) for _, span in parts)
     rows = sum(span.rows for _, span in parts)
     return Shard(shard.name, hf_name, shard.global_shape, (rows, *cols), boxes, tp_replicated=True)
 
@@ -94,7 +94,7 @@ def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
 
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
-    expected = {shard.local_name: shard.local_shape for shard in hf_shards(shape)} | tower_shapes(shape)
+    expected = {shard.local_name: shard.local_shape for shard in hf_shards(shape)}
     for name, size in expected.items():
         if name not in found:
             yield f"no tensor {name}"
@@ -115,6 +115,7 @@ MAX_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as in save_pret
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
 )
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"

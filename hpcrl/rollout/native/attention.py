@@ -117,10 +117,19 @@ LOG2_E = math.log2(math.e)
 class NewTokens:
     """The tokens of one call, flat: `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
 
-    All int64 (sequences,). Rows have their blocks already. `positions` int64 (n,) are the tokens' positions.
+    All int64 (sequences,). Rows have their blocks already. `positions` int64 (n,) are the tokens' places.
+    `rope_positions`, those of the rotary embedding, are the same unless given: int64 (n,), or (3, n) in time, height
+    and width.
     """
 
-    def __init__(self, cache: KVCache, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        rope_positions: np.ndarray | None = None,
+    ) -> None:
         self.cache = cache
         self.rows, self.starts, self.lengths = rows, starts, lengths
         pool, size = cache.pool, cache.block_size
@@ -131,19 +140,22 @@ class NewTokens:
             sequences = np.arange(len(rows)).repeat(lengths)
             positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
             blocks = pool.table(rows)[sequences, positions // size]
-        self.positions, self._blocks, self._offsets = (
-            torch.from_numpy(array).to(cache.device) for array in (positions, blocks, positions % size)
+        turning = positions if rope_positions is None else rope_positions
+        self.positions, self._blocks, self._offsets, self.rope_positions = (
+            torch.from_numpy(array).to(cache.device) for array in (positions, blocks, positions % size, turning)
         )
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The tensors that depend on the call, int64 (n,) each."""
-        return self.positions, self._blocks, self._offsets
+        return self.positions, self._blocks, self._offsets, self.rope_positions
 
     def empty_like(self, rows: int) -> NewTokens:
         """Return a copy for one token of each of `rows` rows, with tensors to be filled."""
         other = copy(self)
-        other.positions, other._blocks, other._offsets = (part.new_zeros(rows) for part in self.tensors)
+        other.positions, other._blocks, other._offsets, other.rope_positions = (
+            part.new_zeros(rows) for part in self.tensors
+        )
         return other
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:

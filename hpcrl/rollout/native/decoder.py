@@ -16,10 +16,11 @@ from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
 from hpcrl.kernels.linear_log_prob import product
 from hpcrl.model.exact import exact_linear, exact_sum
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, engine_layout, shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, engine_layout, shards
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.router import by_expert, route
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.tower import build_tower
 from hpcrl.rollout.native.attention import (
     Attention,
     LatentWeights,
@@ -70,11 +71,13 @@ class TensorParallel:
 
 
 class PlainRope:
-    """Rotary embedding of heads (n, KV heads, heads, head_dim) at `positions` int64 (n,), bitwise equal to the training
-    model's."""
+    """Rotary embedding of heads (n, KV heads, heads, head_dim) at `positions` int64 (n,), or (3, n) of tokens with
+    pictures, bitwise equal to the training model's."""
 
     def __init__(self, positions: Tensor, shape: ModelShape) -> None:
-        self._cos, self._sin = rope_cos_sin(positions[:, None], shape.rope_dim, shape.rope_theta, shape.rope_scaling)
+        axes = shape.vision.rope_axes if shape.vision is not None and positions.dim() == 2 else None
+        options = shape.rope_theta, shape.rope_scaling, axes
+        self._cos, self._sin = rope_cos_sin(positions[..., None], shape.rope_dim, *options)
 
     def __call__(self, heads: Tensor) -> Tensor:
         return apply_rope(heads, self._cos, self._sin)
@@ -119,6 +122,14 @@ class _Layer(NamedTuple):
     k_norm: Tensor | None = None
 
 
+class TokenFeatures(NamedTuple):
+    """Features of placeholder tokens (see `hpcrl.model.tower`). rows: int64 (F,), tokens of a call; values: (F, width),
+    for their embeddings and for the first layers."""
+
+    rows: Tensor
+    values: tuple[Tensor, ...]
+
+
 class Decoder:
     """The model's forward pass. `weights` maps global parameter names to this rank's shards."""
 
@@ -134,6 +145,10 @@ class Decoder:
             shard.name: torch.zeros(shard.local_shape, dtype=dtype, device=device)
             for shard in shards(shape, layout, tp.rank)
         }
+        self.vision, self.tower = shape.vision, None
+        if shape.vision is not None:
+            with device:
+                self.tower = build_tower(shape, dtype).requires_grad_(False)
         self._bind()
 
     def adopt(self, name: str, tensor: Tensor) -> None:
@@ -159,6 +174,9 @@ class Decoder:
         self._embedding = self.weights[EMBEDDING]
         self._head = self.weights[EMBEDDING if self._shape.tie_word_embeddings else OUTPUT_LAYER]
         self._first_norm = self.weights["decoder.layers.0.input_layernorm.weight"]
+        if self.tower is not None:
+            for name, parameter in self.tower.named_parameters():
+                parameter.data = self.weights[f"{TOWER}{name}"]
 
     def _layer(self, layer: int, names: dict[str, str]) -> _Layer:
         def weight(name: str) -> Tensor:
@@ -200,15 +218,31 @@ class Decoder:
             return product(hidden, self._head.T)  # in fp32, as in training
         return self._linear(hidden, self._head)
 
-    def fill(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None = None) -> None:
+    def fill(
+        self,
+        token_ids: Tensor,
+        attention: Attention,
+        chosen: list[Tensor] | None = None,
+        features: TokenFeatures | None = None,
+    ) -> None:
         """Write keys and values of `token_ids` into the cache, and their experts into `chosen`."""
-        self._run(token_ids, attention, chosen, cache_only=True)
+        self._run(token_ids, attention, chosen, features, cache_only=True)
 
-    def _run(self, token_ids: Tensor, attention: Attention, chosen: list[Tensor] | None, *, cache_only: bool) -> Tensor:
+    def _run(
+        self,
+        token_ids: Tensor,
+        attention: Attention,
+        chosen: list[Tensor] | None,
+        features: TokenFeatures | None = None,
+        *,
+        cache_only: bool,
+    ) -> Tensor:
         """Return the head's input (n, hidden). With `cache_only` it stops as soon as the cache is written."""
         eps = self._shape.rms_norm_eps
-        rotate = self._rotation(attention.new.positions, self._shape)
+        rotate = self._rotation(attention.new.rope_positions, self._shape)
         hidden = self._embed(token_ids)
+        if features is not None:
+            hidden[features.rows] = features.values[0]
         normed = rms_norm(hidden, self._first_norm, eps)
         for number, layer in enumerate(self._layers):
             queries, keys, values = self._heads(normed, layer, rotate)
@@ -231,7 +265,10 @@ class Decoder:
                 if is_last:
                     break
                 output = self._mixture(normed, weights, ids, layer)
-            normed = add_rms_norm(self.tp.sum(output), hidden, layer.next_norm, eps)
+            output = self.tp.sum(output)
+            if features is not None and number + 1 < len(features.values):
+                output[features.rows] += features.values[number + 1]
+            normed = add_rms_norm(output, hidden, layer.next_norm, eps)
         return normed
 
     def _heads(self, x: Tensor, layer: _Layer, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:

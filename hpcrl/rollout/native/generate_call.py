@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hpcrl.model.exact import exact_log_softmax
+from hpcrl.model.vision import Vision
 from hpcrl.rollout.native.attention import (
     Attention,
     ContinuedAttention,
@@ -19,12 +20,56 @@ from hpcrl.rollout.native.attention import (
     PagedAttention,
     PrefillAttention,
 )
-from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder
+from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TokenFeatures
 from hpcrl.rollout.native.kv_cache import KVCache, Moves
 from hpcrl.rollout.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.sampling import request_key, sample, sample_sharded, uniforms
 from hpcrl.runtime.accelerator import annotated
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillTokens:
+    """Tokens to prefill. ids: int32 (n,). rope_positions: int64 (3, n), if any sequence has pictures. rows: int64 (F,),
+    their placeholder tokens, ascending; features: fp32 (F, width)."""
+
+    ids: np.ndarray
+    rope_positions: np.ndarray | None = None
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    features: torch.Tensor | None = None
+    hidden_size: int = 0
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], vision: Vision | None) -> PrefillTokens:
+        """All tokens but the last of each sequence."""
+        ids = np.concatenate([sequence.token_ids()[:-1] for sequence in sequences])
+        if vision is None or not any(sequence.pictures for sequence in sequences):
+            return cls(ids)
+        positions = [sequence.rope_positions(vision)[:, :-1] for sequence in sequences]
+        rows, features, start = [], [], 0
+        for sequence in sequences:
+            for picture in sequence.pictures:
+                rows.append(start + picture.place.start + np.arange(len(picture.features)))
+                features.append(picture.features)
+            start += sequence.num_to_cache
+        all_rows = np.concatenate(rows)
+        return cls(ids, np.concatenate(positions, axis=1), all_rows, torch.cat(features), vision.hidden_size)
+
+    def part(self, start: int, num: int) -> PrefillTokens:
+        """The tokens [start, start + num)."""
+        ids = self.ids[start : start + num]
+        if self.rope_positions is None or self.features is None:
+            return PrefillTokens(ids)
+        first, last = np.searchsorted(self.rows, (start, start + num))
+        positions, rows = self.rope_positions[:, start : start + num], self.rows[first:last] - start
+        return PrefillTokens(ids, positions, rows, self.features[first:last], self.hidden_size)
+
+    def token_features(self, dtype: torch.dtype, device: torch.device) -> TokenFeatures | None:
+        """The features by layer, on `device`."""
+        if self.features is None or not len(self.rows):
+            return None
+        values = self.features.to(device, dtype).split(self.hidden_size, dim=1)
+        return TokenFeatures(torch.from_numpy(self.rows).to(device), values)
 
 
 @dataclass(eq=False)
@@ -64,9 +109,11 @@ class GenerateCall:
             key, first = request_key(self.seed, request.uid), len(request.prefix_ids)
             index = group = self._num_requests
             if self.enable_prefix_caching:
-                group = self._groups.setdefault(blake2b(context.tobytes(), digest_size=16).digest(), index)
-            limit = request.num_to_draw(self.sampling)
-            self._scheduler.add([Sequence(index, context, key, request.sample_index, first, limit, group)])
+                pictures = np.array([picture.key for picture in request.pictures], np.int64)
+                whole = blake2b(context.tobytes() + pictures.tobytes(), digest_size=16).digest()
+                group = self._groups.setdefault(whole, index)
+            limit, sample = request.num_to_draw(self.sampling), request.sample_index
+            self._scheduler.add([Sequence(index, context, key, sample, first, limit, group, request.pictures)])
             self._num_requests += 1
 
     def step(self) -> None:
@@ -92,25 +139,25 @@ class GenerateCall:
         """Cache all tokens but the last of each sequence, which decoding starts from."""
         pool, limit = self.cache.pool, self.max_num_batched_tokens
         if admission.prefilled:
-            rows = np.array([self._batch.add(sequence) for sequence in admission.prefilled])
+            rows = np.array([self._add(sequence) for sequence in admission.prefilled])
             lengths = self._batch.cached[rows]
             pool.grow(rows, lengths)
-            token_ids = np.concatenate([sequence.token_ids()[:-1] for sequence in admission.prefilled])
+            tokens = PrefillTokens.of(admission.prefilled, self.decoder.vision)
             if len(rows) > 1:
-                experts = self._fill(token_ids, rows, np.zeros_like(lengths), lengths)
+                experts = self._fill(tokens, rows, np.zeros_like(lengths), lengths)
             else:
-                parts = [
-                    self._fill(part := token_ids[start : start + limit], rows, np.array([start]), np.array([len(part)]))
-                    for start in range(0, len(token_ids), limit)
+                experts_of = [
+                    self._fill(some := tokens.part(start, limit), rows, np.array([start]), np.array([len(some.ids)]))
+                    for start in range(0, len(tokens.ids), limit)
                 ]
-                experts = np.concatenate(parts)
+                experts = np.concatenate(experts_of)
             if self._records:
                 for sequence, part in zip(admission.prefilled, np.split(experts, lengths.cumsum()[:-1]), strict=True):
                     if not sequence.routed:  # a preempted sequence keeps its first record
                         sequence.routed.append(part)
         for sequence in admission.joined:
             source = self._batch.row_of_group(sequence.group)
-            row = self._batch.add(sequence)
+            row = self._add(sequence)
             if sequence.num_to_cache:
                 assert source is not None
                 blocks = pool.grow(np.array([row]), self._batch.cached[[row]])
@@ -118,12 +165,22 @@ class GenerateCall:
                 if self._records:
                     sequence.routed = self._batch.sequences[source].routed[:1]
 
-    def _fill(self, token_ids: np.ndarray, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _add(self, sequence: Sequence) -> int:
+        """Add a row for `sequence` to the running batch."""
+        if not sequence.pictures:
+            return self._batch.add(sequence)
+        assert self.decoder.vision is not None
+        last = int(sequence.rope_positions(self.decoder.vision)[0, -1])
+        return self._batch.add(sequence, last - sequence.num_to_cache)
+
+    def _fill(self, tokens: PrefillTokens, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
         kind = ExactAttention if self.decoder.tp.exact else ContinuedAttention if starts[0] else PrefillAttention
-        attention: Attention = kind(NewTokens(self.cache, rows, starts, lengths))
+        attention: Attention = kind(NewTokens(self.cache, rows, starts, lengths, tokens.rope_positions))
         chosen: list[torch.Tensor] | None = [] if self._records else None
-        self.decoder.fill(torch.from_numpy(token_ids).to(self.cache.device), attention, chosen)
+        device = self.cache.device
+        features = tokens.token_features(self.cache.dtype, device)
+        self.decoder.fill(torch.from_numpy(tokens.ids).to(device), attention, chosen, features)
         return _experts(chosen)
 
     def _forward(self, token_ids: torch.Tensor, new: NewTokens, chosen: list[torch.Tensor] | None) -> torch.Tensor:
@@ -152,7 +209,9 @@ class GenerateCall:
         batch = self._batch
         rows = np.arange(batch.num_rows)
         self.cache.pool.grow(rows, batch.cached[rows] + 1)
-        new = NewTokens(self.cache, rows, batch.cached[rows], np.ones_like(rows))
+        places = batch.cached[rows]
+        shifted = None if self.decoder.vision is None else places + batch.rope_shifts[rows]
+        new = NewTokens(self.cache, rows, places, np.ones_like(rows), shifted)
         token_ids = torch.from_numpy(batch.last_tokens[rows]).to(self.cache.device)
         chosen: list[torch.Tensor] | None = [] if self._records else None
         logits = self._forward(token_ids, new, chosen)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hpcrl.model.rope import rope_positions
+from hpcrl.model.vision import Vision
 from hpcrl.rollout.native.kv_cache import Moves
-from hpcrl.rollout.protocol import Completion, FinishReason, SamplingParams
+from hpcrl.rollout.protocol import Completion, FinishReason, PromptPicture, SamplingParams
 
 
 @dataclass(eq=False)
@@ -30,6 +32,7 @@ class Sequence:
     first_position: int
     max_new_tokens: int
     group: int
+    pictures: tuple[PromptPicture, ...] = ()
     drawn: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     routed: list[np.ndarray] = field(default_factory=list)
 
@@ -45,6 +48,10 @@ class Sequence:
     def token_ids(self) -> np.ndarray:
         """Return context and drawn tokens, int32 (n,)."""
         return np.concatenate([self.context_ids, *(ids for ids, _ in self.drawn)])
+
+    def rope_positions(self, vision: Vision) -> np.ndarray:
+        """Return positions in time, height and width of context and drawn tokens, int64 (3, n)."""
+        return rope_positions(self.num_to_cache + 1, [picture.place for picture in self.pictures], vision)
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return the drawn tokens, and clear them here so that they are not held twice."""
@@ -126,16 +133,17 @@ class RunningBatch:
     """The running sequences as arrays with one row each, so that a decode step does no Python work per sequence.
 
     Rows 0..num_rows-1 are running. Per row: `cached` tokens in the KV cache, `num_drawn` tokens (the last one is not
-    cached yet), and the keys of the random numbers. No array has the size of the longest response: drawn tokens are
+    cached yet), the keys of the random numbers, and what the rotary embedding's position of the next token differs by
+    from its place. No array has the size of the longest response: drawn tokens are
     flushed in parts. `routing_width` numbers record a token's experts, in all layers; 0: they are not recorded.
     """
 
     def __init__(self, capacity: int, sampling: SamplingParams, routing_width: int = 0) -> None:
         self.num_rows = 0
         self.keys = np.zeros((capacity, 2), np.uint32)
-        self._numbers = np.zeros((9, capacity), np.int64)
+        self._numbers = np.zeros((10, capacity), np.int64)
         self.sample_indices, self.first_positions, self.num_drawn, self.cached, self.last_tokens = self._numbers[:5]
-        self.groups, self._limits, self._in_part, self._started = self._numbers[5:]
+        self.groups, self.rope_shifts, self._limits, self._in_part, self._started = self._numbers[5:]
         self.sequences = np.empty(capacity, object)
         self._part_ids = np.zeros((capacity, FLUSH_TOKENS), np.int32)
         self._part_log_probs = np.zeros((capacity, FLUSH_TOKENS), np.float32)
@@ -157,7 +165,7 @@ class RunningBatch:
         found = np.flatnonzero(self.groups[self.rows] == group)
         return int(found[0]) if len(found) else None
 
-    def add(self, sequence: Sequence) -> int:
+    def add(self, sequence: Sequence, rope_shift: int = 0) -> int:
         """Add a row for `sequence`; its tokens but the last are about to be cached."""
         row = self.num_rows
         self.num_rows += 1
@@ -169,6 +177,7 @@ class RunningBatch:
         self.cached[row] = sequence.num_to_cache
         self.last_tokens[row] = (sequence.drawn[-1][0] if sequence.drawn else sequence.context_ids)[-1]
         self.groups[row] = sequence.group
+        self.rope_shifts[row] = rope_shift
         self._limits[row] = sequence.max_new_tokens
         self._in_part[row] = 0
         self._started[row] = self._num_started

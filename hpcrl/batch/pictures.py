@@ -1,0 +1,81 @@
+"""`PictureColumn`: the pictures of samples, in host memory, each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpcrl.batch.ragged import Ragged, Rows, row_index
+
+
+@dataclass(frozen=True, eq=False)
+class PictureColumn:
+    """A column with the pictures of N samples; U of them are distinct.
+
+    items: int64, N rows; for each picture of a sample its number among the distinct ones. starts: int64, rows of the
+    same lengths; the place of its first placeholder token in the sequence. keys: int64 (U,), hashes of the contents.
+    grids: int32 (U, 3), patches in time, height and width. intervals: fp32 (U,), positions between two steps in time.
+    values: fp32, U rows; the patches of each picture, or with `are_features` what the vision tower made of them.
+    """
+
+    items: Ragged
+    starts: Ragged
+    keys: np.ndarray
+    grids: np.ndarray
+    intervals: np.ndarray
+    values: Ragged
+    are_features: bool = False
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def take(self, rows: Rows) -> PictureColumn:
+        """The given samples in the given order, repeats allowed, with their pictures only."""
+        index = row_index(rows)
+        items, starts = self.items.take(index), self.starts.take(index)
+        used, numbers = np.unique(items.values, return_inverse=True)
+        if len(used) == len(self.keys):
+            return replace(self, items=items, starts=starts)
+        return replace(
+            self,
+            items=Ragged.from_lengths(numbers.astype(np.int64), items.lengths),
+            starts=starts,
+            keys=self.keys[used],
+            grids=self.grids[used],
+            intervals=self.intervals[used],
+            values=self.values.take(used),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[PictureColumn]) -> PictureColumn:
+        """The samples of all parts, in order; equal pictures of several parts are joined."""
+        keys = np.concatenate([part.keys for part in parts])
+        _, firsts, numbers = np.unique(keys, return_index=True, return_inverse=True)
+        bounds = np.cumsum([0, *(len(part.keys) for part in parts)])
+        items = [
+            numbers[start:][part.items.values] if len(part.items.values) else part.items.values
+            for part, start in zip(parts, bounds, strict=False)
+        ]
+        lengths = np.concatenate([part.items.lengths for part in parts])
+        return cls(
+            items=Ragged.from_lengths(np.concatenate(items).astype(np.int64), lengths),
+            starts=Ragged.concat([part.starts for part in parts]),
+            keys=keys[firsts],
+            grids=np.concatenate([part.grids for part in parts])[firsts],
+            intervals=np.concatenate([part.intervals for part in parts])[firsts],
+            values=Ragged.concat([part.values for part in parts]).take(firsts),
+            are_features=parts[0].are_features,
+        )
+
+    def equal(self, other: object) -> bool:
+        """Whether `other` has the same pictures in the same samples, bit for bit."""
+        if not isinstance(other, PictureColumn) or self.are_features != other.are_features:
+            return False
+        mine, theirs = (column.take(np.arange(len(column))) for column in (self, other))
+        return (
+            np.array_equal(mine.keys[mine.items.values], theirs.keys[theirs.items.values])
+            and mine.starts.equal(theirs.starts)
+            and mine.values.take(mine.items.values).equal(theirs.values.take(theirs.items.values))
+        )

@@ -1,0 +1,108 @@
+"""Patches of pictures, decoded by processes before a step needs them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from hpcrl.runtime.exits import InputError
+from hpcrl.sandbox import worker
+from hpcrl.sandbox.process_pool import ProcessPool
+from hpcrl.sandbox.worker import Outcome, Ready, answer_in_turn, describe, use_one_thread
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hpcrl.data.images import ImageProcessor
+    from hpcrl.data.media import Located
+
+TIMEOUT_SECONDS = 60.0  # for a picture; then the rank decodes it
+
+
+class Dataset(Protocol):
+    """PromptDataset, and other datasets with pictures."""
+
+    def patches(self, row: int, index: int) -> np.ndarray: ...
+    def locate(self, row: int, index: int) -> Located: ...
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """What a process runs: an ImageProcessor, pickled, so that only the process itself imports transformers."""
+
+    images: bytes
+    topic: ClassVar[str] = "data.image_workers"
+
+    def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
+        worker.supervise(lambda: _work(pipe, self.images), log)
+
+    def load_error(self, why: str) -> InputError:
+        return InputError(f"cannot start a process that decodes pictures: {why}; set data.image_workers=0")
+
+
+class ImageLoader:
+    """Decodes submitted pictures in `data.image_workers` processes; with 0, `take` decodes.
+
+    Each process gets its share of a submission as one request, and works while the rank does other things.
+    """
+
+    def __init__(self, dataset: Dataset, images: ImageProcessor, num_workers: int) -> None:
+        self._dataset, self._num_workers = dataset, num_workers
+        self._requests: dict[int, list[tuple[int, int]]] = {}  # (row, index) of those under way
+        self._number_of: dict[tuple[int, int], int] = {}
+        self._patches: dict[tuple[int, int], np.ndarray] = {}
+        source = ImageSource(pickle.dumps(images))
+        self._pool = ProcessPool(source, num_workers, TIMEOUT_SECONDS) if num_workers else None
+
+    def submit(self, pictures: Iterable[tuple[int, int]]) -> None:
+        """Start to decode these pictures, (row, index) each, which `take` returns once. Does not wait."""
+        if self._pool is None:
+            return
+        known = self._number_of.keys() | self._patches.keys()
+        places = [place for place in dict.fromkeys(pictures) if place not in known]
+        for first in range(min(self._num_workers, len(places))):
+            share = places[first :: self._num_workers]
+            number = self._pool.submit({"items": [self._dataset.locate(*place) for place in share]}, weight=len(share))
+            self._requests[number] = share
+            self._number_of |= dict.fromkeys(share, number)
+
+    def take(self, row: int, index: int) -> np.ndarray:
+        """Return the patches of a picture, float32 (patches, width). Waits for those of its submission, if any."""
+        number = self._number_of.get((row, index))
+        if number is not None:
+            self._receive(number)
+        found = self._patches.pop((row, index), None)
+        return self._dataset.patches(row, index) if found is None else found
+
+    def close(self) -> None:
+        """End the processes. May be called twice."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _receive(self, number: int) -> None:
+        assert self._pool is not None
+        share, outcome = self._requests.pop(number), self._pool.take(number)
+        for place in share:
+            del self._number_of[place]
+        if outcome.fate == "ok":  # otherwise this process decodes them, and raises what there is to raise
+            self._patches |= zip(share, outcome.result, strict=True)
+
+
+def _work(pipe: Connection, images: bytes) -> None:
+    use_one_thread()
+    try:
+        processor = pickle.loads(images)
+    except Exception as error:
+        pipe.send(Ready(why=describe(error)))
+        return
+    answer_in_turn(pipe, lambda request: _answer(processor, **request))
+
+
+def _answer(processor: ImageProcessor, items: list[Located]) -> Outcome:
+    try:
+        return Outcome("ok", [processor.patches_of(*item) for item in items])
+    except Exception as error:
+        return Outcome("errors", None, describe(error))

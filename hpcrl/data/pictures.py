@@ -1,0 +1,154 @@
+"""Pictures of data files as RGB pixels. Pillow is imported when the first one is opened."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Only formats of still pictures, decoded by Pillow itself: others run programs (EPS) or contain pictures (ICO).
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+MAX_ASPECT_RATIO = 200  # of Qwen's image processors
+_EXPECTED = "the bytes or the path of a picture, or a mapping with one of them in 'bytes', 'path' or 'image'"
+
+
+class BadImage(ValueError):
+    """What is wrong with the pictures of a row: "<found>; expected <what>"."""
+
+
+def open_picture(value: Any, folder: str, max_pixels: int) -> Image.Image:
+    """Return the picture upright and in RGB.
+
+    value: bytes, a path, a `data:` URI, or a mapping that has one of these under `bytes`, `path` or `image`. folder:
+    relative paths begin here. max_pixels: of the file, compared before it is decoded.
+
+    The orientation of EXIF is applied, as Hugging Face's datasets and transformers do. Transparent pixels are blended
+    with white, as qwen_vl_utils does. Raises BadImage.
+    """
+    from PIL import Image, ImageOps
+
+    source = _source(value, folder)
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")  # Pillow warns of odd metadata
+        with _decoding():
+            image = stack.enter_context(_open(Image, source))
+        _check_header(image, max_pixels)
+        with _decoding():
+            image.load()
+        upright: Image.Image = image
+        with contextlib.suppress(Exception):  # damaged metadata
+            upright = ImageOps.exif_transpose(image)
+        with _decoding():
+            return _rgb(upright)
+
+
+def limits_of(value: Any) -> tuple[int | None, int | None]:
+    """The picture's own `min_pixels` and `max_pixels`, as in qwen_vl_utils. Raises BadImage."""
+    if not isinstance(value, dict):
+        return None, None
+    for key in ("resized_height", "resized_width"):
+        if value.get(key) is not None:
+            raise BadImage(f"found {key}={value[key]!r}; expected min_pixels and max_pixels instead")
+    found = [value.get(key) for key in ("min_pixels", "max_pixels")]
+    for number in found:
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise BadImage(f"found min_pixels, max_pixels = {found}; expected positive whole numbers")
+    low, high = found
+    if low is not None and high is not None and low > high:
+        raise BadImage(f"found min_pixels={low} above max_pixels={high}; expected at most that")
+    return low, high
+
+
+def _source(value: Any, folder: str) -> str | bytes:
+    """The bytes, or the path, that the value names."""
+    if isinstance(value, dict):
+        named = next((value[key] for key in ("bytes", "image", "path") if value.get(key) is not None), None)
+        if named is None:
+            keys = ", ".join(map(str, value)) or "none"
+            raise BadImage(f"found a mapping with the keys {keys[:60]}; expected {_EXPECTED}")
+        return _source(named, folder)
+    if isinstance(value, bytes):
+        if not value:
+            raise BadImage("found no bytes; expected those of a picture")
+        return value
+    if not isinstance(value, str):
+        raise BadImage(f"found {type(value).__name__} {str(value)[:60]!r}; expected {_EXPECTED}")
+    if value.startswith("data:"):
+        try:
+            return _source(base64.b64decode(value.partition("base64,")[2], validate=True), folder)
+        except ValueError:
+            raise BadImage(f"found {value[:60]!r}; expected data:image/...;base64,... with a picture") from None
+    path = value.removeprefix("file://")
+    if "://" in path:
+        raise BadImage(f"found the address {path[:160]!r}; expected a local file: download it first")
+    path = os.path.join(folder, path)
+    if not os.path.isfile(path):
+        raise BadImage(f"found no file {path!r}; expected a picture")
+    return path
+
+
+@contextlib.contextmanager
+def _decoding() -> Iterator[None]:
+    """Raise BadImage for whatever a decoder raises: Pillow's raise errors of all types for damaged files."""
+    try:
+        yield
+    except (MemoryError, BadImage):
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise BadImage(f"found a file that cannot be decoded ({why}); expected a whole picture") from None
+
+
+def _open(library: Any, source: str | bytes) -> Image.Image:
+    library.init()
+    formats = [name for name in FORMATS if name in library.OPEN]
+    # Pillow's own limit on pixels is switched off while it reads the header, because it cannot be raised per call.
+    limit, library.MAX_IMAGE_PIXELS = library.MAX_IMAGE_PIXELS, None
+    try:
+        return library.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats)
+    except library.UnidentifiedImageError:
+        start = source[:16] if isinstance(source, bytes) else f"the file {source}"
+        raise BadImage(f"found {start!r}; expected a picture ({', '.join(formats)})") from None
+    finally:
+        library.MAX_IMAGE_PIXELS = limit
+
+
+def _check_header(image: Image.Image, max_pixels: int) -> None:
+    width, height = image.size
+    if not width or not height:
+        raise BadImage(f"found {width} x {height} pixels; expected at least one")
+    if width * height > max_pixels:
+        raise BadImage(f"found {width} x {height} pixels; expected at most data.max_image_pixels={max_pixels}")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise BadImage(f"found {width} x {height} pixels; expected an aspect ratio of at most {MAX_ASPECT_RATIO}")
+    with _decoding():
+        num_frames = getattr(image, "n_frames", 1)
+    if num_frames > 1 and image.format != "MPO":  # a JPEG, and smaller copies of it
+        raise BadImage(f"found a {image.format} of {num_frames} frames; expected one; a video is a list of frames")
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    if image.mode == "F":
+        raise BadImage("found pixels that are floating-point numbers; expected 8 or 16 bits")
+    if image.mode.startswith("I"):  # Pillow's conversion would clip 16 bits at 255
+        pixels = np.asarray(image)
+        if pixels.min() < 0 or pixels.max() > 65535:
+            raise BadImage("found pixels of 32 bits; expected 8 or 16 bits")
+        return Image.fromarray((pixels >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    return image.convert("RGB")

@@ -1,0 +1,69 @@
+"""Pictures of a micro-batch: positions of their tokens, and where their features go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcrl.model.rope import rope_positions
+from hpcrl.model.tower import PackedPictures, Pixels
+from hpcrl.model.vision import Picture
+from hpcrl.runtime.exits import InputError
+
+if TYPE_CHECKING:
+    from hpcrl.batch.pictures import PictureColumn
+    from hpcrl.model.shape import ModelShape
+
+
+def packed_pictures(
+    column: PictureColumn, lengths: Tensor, shape: ModelShape, *, embeds: bool = True
+) -> dict[str, Any]:
+    """Return the pictures of packed sequences of these `lengths`, and the positions of their tokens, as arguments of
+    `pack`; only the positions without `embeds`."""
+    vision = shape.vision
+    if vision is None:
+        raise InputError("the batch has pictures, and the model has no vision tower; use a vision-language model")
+    if not len(column.keys):
+        return {}
+    tokens = column.grids.prod(1, dtype=np.int64) // vision.merge_size**2
+    first_features, first_token = tokens.cumsum() - tokens, 0
+    positions, at_tokens, at_features = [], [], []
+    for row, length in enumerate(lengths.tolist()):
+        items, starts = column.items.row(row).tolist(), column.starts.row(row).tolist()
+        pictures = []
+        for item, start in zip(items, starts, strict=True):
+            time, height, width = column.grids[item].tolist()
+            pictures.append(Picture(start, (time, height, width), float(column.intervals[item])))
+            places = np.arange(tokens[item])
+            at_tokens.append(first_token + start + places)
+            at_features.append(first_features[item] + places)
+        positions.append(rope_positions(length, pictures, vision))
+        first_token += length
+    found: dict[str, Any] = {"rope_positions": torch.from_numpy(np.concatenate(positions, axis=1))}
+    if embeds:
+        rows, sources = (torch.from_numpy(np.concatenate(parts)) for parts in (at_tokens, at_features))
+        values = torch.from_numpy(column.values.values)
+        if column.are_features:
+            features, pixels = values.view(-1, vision.feature_width), None
+        else:
+            grids = torch.from_numpy(column.grids.astype(np.int64))
+            features, pixels = None, Pixels(values.view(-1, vision.patch_width), grids)
+        found["pictures"] = PackedPictures(rows, sources, features, pixels)
+    return found
+
+
+def tokens_of_towers(column: PictureColumn, shape: ModelShape) -> np.ndarray:
+    """Return what the tower's work on each sample is worth in tokens of the language model, int64 (N,); 0 where the
+    column has features.
+
+    A patch counts as the tower's layers times their width, a token as the language model's.
+    """
+    vision = shape.vision
+    if vision is None or column.are_features:
+        return np.zeros(len(column), np.int64)
+    share = vision.tower["depth"] * vision.tower["hidden_size"] / (shape.num_layers * shape.hidden_size)
+    patches = column.grids.prod(1, dtype=np.int64)
+    return np.array([int(share * patches[column.items.row(row)].sum()) for row in range(len(column))], np.int64)

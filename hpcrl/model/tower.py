@@ -1,0 +1,146 @@
+"""The vision tower: transformers' module, its pictures divided over ranks, and features at the tokens.
+
+A tower's features of a picture are (tokens, width): those for the embeddings, and after them those that are added to
+the hidden states after the first decoder layers (DeepStack, Meng et al. 2024, arXiv:2406.04334).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from hpcrl.model.shape import ModelShape
+    from hpcrl.model.vision import Vision
+
+
+def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
+    """Build the tower with random weights, on the default device."""
+    from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qwen2_5_vl
+    from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
+
+    assert shape.vision is not None
+    options = {**shape.vision.tower}
+    options.pop("model_type", None)
+    if shape.family == "qwen2_5_vl":
+        module, config = (
+            modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel,
+            configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(**options),
+        )
+    else:
+        module, config = modeling_qwen3_vl.Qwen3VLVisionModel, configuration_qwen3_vl.Qwen3VLVisionConfig(**options)
+    return module._from_config(config, dtype=dtype)
+
+
+def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
+    """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3)."""
+    first = next(tower.parameters())
+    found = tower(patches.to(first.dtype), grid_thw=grids)
+    return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=-1)
+
+
+def divide(grids: np.ndarray, num_ranks: int) -> list[list[int]]:
+    """Divide pictures over ranks, balanced by patches: numbers of the pictures of each rank, ascending."""
+    sizes = np.prod(grids.reshape(-1, 3), axis=1, dtype=np.int64)
+    loads = [(0, rank) for rank in range(num_ranks)]
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
+    for number in np.argsort(-sizes, kind="stable").tolist():
+        load, rank = heapq.heappop(loads)
+        parts[rank].append(number)
+        heapq.heappush(loads, (load + int(sizes[number]), rank))
+    return [sorted(part) for part in parts]
+
+
+@dataclass(frozen=True)
+class Division:
+    """Ranks that divide pictures. is_split: each has a part of the features' gradient, rather than all of it."""
+
+    group: ProcessGroup
+    is_split: bool
+
+
+def encode_divided(
+    tower: torch.nn.Module,
+    vision: Vision,
+    grids: np.ndarray,
+    pixels: Callable[[list[int]], Pixels],
+    divisions: Sequence[Division],
+) -> tuple[Tensor, int]:
+    """Return features (tokens, width) of all pictures, on every rank, and the number that this rank encoded. Collective
+    over the product of the groups; each picture is encoded by one rank.
+
+    grids: integers (n, 3). pixels: from numbers of pictures to their patches.
+    """
+    sizes = [division.group.size() for division in divisions]
+    num_ranks, mine = math.prod(sizes), 0
+    for division, size in zip(divisions, sizes, strict=True):
+        mine = mine * size + division.group.rank()
+    parts = divide(grids, num_ranks)
+    tokens = np.prod(grids, axis=1, dtype=np.int64) // vision.merge_size**2
+    like = next(tower.parameters())
+    if len(parts[mine]):
+        own = pixels(parts[mine])
+        features = encode(tower, own.patches.to(like.device), own.grids.to(like.device))
+    else:  # a constant that has the tower's gradient, because every rank takes part in the collectives
+        features = like.new_zeros(0, vision.feature_width) + sum(
+            it.sum() * 0 for it in tower.parameters() if it.requires_grad
+        )
+    if num_ranks == 1:
+        return features, len(parts[mine])
+    longest = max(int(tokens[part].sum()) for part in parts)
+    gathered = torch.cat([features, features.new_zeros(longest - len(features), vision.feature_width)])
+    for division in reversed(divisions):
+        if division.group.size() > 1:
+            gathered = gather_from_sequence_parallel_region(gathered, division.is_split, division.group)
+    # Row of each token after gathering in rank order.
+    rows = np.empty(int(tokens.sum()), np.int64)
+    starts = tokens.cumsum() - tokens
+    for rank, part in enumerate(parts):
+        places = np.concatenate([np.arange(starts[it], starts[it] + tokens[it]) for it in part] or [rows[:0]])
+        rows[places.astype(np.int64)] = rank * longest + np.arange(len(places))
+    return gathered.index_select(0, torch.from_numpy(rows).to(gathered.device)), len(parts[mine])
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Pictures to encode. patches: fp32 (P, patch width), of all pictures end to end. grids: int64 (n, 3)."""
+
+    patches: Tensor
+    grids: Tensor
+
+    def take(self, numbers: Sequence[int]) -> Pixels:
+        sizes = self.grids.prod(1).tolist()
+        parts = self.patches.split(sizes)
+        return Pixels(torch.cat([parts[it] for it in numbers]), self.grids[list(numbers)])
+
+
+@dataclass(frozen=True)
+class PackedPictures:
+    """The pictures of packed tokens, of which a rank has some; their contents stay on the host.
+
+    rows: int64 (F,), this rank's placeholder tokens. sources: int64 (F,), the row of each among the features of the
+    distinct pictures, end to end. features: (tokens, width), or None: to be computed from `pixels`.
+    """
+
+    rows: Tensor
+    sources: Tensor
+    features: Tensor | None
+    pixels: Pixels | None
+
+    def to(self, device: torch.device) -> PackedPictures:
+        return replace(self, rows=self.rows.to(device), sources=self.sources.to(device))
+
+    def within(self, first: int, stop: int) -> PackedPictures:
+        """Those of the tokens [first, stop), counted from `first`."""
+        kept = ((self.rows >= first) & (self.rows < stop)).nonzero().squeeze(1)
+        return replace(self, rows=self.rows[kept] - first, sources=self.sources[kept])

@@ -1,0 +1,207 @@
+"""Vision-language models under every layout: `transformers`' log-probs and gradients; weights back bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hpcrl.batch.data_proto import DataProto
+from hpcrl.batch.pictures import PictureColumn
+from hpcrl.batch.ragged import Ragged
+from hpcrl.grid.groups import GroupCache, make_groups
+from hpcrl.grid.layout import Layout
+from hpcrl.model.hf.families import read_shape
+from hpcrl.model.sizes import max_kv_bytes
+from hpcrl.model.tower import divide
+from hpcrl.model.vision import Picture, Vision
+from hpcrl.reshard.planner import Resharding
+from hpcrl.reshard.refit import Refit
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams
+from tests.model.vision_models import (
+    VISION_MODELS,
+    Sample,
+    make_samples,
+    make_vision_batch,
+    make_vision_model,
+    their_log_probs,
+)
+from tests.mpi.layouts import LAYOUTS, SGD, TOKENS, Policy, part_of, role_groups, seeded
+from tests.mpi.test_hf import tensors, write
+
+# Each kind of slice, each family and each trained part meets some other; the rest is exhaustive.
+QUICK = {("qwen2.5-vl", "all", "single"), ("qwen2.5-vl", "all", "tp2"), ("qwen3-vl", "none", "pp2")}
+SLOW = {
+    *(("qwen3-vl", "all", layout) for layout in ("single", "tp2", "cp2", "tp2pp2", "pp2cp2vpp2")),
+    *(("qwen2.5-vl", "merger", layout) for layout in ("dp2", "pp2vpp2", "tp2cp2")),
+    *(("qwen3-vl", "merger", "tp2dp2"), ("qwen2.5-vl", "none", "tp4")),
+}
+
+
+def case(name: str, train: str, layout) -> object:
+    place = (name, train, layout.values[0])
+    own = [] if place in QUICK else [pytest.mark.slow] if place in SLOW else [pytest.mark.exhaustive]
+    return pytest.param(*place, marks=[*layout.marks, *own])
+
+
+TRAINED = ("none", "merger", "tower", "all")
+CASES = [case(name, train, layout) for name in VISION_MODELS for train in TRAINED for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("name", "train", "layout"), CASES)
+def test_transformers_agrees_before_and_after_training(
+    world, world_tmp_path: Path, name: str, train: str, layout: str
+) -> None:
+    theirs, source, target = make_vision_model(name), world_tmp_path / "source", world_tmp_path / "target"
+    expected = world_tmp_path / "expected"
+    if world.rank == 0:
+        theirs.save_pretrained(source, max_shard_size="20KB")
+        target.mkdir()
+        (world_tmp_path / "trained").mkdir()
+    world.barrier()
+    groups, batch, shape = role_groups(world.rank, world.size)[layout], make_vision_batch(theirs), read_shape(source)
+    shape = replace(shape, vision=replace(shape.vision, train=train, lr=SGD.lr / 2 if train == "all" else None))
+    worker = Policy(groups, shape, seeded(1), optim=SGD, total_updates=1)
+    worker.load(str(source), weights_only=True)
+    check(worker, batch, theirs)
+    write(world, worker, target, source)
+    if world.rank == 0:
+        before, after = tensors(source), tensors(target)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+    found = worker.engine.train(part_of(batch, groups), max_tokens=120, loss=loss)
+    write(world, worker, world_tmp_path / "trained", source)
+    norm = train_theirs(theirs, batch, shape.vision)
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    if world.rank == 0:
+        theirs.save_pretrained(expected)
+        changes, ours, before = tensors(expected), tensors(world_tmp_path / "trained"), tensors(source)
+        for key, tensor in changes.items():
+            torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-5 * SGD.lr * norm, msg=key)
+    check(worker, batch, theirs)
+
+
+def loss(outputs: dict[str, torch.Tensor], batch) -> tuple[torch.Tensor, dict]:
+    terms = outputs["log_probs"] * batch.padded("advantages") * batch.padded("response_mask")
+    return -terms.sum() / TOKENS, {}
+
+
+def train_theirs(theirs: transformers.PreTrainedModel, batch, vision: Vision) -> float:
+    """One step of SGD; returns the norm of the gradient."""
+    for name, parameter in theirs.named_parameters():
+        _, is_tower, tensor = name.partition("visual.")
+        parameter.requires_grad_(not is_tower or vision.is_trained(tensor))
+    total = 0.0
+    for row, sample in enumerate(make_samples(theirs)):
+        weights = torch.from_numpy(batch.fetch("advantages").row(row) * batch.fetch("response_mask").row(row))
+        total = total - (their_log_probs(theirs, sample) * weights).sum() / TOKENS
+    total.backward()
+    trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:
+                parameter -= ((vision.lr if "visual." in name else None) or SGD.lr) * parameter.grad
+    return float(torch.stack([parameter.grad.norm() for parameter in trained]).norm())
+
+
+def check(worker, batch, theirs: transformers.PreTrainedModel) -> None:
+    mine = part_of(batch, worker.groups)
+    rows = np.array_split(np.arange(len(batch)), worker.groups.layout.dp)[worker.groups.coord.dp]
+    found = worker.engine.log_probs(mine, max_tokens=120, temperature=1.0)
+    if not worker.groups.is_last_stage:
+        return
+    samples = make_samples(theirs)
+    for place, row in enumerate(rows):
+        with torch.no_grad():
+            expected = their_log_probs(theirs, samples[row])
+        ours = torch.from_numpy(found["log_probs"].row(place))
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+ROLLOUTS = {
+    1: [(Layout((0,)), Layout((0,)))],
+    2: [(Layout((0, 1), tp=2), Layout((0, 1))), (Layout((0, 1), pp=2), Layout((0, 1), tp=2))],
+    4: [(Layout((0, 1, 2, 3), tp=2, pp=2), Layout((0, 1, 2, 3), tp=2))],
+}
+SAMPLING = SamplingParams(12, temperature=0.8, eos_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def cache(world) -> GroupCache:
+    return GroupCache(world.rank)
+
+
+@pytest.mark.ci_world(2)
+@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("limits", ["ample", "scarce"])
+def test_rollout_says_what_training_says(world, world_tmp_path: Path, cache, name: str, limits: str) -> None:
+    """With prompts in parts and preempted sequences too, and after a refit of all weights, the tower's too."""
+    theirs, source = make_vision_model(name), world_tmp_path / "source"
+    if world.rank == 0:
+        theirs.save_pretrained(source)
+    world.barrier()
+    shape, samples, batch = read_shape(source), make_samples(theirs), make_vision_batch(theirs)
+    column = batch.pictures("pictures")
+    for training, rollout in ROLLOUTS[world.size]:
+        groups = make_groups({"actor": training, "rollout": rollout}, world.rank, cache)
+        worker = Policy(groups["actor"], shape, seeded(1))
+        worker.load(str(source), weights_only=True)
+        part = groups["rollout"]
+        bytes_of_all = max_kv_bytes(shape, part.layout.tp, 4, 16, 150)
+        engine = NativeEngine(
+            shape,
+            part.tp,
+            part.coord.tp,
+            part.layout.tp,
+            torch.float32,
+            max_num_seqs=16,
+            max_num_batched_tokens=1000 if limits == "ample" else 13,
+            max_model_len=150,
+            kv_cache_bytes=bytes_of_all if limits == "ample" else bytes_of_all // 8,
+        )
+        refit = Refit(Resharding(shape, training, rollout, itemsize=4), world.comm, world.rank, torch.float32)
+        refit.run(worker.engine.named_shards(), engine.weights())
+        refit.close()
+        features = engine.encode(column.grids, column.values.row)
+        assert engine.num_encoded == len(divide(column.grids, rollout.tp)[part.coord.tp])
+        requests = [
+            request(sample, row, column, features, index) for row, sample in enumerate(samples) for index in (0, 1)
+        ]
+        completions = engine.generate(requests, SAMPLING, seed=1, step=1)
+        lengths = [len(done.token_ids) for done in completions]
+        whole = [[*each.prompt_ids, *done.token_ids] for each, done in zip(requests, completions, strict=True)]
+        for pictures in (column, replace(column, values=as_rows(features), are_features=True)):
+            drawn = DataProto(
+                {
+                    "input_ids": Ragged.from_rows(whole, np.int32),
+                    "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.float32), lengths),
+                    "pictures": pictures.take(np.repeat(np.arange(len(samples)), 2)),
+                }
+            )
+            found = worker.engine.log_probs(part_of(drawn, groups["actor"]), max_tokens=150, temperature=0.8)
+            mine = np.array_split(np.arange(len(drawn)), training.dp)[groups["actor"].coord.dp]
+            for place, row in enumerate(mine if found else ()):
+                gap = np.abs(found["log_probs"].row(place) - completions[row].log_probs).max()
+                assert gap < 1e-4, (training, rollout, row, gap)
+
+
+def as_rows(features: list[torch.Tensor]) -> Ragged:
+    return Ragged.from_rows([each.flatten().numpy() for each in features], np.float32)
+
+
+def request(sample: Sample, row: int, column: PictureColumn, features: list[torch.Tensor], index: int) -> Request:
+    pictures = tuple(
+        PromptPicture(
+            int(column.keys[item]),
+            Picture(start, tuple(column.grids[item].tolist()), float(column.intervals[item])),
+            features[item],
+        )
+        for item, start in zip(column.items.row(row).tolist(), column.starts.row(row).tolist(), strict=True)
+    )
+    return Request(sample.ids[: -sample.num_response], f"file:{row}:0", index, pictures=pictures)

@@ -1,0 +1,169 @@
+"""Jobs with pictures: layouts and modes, resume, and what is encoded how often."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from hpcrl.telemetry.archive import read_step, step_path
+from tests.mpi.lab import ROOT, Lab, metrics, on, own_layout
+
+SIDE = 24  # pixels
+
+
+def picture(seed: int, width: int = SIDE, height: int = SIDE) -> dict[str, Any]:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return {"bytes": stream.getvalue(), "path": None}
+
+
+def write_geometry(path: Path, num: int) -> None:
+    """Rows in the layout of verl's geometry3k, with one picture, two, or none; some pictures are in several rows."""
+    rows = []
+    for number in range(num):
+        images = [picture(number // 2), picture(100 + number, 2 * SIDE, SIDE)][: (1, 2, 0)[number % 3]]
+        rows.append(
+            {
+                "data_source": "hiyouga/geometry3k",
+                "prompt": [{"role": "user", "content": "<image>" * len(images) + f"What is {number}?"}],
+                "images": images,
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(number)},
+                "extra_info": {"split": "train", "index": number, "answer": str(number), "question": "What?"},
+                "answer": str(number),
+                "wrong": str(number + 1),
+            }
+        )
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.fixture(scope="session")
+def shown(world, lab: Lab) -> dict[str, Any]:
+    """The model and the data as sections of a config."""
+    folder = lab.folder / "shown"
+    if world.rank == 0:
+        folder.mkdir()
+        for family in ("qwen2_5_vl", "qwen3_vl"):
+            tool = [sys.executable, str(ROOT / "tools/make_vision_model.py"), "--family", family]
+            subprocess.run([*tool, "--out", str(folder / family)], check=True, capture_output=True)
+        write_geometry(folder / "train.parquet", 24)
+        write_geometry(folder / "val.parquet", 6)
+    world.barrier()
+    data = {
+        "train_files": [str(folder / "train.parquet")],
+        "val_files": [str(folder / "val.parquet")],
+        "max_prompt_length": 96,
+        "train_batch_size": 6,
+    }
+    wide = {"ppo_max_token_len_per_gpu": 512}
+    return {"data": data, "actor": wide, "critic": wide, "folder": folder}
+
+
+def sections(shown: dict[str, Any], family: str = "qwen2_5_vl", train: str = "none", **more: Any) -> dict[str, Any]:
+    own = {"path": str(shown["folder"] / family), "tokenizer": None, "vision": {"train": train}}
+    return {**{name: shown[name] for name in ("data", "actor", "critic")}, "model": own, **more}
+
+
+@pytest.mark.ci_world(2)
+@pytest.mark.parametrize("train", ["none", pytest.param("all", marks=pytest.mark.slow)])
+def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, shown, train: str) -> None:
+    placement, name = own_layout(world.size), f"shown_{train}"
+    straight = lab.run(
+        f"{name}_straight", placement, **sections(shown, train=train, trainer={"total_training_steps": 3})
+    )
+    lab.run(
+        f"{name}_halted", placement, **sections(shown, train=train, trainer={"total_training_steps": 1, "save_freq": 1})
+    )
+    resumed = lab.run(
+        f"{name}_halted", placement, **sections(shown, train=train, trainer={"total_training_steps": 3, "save_freq": 1})
+    )
+    assert metrics(resumed) == metrics(straight)
+    _, samples, _ = read_step(step_path(resumed / "rollouts", 3))
+    for row, names in zip(samples["row"].tolist(), samples["pictures"].tolist(), strict=True):
+        sizes = [(2 * SIDE, SIDE) if number else (SIDE, SIDE) for number in range((1, 2, 0)[row % 3])]
+        assert [Image.open(resumed / "rollouts" / "pictures" / name).size for name in json.loads(names)] == sizes
+
+
+@pytest.mark.slow
+@pytest.mark.ci_world(2)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab, shown, family: str) -> None:
+    """Ten steps over a data file of which some rows have no picture."""
+    placement = {**own_layout(world.size), "rollout": {"tp": 1}}
+    trainer = {"total_training_steps": 10, "save_rollouts": False}
+    run = lab.run(f"ten_shown_{family}", placement, **sections(shown, family, "all", trainer=trainer))
+    for step, line in metrics(run).items():
+        assert line["training/rollout_log_probs_diff_max"] < 1e-4, step
+
+
+@pytest.mark.ci_world(2)
+def test_pictures_are_encoded_once(world, lab: Lab, shown) -> None:
+    """With a frozen tower: once per step and replica of the engine, and not again while they are in host memory."""
+    placement = {**on(world.size, tp=world.size), "critic": {}}
+    run = lab.run("encoded", placement, **sections(shown, trainer={"total_training_steps": 8}))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    distinct = len({each["bytes"] for number in range(24) for each in images_of(shown, number)})
+    assert sum(line["perf/pictures_encoded"] for line in lines) == distinct
+    assert all(0 < line["perf/pictures"] <= 12 for line in lines)
+
+
+def images_of(shown: dict[str, Any], row: int) -> list[dict[str, Any]]:
+    return pyarrow.parquet.read_table(shown["folder"] / "train.parquet").slice(row, 1).to_pylist()[0]["images"]
+
+
+@pytest.mark.slow
+@pytest.mark.world(4)
+@pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
+def test_asynchronous_modes(world, lab: Lab, shown, mode: str) -> None:
+    pools = {"lead": "0", "train": "1", "generate": "2-3"}
+    placement = {"pools": pools, **{role: {"pool": "train"} for role in ("actor", "critic", "ref")}}
+    placement["rollout"] = {"pool": "generate", "tp": 2}
+    kl = {"use_kl_in_reward": False}
+    run = lab.run(
+        f"shown_{mode}",
+        placement,
+        **sections(shown, algorithm=kl, async_training={"mode": mode}, trainer={"total_training_steps": 3}),
+    )
+    assert metrics(run)[1]["training/rollout_log_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.ci_world(2)
+def test_supervised_jobs(world, lab: Lab, shown) -> None:
+    """SFT and DPO in two layouts have the same losses."""
+    for job, own in (
+        ("sft", {"sft": {"batch_size": 6, "total_training_steps": 2, "max_token_len_per_gpu": 256, "eval_freq": -1}}),
+        (
+            "preference",
+            {
+                "preference": {
+                    "batch_size": 6,
+                    "total_training_steps": 2,
+                    "max_token_len_per_gpu": 256,
+                    "eval_freq": -1,
+                    "chosen_key": "answer",
+                    "rejected_key": "wrong",
+                }
+            },
+        ),
+    ):
+        found = []
+        for name, placement in (("one", on(world.size)), ("split", on(world.size, pp=world.size))):
+            options = sections(shown, train="all", **own)
+            template = lab.config(f"shown_{job}_{name}", placement, options)
+            template["trainer"].pop("total_training_steps")
+            found.append(metrics(lab.run_template(job, template)))
+        for step, line in found[0].items():
+            for key in ("train/loss", "actor/grad_norm"):
+                assert found[1][step][key] == pytest.approx(line[key], rel=1e-4), (job, step, key)
