@@ -31,6 +31,7 @@ class RemoteColumn(Protocol):
         ...
 
 
+PICTURES = "pictures"  # the column that holds a PictureColumn
 LocalColumn: TypeAlias = Ragged | PictureColumn
 AnyColumn: TypeAlias = LocalColumn | RemoteColumn
 Columns: TypeAlias = dict[str, AnyColumn]
@@ -192,10 +193,11 @@ class DataProto:
         column = self._token_level(name)
         return column if isinstance(column, LocalColumn) else column.fetch()
 
-    def pictures(self, name: str) -> PictureColumn:
-        """A column of pictures, copied to this rank if it is on others."""
-        found = self.local(name)
-        assert isinstance(found, PictureColumn)
+    @property
+    def pictures(self) -> PictureColumn | None:
+        """The column `pictures`, copied to this rank if it is on others; None without one."""
+        found = self.local(PICTURES) if PICTURES in self.tokens else None
+        assert found is None or isinstance(found, PictureColumn)
         return found
 
     def _token_level(self, name: str) -> AnyColumn:

@@ -1,23 +1,35 @@
-"""`PictureColumn`: the pictures of samples, in host memory, each of them once."""
+"""The pictures of samples: where they are among the tokens, and their contents, each of them once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from hpcrl.batch.ragged import Ragged, Rows, row_index
 
 
+class Picture(NamedTuple):
+    """A picture, or a video, in a sequence.
+
+    start: place of its first placeholder token. grid: patches in time, height and width. interval: positions between
+    two steps in time.
+    """
+
+    start: int
+    grid: tuple[int, int, int]
+    interval: float = 1.0
+
+
 @dataclass(frozen=True, eq=False)
-class PictureColumn:
-    """A column with the pictures of N samples; U of them are distinct.
+class PicturePlaces:
+    """The places of pictures in N samples; U of the pictures are distinct.
 
     items: int64, N rows; for each picture of a sample its number among the distinct ones. starts: int64, rows of the
     same lengths; the place of its first placeholder token in the sequence. keys: int64 (U,), hashes of the contents.
     grids: int32 (U, 3), patches in time, height and width. intervals: fp32 (U,), positions between two steps in time.
-    values: fp32, U rows; the patches of each picture, or with `are_features` what the vision tower made of them.
     """
 
     items: Ragged
@@ -25,11 +37,34 @@ class PictureColumn:
     keys: np.ndarray
     grids: np.ndarray
     intervals: np.ndarray
-    values: Ragged
-    are_features: bool = False
 
     def __len__(self) -> int:
         return len(self.items)
+
+    def of_row(self, row: int) -> list[tuple[int, Picture]]:
+        """Return the pictures of a sample, in order, each with its number among the distinct ones."""
+        found = []
+        for item, start in zip(self.items.row(row).tolist(), self.starts.row(row).tolist(), strict=True):
+            time, height, width = self.grids[item].tolist()
+            found.append((item, Picture(start, (time, height, width), float(self.intervals[item]))))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class PictureColumn(PicturePlaces):
+    """A column with the pictures of N samples.
+
+    values: fp32, U rows; the patches of each picture, or with `are_features` what the vision tower made of them.
+    """
+
+    values: Ragged
+    are_features: bool = False
+
+    @classmethod
+    def of(cls, places: PicturePlaces, values: Sequence[np.ndarray], *, are_features: bool = False) -> PictureColumn:
+        """values: those of each distinct picture, of any shape."""
+        rows = Ragged.from_rows([each.reshape(-1) for each in values], np.float32)
+        return cls(**vars(places), values=rows, are_features=are_features)
 
     def take(self, rows: Rows) -> PictureColumn:
         """The given samples in the given order, repeats allowed, with their pictures only."""

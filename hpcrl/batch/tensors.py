@@ -62,11 +62,8 @@ class TensorBatch:
     meta_info: those of the batch, on the host."""
 
     def __init__(self, batch: DataProto, device: torch.device) -> None:
-        self.tokens = {
-            name: TensorColumn.of(batch.fetch(name), device)
-            for name in batch.tokens
-            if name != "pictures"  # for the model only
-        }
+        names = [name for name in batch.tokens if name != "pictures"]  # which are for the model only
+        self.tokens = {name: TensorColumn.of(batch.fetch(name), device) for name in names}
         self.samples = batch.samples
         self.meta_info = batch.meta_info
 

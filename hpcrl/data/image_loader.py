@@ -1,13 +1,15 @@
-"""Patches of pictures, decoded by processes before a step needs them."""
+"""Patches of the pictures of a dataset, decoded by processes."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from hpcrl.batch.pictures import PictureColumn
+from hpcrl.data.picture_index import MediaRows, index_pictures
 from hpcrl.runtime.exits import InputError
 from hpcrl.sandbox import worker
 from hpcrl.sandbox.process_pool import ProcessPool
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 60.0  # for a picture; then the rank decodes it
 
 
-class Dataset(Protocol):
+class Dataset(MediaRows, Protocol):
     """PromptDataset, and other datasets with pictures."""
 
     def patches(self, row: int, index: int) -> np.ndarray: ...
@@ -50,7 +52,7 @@ class ImageLoader:
     """
 
     def __init__(self, dataset: Dataset, images: ImageProcessor, num_workers: int) -> None:
-        self._dataset, self._num_workers = dataset, num_workers
+        self.dataset, self._num_workers = dataset, num_workers
         self._requests: dict[int, list[tuple[int, int]]] = {}  # (row, index) of those under way
         self._number_of: dict[tuple[int, int], int] = {}
         self._patches: dict[tuple[int, int], np.ndarray] = {}
@@ -65,7 +67,7 @@ class ImageLoader:
         places = [place for place in dict.fromkeys(pictures) if place not in known]
         for first in range(min(self._num_workers, len(places))):
             share = places[first :: self._num_workers]
-            number = self._pool.submit({"items": [self._dataset.locate(*place) for place in share]}, weight=len(share))
+            number = self._pool.submit({"items": [self.dataset.locate(*place) for place in share]}, weight=len(share))
             self._requests[number] = share
             self._number_of |= dict.fromkeys(share, number)
 
@@ -75,7 +77,17 @@ class ImageLoader:
         if number is not None:
             self._receive(number)
         found = self._patches.pop((row, index), None)
-        return self._dataset.patches(row, index) if found is None else found
+        return self.dataset.patches(row, index) if found is None else found
+
+    def load(self, pictures: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the patches of these pictures, (row, index) each; the processes decode them together."""
+        self.submit(pictures)
+        return [self.take(*picture) for picture in pictures]
+
+    def column(self, rows: Sequence[int]) -> PictureColumn:
+        """Return the pictures of these rows as patches."""
+        places, sources = index_pictures(self.dataset, rows)
+        return PictureColumn.of(places, self.load(sources))
 
     def close(self) -> None:
         """End the processes. May be called twice."""

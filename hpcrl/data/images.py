@@ -113,18 +113,16 @@ class ImageProcessor:
         grid = self.grid(*image.size, limits)
         return self._cut([self._resized(image, grid)] * self._num_frames, grid), grid
 
-    def thumbnail(self, patches: np.ndarray, grid: Grid) -> bytes:
-        """Return the first frame as a PNG of at most `THUMBNAIL` pixels a side. patches: as `patches` returns them."""
-        from PIL import Image
+    def thumbnail(self, source: Source, folder: str, entry: int) -> bytes:
+        """Return the picture, or the first frame of an entry of a video, as a PNG of at most `THUMBNAIL` pixels a side.
 
-        _, height, width = grid
-        size, merge = self.vision.patch_size, self.vision.merge_size
-        first = patches[: height * width].reshape(
-            height // merge, width // merge, merge, merge, -1, self._num_frames, size, size
-        )
-        pixels = first[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4).reshape(height * size, width * size, -1)
-        channels = [np.searchsorted(table, pixels[..., number]) for number, table in enumerate(self._table)]
-        image = Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
+        Raises BadImage.
+        """
+        value = source.value
+        if source.kind == "video":
+            video = video_of(value)
+            value = video.frames[self._groups(video)[entry][0]]
+        image = self.open(value, folder)
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         stream = io.BytesIO()
         image.save(stream, "PNG")
@@ -143,7 +141,7 @@ class ImageProcessor:
         return [Entry(self._key(grid, [_digest(image)]), grid)]
 
     def patches_of(self, source: Source, folder: str, entry: int, grid: Grid) -> np.ndarray:
-        """Return the patches of the source's entry of that number, float32 (patches, vision.patch_width).
+        """Return the patches of one entry of a source, float32 (patches, vision.patch_width).
 
         Raises BadImage, also if its grid differs from `grid`: the file has changed since.
         """

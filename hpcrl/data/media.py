@@ -273,6 +273,13 @@ class FileMedia:
         with self._readable(number, index):
             return self._reader.images.patches_of(*located)
 
+    def thumbnail(self, number: int, index: int, item: MediaItem) -> bytes:
+        """Return a small PNG of one item of a row."""
+        assert self._reader is not None
+        source, folder, entry, _ = self.locate(number, index, item)
+        with self._readable(number, index):
+            return self._reader.images.thumbnail(source, folder, entry)
+
     @contextmanager
     def _readable(self, number: int, index: int) -> Iterator[None]:
         try:

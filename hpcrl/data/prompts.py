@@ -118,6 +118,10 @@ class PromptDataset:
         """Return where the patches of item `index` come from, for a process that decodes them."""
         return self._media[self._file_of[row]].locate(int(self._row_of[row]), index, self.media(row)[index])
 
+    def thumbnail(self, row: int, index: int) -> bytes:
+        """Return a small PNG of item `index` of `media(row)`."""
+        return self._media[self._file_of[row]].thumbnail(int(self._row_of[row]), index, self.media(row)[index])
+
     def has_placeholders(self, ids: Sequence[int]) -> bool:
         """Whether one of these tokens stands for a part of a picture."""
         return self._reader is not None and bool(self._reader.is_placeholder(np.array(ids)).any())

@@ -182,8 +182,9 @@ def make_micro_batches(
         if cp_size > 1:
             local_rows, output_gather = _shared(output_rows, size, cp_rank, cp_size)
             targets, output_rows = output_gather.own_of(targets), local_rows
-        pictures = batch.pictures("pictures").take(rows) if len(rows) and "pictures" in batch.tokens else None
-        in_tokens = {} if pictures is None else packed_pictures(pictures, lengths, shape, embeds=embeds)
+        in_tokens = {}
+        if len(rows) and (pictures := batch.pictures) is not None:
+            in_tokens = packed_pictures(pictures.take(rows), lengths, shape, embeds=embeds)
         packed = pack(
             ids,
             lengths,
@@ -213,8 +214,8 @@ def _split_rows(
     if len(lengths) % unit:
         raise ValueError(f"{len(lengths)} samples are not a multiple of unit={unit}; keep groups on one replica")
     costs = lengths.reshape(-1, unit).sum(axis=1)
-    if shape is not None and len(batch) and "pictures" in batch.tokens:
-        with_patches = (lengths + tokens_of_towers(batch.pictures("pictures"), shape)).reshape(-1, unit).sum(axis=1)
+    if shape is not None and len(batch) and (pictures := batch.pictures) is not None:
+        with_patches = (lengths + tokens_of_towers(pictures, shape)).reshape(-1, unit).sum(axis=1)
         costs = np.maximum(costs, np.minimum(with_patches, max_tokens))
     groups = micro_batches(costs, max_tokens, count=count)
     return [(group[:, None] * unit + np.arange(unit)).reshape(-1) for group in groups]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hpcrl.model.rope import rope_positions
 from hpcrl.model.tower import PackedPictures, Pixels
-from hpcrl.model.vision import Picture
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
@@ -32,15 +31,12 @@ def packed_pictures(
     first_features, first_token = tokens.cumsum() - tokens, 0
     positions, at_tokens, at_features = [], [], []
     for row, length in enumerate(lengths.tolist()):
-        items, starts = column.items.row(row).tolist(), column.starts.row(row).tolist()
-        pictures = []
-        for item, start in zip(items, starts, strict=True):
-            time, height, width = column.grids[item].tolist()
-            pictures.append(Picture(start, (time, height, width), float(column.intervals[item])))
+        pictures = column.of_row(row)
+        for item, picture in pictures:
             places = np.arange(tokens[item])
-            at_tokens.append(first_token + start + places)
+            at_tokens.append(first_token + picture.start + places)
             at_features.append(first_features[item] + places)
-        positions.append(rope_positions(length, pictures, vision))
+        positions.append(rope_positions(length, [picture for _, picture in pictures], vision))
         first_token += length
     found: dict[str, Any] = {"rope_positions": torch.from_numpy(np.concatenate(positions, axis=1))}
     if embeds:

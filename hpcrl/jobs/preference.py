@@ -23,10 +23,8 @@ from hpcrl.run.ref_logps import FILE, RefLogps, key_of
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hpcrl.data.images import ImageProcessor
     from hpcrl.run.run import Run
+    from hpcrl.workers.team import Inputs
 
 log = logging.getLogger(__name__)
 
@@ -134,18 +132,12 @@ class Preference(PairsJob):
     def loss(self) -> PreferenceLoss:
         return PREFERENCE_LOSSES.get(self.own.loss_type)
 
-    def read_pairs(
-        self,
-        paths: list[str],
-        max_samples: int,
-        tokenizer: PreTrainedTokenizerBase,
-        images: ImageProcessor | None = None,
-    ) -> AnswerDataset:
+    def read_pairs(self, inputs: Inputs, paths: list[str], max_samples: int) -> AnswerDataset:
         if self.loss.paired:
-            return super().read_pairs(paths, max_samples, tokenizer, images)
+            return super().read_pairs(inputs, paths, max_samples)
         columns, label = {"preference.completion_key": self.own.completion_key}, self.own.label_key
-        options = (columns, ("preference.label_key", label), max_samples, self.world)
-        return LabelledDataset(paths, tokenizer, self.config.data, *options, images=images)
+        options = (columns, ("preference.label_key", label), max_samples, self.world, inputs.images)
+        return LabelledDataset(paths, inputs.tokenizer, self.config.data, *options)
 
     def check_answers(self, dataset: AnswerDataset) -> None:
         if not isinstance(dataset, LabelledDataset):

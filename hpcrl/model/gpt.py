@@ -50,7 +50,6 @@ class PackedGPT(GPTModel):
 
     uses_adapters = True  # if it has any
     vision: torch.nn.Module | None  # the tower of a vision-language model, where the embedding is
-    num_encoded = 0  # pictures that this rank's tower has encoded
 
     def add_tower(self, tower: torch.nn.Module, vision: Vision) -> None:
         """Add the vision tower; its features replace the embeddings of placeholder tokens, and are added to the hidden
@@ -81,10 +80,7 @@ class PackedGPT(GPTModel):
             Division(self.pg_collection.cp, is_split=True),
         ]
         pixels = pictures.pixels
-        grids = pixels.grids.numpy()
-        features, count = encode_divided(self.vision, self._vision, grids, pixels.take, divisions)
-        self.num_encoded += count
-        return features
+        return encode_divided(self.vision, self._vision, pixels.grids.numpy(), pixels.take, divisions)
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedTokens, **_: Any) -> Tensor:
         """Return the hidden states of the R rows `packed_seq_params.output_rows`, (R, hidden), on every tensor-parallel

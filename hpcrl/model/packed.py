@@ -185,9 +185,9 @@ def pack(
 
     `input_ids` (T,) holds the sequences one after the other, `lengths` (N,) int64 their lengths (at least 1 each),
     `size` is the S of all ranks, at least T. `output_rows` are this rank's own. `rope_positions` (3, T) int64 are those
-    of sequences with `pictures`, whose rows are packed tokens. Index tensors are computed once here
-    and used by every layer. All are on the CPU, for `PackedTokens.to`, except those of the rotary embedding, the
-    largest, which are computed on `device`.
+    of sequences with `pictures`, whose rows are packed tokens. Index tensors are computed once here and used by every
+    layer. All are on the CPU, for `PackedTokens.to`, except those of the rotary embedding, the largest, which are
+    computed on `device`.
     """
     total = input_ids.numel()
     starts = lengths.cumsum(0) - lengths
@@ -197,8 +197,7 @@ def pack(
     padded_ids[:total] = input_ids
     position_ids = torch.zeros(size, dtype=torch.int64)
     position_ids[:total] = position
-    axes = None if shape.vision is None else shape.vision.rope_axes
-    turning = position_ids
+    turning, axes = position_ids, None if shape.vision is None else shape.vision.rope_axes
     if axes is not None:
         turning = position_ids.repeat(3, 1)
         if rope_positions is not None:
@@ -215,13 +214,15 @@ def pack(
     else:
         runs, tails = places_of(starts, lengths), None
         bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    cos, sin = rope_cos_sin(turning.to(device), shape.rope_dim, shape.rope_theta, shape.rope_scaling, axes)
+    position_ids = position_ids.to(device)
+    turning = position_ids if axes is None else turning.to(device)
+    cos, sin = rope_cos_sin(turning, shape.rope_dim, shape.rope_theta, shape.rope_scaling, axes)
     return PackedTokens(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         max_seqlen_q=None if bounds is None else int(lengths.max()),
         input_ids=padded_ids.unsqueeze(0),
-        position_ids=position_ids.to(device).unsqueeze(0),
+        position_ids=position_ids.unsqueeze(0),
         cos=cos,
         sin=sin,
         output_rows=output_rows,

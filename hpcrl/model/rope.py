@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.batch.pictures import Picture
 from hpcrl.model.shape import RopeScaling
-from hpcrl.model.vision import Picture, Vision
+from hpcrl.model.vision import Vision
 
 
 def rope_positions(length: int, pictures: Iterable[Picture], vision: Vision) -> np.ndarray:

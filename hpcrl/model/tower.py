@@ -6,7 +6,6 @@ the hidden states after the first decoder layers (DeepStack, Meng et al. 2024, a
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+
+from hpcrl.batch.balance import balanced_assignment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,14 +52,8 @@ def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
 
 def divide(grids: np.ndarray, num_ranks: int) -> list[list[int]]:
     """Divide pictures over ranks, balanced by patches: numbers of the pictures of each rank, ascending."""
-    sizes = np.prod(grids.reshape(-1, 3), axis=1, dtype=np.int64)
-    loads = [(0, rank) for rank in range(num_ranks)]
-    parts: list[list[int]] = [[] for _ in range(num_ranks)]
-    for number in np.argsort(-sizes, kind="stable").tolist():
-        load, rank = heapq.heappop(loads)
-        parts[rank].append(number)
-        heapq.heappush(loads, (load + int(sizes[number]), rank))
-    return [sorted(part) for part in parts]
+    rank_of = balanced_assignment(grids.prod(axis=1, dtype=np.int64), num_ranks)
+    return [np.flatnonzero(rank_of == rank).tolist() for rank in range(num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,11 @@ def encode_divided(
     grids: np.ndarray,
     pixels: Callable[[list[int]], Pixels],
     divisions: Sequence[Division],
-) -> tuple[Tensor, int]:
-    """Return features (tokens, width) of all pictures, on every rank, and the number that this rank encoded. Collective
-    over the product of the groups; each picture is encoded by one rank.
+) -> Tensor:
+    """Return features (tokens, width) of all pictures, on every rank. Collective over the product of the groups; each
+    picture is encoded by one rank.
 
-    grids: integers (n, 3). pixels: from numbers of pictures to their patches.
+    grids: integers (n, 3). pixels: from the numbers of this rank's pictures to their patches; called if it has some.
     """
     sizes = [division.group.size() for division in divisions]
     num_ranks, mine = math.prod(sizes), 0
@@ -96,7 +91,7 @@ def encode_divided(
             it.sum() * 0 for it in tower.parameters() if it.requires_grad
         )
     if num_ranks == 1:
-        return features, len(parts[mine])
+        return features
     longest = max(int(tokens[part].sum()) for part in parts)
     gathered = torch.cat([features, features.new_zeros(longest - len(features), vision.feature_width)])
     for division in reversed(divisions):
@@ -108,7 +103,7 @@ def encode_divided(
     for rank, part in enumerate(parts):
         places = np.concatenate([np.arange(starts[it], starts[it] + tokens[it]) for it in part] or [rows[:0]])
         rows[places.astype(np.int64)] = rank * longest + np.arange(len(places))
-    return gathered.index_select(0, torch.from_numpy(rows).to(gathered.device)), len(parts[mine])
+    return gathered.index_select(0, torch.from_numpy(rows).to(gathered.device))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Vision-language models in numbers: the tower of config.json, its tensors, and pictures among tokens. No torch."""
+"""Vision-language models in numbers: the tower of config.json, and its tensors. No torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from hpcrl.runtime.exits import InputError
 
 Size = tuple[int, ...]
 Trained = Literal["none", "merger", "tower", "all"]
 VISION_TOKENS = ("image", "video", "vision_start", "vision_end")  # whose ids config.json names <token>_token_id
-
-
-class Picture(NamedTuple):
-    """A picture, or a video, in a sequence.
-
-    start: place of its first placeholder token. grid: patches in time, height and width. interval: positions between
-    two steps in time.
-    """
-
-    start: int
-    grid: tuple[int, int, int]
-    interval: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +22,7 @@ class Vision:
     config: the section `vision_config` of config.json, as JSON with sorted keys. mrope_section: frequencies of the
     rotary embedding that turn with time, height and width; interleaved: in turn, rather than one after the other.
     train: the part that is trained: the merger, which maps patches to tokens, the tower before it, both or nothing. lr:
-    peak learning rate of that part, None: that of the language model.
+    its peak learning rate; None: the language model's.
     """
 
     config: str

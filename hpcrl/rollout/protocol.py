@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hpcrl.model.vision import Picture
+    from hpcrl.batch.pictures import Picture
 
 FinishReason = Literal["stop", "length", "abort"]
 WeightFormat = Literal["megatron", "tensorrt_llm"]

@@ -24,9 +24,6 @@ from hpcrl.run.job import SupervisedConfig, SupervisedJob
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hpcrl.data.images import ImageProcessor
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
@@ -71,26 +68,20 @@ class PairsJob(SupervisedJob):
         from hpcrl.workers.team import Inputs, image_processor, read_model
 
         tokenizer, shape = read_model(self.config)
-        images = image_processor(self.config, shape)
-        data, pairs = self.config.data, {}
+        inputs, data = Inputs(shape, tokenizer, images=image_processor(self.config, shape)), self.config.data
         files = {"train": (data.train_files, data.train_max_samples), "val": (data.val_files, data.val_max_samples)}
         for split, (paths, max_samples) in files.items():
             if split == "train" or self.own.eval_freq > 0:
-                pairs[split] = self.read_pairs(paths, max_samples, tokenizer, images)
-        self.check_answers(pairs["train"])
-        self.order_rows(pairs["train"].file_sizes)
-        return Inputs(shape, tokenizer, pairs=pairs, images=images)
+                inputs.pairs[split] = self.read_pairs(inputs, paths, max_samples)
+        self.check_answers(inputs.pairs["train"])
+        self.order_rows(inputs.pairs["train"].file_sizes)
+        return inputs
 
-    def read_pairs(
-        self,
-        paths: list[str],
-        max_samples: int,
-        tokenizer: PreTrainedTokenizerBase,
-        images: ImageProcessor | None = None,
-    ) -> AnswerDataset:
+    def read_pairs(self, inputs: Inputs, paths: list[str], max_samples: int) -> AnswerDataset:
         """The answers in these files. Collective."""
         columns = {f"{self.name}.{side}_key": getattr(self.own, f"{side}_key") for side in ("chosen", "rejected")}
-        return AnswerDataset(paths, tokenizer, self.config.data, columns, max_samples, self.world, images=images)
+        options = (self.config.data, columns, max_samples, self.world, inputs.images)
+        return AnswerDataset(paths, inputs.tokenizer, *options)
 
     def check_answers(self, dataset: AnswerDataset) -> None:
         """Raise InputError if nothing can be learned from the training data."""

@@ -93,7 +93,6 @@ class ArchiveWorker(InputsWorker):
 
     def _keep_pictures(self, row: int, folder: Path) -> list[str]:
         """Return the names of a row's pictures; those that are not there are written to `folder` as thumbnails."""
-        assert self.inputs.images is not None
         names = []
         for index, item in enumerate(self.prompts.media(row)):
             name = f"{item.key:016x}.png"
@@ -102,9 +101,8 @@ class ArchiveWorker(InputsWorker):
                 self._kept.add(name)
                 if not (folder / name).exists():
                     folder.mkdir(exist_ok=True)
-                    thumbnail = self.inputs.images.thumbnail(self.prompts.patches(row, index), item.grid)
                     draft = folder / f"{name}.{self.rank}"  # two leaders may write the same picture
-                    draft.write_bytes(thumbnail)
+                    draft.write_bytes(self.prompts.thumbnail(row, index))
                     os.replace(draft, folder / name)
         return names
 

@@ -100,6 +100,7 @@ class ResponseJournal:
         digest = blake2b(self._drawing, digest_size=16)
         digest.update(f"{request.uid}\0{request.sample_index}\0".encode())
         digest.update(np.asarray(request.prompt_ids, np.int32).tobytes())
+        digest.update(np.array([picture.key for picture in request.pictures], np.int64).tobytes())
         return digest.hexdigest()
 
     def _record(self, request: Request, done: Trajectory) -> Record:

@@ -18,8 +18,6 @@ from hpcrl.config.plugins import parameters
 from hpcrl.config.roles import ROLLOUT
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
-from hpcrl.data.image_loader import ImageLoader
-from hpcrl.data.picture_index import PictureIndex
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.grid.layout import Layout
@@ -30,14 +28,14 @@ from hpcrl.rewards.manager import REWARD_MANAGERS
 from hpcrl.rollout.agent.loop import AgentLoop
 from hpcrl.rollout.agent.turn_handler import turn_columns, turn_metrics, turns_for_scorer
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.protocol import Completion, PromptPicture, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.mpi import create_group
 from hpcrl.telemetry.archive import read_step, step_path
 from hpcrl.workers.model_worker import DTYPES
-from hpcrl.workers.prompt_pictures import PromptPictures
+from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
 from hpcrl.workers.response_journal import ResponseJournal
 from hpcrl.workers.response_stream import Response, ResponseStream
 from hpcrl.workers.scorer import ResponseScorer
@@ -147,8 +145,8 @@ class RolloutWorker(Worker):
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         pictures = None
         if isinstance(engine, NativeEngine) and (vision := team.inputs.shape.vision) is not None:
-            cache = int(config.model.vision.cache_gib * 2**30)
-            pictures = PromptPictures(engine, vision, cache, _image_loaders(team))
+            cache, loaders = int(config.model.vision.cache_gib * 2**30), team.image_loaders(team.inputs.prompts)
+            pictures = PromptPictures(engine, vision, cache, loaders, is_leader=world.rank in layout.leaders)
         return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent, pictures)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -176,12 +174,10 @@ class RolloutWorker(Worker):
         split, rows = batch.meta_info["split"], batch.samples["row"].tolist()
         requests, pictures, metrics = self._requests(batch), None, dict[str, Metric]()
         if self.pictures is not None:
-            before = self.pictures.num_encoded
-            shown, features = self.encode(split, rows)
-            metrics["perf/pictures"] = Sum(float(len(shown)))
-            metrics["perf/pictures_encoded"] = Sum(float(self.pictures.num_encoded - before))
-            requests = with_pictures(requests, self.pictures.of_rows(shown, features))
-            pictures = self.pictures.column(shown, features) if self.is_leader else None
+            pictures = self.pictures.encode(split, rows)
+            metrics["perf/pictures"] = Sum(float(len(pictures.features)))
+            metrics["perf/pictures_encoded"] = Sum(float(pictures.num_encoded))
+            requests = with_pictures(requests, pictures)
         journal = self.stream.journal if "weight_version" in batch.meta_info else None
         known, left = self._recalled(requests, sampling, batch.meta_info)
         if known:
@@ -213,7 +209,7 @@ class RolloutWorker(Worker):
         trajectories = [known[index] for index in range(len(requests))]
         columns = response_columns(requests, trajectories)
         if pictures is not None:
-            columns.tokens["pictures"] = pictures
+            columns.tokens["pictures"] = pictures.column()
         if self.agent is not None:
             columns.samples |= turn_columns(trajectories)
             found = merge([found, turn_metrics(trajectories)])
@@ -264,7 +260,7 @@ class RolloutWorker(Worker):
         prompts, rows = batch.samples["prompt"].tolist(), batch.samples["row"].tolist()
         requests = self._requests(batch)
         if self.pictures is not None:
-            requests = with_pictures(requests, self.pictures.of_rows(*self.encode("train", rows, divided=False)))
+            requests = with_pictures(requests, self.pictures.encode("train", rows, divided=False))
         self.stream.add([Response(*sample) for sample in zip(requests, prompts, rows, strict=True)])
 
     @register(Dispatch.ORDER_ALL)
@@ -291,9 +287,9 @@ class RolloutWorker(Worker):
         requests = [each.request for each in responses]
         found = response_columns(requests, [each.trajectory() for each in responses])
         if self.pictures is not None:
-            index = PictureIndex.of(self.prompts["train"], [each.row for each in responses])
-            features = {picture.key: picture.features for request in requests for picture in request.pictures}
-            found.tokens["pictures"] = self.pictures.column(index, [features[key] for key in index.keys.tolist()])
+            pictures = [picture for request in requests for picture in request.pictures]
+            shown = self.pictures.of_requests("train", [each.row for each in responses], pictures)
+            found.tokens["pictures"] = shown.column()
         versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
         found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
         num_recalled = sum(response.is_recalled for response in responses)
@@ -329,6 +325,8 @@ class RolloutWorker(Worker):
                     "replay with the data files and the filter of the recording"
                 )
         columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
+        if self.pictures is not None:
+            columns["pictures"] = self.pictures.pixels("train", samples["row"][rows].tolist())
         turns = [name for name in ("num_turns", "tool_call_counts") if name in samples]
         kept = ["prompt_length", "response_length", "finish_reason", *turns]
         if scores:
@@ -338,13 +336,6 @@ class RolloutWorker(Worker):
                 texts = [text.encode("utf-8") for text in samples["verdicts"][rows]]
                 columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in texts], np.uint8)
         return DataProto(columns, {name: samples[name][rows] for name in kept}, {})
-
-    def encode(self, split: str, rows: list[int], *, divided: bool = True) -> tuple[PictureIndex, list[torch.Tensor]]:
-        """The pictures of the rows and their features. Collective over the replica if `divided`."""
-        assert self.pictures is not None
-        index = PictureIndex.of(self.prompts[split], rows)
-        self.engine.wake()
-        return index, self.pictures.encode(split, index, divided=divided)
 
     def _requests(self, batch: DataProto) -> list[Request]:
         prompts = self.prompts[batch.meta_info["split"]]
@@ -363,14 +354,8 @@ class RolloutWorker(Worker):
             self.context.poll()
 
 
-def with_pictures(requests: list[Request], pictures: list[tuple[PromptPicture, ...]]) -> list[Request]:
-    return [replace(request, pictures=mine) for request, mine in zip(requests, pictures, strict=True)]
-
-
-def _image_loaders(team: Team) -> dict[str, ImageLoader]:
-    images, num_workers = team.inputs.images, team.config.data.image_workers
-    assert images is not None
-    return {split: ImageLoader(dataset, images, num_workers) for split, dataset in team.inputs.prompts.items()}
+def with_pictures(requests: list[Request], pictures: EncodedPictures) -> list[Request]:
+    return [replace(request, pictures=mine) for request, mine in zip(requests, pictures.of_rows(), strict=True)]
 
 
 def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,28 +17,60 @@ from hpcrl.batch.tensors import TensorBatch
 from hpcrl.config.roles import ACTOR, REWARD
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
-from hpcrl.data.picture_index import PictureIndex
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.workers.model_worker import SEQUENCE, ModelWorker
 from hpcrl.workers.records import InputsWorker
 from hpcrl.workers.scorer import responses_of
 
+if TYPE_CHECKING:
+    from hpcrl.data.image_loader import Dataset, ImageLoader
+    from hpcrl.grid.layout import Layout
+    from hpcrl.workers.team import Inputs, Team
 
-class SftDataWorker(InputsWorker):
+
+class DataWorker(InputsWorker):
+    """Makes columns of datasets on the leaders. loaders: of the pictures of each split, of a vision-language model."""
+
+    def __init__(self, layout: Layout, rank: int, inputs: Inputs) -> None:
+        super().__init__(layout, rank, inputs)
+        self.loaders: Mapping[str, ImageLoader] = {}
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> DataWorker | None:
+        worker = super().build(team, role)
+        if isinstance(worker, DataWorker) and worker.is_leader:
+            worker.loaders = team.image_loaders(cls.datasets(team.inputs))
+        return worker  # type: ignore[return-value]
+
+    @staticmethod
+    def datasets(inputs: Inputs) -> Mapping[str, Dataset]:
+        """The datasets whose rows have columns, by split."""
+        raise NotImplementedError
+
+    def with_pictures(self, columns: DataProto, split: str, rows: Sequence[int]) -> DataProto:
+        """The columns of these rows, and of a vision-language model their pictures."""
+        pictures: Columns = {"pictures": self.loaders[split].column(rows)} if self.loaders else {}
+        return columns.union(DataProto(pictures))
+
+
+class SftDataWorker(DataWorker):
+    @staticmethod
+    def datasets(inputs: Inputs) -> Mapping[str, Dataset]:
+        return inputs.sequences
+
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("row",), writes=SEQUENCE, leader_only=True, phase="data")
     def load(self, batch: DataProto) -> DataProto:
         """Sequences of the rows of meta_info["split"]; the mask is 1 on tokens with loss."""
-        data, rows = self.inputs.sequences[batch.meta_info["split"]], batch.samples["row"].tolist()
+        split, rows = batch.meta_info["split"], batch.samples["row"].tolist()
+        data = self.inputs.sequences[split]
         sequences = [data.sequence(row) for row in rows]  # none, if replicas outnumber rows
-        tokens = {
+        columns = {
             "input_ids": [np.concatenate([prompt, response]) for prompt, response, _ in sequences],
             "response_mask": [mask for _, _, mask in sequences],
         }
-        columns: Columns = {name: Ragged.from_rows(parts, np.int32) for name, parts in tokens.items()}
-        if self.inputs.images is not None:
-            columns["pictures"] = PictureIndex.of(data, rows).pixels()
-        return DataProto(columns)
+        found = DataProto({name: Ragged.from_rows(parts, np.int32) for name, parts in columns.items()})
+        return self.with_pictures(found, split, rows)
 
 
 class SftActorWorker(ModelWorker):
@@ -139,8 +171,12 @@ class PreferenceWorker(ModelWorker):
         return {} if scores is None else to_floats(pair_loss(scores, num_pairs, "val")[1])
 
 
-class PreferenceDataWorker(InputsWorker):
+class PreferenceDataWorker(DataWorker):
     """Pairs as columns, made on the leaders of the trained model's replicas."""
+
+    @staticmethod
+    def datasets(inputs: Inputs) -> Mapping[str, Dataset]:
+        return inputs.pairs
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -156,14 +192,13 @@ class PreferenceDataWorker(InputsWorker):
         With meta_info["nll_of_prompt"] the response columns begin with the prompt's second token: `response_mask` is 0
         on the prompt, `loss_mask` is 1 on all tokens.
         """
-        pairs, samples = self.inputs.pairs[batch.meta_info["split"]], batch.samples
+        split, samples, rows = batch.meta_info["split"], batch.samples, batch.samples["row"].tolist()
+        pairs = self.inputs.pairs[split]
         answers = zip(samples.get("answer_row", samples["row"]).tolist(), samples["side"].tolist(), strict=True)
-        prompts = [pairs.prompts.prompt_ids(row) for row in samples["row"].tolist()]
+        prompts = [pairs.prompts.prompt_ids(row) for row in rows]
         found = list(zip(prompts, (pairs.answer(row, side) for row, side in answers), strict=True))
         columns = whole_columns(found) if batch.meta_info.get("nll_of_prompt") else answer_columns(found)
-        if self.inputs.images is not None:
-            columns.tokens["pictures"] = PictureIndex.of(pairs.prompts, samples["row"].tolist()).pixels()
-        return columns
+        return self.with_pictures(columns, split, rows)
 
 
 def answer_columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> DataProto:

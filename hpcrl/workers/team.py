@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from hpcrl.config.roles import JUDGE, REWARD, RoleSpec
 from hpcrl.config.schema import Config, DataConfig
 from hpcrl.controller.register import Worker
 from hpcrl.data.answers import AnswerDataset
+from hpcrl.data.image_loader import Dataset, ImageLoader
 from hpcrl.data.judge_prompts import JudgePrompts
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.data.sft import SftDataset
@@ -66,6 +67,14 @@ class Team:
 
     def shape_of(self, role: str) -> ModelShape:
         return self.inputs.shapes.get(role, self.inputs.shape)
+
+    def image_loaders(self, datasets: Mapping[str, Dataset]) -> dict[str, ImageLoader]:
+        """What decodes the pictures of the dataset of each split; {} for a language model."""
+        images = self.inputs.images
+        if images is None:
+            return {}
+        num_workers = self.config.data.image_workers
+        return {split: ImageLoader(dataset, images, num_workers) for split, dataset in datasets.items()}
 
 
 def build_team(

@@ -414,7 +414,7 @@ def no_pixels() -> bytes:
 
 
 def of_header(width: int, height: int) -> bytes:
-    """A PNG of that size by its header; its few pixels are not decoded."""
+    """A PNG whose header gives this size. Its pixels are too few, and are not decoded."""
     import zlib
 
     data = bytearray(encoded(picture(8, 8)))

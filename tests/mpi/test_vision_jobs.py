@@ -97,6 +97,19 @@ def test_resumed_equals_uninterrupted_bitwise(world, lab: Lab, shown, train: str
 
 @pytest.mark.slow
 @pytest.mark.ci_world(2)
+@pytest.mark.parametrize("train", ["none", "all"])
+def test_recorded_rollouts_are_replayed_with_their_pictures(world, lab: Lab, shown, train: str) -> None:
+    placement, one_step = own_layout(world.size), {"total_training_steps": 1}
+    recorded = lab.run(f"recorded_{train}", placement, **sections(shown, train=train, trainer=one_step))
+    trainer = {**one_step, "rollouts_from": str(recorded / "rollouts")}
+    replayed = lab.run(f"replayed_{train}", placement, **sections(shown, train=train, trainer=trainer))
+    expected, found = metrics(recorded)[1], metrics(replayed)[1]
+    assert found["training/rollout_log_probs_diff_max"] < 1e-4
+    assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_world(2)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab, shown, family: str) -> None:
     """Ten steps over a data file of which some rows have no picture."""

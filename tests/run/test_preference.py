@@ -21,6 +21,7 @@ from hpcrl.run.time_budget import StopRequested
 from hpcrl.runtime.exits import InputError
 from hpcrl.workers.preference import PreferencePolicy
 from hpcrl.workers.supervised import PreferenceDataWorker
+from hpcrl.workers.team import Inputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,8 +68,8 @@ def job_on(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, run: Any 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(**own)
     job = Preference(None, config, Preference.check(config, 1), None)  # type: ignore[arg-type]
-    pairs = {"train": job.read_pairs([str(path)], -1, tokenizer)}
-    job.inputs = SimpleNamespace(pairs=pairs, shape=None, images=None)  # type: ignore[assignment]
+    job.inputs = Inputs(None, tokenizer)  # type: ignore[arg-type]
+    job.inputs.pairs["train"] = job.read_pairs(job.inputs, [str(path)], -1)
     job.check_answers(job.inputs.pairs["train"])
     job.set_up(run)
     return job

@@ -30,7 +30,7 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
     `num_tokens`: the tokenizer's. Raises InputError also if the directory's files do not fit the shape.
     """
     if model.path is None:
-        return shape_from_yaml(model, num_tokens)
+        return _with_training(shape_from_yaml(model, num_tokens), model)
     folder = Path(model.path)
     shape = read_shape(folder)
     if shape.vocab_size < num_tokens:
@@ -39,12 +39,17 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
             "tokenizer of this model"
         )
     Safetensors(folder).check(shape)
+    return _with_training(shape, model)
+
+
+def _with_training(shape: ModelShape, model: ModelConfig) -> ModelShape:
+    """Return the shape, with the part of its vision tower that is trained."""
     if shape.vision is not None:
         return replace(shape, vision=replace(shape.vision, train=model.vision.train, lr=model.vision.lr))
     if model.vision.train != "none":
         raise InputError(
-            f"model.vision.train={model.vision.train}, and {folder} has no vision tower; use a vision-language model, "
-            "or none"
+            f"model.vision.train={model.vision.train}, and the model of model.path={model.path} has no vision tower; "
+            "use a vision-language model, or none"
         )
     return shape
 

@@ -51,7 +51,7 @@ def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
             f"{where}: partial_rotary_factor={rope['partial_rotary_factor']}; only 1.0 is supported, so take another "
             "model"
         )
-    if kind in ("default", "mrope"):  # positions of pictures are in `hpcrl.model.vision`
+    if kind in ("default", "mrope"):  # positions of pictures are in `hpcrl.model.rope`
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
         raise InputError(f"{where}: rope_type={kind}; expected default, linear, llama3 or yarn; use another model")

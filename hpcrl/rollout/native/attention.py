@@ -13,7 +13,7 @@ attended latents are mapped to the heads' values afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from typing import NamedTuple, Protocol
 
@@ -140,22 +140,18 @@ class NewTokens:
             sequences = np.arange(len(rows)).repeat(lengths)
             positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
             blocks = pool.table(rows)[sequences, positions // size]
-        turning = positions if rope_positions is None else rope_positions
-        self.positions, self._blocks, self._offsets, self.rope_positions = (
-            torch.from_numpy(array).to(cache.device) for array in (positions, blocks, positions % size, turning)
-        )
+        own = () if rope_positions is None else (rope_positions,)
+        self._hold(torch.from_numpy(array).to(cache.device) for array in (positions, blocks, positions % size, *own))
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tensors that depend on the call, int64 (n,) each."""
-        return self.positions, self._blocks, self._offsets, self.rope_positions
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = tuple(tensors)  # those that depend on the call, int64
+        self.positions, self._blocks, self._offsets, *own = self.tensors
+        self.rope_positions = own[0] if own else self.positions
 
     def empty_like(self, rows: int) -> NewTokens:
         """Return a copy for one token of each of `rows` rows, with tensors to be filled."""
         other = copy(self)
-        other.positions, other._blocks, other._offsets, other.rope_positions = (
-            part.new_zeros(rows) for part in self.tensors
-        )
+        other._hold(part.new_zeros(rows) for part in self.tensors)
         return other
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
-from hpcrl.model.tower import Division, Pixels, divide, encode_divided
+from hpcrl.model.tower import Division, Pixels, encode_divided
 from hpcrl.rollout.native.attention import PagedAttention
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
@@ -57,7 +57,6 @@ class NativeEngine:
         if kv_cache_bytes is None:
             kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
         self._generating = False
-        self.num_encoded = 0  # pictures that this rank has encoded
         self._decoder = Decoder(shape, tp, dtype, device)
         self._cache = KVCache(
             shape.num_layers,
@@ -89,30 +88,26 @@ class NativeEngine:
         self._decoder.adopt(name, tensor)
         self._clear_graphs()
 
-    def share(self, grids: np.ndarray, *, divided: bool = True) -> list[int]:
-        """Return the numbers of the pictures that this rank encodes in `encode`."""
-        tp = self._decoder.tp
-        return divide(grids, tp.size if divided else 1)[tp.rank if divided else 0]
-
     @torch.no_grad()
-    def encode(self, grids: np.ndarray, patches: Callable[[int], np.ndarray], *, divided: bool = True) -> list[Tensor]:
+    def encode(
+        self, grids: np.ndarray, patches: Callable[[list[int]], list[np.ndarray]], *, divided: bool = True
+    ) -> list[Tensor]:
         """Return the vision tower's features of each picture, fp32 (tokens, width) on the CPU. Collective over the
         tensor-parallel ranks, which divide the pictures, if `divided`.
 
-        grids: int (n, 3), patches in time, height and width. patches: from the number of a picture to fp32 (patches,
-        patch width); called for this rank's pictures.
+        grids: int (n, 3), patches in time, height and width. patches: from the numbers of this rank's pictures to fp32
+        (patches, patch width) each.
         """
         decoder = self._decoder
         if decoder.tower is None or decoder.vision is None:
             raise ValueError("the model has no vision tower; only a vision-language model takes pictures")
 
         def pixels(numbers: list[int]) -> Pixels:
-            found = [torch.from_numpy(patches(number)) for number in numbers]
-            return Pixels(torch.cat(found), torch.from_numpy(grids[numbers].astype(np.int64)))
+            found = torch.from_numpy(np.concatenate(patches(numbers)))
+            return Pixels(found, torch.from_numpy(grids[numbers].astype(np.int64)))
 
         divisions = [Division(decoder.tp.group, is_split=False)] if divided and decoder.tp.group is not None else []
-        features, count = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions)
-        self.num_encoded += count
+        features = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions)
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))
 
     @contextmanager
