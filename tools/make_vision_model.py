@@ -2,7 +2,7 @@
 
     python tools/make_vision_model.py --out models/tiny_vl [--family qwen3_vl] [--seed 0]
 
-A Qwen2.5-VL (or Qwen3-VL) of 0.8 million parameters for pictures of 32 x 32 pixels, as `hpcrl data pictures`
+A Qwen2.5-VL (or Qwen3-VL) of about a million parameters for pictures of 32 x 32 pixels, as `hpcrl data pictures`
 draws them: patches of 4 pixels, 16 tokens for a picture. The files are those of the large models:
 
     config.json, generation_config.json, model.safetensors
@@ -11,8 +11,8 @@ draws them: patches of 4 pixels, 16 tokens for a picture. The files are those of
 
 Nothing is trained here. The blocks of the tower start near the identity, so that its features are a random projection
 of the pixels, from which a language model learns to read pictures even if the tower and its merger stay as they are.
-It learns sooner where the features vary more than transformers' usual random weights make them: those of the patch
-embedding and of the merger are larger.
+The weights of the patch embedding and of the merger are larger than transformers draws them: the features vary more,
+and the language model learns sooner.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TEXT = {
     "vocab_size": NUM_TOKENS,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -104,12 +104,17 @@ def build_model(family: str, seed: int) -> Any:
 
     torch.manual_seed(seed)
     classes = {"qwen2_5_vl": Qwen2_5_VLForConditionalGeneration, "qwen3_vl": Qwen3VLForConditionalGeneration}
-    model = classes[family](model_config(family))
-    for name, weight in model.model.visual.named_parameters():
+    return classes[family](model_config(family))
+
+
+def enlarge(tower: Any) -> None:
+    """Draw the weights of LARGER anew."""
+    import torch
+
+    for name, weight in tower.named_parameters():
         for part, std in LARGER.items():
             if part in name and weight.dim() > 1:
                 torch.nn.init.normal_(weight, std=std)
-    return model
 
 
 def tokenizer() -> str:
@@ -156,6 +161,7 @@ def preprocessor_config(family: str) -> dict[str, Any]:
 def write_directory(out: Path, family: str, seed: int) -> int:
     """Write the files of the module's docstring, and return the number of parameters."""
     model = build_model(family, seed)
+    enlarge(model.model.visual)
     model.save_pretrained(out)
     files = {
         "generation_config.json": {

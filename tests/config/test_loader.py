@@ -9,9 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpcrl.cli import load_job
 from hpcrl.config.loader import dump_config, load_config
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+
+TEMPLATES = Path(__file__).parents[2] / "configs"
+COMMANDS = {"sft": "sft", "rm": "rm", "dpo": "preference", "kto": "preference", "online": "online_dpo"}
+COMMANDS |= {"samples": "generate"}  # first word of a template's name -> command, where it is not train
 
 
 def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
@@ -28,6 +33,14 @@ def refusal(path: Path, *overrides: str) -> str:
     line = str(caught.value)
     assert "\n" not in line
     return line.replace(f"{path.parent}/", "")
+
+
+def test_templates_load() -> None:
+    """Those of configs/*_cpu.yaml also run, in tests/mpi/test_templates.py."""
+    paths = sorted(TEMPLATES.rglob("*.yaml"))
+    assert {path.parent.name for path in paths} >= {"configs", "smollm2", "vision"}
+    for path in paths:
+        load_job(COMMANDS.get(path.stem.split("_")[0], "train")).read_config(str(path), [])
 
 
 def test_empty_file_is_the_defaults(tmp_path: Path) -> None:

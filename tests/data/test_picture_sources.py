@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,10 @@ def count_squares(picture: np.ndarray, question: str) -> str:
 
 
 def left_of(picture: np.ndarray, question: str) -> str:
-    left = {colour: min(column for _, column in area) for colour, area in areas(picture)}
-    asked = question.removeprefix("What is left of ").removesuffix("?")
-    assert len(left) == 3
-    return max((colour for colour in left if left[colour] < left[asked]), key=left.__getitem__)
+    squares = {colour: area for colour, area in areas(picture)}
+    named = re.fullmatch(r"Which is left, (\w+) or (\w+)\?", question)
+    assert named and set(named.groups()) == set(squares) and {len(area) for area in squares.values()} == {7 * 7}
+    return min(squares, key=lambda colour: min(column for _, column in squares[colour]))
 
 
 def two_digits(picture: np.ndarray, question: str) -> str:

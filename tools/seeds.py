@@ -1,0 +1,112 @@
+"""SFT and RL of job templates for some seeds, and accuracy before and after RL: what the tools *_seeds.py share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).resolve().parents[1]
+WAYS = {"greedy": 1, "sampled": 4}  # the samples of a validation prompt: mean@1 and mean@4
+ENTROPY = "actor/entropy"
+ENDS = 5  # steps over which the entropy at the start and at the end are means
+
+Change = tuple[float, float]  # before and after RL
+
+
+@dataclass(frozen=True)
+class Study:
+    """For each seed one run of SFT, and one of each algorithm from its weights."""
+
+    folder: str  # of the runs
+    needs: Mapping[str, str]  # file -> arguments of the Python program that writes it
+    sft: str  # template
+    algorithms: Mapping[str, str]  # name -> template
+    tasks: tuple[str, ...]  # data sources of the validation prompts
+    curves: tuple[str, ...] = ("--seeds",)  # further arguments of hpcrl.telemetry.curves
+    ranks: int = 2
+
+    def main(self, description: str | None) -> None:
+        """Train what the command line names, print a table, draw curves. Runs that are complete are not repeated."""
+        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("overrides", nargs="*", help="key=value; those that begin with sft. are SFT's")
+        parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+        parser.add_argument("--algorithms", nargs="+", default=list(self.algorithms), choices=list(self.algorithms))
+        parser.add_argument("--ranks", type=int, default=self.ranks)
+        options = parser.parse_args()
+        for path, program in self.needs.items():
+            if not (ROOT / path).exists():
+                python(*program.split())
+        of_sft = [override for override in options.overrides if override.startswith("sft.")]
+        of_algorithms = [override for override in options.overrides if override not in of_sft]
+        rows = []
+        for seed in options.seeds:
+            start = f"sft_{seed}"
+            launch(options.ranks, "sft", self.sft, *self.named(start, seed), *of_sft)
+            for name in options.algorithms:
+                own = [*self.named(f"{name}_{seed}", seed), f"model.init_from={self.folder}/{start}"]
+                launch(options.ranks, "train", self.algorithms[name], *own, *of_algorithms)
+                rows.append((name, seed))
+        self.report(rows)
+        runs = [f"{self.folder}/{name}_{seed}" for name, seed in rows]
+        python("-m", "hpcrl.telemetry.curves", *runs, "--out", f"{self.folder}/curves.png", *self.curves)
+
+    def named(self, run: str, seed: int) -> list[str]:
+        return [f"run.name={run}", f"run.dir={self.folder}", f"run.seed={seed}"]
+
+    def report(self, rows: list[tuple[str, int]]) -> None:
+        """Print accuracy before and after, entropy and minutes of each run, and what the algorithms gain."""
+        found = {(name, seed): self.accuracy(self.lines(f"{name}_{seed}")) for name, seed in rows}
+        columns = list(next(iter(found.values())))
+        print("\nalgorithm  seed   " + "".join(f"{name:16}" for name in columns) + "entropy         minutes: SFT   RL")
+        for (name, seed), accuracy in found.items():
+            lines = self.lines(f"{name}_{seed}")
+            cells = [f"{100 * before:5.1f} -> {100 * after:5.1f}" for before, after in accuracy.values()]
+            entropy = [line[ENTROPY] for line in lines if ENTROPY in line]
+            cells.append(f"{mean(entropy[:ENDS]):.2f} -> {mean(entropy[-ENDS:]):.2f}")
+            times = f"{minutes(self.lines(f'sft_{seed}')):12.1f} {minutes(lines):4.1f}"
+            print(f"{name:9}  {seed:4}   " + "".join(f"{cell:16}" for cell in cells) + times)
+        for algorithm in dict(rows):
+            for column in columns:
+                gains = [100 * (found[row][column][1] - found[row][column][0]) for row in rows if row[0] == algorithm]
+                print(f"{algorithm}, {column}: minimum {min(gains):+.1f}, mean {mean(gains):+.1f} points")
+
+    def lines(self, run: str) -> list[dict[str, float]]:
+        """The metrics of each step of a run."""
+        text = (ROOT / self.folder / run / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def accuracy(self, lines: list[dict[str, float]]) -> dict[str, Change]:
+        """Greedy accuracy of each of several tasks, then greedy and sampled accuracy: means over the tasks."""
+        tested = {
+            way: [ends([line[key] for line in lines if key in line]) for key in self.keys(n)] for way, n in WAYS.items()
+        }
+        of_tasks = dict(zip(self.tasks, tested["greedy"], strict=True)) if len(self.tasks) > 1 else {}
+        return of_tasks | {way: (mean(b for b, _ in found), mean(a for _, a in found)) for way, found in tested.items()}
+
+    def keys(self, n: int) -> list[str]:
+        return [f"val-core/{task}/acc/mean@{n}" for task in self.tasks]
+
+
+def ends(values: list[float]) -> Change:
+    return values[0], values[-1]
+
+
+def minutes(lines: list[dict[str, float]]) -> float:
+    """Of all training steps."""
+    return sum(line["timing_s/step"] for line in lines if line["step"] > 0) / 60
+
+
+def launch(ranks: int, *arguments: str) -> None:
+    print("hpcrl", *arguments, flush=True)
+    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks)]
+    subprocess.run([*mpiexec, sys.executable, "-m", "hpcrl", *arguments], cwd=ROOT, check=True)
+
+
+def python(*arguments: str) -> None:
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True)
