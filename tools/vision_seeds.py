@@ -6,7 +6,7 @@ Writes a model with random weights and draws pictures, unless both are there; th
 seed under mpiexec (runs that are complete are not repeated); overrides that begin with sft. are SFT's, the others the
 algorithms'. Prints a table of accuracy on 512 held-out pictures (greedy of each task; means over the tasks, greedy and
 of 4 samples), entropy and minutes, and writes runs/vision_seeds/curves.png: means over seeds, with bands of one
-standard deviation.
+standard deviation. Takes 7 minutes per seed on two idle cores.
 """
 
 from seeds import Study

@@ -74,10 +74,11 @@ def count_squares(picture: np.ndarray, question: str) -> str:
 
 
 def left_of(picture: np.ndarray, question: str) -> str:
-    squares = {colour: area for colour, area in areas(picture)}
+    squares = areas(picture)
     named = re.fullmatch(r"Which is left, (\w+) or (\w+)\?", question)
-    assert named and set(named.groups()) == set(squares) and {len(area) for area in squares.values()} == {7 * 7}
-    return min(squares, key=lambda colour: min(column for _, column in squares[colour]))
+    assert named and sorted(named.groups()) == sorted(colour for colour, _ in squares)
+    assert {len(area) for _, area in squares} == {7 * 7}
+    return min(squares, key=lambda square: min(column for _, column in square[1]))[0]
 
 
 def two_digits(picture: np.ndarray, question: str) -> str:
