@@ -71,7 +71,7 @@ class Study:
             cells.append(f"{mean(entropy[:ENDS]):.2f} -> {mean(entropy[-ENDS:]):.2f}")
             times = f"{minutes(self.lines(f'sft_{seed}')):12.1f} {minutes(lines):4.1f}"
             print(f"{name:9}  {seed:4}   " + "".join(f"{cell:16}" for cell in cells) + times)
-        for algorithm in dict(rows):
+        for algorithm in dict.fromkeys(name for name, _ in rows):
             for column in columns:
                 gains = [100 * (found[row][column][1] - found[row][column][0]) for row in rows if row[0] == algorithm]
                 print(f"{algorithm}, {column}: minimum {min(gains):+.1f}, mean {mean(gains):+.1f} points")
