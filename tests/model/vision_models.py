@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     ),
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+VISION_MODELS["qwen3-vl-moe"] = ("Qwen3VLMoe", VISION_MODELS["qwen3-vl"][1] | EXPERTS, VISION_MODELS["qwen3-vl"][2])
 
 
 def make_vision_model(name: str, **text: Any) -> transformers.PreTrainedModel:
@@ -63,6 +66,15 @@ def make_vision_model(name: str, **text: Any) -> transformers.PreTrainedModel:
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval()
+
+
+def save_vision_model(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> None:
+    """As published. The matrices of experts are transposed there; `transformers` 5 reads that, and writes another."""
+    if model.config.model_type == "qwen3_vl_moe":
+        tensors = {name: weight.mT if "mlp.experts." in name else weight for name, weight in model.state_dict().items()}
+        options["state_dict"] = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        options["save_original_format"] = False
+    model.save_pretrained(folder, **options)
 
 
 class Shown(NamedTuple):
@@ -100,7 +112,7 @@ def make_sample(model: transformers.PreTrainedModel, shown: tuple[Shown, ...], s
     for each in shown:
         time, height, width = each.grid
         token = IMAGE if each.seconds is None else VIDEO
-        parts = range(time) if each.seconds and model.config.model_type == "qwen3_vl" else [-1]
+        parts = range(time) if each.seconds and model.config.model_type != "qwen2_5_vl" else [-1]
         for part in parts:
             ids += [*text(2), START]
             placeholders.append((len(ids), each, part))

@@ -1,6 +1,9 @@
 """Files of a Hugging Face directory: rows of tensors, tensors of files, and adapters in PEFT's format. No torch.
 
 The same spans serve reading, writing and the refit's planner: both formats have the same rows in another order.
+
+Some families have the matrices of a layer's experts in one tensor x (experts, in, out), transposed against those of
+linear layers. Here each expert's matrix (out, in) is a tensor of its own, `x[expert]`.
 """
 
 from __future__ import annotations
@@ -54,6 +57,12 @@ def _by_query_group(shape: ModelShape, hf_names: list[str]) -> Iterator[Span]:
             row += rows
 
 
+def stack_of(hf_name: str) -> tuple[str, int | None]:
+    """Split x[3] into "x" and 3, for a matrix of a stacked tensor; the second is None for other tensors."""
+    name, _, number = hf_name.removesuffix("]").partition("[")
+    return name, int(number) if number else None
+
+
 def hf_shards(shape: ModelShape) -> list[Shard]:
     """Return Hugging Face's tensors, in the order of the model: `local_name` and the boxes' places are Hugging Face's,
     `name` is Megatron's."""
@@ -94,11 +103,17 @@ def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
 
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
-    expected = {shard.local_name: shard.local_shape for shard in hf_shards(shape)}
+    expected, also = {}, {}
+    for shard in hf_shards(shape):
+        name, number = stack_of(shard.local_name)
+        expected[name] = shard.local_shape
+        if number is not None:
+            also[name] = shape.num_experts, *shard.local_shape  # as transformers 5 saves them
+            expected[name] = shape.num_experts, *reversed(shard.local_shape)
     for name, size in expected.items():
         if name not in found:
             yield f"no tensor {name}"
-        elif found[name] != size:
+        elif found[name] not in (size, also.get(name)):
             yield f"{name} has shape {found[name]}; config.json says {size}"
     # extra tensors of older libraries: a tied head, and the frequencies of the rotary embedding
     known = {"lm_head.weight"} if shape.tie_word_embeddings else set()
@@ -122,7 +137,7 @@ GENERATION = "generation_config.json"
 
 
 class HfFile(NamedTuple):
-    """writer: the writing rank's place among the writers. shards: see `hf_shards`."""
+    """writer: the writing rank's place among the writers. shards: see `hf_shards`; all of a stacked tensor, or none."""
 
     name: str
     writer: int
@@ -132,16 +147,18 @@ class HfFile(NamedTuple):
 def plan_files(shape: ModelShape, itemsize: int, num_writers: int) -> list[HfFile]:
     """Divide the tensors, in order, into files of about equal size, with at least one file per writer if there are
     enough tensors."""
-    tensors = hf_shards(shape)
-    sizes = [math.prod(shard.local_shape) * itemsize for shard in tensors]
+    tensors: dict[str, list[Shard]] = {}
+    for shard in hf_shards(shape):
+        tensors.setdefault(stack_of(shard.local_name)[0], []).append(shard)
+    sizes = [sum(math.prod(shard.local_shape) for shard in parts) * itemsize for parts in tensors.values()]
     limit = min(MAX_BYTES, -(-sum(sizes) // num_writers))
     groups: list[list[Shard]] = []
     filled = limit
-    for shard, size in zip(tensors, sizes, strict=True):
+    for parts, size in zip(tensors.values(), sizes, strict=True):
         if filled + size > limit and filled > 0:
             groups.append([])
             filled = 0
-        groups[-1].append(shard)
+        groups[-1] += parts
         filled += size
     count = len(groups)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -173,7 +190,7 @@ def write_beside(
     whose config.json and generation_config.json are kept except for dtype and token ids. Raises OSError."""
     if len(files) > 1:
         total = sum(math.prod(shard.local_shape) * itemsize for file in files for shard in file.shards)
-        weight_map = {shard.local_name: file.name for file in files for shard in file.shards}
+        weight_map = {stack_of(shard.local_name)[0]: file.name for file in files for shard in file.shards}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     config: dict[str, Any] = hf_config(shape)
     if like is not None:

@@ -1,0 +1,72 @@
+"""Directories of vision-language models: config.json there and back, and experts in one tensor, in both layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpcrl.grid.layout import Layout
+from hpcrl.model.hf.directory import Safetensors, whole_tensors
+from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
+from hpcrl.model.hf.files import plan_files
+from hpcrl.model.params import check_adapters, shards
+from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora
+from hpcrl.runtime.exits import InputError
+from tests.model.vision_models import VISION_MODELS, make_vision_model, save_vision_model
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_config_json_there_and_back(name: str) -> None:
+    config = make_vision_model(name, num_hidden_layers=2).config.to_dict()
+    shape = shape_from_hf(config)
+    assert not shape.tie_word_embeddings
+    assert shape_from_hf(config | {"tie_word_embeddings": True}).tie_word_embeddings
+    assert shape_from_hf(hf_config(shape)) == shape
+
+
+def test_experts_in_one_tensor_are_read_in_both_layouts_and_written_in_the_published_one(tmp_path: Path) -> None:
+    """`transformers` 5 saves each expert's matrices as it computes with them; published files have them transposed."""
+    model = make_vision_model("qwen3-vl-moe", num_hidden_layers=2, mlp_only_layers=[])
+    save_vision_model(model, tmp_path / "published")
+    model.save_pretrained(tmp_path / "as_computed")
+    shape = read_shape(tmp_path / "published")
+    published = load_file(tmp_path / "published" / "model.safetensors")
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    assert published[name].shape == (8, 64, 32)
+    assert load_file(tmp_path / "as_computed" / "model.safetensors")[name].shape == (8, 32, 64)
+    read = type(model).from_pretrained(tmp_path / "published")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), read.parameters(), strict=True))
+
+    layout = Layout((0, 1), tp=2, ep=2)
+    for rank in (0, 1):
+        table, found = shards(shape, layout, rank), []
+        for folder in ("published", "as_computed"):
+            found.append({shard.name: torch.full(shard.local_shape, torch.nan) for shard in table})
+            source = Safetensors(tmp_path / folder)
+            source.check(shape)
+            source.load(shape, table, found[-1])
+        assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+
+    weights = {shard.name: torch.empty(shard.local_shape) for shard in shards(shape)}
+    Safetensors(tmp_path / "as_computed").load(shape, shards(shape), weights)
+    for file in plan_files(shape, 4, num_writers=3):
+        parts = {shard.local_name: weights[shard.name] for shard in file.shards if "mlp.experts." in shard.local_name}
+        written = whole_tensors(parts)
+        assert all(torch.equal(tensor, published[name]) for name, tensor in written.items())
+        assert len(parts) == shape.num_experts * len(written)
+
+
+def test_what_experts_in_one_tensor_do_not_allow_is_an_error() -> None:
+    config = hf_config(shape := shape_from_hf(make_vision_model("qwen3-vl-moe").config.to_dict()))
+    for width in (64, 32):
+        text = config["text_config"] | {"moe_intermediate_size": width}
+        with pytest.raises(InputError, match=f"moe_intermediate_size={width} is hidden_size=64 or half of it"):
+            shape_from_hf(config | {"text_config": text})
+    with pytest.raises(InputError, match="norm_topk_prob=False; only True"):
+        shape_from_hf(config | {"text_config": config["text_config"] | {"norm_topk_prob": False}})
+    check_adapters(shape, Layout((0,)), Lora(2, 4.0, ATTENTION_PROJECTIONS))
+    with pytest.raises(InputError, match=r"target_modules=down_proj,gate_proj,up_proj: .*; use only q_proj, k_proj"):
+        check_adapters(shape, Layout((0,)), Lora(2, 4.0))
