@@ -1,9 +1,11 @@
-"""Directories of vision-language models: config.json there and back, and experts in one tensor, in both layouts."""
+"""Directories of vision-language models: config.json there and back, experts in one tensor, the engine's log-probs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,8 +16,18 @@ from hpcrl.model.hf.families import hf_config, read_shape, shape_from_hf
 from hpcrl.model.hf.files import plan_files
 from hpcrl.model.params import check_adapters, shards
 from hpcrl.model.shape import ATTENTION_PROJECTIONS, Lora
+from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
-from tests.model.vision_models import VISION_MODELS, make_vision_model, save_vision_model
+from tests.model.vision_models import (
+    IMAGE,
+    VISION_MODELS,
+    make_samples,
+    make_vision_batch,
+    make_vision_model,
+    save_vision_model,
+    their_log_probs,
+)
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
@@ -70,3 +82,35 @@ def test_what_experts_in_one_tensor_do_not_allow_is_an_error() -> None:
     check_adapters(shape, Layout((0,)), Lora(2, 4.0, ATTENTION_PROJECTIONS))
     with pytest.raises(InputError, match=r"target_modules=down_proj,gate_proj,up_proj: .*; use only q_proj, k_proj"):
         check_adapters(shape, Layout((0,)), Lora(2, 4.0))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_decoding_equals_prefill_and_both_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Responses that go on from any of their tokens, which are prefilled with the prompt and its pictures then."""
+    theirs = make_vision_model(name)
+    with torch.no_grad():  # a drawn placeholder is a token here, and an error there
+        theirs.lm_head.weight[IMAGE:] = 0.0
+    save_vision_model(theirs, tmp_path)
+    shape, samples, column = read_shape(tmp_path), make_samples(theirs), make_vision_batch(theirs).pictures
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 160}
+    engine = NativeEngine(shape, None, 0, 1, torch.float32, enable_prefix_caching=False, **options)
+    Safetensors(tmp_path).load(shape, shards(shape), engine.weights())
+    patches = [row.reshape(-1, shape.vision.patch_width) for row in map(column.values.row, range(len(column.keys)))]
+    features = engine.encode(column.grids, lambda numbers: [patches[number] for number in numbers])
+    requests = []
+    for row, sample in enumerate(samples):
+        pictures = [PromptPicture(int(column.keys[it]), picture, features[it]) for it, picture in column.of_row(row)]
+        requests.append(Request(sample.ids[: -sample.num_response], str(row), pictures=tuple(pictures)))
+
+    sampling = SamplingParams(9, temperature=0.0, ignore_eos=True)
+    decoded = engine.generate(requests, sampling, seed=0, step=0)
+    for request, sample, done in zip(requests, samples, decoded, strict=True):
+        whole = sample._replace(ids=[*request.prompt_ids, *done.token_ids.tolist()], num_response=9)
+        with torch.no_grad():
+            np.testing.assert_allclose(done.log_probs, their_log_probs(theirs, whole), rtol=0, atol=1e-4)
+    for first in (1, 4, 8):
+        parts = [replace(it, prefix_ids=done.token_ids[:first]) for it, done in zip(requests, decoded, strict=True)]
+        for part, done in zip(engine.generate(parts, sampling, seed=0, step=0), decoded, strict=True):
+            assert part.token_ids.tolist() == done.token_ids[first:].tolist()
+            np.testing.assert_allclose(part.log_probs, done.log_probs[first:], rtol=0, atol=1e-5)

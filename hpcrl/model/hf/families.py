@@ -334,13 +334,13 @@ def _qwen_moe_keys(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-_LANGUAGE_MODEL = "model.language_model."  # Qwen3-VL's prefix of the text model
+LANGUAGE_MODEL = "model.language_model."  # prefix of the text model in a vision-language model
 
 
 def _in_language_model(names: Names) -> Names:
     return {
         name: tuple(
-            f"{_LANGUAGE_MODEL}{hf_name.removeprefix('model.')}" if hf_name.startswith("model.") else hf_name
+            f"{LANGUAGE_MODEL}{hf_name.removeprefix('model.')}" if hf_name.startswith("model.") else hf_name
             for hf_name in hf_names
         )
         for name, hf_names in names.items()

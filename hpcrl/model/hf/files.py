@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcrl.model.hf.families import CONFIG, family_of, hf_config
+from hpcrl.model.hf.families import CONFIG, LANGUAGE_MODEL, family_of, hf_config
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Box, Shard, shards
 from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
 
@@ -239,14 +239,16 @@ def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
 
 def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:
     """Return adapter_config.json. `base`: the directory that the adapters belong to."""
-    modules = {shard.local_name.split(".")[-3] for shard in peft_shards(shape, lora)}
+    modules = sorted({shard.local_name.split(".")[-3] for shard in peft_shards(shape, lora)})
+    # A tower may have modules of the same names, and PEFT would give them adapters.
+    within = rf"{re.escape(LANGUAGE_MODEL)}.*\.(?:{'|'.join(modules)})"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted(modules),
+        "target_modules": modules if shape.vision is None else within,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -263,4 +265,6 @@ def _peft_name(shape: ModelShape, name: str) -> str:
     peft_name = family_of(shape).names[f"{pattern}.{matrix}.weight"][PROJECTIONS[matrix].index(projection)]
     for sign, number in zip(("*", "#"), re.findall(r"\.(\d+)", parent), strict=False):
         peft_name = peft_name.replace(sign, number)
+    if shape.vision is not None:  # as the modules are named; in the files of Qwen2.5-VL "model." is the language model
+        peft_name = f"{LANGUAGE_MODEL}{peft_name.removeprefix(LANGUAGE_MODEL).removeprefix('model.')}"
     return f"{PEFT_PREFIX}{peft_name.removesuffix('.weight')}.{factor}.weight"
