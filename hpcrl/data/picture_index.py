@@ -1,7 +1,8 @@
-"""Where the pictures of chosen rows of a dataset are."""
+"""Pictures of chosen rows of a dataset: where they are, and the work of a tower that is trained on them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -12,6 +13,7 @@ from hpcrl.batch.ragged import Ragged
 
 if TYPE_CHECKING:
     from hpcrl.data.media import MediaItem
+    from hpcrl.model.shape import ModelShape
 
 
 class MediaRows(Protocol):
@@ -46,3 +48,13 @@ def index_pictures(dataset: MediaRows, rows: Sequence[int]) -> PictureIndex:
         np.array([item.interval for item in items], np.float32),
     )
     return PictureIndex(places, sources)
+
+
+def tower_tokens(dataset: MediaRows, rows: np.ndarray, shape: ModelShape) -> np.ndarray:
+    """Return what the work of a trained tower on the pictures of each row is worth in tokens of the language model,
+    int64 (len(rows),); 0 for a frozen tower, whose features the rollout computes once."""
+    if shape.vision is None or shape.vision.train == "none":
+        return np.zeros(len(rows), np.int64)
+    distinct, place = np.unique(rows, return_inverse=True)
+    patches = [sum(math.prod(item.grid) for item in dataset.media(row)) for row in distinct.tolist()]
+    return (shape.tokens_per_patch * np.array(patches, np.int64)).astype(np.int64)[place]

@@ -20,6 +20,7 @@ from hpcrl.config.schema import Config, OptimConfig, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.conversations import Turns
+from hpcrl.data.picture_index import tower_tokens
 from hpcrl.data.row_file import columns_of
 from hpcrl.data.sft import SftDataset, has_targets
 from hpcrl.run.calls import metrics_of
@@ -72,9 +73,10 @@ class Sft(SupervisedJob):
             actor.update(batch)
 
     def balanced(self, split: str, rows: np.ndarray, **meta_info: int) -> DataProto:
-        """The rows as a batch, with balanced tokens on the replicas."""
+        """The rows as a batch, with balanced tokens and work of a trained vision tower on the replicas."""
         dp = self.derived.roles["actor"].dp
-        replicas = balanced_assignment(self.lengths[split][rows], dp)
+        tower = tower_tokens(self.inputs.sequences[split], rows, self.inputs.shape)
+        replicas = balanced_assignment(self.lengths[split][rows] + tower, dp)
         return DataProto({}, {"row": rows, replica_column(dp): replicas}, {"split": split, **meta_info})
 
     @classmethod

@@ -128,6 +128,15 @@ class ModelShape:
         return tuple(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))
 
     @property
+    def tokens_per_patch(self) -> float:
+        """What the vision tower's work on a patch is worth in tokens of the language model: a patch counts as the
+        tower's layers times their width, a token as the language model's."""
+        if self.vision is None:
+            return 0.0
+        tower = self.vision.tower
+        return tower["depth"] * tower["hidden_size"] / (self.num_layers * self.hidden_size)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 under any layout, so that checkpoints do not depend on it."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
