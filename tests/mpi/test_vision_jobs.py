@@ -15,8 +15,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from hpcrl.batch.ragged import Ragged
 from hpcrl.telemetry.archive import read_step, step_path
-from tests.mpi.lab import ROOT, Lab, metrics, on, own_layout
+from tests.mpi.lab import ROOT, Lab, interrupted, metrics, on, own_layout, reused
 
 SIDE = 24  # pixels
 
@@ -106,6 +107,72 @@ def test_recorded_rollouts_are_replayed_with_their_pictures(world, lab: Lab, sho
     expected, found = metrics(recorded)[1], metrics(replayed)[1]
     assert found["training/rollout_log_probs_diff_max"] < 1e-4
     assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-4)
+
+
+# Random weights write no calls: every first turn is one. Pictures of two sizes; each second one is in many samples.
+TOOLS = """
+from PIL import Image
+from hpcrl.rollout.agent.tools import ToolCall, register_tool_parser, tool
+
+@tool
+def zoom(text: str) -> dict:
+    "Shows a picture."
+    number = sum(map(ord, text))
+    side = 16 + 16 * (number % 2)
+    color = (number % 256, 0, 0) if number % 3 else (0, 0, 255)
+    return {"text": "see", "image": Image.new("RGB", (side, 16), color)}
+
+@register_tool_parser("always")
+def always(text):
+    return [ToolCall("zoom", {"text": text})]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("family", "train"), [("qwen2_5_vl", "none"), ("qwen3_vl", "all")])
+def test_tools_answer_with_pictures(world, lab: Lab, shown, straight, family: str, train: str) -> None:
+    """Training agrees with the log-probs of what was drawn after a picture; a step that was drawn is repeated bit for
+    bit, and replayed from its archive, without a call of the tool."""
+    if world.rank == 0:
+        (shown["folder"] / "zoom.py").write_text(TOOLS)
+    world.barrier()
+    multi_turn = {"enable": True, "function_tool_path": str(shown["folder"] / "zoom.py"), "max_assistant_turns": 2}
+    own = {
+        "rollout": {"multi_turn": {**multi_turn, "format": "always"}},
+        "data": {**shown["data"], "max_response_length": 64},
+    }
+    trainer = {"total_training_steps": 2, "save_freq": 1}
+
+    def options(**more: Any) -> dict[str, Any]:
+        return sections(shown, family, train, **own, trainer={**trainer, **more})
+
+    whole = straight(f"tools_{family}", own_layout(2), **options())
+    expected = metrics(whole)[2]
+    assert expected["training/rollout_log_probs_diff_max"] < 1e-4 and expected["tools/calls"] > 0
+    drawn = interrupted(world, lab, whole, f"cut_tools_{family}", saved=1, drawn=2)
+    again = lab.run(f"cut_tools_{family}", own_layout(2), **options())
+    assert reused(again, 2) == drawn > 0
+    assert {name for name, value in metrics(again)[2].items() if value != expected[name]} <= {"tools/calls"}
+
+    tokens, samples, _ = read_step(step_path(whole / "rollouts", 1))
+    response_mask = Ragged(*tokens["response_mask"])
+    answered = 0
+    for row, text in enumerate(samples["tool_pictures"].tolist()):
+        for picture in json.loads(text):
+            with Image.open(whole / "rollouts" / "pictures" / picture["name"]) as image:
+                assert image.size[1] == 16
+            start, num = picture["start"] - int(samples["prompt_length"][row]), np.prod(picture["grid"]) // 4
+            assert not response_mask.row(row)[start : start + num].any()
+            answered += 1
+    assert answered > 0
+    replayed = lab.run(
+        f"replayed_tools_{family}",
+        own_layout(2),
+        **options(total_training_steps=1, rollouts_from=str(whole / "rollouts")),
+    )
+    assert metrics(replayed)[1]["training/rollout_log_probs_diff_max"] < 1e-4
+    assert metrics(replayed)[1]["actor/grad_norm"] == pytest.approx(metrics(whole)[1]["actor/grad_norm"], rel=1e-4)
 
 
 @pytest.mark.slow
