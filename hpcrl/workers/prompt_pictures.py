@@ -98,6 +98,16 @@ class PromptPictures:
         for loader in self._loaders.values():
             loader.close()
 
+    def load_ahead(self, split: str, rows: Sequence[int]) -> None:
+        """Start to decode this rank's pictures of rows that `encode` will be called with."""
+        loader = self._loaders[split]
+        places, sources = index_pictures(loader.dataset, rows)
+        missing = [number for number, key in enumerate(places.keys.tolist()) if key not in self._cache]
+        own = self._engine.share(places.grids[missing])
+        if self._is_leader and not self._is_frozen:  # it needs all of them for the column
+            own = list(range(len(missing)))
+        loader.submit_ahead([sources[missing[number]] for number in own])
+
     def encode(self, split: str, rows: Sequence[int], *, divided: bool = True) -> EncodedPictures:
         """Encode the pictures of these rows. Collective over the replica if `divided`: its ranks divide them."""
         loader = self._loaders[split]

@@ -233,6 +233,12 @@ class RolloutWorker(Worker):
         counts = {"perf/pictures": len(shown.features), "perf/pictures_encoded": shown.num_encoded}
         return {name: Sum(float(count)) for name, count in counts.items()}
 
+    @register(Dispatch.DP_ORDER, reads=("row",))
+    def load_ahead(self, batch: DataProto) -> None:
+        """Start to decode the pictures of rows that `generate` will be called with."""
+        if self.pictures is not None:
+            self.pictures.load_ahead(batch.meta_info["split"], batch.samples["row"].tolist())
+
     def _recalled(
         self, requests: list[Request], sampling: SamplingParams, meta: dict[str, Any]
     ) -> tuple[dict[int, Trajectory], list[int]]:

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from hpcrl.batch.ragged import Ragged
+from hpcrl.data.prompts import PromptDataset
 from hpcrl.telemetry.archive import read_step, step_path
 from tests.mpi.lab import ROOT, Lab, interrupted, metrics, on, own_layout, reused
 
@@ -188,10 +189,16 @@ def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab, sh
 
 
 @pytest.mark.ci_world(2)
-def test_pictures_are_encoded_once(world, lab: Lab, shown) -> None:
-    """With a frozen tower: once per step and replica of the engine, and not again while they are in host memory."""
+def test_pictures_are_encoded_once(world, lab: Lab, shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a frozen tower: once per step and replica of the engine, and not again while they are in host memory. With
+    processes that decode them ahead, too."""
     placement = {**on(world.size, tp=world.size), "critic": {}}
-    run = lab.run("encoded", placement, **sections(shown, trainer={"total_training_steps": 8}))
+    data, steps = {**shown["data"], "image_workers": 1}, {"total_training_steps": 5}
+    with monkeypatch.context() as patch:
+        patch.delattr(PromptDataset, "patches")
+        ahead = lab.run("encoded_ahead", placement, **sections(shown, data=data, trainer=steps))
+    run = lab.run("encoded", placement, **sections(shown, trainer=steps))
+    assert metrics(ahead) == metrics(run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     distinct = len({each["bytes"] for number in range(24) for each in images_of(shown, number)})
     assert sum(line["perf/pictures_encoded"] for line in lines) == distinct

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
-from hpcrl.model.tower import Division, Pixels, encode_divided
+from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.native.attention import PagedAttention
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
@@ -87,6 +87,10 @@ class NativeEngine:
     def adopt(self, name: str, tensor: Tensor) -> None:
         self._decoder.adopt(name, tensor)
         self._clear_graphs()
+
+    def share(self, grids: np.ndarray) -> list[int]:
+        """Return the numbers of the pictures that this rank encodes of those with these `grids`, int (n, 3)."""
+        return divide(grids, self._decoder.tp.size)[self._decoder.tp.rank]
 
     @torch.no_grad()
     def encode(
