@@ -111,7 +111,8 @@ class NativeEngine:
             return Pixels(found, torch.from_numpy(grids[numbers].astype(np.int64)))
 
         divisions = [Division(decoder.tp.group, is_split=False)] if divided and decoder.tp.group is not None else []
-        features = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions)
+        is_frozen = decoder.vision.train == "none"  # then features are kept for later steps
+        features = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions, alone=is_frozen)
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))
 
     @contextmanager
