@@ -186,6 +186,9 @@ class PictureFolder:
         except OSError as error:
             raise ArchiveError(f"{self._folder / name}: {error.strerror or error}; expected a picture") from None
 
+    def has(self, name: str) -> bool:
+        return (self._folder / name).is_file()
+
 
 def finish_step(
     folder: str | os.PathLike[str], step: int, *, seed: int, weight_version: int, report: Callable[[str], None] = print

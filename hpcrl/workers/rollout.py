@@ -351,9 +351,10 @@ class RolloutWorker(Worker):
                 )
         columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
         if self.pictures is not None:
-            returned = PictureFolder(folder)
+            # Samples of a checkpoint have their pictures in the run's folder.
+            folders = [PictureFolder(each) for each in (folder, run_directory(self.config) / "rollouts")]
             texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
-            answers = [tool_pictures.of_text(returned, text) for text in texts]
+            answers = [tool_pictures.of_text(text, *folders) for text in texts]
             columns["pictures"] = self.pictures.pixels("train", samples["row"][rows].tolist(), answers)
         turns = [name for name in ("num_turns", "tool_call_counts", "tool_pictures") if name in samples]
         kept = ["prompt_length", "response_length", "finish_reason", *turns]

@@ -31,10 +31,13 @@ def to_text(pictures: Sequence[ToolPicture]) -> str:
     return json.dumps([{"name": _name(picture), **picture.place._asdict()} for picture in pictures])
 
 
-def of_text(folder: PictureFolder, text: str) -> tuple[ToolPicture, ...]:
-    """Raises ArchiveError if a picture is not there, or if the text is another's."""
+def of_text(text: str, *folders: PictureFolder) -> tuple[ToolPicture, ...]:
+    """The pictures of one sample, each from the first folder that has it.
+
+    Raises ArchiveError if none has it, or if the text is another's.
+    """
     try:
-        return tuple(_picture(folder, **values) for values in json.loads(text))
+        return tuple(_picture(folders, **values) for values in json.loads(text))
     except (ValueError, TypeError) as error:
         if isinstance(error, ArchiveError):
             raise
@@ -45,7 +48,10 @@ def _name(picture: ToolPicture) -> str:
     return f"{picture.key:016x}.whole.png"
 
 
-def _picture(folder: PictureFolder, name: str, start: int, grid: Sequence[int], interval: float) -> ToolPicture:
+def _picture(
+    folders: Sequence[PictureFolder], name: str, start: int, grid: Sequence[int], interval: float
+) -> ToolPicture:
     time, height, width = grid
     place = Picture(int(start), (int(time), int(height), int(width)), float(interval))
+    folder = next((folder for folder in folders if folder.has(name)), folders[0])
     return ToolPicture(int(name.partition(".")[0], 16), place, folder.read(name))

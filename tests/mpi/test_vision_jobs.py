@@ -129,21 +129,23 @@ def always(text):
 """
 
 
+def with_tool(world, shown: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a job whose tool shows pictures."""
+    if world.rank == 0:
+        (shown["folder"] / "zoom.py").write_text(TOOLS)
+    world.barrier()
+    tool = {"function_tool_path": str(shown["folder"] / "zoom.py"), "format": "always"}
+    multi_turn = {"enable": True, "max_assistant_turns": 2, **tool}
+    return {"rollout": {"multi_turn": multi_turn}, "data": {**shown["data"], "max_response_length": 64}}
+
+
 @pytest.mark.slow
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("family", "train"), [("qwen2_5_vl", "none"), ("qwen3_vl", "all")])
 def test_tools_answer_with_pictures(world, lab: Lab, shown, straight, family: str, train: str) -> None:
     """Training agrees with the log-probs of what was drawn after a picture; a step that was drawn is repeated bit for
     bit, and replayed from its archive, without a call of the tool."""
-    if world.rank == 0:
-        (shown["folder"] / "zoom.py").write_text(TOOLS)
-    world.barrier()
-    multi_turn = {"enable": True, "function_tool_path": str(shown["folder"] / "zoom.py"), "max_assistant_turns": 2}
-    own = {
-        "rollout": {"multi_turn": {**multi_turn, "format": "always"}},
-        "data": {**shown["data"], "max_response_length": 64},
-    }
-    trainer = {"total_training_steps": 2, "save_freq": 1}
+    own, trainer = with_tool(world, shown), {"total_training_steps": 2, "save_freq": 1}
 
     def options(**more: Any) -> dict[str, Any]:
         return sections(shown, family, train, **own, trainer={**trainer, **more})
@@ -209,17 +211,39 @@ def images_of(shown: dict[str, Any], row: int) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(shown["folder"] / "train.parquet").slice(row, 1).to_pylist()[0]["images"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.world(4)
+def test_samples_ahead_are_saved_with_the_pictures_of_tools(world, lab: Lab, shown) -> None:
+    own = {
+        **with_tool(world, shown),
+        "async_training": {"mode": "one_step_off"},
+        "algorithm": {"use_kl_in_reward": False},
+    }
+    found = []
+    for name, steps in (("whole", [3]), ("halted", [1, 3])):
+        for number in steps:
+            trainer = {"total_training_steps": number, "save_freq": 1}
+            run = lab.run(f"ahead_{name}", pools(), **sections(shown, **own, trainer=trainer))
+        found.append(metrics(run))
+    for step, line in found[0].items():  # up to rounding, which depends on when tools answer
+        assert found[1][step]["actor/grad_norm"] == pytest.approx(line["actor/grad_norm"], rel=1e-3)
+
+
+def pools() -> dict[str, Any]:
+    """Rank 0 in no pool, training on rank 1, generation on ranks 2 and 3."""
+    placement = {"pools": {"lead": "0", "train": "1", "generate": "2-3"}}
+    placement |= {role: {"pool": "train"} for role in ("actor", "critic", "ref")}
+    return placement | {"rollout": {"pool": "generate", "tp": 2}}
+
+
 @pytest.mark.slow
 @pytest.mark.world(4)
 @pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
 def test_asynchronous_modes(world, lab: Lab, shown, mode: str) -> None:
-    pools = {"lead": "0", "train": "1", "generate": "2-3"}
-    placement = {"pools": pools, **{role: {"pool": "train"} for role in ("actor", "critic", "ref")}}
-    placement["rollout"] = {"pool": "generate", "tp": 2}
     kl = {"use_kl_in_reward": False}
     run = lab.run(
         f"shown_{mode}",
-        placement,
+        pools(),
         **sections(shown, algorithm=kl, async_training={"mode": mode}, trainer={"total_training_steps": 3}),
     )
     assert metrics(run)[1]["training/rollout_log_probs_diff_max"] < 1e-4
