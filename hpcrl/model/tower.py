@@ -43,8 +43,15 @@ def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
     return module._from_config(config, dtype=dtype)
 
 
-def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
-    """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3)."""
+def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor, *, alone: bool = False) -> Tensor:
+    """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3).
+
+    alone: encode one after the other, so that the features of a picture do not depend on which others there are: matrix
+    products round by their shapes.
+    """
+    if alone and len(grids) > 1:
+        parts = zip(patches.split(grids.prod(1).tolist()), grids.split(1), strict=True)
+        return torch.cat([encode(tower, its_patches, grid) for its_patches, grid in parts])
     first = next(tower.parameters())
     found = tower(patches.to(first.dtype), grid_thw=grids)
     return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=-1)
@@ -70,9 +77,11 @@ def encode_divided(
     grids: np.ndarray,
     pixels: Callable[[list[int]], Pixels],
     divisions: Sequence[Division],
+    *,
+    alone: bool = False,
 ) -> Tensor:
     """Return features (tokens, width) of all pictures, on every rank. Collective over the product of the groups; each
-    picture is encoded by one rank.
+    picture is encoded by one rank. alone: as in `encode`.
 
     grids: integers (n, 3). pixels: from the numbers of this rank's pictures to their patches; called if it has some.
     """
@@ -85,7 +94,7 @@ def encode_divided(
     like = next(tower.parameters())
     if len(parts[mine]):
         own = pixels(parts[mine])
-        features = encode(tower, own.patches.to(like.device), own.grids.to(like.device))
+        features = encode(tower, own.patches.to(like.device), own.grids.to(like.device), alone=alone)
     else:  # a constant that has the tower's gradient, because every rank takes part in the collectives
         features = like.new_zeros(0, vision.feature_width) + sum(
             it.sum() * 0 for it in tower.parameters() if it.requires_grad

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
-from hpcrl.model.tower import Division, Pixels, encode_divided
+from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.native.attention import PagedAttention
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
@@ -88,6 +88,10 @@ class NativeEngine:
         self._decoder.adopt(name, tensor)
         self._clear_graphs()
 
+    def share(self, grids: np.ndarray) -> list[int]:
+        """Return the numbers of the pictures that this rank encodes of those with these `grids`, int (n, 3)."""
+        return divide(grids, self._decoder.tp.size)[self._decoder.tp.rank]
+
     @torch.no_grad()
     def encode(
         self, grids: np.ndarray, patches: Callable[[list[int]], list[np.ndarray]], *, divided: bool = True
@@ -107,7 +111,8 @@ class NativeEngine:
             return Pixels(found, torch.from_numpy(grids[numbers].astype(np.int64)))
 
         divisions = [Division(decoder.tp.group, is_split=False)] if divided and decoder.tp.group is not None else []
-        features = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions)
+        is_frozen = decoder.vision.train == "none"  # then features are kept for later steps
+        features = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions, alone=is_frozen)
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))
 
     @contextmanager
