@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 from hpcrl.batch.pictures import Picture, PicturePlaces
 
 if TYPE_CHECKING:
@@ -39,9 +41,8 @@ def index_pictures(dataset: MediaRows, rows: Sequence[int]) -> PictureIndex:
 
 def tower_tokens(dataset: MediaRows, rows: np.ndarray, shape: ModelShape) -> np.ndarray:
     """Return what the work of a trained tower on the pictures of each row is worth in tokens of the language model,
-    int64 (len(rows),); 0 for a frozen tower, whose features the rollout computes once."""
+    int64 (len(rows),); 0 for a frozen tower."""
     if shape.vision is None or shape.vision.train == "none":
         return np.zeros(len(rows), np.int64)
-    distinct, place = np.unique(rows, return_inverse=True)
-    patches = [sum(math.prod(item.grid) for item in dataset.media(row)) for row in distinct.tolist()]
-    return (shape.tokens_per_patch * np.array(patches, np.int64)).astype(np.int64)[place]
+    patches = [sum(math.prod(item.grid) for item in dataset.media(row)) for row in rows.tolist()]
+    return (shape.tokens_per_patch * np.array(patches, np.int64)).astype(np.int64)

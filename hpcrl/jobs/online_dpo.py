@@ -44,7 +44,7 @@ class OnlineDpo(Train):
         ref, actor = run.roles("ref", "actor")
         for step in run.steps():  # between two steps: wait for all calls, log, validate, save, stop if asked to
             batch = self.rollouts.next(step)  # wait for samples: prompts -> responses -> scores
-            run.log(assign_to_replicas(batch, self.config, self.derived, self.inputs) | self.statistics(batch))
+            run.log(assign_to_replicas(batch, self.config, self.derived) | self.statistics(batch))
             pairs: Any = batch[pair_rows(batch)]  # chosen and rejected, next to each other
             pairs = pairs | ref.compute_ref_log_prob(pairs)  # nothing, where the loss needs no reference
             actor.update_actor(pairs)

@@ -103,7 +103,7 @@ class Train(TrainingJob):
         batch.meta_info["old_log_prob_in_update"] = (
             self.derived.old_log_prob_in_update and is_one_update and self.trains_actor(batch.meta_info["step"])
         )
-        run.log(assign_to_replicas(batch, self.config, self.derived, self.inputs))
+        run.log(assign_to_replicas(batch, self.config, self.derived))
 
     def update_kl_coef(self, run: Run, batch: DataProto) -> None:
         """Adapt the weight of the KL penalty in the reward, if there is one."""

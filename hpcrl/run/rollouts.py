@@ -13,7 +13,6 @@ from hpcrl.batch.packing import mini_batch_of
 from hpcrl.config.derive import Derived
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import replica_column
-from hpcrl.data.picture_index import tower_tokens
 from hpcrl.data.sampler import Sampler
 from hpcrl.data.tokenizer import end_token_ids
 from hpcrl.rollout_source.source import RolloutContext, RolloutSource, WeightSync
@@ -22,7 +21,6 @@ from hpcrl.rollout_source.streaming import Streaming
 
 if TYPE_CHECKING:
     from hpcrl.run.run import Run
-    from hpcrl.workers.team import Inputs
 
 
 log = logging.getLogger(__name__)
@@ -51,7 +49,7 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
     return (Recorded if config.trainer.rollouts_from is not None else SOURCES[mode])(context)
 
 
-def assign_to_replicas(batch: DataProto, config: Config, derived: Derived, inputs: Inputs) -> dict[str, float]:
+def assign_to_replicas(batch: DataProto, config: Config, derived: Derived) -> dict[str, float]:
     """Add a column for each data-parallel degree, once per step. Returns `global_seqlen/*`, in tokens.
 
     The samples of a prompt stay together; tokens, and the work of a trained vision tower, are balanced inside each
@@ -59,7 +57,7 @@ def assign_to_replicas(batch: DataProto, config: Config, derived: Derived, input
     """
     samples, num_prompts = batch.samples, batch.meta_info["num_prompts"]
     tokens = (samples["prompt_length"] + samples["response_length"]).astype(np.int64)
-    work = tokens + tower_tokens(inputs.prompts["train"], samples["row"], inputs.shape)
+    work = tokens + samples.get("tower_tokens", 0)
     actor, seed, step = config.actor, config.run.seed, batch.meta_info["step"]
     of_prompt = mini_batch_of(
         num_prompts, actor.ppo_mini_batch_size, seed=seed, step=step, ppo_epoch=0, shuffle=actor.shuffle

@@ -12,6 +12,7 @@ import numpy as np
 from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
 from hpcrl.data.images import Source
 from hpcrl.data.picture_index import index_pictures
+from hpcrl.engine.pictures import tokens_of_towers
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from hpcrl.data.image_loader import ImageLoader
     from hpcrl.data.images import ImageProcessor
-    from hpcrl.model.vision import Vision
+    from hpcrl.model.shape import ModelShape
 
 
 @dataclass(eq=False)
@@ -80,16 +81,18 @@ class PromptPictures:
     def __init__(
         self,
         engine: NativeEngine,
-        vision: Vision,
+        shape: ModelShape,
         images: ImageProcessor,
         cache_bytes: int,
         loaders: Mapping[str, ImageLoader],
         *,
         is_leader: bool,
     ) -> None:
-        """images: decodes what tools return. loaders: of each split."""
+        """shape: of a model with a vision tower. images: decodes what tools return. loaders: of each split."""
+        assert shape.vision is not None
+        self._shape = shape
         self._engine, self._images, self._cache_bytes, self._loaders = engine, images, cache_bytes, loaders
-        self._is_frozen, self._is_leader = vision.train == "none", is_leader
+        self._is_frozen, self._is_leader = shape.vision.train == "none", is_leader
         self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
         self._held = 0
 
@@ -147,6 +150,11 @@ class PromptPictures:
         values |= {picture.key: self._patches_of(picture) for answer in answers for picture in answer}
         places = PicturePlaces.of_samples(with_answers(of_rows, answers))
         return PictureColumn.of(places, [values[key] for key in places.keys.tolist()])
+
+    def work_of(self, column: PictureColumn) -> dict[str, np.ndarray]:
+        """The samples' column `tower_tokens`: what a trained tower's work on each is worth in tokens of the language
+        model, int64 (N,). Nothing with a frozen tower."""
+        return {} if self._is_frozen else {"tower_tokens": tokens_of_towers(column, self._shape)}
 
     def _add(
         self,

@@ -146,11 +146,11 @@ class RolloutWorker(Worker):
         engine = make_engine(team.groups[role], team.inputs.shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         pictures = None
-        if isinstance(engine, NativeEngine) and (vision := team.inputs.shape.vision) is not None:
+        if isinstance(engine, NativeEngine) and (shape := team.inputs.shape).vision is not None:
             cache, images = int(config.model.vision.cache_gib * 2**30), team.inputs.images
             assert images is not None
             loaders = team.image_loaders(team.inputs.prompts)
-            pictures = PromptPictures(engine, vision, images, cache, loaders, is_leader=world.rank in layout.leaders)
+            pictures = PromptPictures(engine, shape, images, cache, loaders, is_leader=world.rank in layout.leaders)
         return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent, pictures)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -225,7 +225,8 @@ class RolloutWorker(Worker):
         answers = [done.pictures for done in trajectories]
         returned = [picture for answer in answers for picture in answer]
         self.pictures.add_answers(shown, returned, divided=False)  # those of recalled responses
-        columns.tokens["pictures"] = shown.column(answers)
+        columns.tokens["pictures"] = column = shown.column(answers)
+        columns.samples |= self.pictures.work_of(column)
         if self.agent is not None:
             columns.samples["tool_pictures"] = np.array([tool_pictures.to_text(answer) for answer in answers], object)
             if "weight_version" in meta:  # training, whose samples are archived
@@ -350,12 +351,14 @@ class RolloutWorker(Worker):
                     "replay with the data files and the filter of the recording"
                 )
         columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
+        work: dict[str, np.ndarray] = {}
         if self.pictures is not None:
             # Samples of a checkpoint have their pictures in the run's folder.
             folders = [PictureFolder(each) for each in (folder, run_directory(self.config) / "rollouts")]
             texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
             answers = [tool_pictures.of_text(text, *folders) for text in texts]
-            columns["pictures"] = self.pictures.pixels("train", samples["row"][rows].tolist(), answers)
+            columns["pictures"] = column = self.pictures.pixels("train", samples["row"][rows].tolist(), answers)
+            work = self.pictures.work_of(column)
         turns = [name for name in ("num_turns", "tool_call_counts", "tool_pictures") if name in samples]
         kept = ["prompt_length", "response_length", "finish_reason", *turns]
         if scores:
@@ -364,7 +367,7 @@ class RolloutWorker(Worker):
             if "verdicts" in samples:
                 verdicts = [text.encode("utf-8") for text in samples["verdicts"][rows]]
                 columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in verdicts], np.uint8)
-        return DataProto(columns, {name: samples[name][rows] for name in kept}, {})
+        return DataProto(columns, {name: samples[name][rows] for name in kept} | work, {})
 
     def _requests(self, batch: DataProto) -> list[Request]:
         prompts = self.prompts[batch.meta_info["split"]]
