@@ -201,6 +201,7 @@ def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab, sh
         assert line["training/rollout_log_probs_diff_max"] < 1e-4, step
 
 
+@pytest.mark.world(1, 2)
 @pytest.mark.ci_world(2)
 def test_pictures_are_encoded_once(world, lab: Lab, shown, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a frozen tower: once per step and replica of the engine, and not again while they are in host memory. With
