@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.model.rope import rope_positions
+from hpcrl.model.sizes import patch_cost
 from hpcrl.model.tower import PackedPictures, Pixels
 from hpcrl.runtime.exits import InputError
 
@@ -53,13 +54,9 @@ def packed_pictures(
 
 def tokens_of_towers(column: PictureColumn, shape: ModelShape) -> np.ndarray:
     """Return what the tower's work on each sample is worth in tokens of the language model, int64 (N,); 0 where the
-    column has features.
-
-    A patch counts as the tower's layers times their width, a token as the language model's.
-    """
-    vision = shape.vision
-    if vision is None or column.are_features:
+    column has features."""
+    if shape.vision is None or column.are_features:
         return np.zeros(len(column), np.int64)
-    share = vision.tower["depth"] * vision.tower["hidden_size"] / (shape.num_layers * shape.hidden_size)
+    share = patch_cost(shape)
     patches = column.grids.prod(1, dtype=np.int64)
     return np.array([int(share * patches[column.items.row(row)].sum()) for row in range(len(column))], np.int64)

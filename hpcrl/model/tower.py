@@ -56,6 +56,19 @@ def divide(grids: np.ndarray, num_ranks: int) -> list[list[int]]:
     return [np.flatnonzero(rank_of == rank).tolist() for rank in range(num_ranks)]
 
 
+def successive(numbers: list[int], patches: np.ndarray, most: int | None) -> list[list[int]]:
+    """Divide the numbers of pictures into successive shares of at most `most` patches, or of one picture."""
+    shares: list[list[int]] = []
+    held = 0
+    for number in numbers:
+        held += int(patches[number])
+        if not shares or (most is not None and held > most):
+            shares.append([])
+            held = int(patches[number])
+        shares[-1].append(number)
+    return shares
+
+
 @dataclass(frozen=True)
 class Division:
     """Ranks that divide pictures. is_split: each has a part of the features' gradient, rather than all of it."""
@@ -70,11 +83,13 @@ def encode_divided(
     grids: np.ndarray,
     pixels: Callable[[list[int]], Pixels],
     divisions: Sequence[Division],
+    max_patches: int | None = None,
 ) -> Tensor:
     """Return features (tokens, width) of all pictures, on every rank. Collective over the product of the groups; each
     picture is encoded by one rank.
 
-    grids: integers (n, 3). pixels: from the numbers of this rank's pictures to their patches; called if it has some.
+    grids: integers (n, 3). pixels: from numbers of this rank's pictures to their patches. max_patches: of a pass of the
+    tower, if more than one picture is in it.
     """
     sizes = [division.group.size() for division in divisions]
     num_ranks, mine = math.prod(sizes), 0
@@ -84,8 +99,9 @@ def encode_divided(
     tokens = np.prod(grids, axis=1, dtype=np.int64) // vision.merge_size**2
     like = next(tower.parameters())
     if len(parts[mine]):
-        own = pixels(parts[mine])
-        features = encode(tower, own.patches.to(like.device), own.grids.to(like.device))
+        shares = successive(parts[mine], grids.prod(axis=1, dtype=np.int64), max_patches)
+        encoded = [encode(tower, own.patches.to(like.device), own.grids.to(like.device)) for own in map(pixels, shares)]
+        features = torch.cat(encoded) if len(encoded) > 1 else encoded[0]
     else:  # a constant that has the tower's gradient, because every rank takes part in the collectives
         features = like.new_zeros(0, vision.feature_width) + sum(
             it.sum() * 0 for it in tower.parameters() if it.requires_grad

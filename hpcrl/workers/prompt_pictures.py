@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcrl.batch.pictures import PictureColumn, PicturePlaces
 from hpcrl.data.picture_index import index_pictures
+from hpcrl.model.sizes import tower_flops
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture
 
@@ -64,7 +65,7 @@ class PromptPictures:
     ) -> None:
         """loaders: of each split."""
         self._engine, self._cache_bytes, self._loaders = engine, cache_bytes, loaders
-        self._is_frozen, self._is_leader = vision.train == "none", is_leader
+        self._vision, self._is_frozen, self._is_leader = vision, vision.train == "none", is_leader
         self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
         self._held = 0
 
@@ -112,6 +113,10 @@ class PromptPictures:
         places = index_pictures(self._loaders[split].dataset, rows).places
         features = {picture.key: picture.features for picture in pictures}
         return EncodedPictures(places, [features[key] for key in places.keys.tolist()])
+
+    def flops(self, pictures: EncodedPictures) -> float:
+        """Operations of a pass of the tower over the distinct pictures."""
+        return tower_flops(self._vision, pictures.places.grids.tolist())
 
     def _keep(self, key: int, features: Tensor) -> None:
         if key not in self._cache:

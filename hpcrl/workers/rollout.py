@@ -177,6 +177,8 @@ class RolloutWorker(Worker):
             pictures = self.pictures.encode(split, rows)
             metrics["perf/pictures"] = Sum(float(len(pictures.features)))
             metrics["perf/pictures_encoded"] = Sum(float(pictures.num_encoded))
+            if pictures.patches is not None:
+                metrics["perf/tower_flops"] = Sum(self.pictures.flops(pictures))
             requests = with_pictures(requests, pictures)
         journal = self.stream.journal if "weight_version" in batch.meta_info else None
         known, left = self._recalled(requests, sampling, batch.meta_info)
