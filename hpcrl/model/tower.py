@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hpcrl.batch.balance import balanced_assignment
 
@@ -25,8 +26,17 @@ if TYPE_CHECKING:
     from hpcrl.model.vision import Vision
 
 
+class WithoutRandomNumbers(TorchFunctionMode):
+    """Context in which functions of `torch.nn.init` that draw leave tensors as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_):
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
-    """Build the tower with random weights, on the default device."""
+    """Build the tower on the default device; matrices get their values later."""
     from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qwen2_5_vl
     from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
@@ -40,7 +50,8 @@ def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
         )
     else:
         module, config = modeling_qwen3_vl.Qwen3VLVisionModel, configuration_qwen3_vl.Qwen3VLVisionConfig(**options)
-    return module._from_config(config, dtype=dtype)
+    with WithoutRandomNumbers():  # those of 700 million weights take seconds
+        return module._from_config(config, dtype=dtype)
 
 
 def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
