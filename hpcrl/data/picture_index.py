@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-
-from hpcrl.batch.pictures import PicturePlaces
-from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.pictures import Picture, PicturePlaces
 
 if TYPE_CHECKING:
     from hpcrl.data.media import MediaItem
@@ -29,20 +26,10 @@ class PictureIndex(NamedTuple):
 
 def index_pictures(dataset: MediaRows, rows: Sequence[int]) -> PictureIndex:
     """Find the pictures of these rows; equal ones in several rows are one."""
-    distinct: dict[int, tuple[MediaItem, tuple[int, int]]] = {}
-    numbers: dict[int, int] = {}
     media = [dataset.media(row) for row in rows]
-    for row, found in zip(rows, media, strict=True):
-        for index, item in enumerate(found):
-            if item.key not in numbers:
-                numbers[item.key] = len(numbers)
-                distinct[item.key] = item, (row, index)
-    items, sources = [item for item, _ in distinct.values()], [source for _, source in distinct.values()]
-    places = PicturePlaces(
-        Ragged.from_rows([[numbers[item.key] for item in found] for found in media], np.int64),
-        Ragged.from_rows([[item.start for item in found] for found in media], np.int64),
-        np.array([item.key for item in items], np.int64),
-        np.array([item.grid for item in items], np.int32).reshape(-1, 3),
-        np.array([item.interval for item in items], np.float32),
-    )
-    return PictureIndex(places, sources)
+    sources: dict[int, tuple[int, int]] = {}
+    for row, items in zip(rows, media, strict=True):
+        for index, item in enumerate(items):
+            sources.setdefault(item.key, (row, index))
+    places = [[(item.key, Picture(item.start, item.grid, item.interval)) for item in items] for items in media]
+    return PictureIndex(PicturePlaces.of_samples(places), list(sources.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -69,6 +70,7 @@ class Sft(SupervisedJob):
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             rows = self.next_rows(run, step, self.lengths["train"])
             batch = data.load(self.balanced("train", rows, step=step))  # sequences, and which of their tokens have loss
+            self.load_ahead(run, step + 1, partial(self.balanced, "train"))
             actor.update(batch)
 
     def balanced(self, split: str, rows: np.ndarray, **meta_info: int) -> DataProto:

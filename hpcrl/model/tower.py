@@ -54,8 +54,15 @@ def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
         return module._from_config(config, dtype=dtype)
 
 
-def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
-    """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3)."""
+def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor, *, alone: bool = False) -> Tensor:
+    """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3).
+
+    alone: encode one after the other, so that the features of a picture do not depend on which others there are: matrix
+    products round by their shapes.
+    """
+    if alone and len(grids) > 1:
+        parts = zip(patches.split(grids.prod(1).tolist()), grids.split(1), strict=True)
+        return torch.cat([encode(tower, its_patches, grid) for its_patches, grid in parts])
     first = next(tower.parameters())
     found = tower(patches.to(first.dtype), grid_thw=grids)
     return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=-1)
@@ -94,13 +101,15 @@ def encode_divided(
     grids: np.ndarray,
     pixels: Callable[[list[int]], Pixels],
     divisions: Sequence[Division],
+    *,
+    alone: bool = False,
     max_patches: int | None = None,
 ) -> Tensor:
     """Return features (tokens, width) of all pictures, on every rank. Collective over the product of the groups; each
-    picture is encoded by one rank.
+    picture is encoded by one rank. alone: as in `encode`.
 
-    grids: integers (n, 3). pixels: from numbers of this rank's pictures to their patches. max_patches: of a pass of the
-    tower, if more than one picture is in it.
+    grids: integers (n, 3). pixels: from numbers of this rank's pictures to their patches. max_patches: on the device at
+    a time, unless one picture has more.
     """
     sizes = [division.group.size() for division in divisions]
     num_ranks, mine = math.prod(sizes), 0
@@ -111,7 +120,10 @@ def encode_divided(
     like = next(tower.parameters())
     if len(parts[mine]):
         shares = successive(parts[mine], grids.prod(axis=1, dtype=np.int64), max_patches)
-        encoded = [encode(tower, own.patches.to(like.device), own.grids.to(like.device)) for own in map(pixels, shares)]
+        encoded = [
+            encode(tower, own.patches.to(like.device), own.grids.to(like.device), alone=alone)
+            for own in map(pixels, shares)
+        ]
         features = torch.cat(encoded) if len(encoded) > 1 else encoded[0]
     else:  # a constant that has the tower's gradient, because every rank takes part in the collectives
         features = like.new_zeros(0, vision.feature_width) + sum(

@@ -64,11 +64,14 @@ def generation_work(cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int
 def encoding_work(
     cfg: EngineConfig, vision: Vision, tp: int, itemsize: int, num_prompts: int, prompt_tokens: int
 ) -> int:
-    """Peak bytes of encoding the pictures of so many prompts, which fill them. A pass of the tower has at most as many
-    tokens as one of prefill; the features are gathered from all ranks, put into order, and converted to fp32."""
+    """Peak bytes of encoding the pictures of so many prompts, which fill them. As many patches as a prefill has tokens
+    for are on the device at a time, and a frozen tower encodes one picture of them after the other; the features are
+    gathered from all ranks, put into order, and converted to fp32."""
     mine, of_token = math.ceil(num_prompts / tp) * prompt_tokens, vision.feature_width * itemsize
-    at_once = min(mine, max(prompt_tokens, cfg.max_num_batched_tokens))
+    share = min(mine, max(prompt_tokens, cfg.max_num_batched_tokens))
+    at_once = prompt_tokens if vision.train == "none" else share
+    waiting = (share - at_once) * vision.merge_size**2 * vision.patch_width * FP32
     last_pass = PicturePass(vision, itemsize, at_once, at_once * vision.merge_size**2).forward
     whole, own = num_prompts * prompt_tokens * of_token, mine * of_token
     gathered = own + tp * own if tp > 1 else 0
-    return max((mine - at_once) * of_token + last_pass, whole + max(gathered, whole * FP32 // itemsize))
+    return max((mine - at_once) * of_token + waiting + last_pass, whole + max(gathered, whole * FP32 // itemsize))

@@ -171,6 +171,10 @@ def test_rollout_says_what_training_says(
         encoded: list[int] = []
         features = engine.encode(column.grids, partial(patches_of, column, shape.vision.patch_width, encoded))
         assert encoded == divide(column.grids, rollout.tp)[part.coord.tp]
+        for number, its_features in enumerate(features):  # whatever it is encoded with, bit for bit
+            own = [column.values.row(number).reshape(-1, shape.vision.patch_width)]
+            alone = engine.encode(column.grids[[number]], lambda _, own=own: own, divided=False)
+            assert torch.equal(alone[0], its_features)
         requests = [
             request(sample, row, column, features, index) for row, sample in enumerate(samples) for index in (0, 1)
         ]

@@ -7,14 +7,17 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from hpcrl.batch.ragged import Ragged
+from hpcrl.data.prompts import PromptDataset
 from hpcrl.runtime.exits import BAD_INPUT, InputError, exit_code
 from hpcrl.telemetry.archive import read_step, step_path
 from tests.geometry import SIDE, write_geometry
-from tests.mpi.lab import ROOT, Lab, metrics, on, own_layout
+from tests.mpi.lab import ROOT, Lab, interrupted, metrics, on, own_layout, reused
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +80,74 @@ def test_recorded_rollouts_are_replayed_with_their_pictures(world, lab: Lab, sho
     assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-4)
 
 
+# Random weights write no calls: every first turn is one. Pictures of two sizes; each second one is in many samples.
+TOOLS = """
+from PIL import Image
+from hpcrl.rollout.agent.tools import ToolCall, register_tool_parser, tool
+
+@tool
+def zoom(text: str) -> dict:
+    "Shows a picture."
+    number = sum(map(ord, text))
+    side = 16 + 16 * (number % 2)
+    color = (number % 256, 0, 0) if number % 3 else (0, 0, 255)
+    return {"text": "see", "image": Image.new("RGB", (side, 16), color)}
+
+@register_tool_parser("always")
+def always(text):
+    return [ToolCall("zoom", {"text": text})]
+"""
+
+
+def with_tool(world, shown: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a job whose tool shows pictures."""
+    if world.rank == 0:
+        (shown["folder"] / "zoom.py").write_text(TOOLS)
+    world.barrier()
+    tool = {"function_tool_path": str(shown["folder"] / "zoom.py"), "format": "always"}
+    multi_turn = {"enable": True, "max_assistant_turns": 2, **tool}
+    return {"rollout": {"multi_turn": multi_turn}, "data": {**shown["data"], "max_response_length": 64}}
+
+
+@pytest.mark.slow
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("family", "train"), [("qwen2_5_vl", "none"), ("qwen3_vl", "all")])
+def test_tools_answer_with_pictures(world, lab: Lab, shown, straight, family: str, train: str) -> None:
+    """Training agrees with the log-probs of what was drawn after a picture; a step that was drawn is repeated bit for
+    bit, and replayed from its archive, without a call of the tool."""
+    own, trainer = with_tool(world, shown), {"total_training_steps": 2, "save_freq": 1}
+
+    def options(**more: Any) -> dict[str, Any]:
+        return sections(shown, family, train, **own, trainer={**trainer, **more})
+
+    whole = straight(f"tools_{family}", own_layout(2), **options())
+    expected = metrics(whole)[2]
+    assert expected["training/rollout_log_probs_diff_max"] < 1e-4 and expected["tools/calls"] > 0
+    drawn = interrupted(world, lab, whole, f"cut_tools_{family}", saved=1, drawn=2)
+    again = lab.run(f"cut_tools_{family}", own_layout(2), **options())
+    assert reused(again, 2) == drawn > 0
+    assert {name for name, value in metrics(again)[2].items() if value != expected[name]} <= {"tools/calls"}
+
+    tokens, samples, _ = read_step(step_path(whole / "rollouts", 1))
+    response_mask = Ragged(*tokens["response_mask"])
+    answered = 0
+    for row, text in enumerate(samples["tool_pictures"].tolist()):
+        for picture in json.loads(text):
+            with Image.open(whole / "rollouts" / "pictures" / picture["name"]) as image:
+                assert image.size[1] == 16
+            start, num = picture["start"] - int(samples["prompt_length"][row]), np.prod(picture["grid"]) // 4
+            assert not response_mask.row(row)[start : start + num].any()
+            answered += 1
+    assert answered > 0
+    replayed = lab.run(
+        f"replayed_tools_{family}",
+        own_layout(2),
+        **options(total_training_steps=1, rollouts_from=str(whole / "rollouts")),
+    )
+    assert metrics(replayed)[1]["training/rollout_log_probs_diff_max"] < 1e-4
+    assert metrics(replayed)[1]["actor/grad_norm"] == pytest.approx(metrics(whole)[1]["actor/grad_norm"], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.ci_world(2)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -90,10 +161,16 @@ def test_rollout_and_training_log_probs_agree_over_ten_steps(world, lab: Lab, sh
 
 
 @pytest.mark.ci_world(2)
-def test_pictures_are_encoded_once(world, lab: Lab, shown) -> None:
-    """With a frozen tower: once per step and replica of the engine, and not again while they are in host memory."""
+def test_pictures_are_encoded_once(world, lab: Lab, shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a frozen tower: once per step and replica of the engine, and not again while they are in host memory. With
+    processes that decode them ahead, too."""
     placement = {**on(world.size, tp=world.size), "critic": {}}
-    run = lab.run("encoded", placement, **sections(shown, trainer={"total_training_steps": 8}))
+    data, steps = {**shown["data"], "image_workers": 1}, {"total_training_steps": 5}
+    with monkeypatch.context() as patch:
+        patch.delattr(PromptDataset, "patches")
+        ahead = lab.run("encoded_ahead", placement, **sections(shown, data=data, trainer=steps))
+    run = lab.run("encoded", placement, **sections(shown, trainer=steps))
+    assert metrics(ahead) == metrics(run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     distinct = len({each["bytes"] for number in range(24) for each in images_of(shown, number)})
     assert sum(line["perf/pictures_encoded"] for line in lines) == distinct
@@ -119,17 +196,39 @@ def test_a_role_without_a_tower_is_an_error_at_the_start(
     assert exit_code(caught.value) == BAD_INPUT and caught.value.everywhere
 
 
+@pytest.mark.exhaustive
+@pytest.mark.world(4)
+def test_samples_ahead_are_saved_with_the_pictures_of_tools(world, lab: Lab, shown) -> None:
+    own = {
+        **with_tool(world, shown),
+        "async_training": {"mode": "one_step_off"},
+        "algorithm": {"use_kl_in_reward": False},
+    }
+    found = []
+    for name, steps in (("whole", [3]), ("halted", [1, 3])):
+        for number in steps:
+            trainer = {"total_training_steps": number, "save_freq": 1}
+            run = lab.run(f"ahead_{name}", pools(), **sections(shown, **own, trainer=trainer))
+        found.append(metrics(run))
+    for step, line in found[0].items():  # up to rounding, which depends on when tools answer
+        assert found[1][step]["actor/grad_norm"] == pytest.approx(line["actor/grad_norm"], rel=1e-3)
+
+
+def pools() -> dict[str, Any]:
+    """Rank 0 in no pool, training on rank 1, generation on ranks 2 and 3."""
+    placement = {"pools": {"lead": "0", "train": "1", "generate": "2-3"}}
+    placement |= {role: {"pool": "train"} for role in ("actor", "critic", "ref")}
+    return placement | {"rollout": {"pool": "generate", "tp": 2}}
+
+
 @pytest.mark.slow
 @pytest.mark.world(4)
 @pytest.mark.parametrize("mode", ["one_step_off", "bounded_staleness"])
 def test_asynchronous_modes(world, lab: Lab, shown, mode: str) -> None:
-    pools = {"lead": "0", "train": "1", "generate": "2-3"}
-    placement = {"pools": pools, **{role: {"pool": "train"} for role in ("actor", "critic", "ref")}}
-    placement["rollout"] = {"pool": "generate", "tp": 2}
     kl = {"use_kl_in_reward": False}
     run = lab.run(
         f"shown_{mode}",
-        placement,
+        pools(),
         **sections(shown, algorithm=kl, async_training={"mode": mode}, trainer={"total_training_steps": 3}),
     )
     assert metrics(run)[1]["training/rollout_log_probs_diff_max"] < 1e-4

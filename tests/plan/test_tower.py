@@ -92,11 +92,10 @@ def test_what_a_tower_keeps(name: str, train: Trained, itemsize: int) -> None:
         assert live.live() - features.nbytes == pytest.approx(planned.kept, rel=0.03)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("name", VISION_MODELS)
-def test_encoding_is_the_live_bytes(name: str, itemsize: int) -> None:
-    """Pictures of several passes of the tower."""
-    shape, cfg = small(name, "none"), EngineConfig(max_num_batched_tokens=5 * PICTURE_TOKENS, max_num_seqs=1)
+@covering(name=tuple(VISION_MODELS), train=("none", "all"), itemsize=(2, 4))
+def test_encoding_is_the_live_bytes(name: str, train: Trained, itemsize: int) -> None:
+    """Pictures of several shares."""
+    shape, cfg = small(name, train), EngineConfig(max_num_batched_tokens=5 * PICTURE_TOKENS, max_num_seqs=1)
     limits = {"max_num_seqs": 1, "max_num_batched_tokens": cfg.max_num_batched_tokens, "max_model_len": 64}
     engine = NativeEngine(shape, None, 0, 1, DTYPES[itemsize], **limits)
     grids, patches = np.array([GRID] * SAMPLES), np.ones((PATCHES, shape.vision.patch_width), np.float32)
@@ -105,5 +104,6 @@ def test_encoding_is_the_live_bytes(name: str, itemsize: int) -> None:
     assert tower is not None
     with LiveBytes(apart=[*tower.parameters(), *tower.buffers()]) as live:
         engine.encode(grids, lambda numbers: [patches for _ in numbers])
-        unseen = 5 * patches.nbytes if itemsize < 4 else 0  # no operation makes them, or a view of them
+        unseen = 5 * patches.nbytes if train == "all" and itemsize < 4 else 0  # no operation makes a view of them
+        print(planned, live.peak + unseen)
         assert planned == pytest.approx(live.peak + unseen, rel=0.1)
