@@ -54,13 +54,13 @@ def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
         return module._from_config(config, dtype=dtype)
 
 
-def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor, *, alone: bool = False) -> Tensor:
+def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor, *, one_by_one: bool = False) -> Tensor:
     """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3).
 
-    alone: encode one after the other, so that the features of a picture do not depend on which others there are: matrix
-    products round by their shapes.
+    one_by_one: encode one after the other, so that the features of a picture do not depend on which others there are:
+    matrix products round by their shapes.
     """
-    if alone and len(grids) > 1:
+    if one_by_one and len(grids) > 1:
         parts = zip(patches.split(grids.prod(1).tolist()), grids.split(1), strict=True)
         return torch.cat([encode(tower, its_patches, grid) for its_patches, grid in parts])
     first = next(tower.parameters())
@@ -102,11 +102,11 @@ def encode_divided(
     pixels: Callable[[list[int]], Pixels],
     divisions: Sequence[Division],
     *,
-    alone: bool = False,
+    one_by_one: bool = False,
     max_patches: int | None = None,
 ) -> Tensor:
     """Return features (tokens, width) of all pictures, on every rank. Collective over the product of the groups; each
-    picture is encoded by one rank. alone: as in `encode`.
+    picture is encoded by one rank. one_by_one: as in `encode`.
 
     grids: integers (n, 3). pixels: from numbers of this rank's pictures to their patches. max_patches: on the device at
     a time, unless one picture has more.
@@ -121,7 +121,7 @@ def encode_divided(
     if len(parts[mine]):
         shares = successive(parts[mine], grids.prod(axis=1, dtype=np.int64), max_patches)
         encoded = [
-            encode(tower, own.patches.to(like.device), own.grids.to(like.device), alone=alone)
+            encode(tower, own.patches.to(like.device), own.grids.to(like.device), one_by_one=one_by_one)
             for own in map(pixels, shares)
         ]
         features = torch.cat(encoded) if len(encoded) > 1 else encoded[0]

@@ -105,5 +105,4 @@ def test_encoding_is_the_live_bytes(name: str, train: Trained, itemsize: int) ->
     with LiveBytes(apart=[*tower.parameters(), *tower.buffers()]) as live:
         engine.encode(grids, lambda numbers: [patches for _ in numbers])
         unseen = 5 * patches.nbytes if train == "all" and itemsize < 4 else 0  # no operation makes a view of them
-        print(planned, live.peak + unseen)
         assert planned == pytest.approx(live.peak + unseen, rel=0.1)

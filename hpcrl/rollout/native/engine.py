@@ -115,7 +115,7 @@ class NativeEngine:
         most = self._max_encoded_tokens * decoder.vision.merge_size**2
         is_frozen = decoder.vision.train == "none"  # then features are kept for later steps
         features = encode_divided(
-            decoder.tower, decoder.vision, grids, pixels, divisions, alone=is_frozen, max_patches=most
+            decoder.tower, decoder.vision, grids, pixels, divisions, one_by_one=is_frozen, max_patches=most
         )
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))
 
