@@ -218,6 +218,8 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
     if offloaded := max(job.on_hosts().values(), default=0):
         rank = max(map(job.on_host, job.places))
         yield f"  {'offloaded':<22}{binary(offloaded)} of a node's host memory, {binary(rank)} of a rank's"
+    if pictures := max(map(job.pictures_on_host, job.places)):
+        yield f"  {'pictures':<22}at most {binary(pictures)} of a rank's host memory, if they fill the prompts"
     each = sum(roles.values())
     parts = ", ".join(f"{role} {size(nbytes)}" for role, nbytes in roles.items())
     if kept == 0:

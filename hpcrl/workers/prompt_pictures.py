@@ -13,6 +13,7 @@ from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
 from hpcrl.data.images import Source
 from hpcrl.data.picture_index import index_pictures
 from hpcrl.engine.pictures import tokens_of_towers
+from hpcrl.model.sizes import tower_flops
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture
 
@@ -92,7 +93,8 @@ class PromptPictures:
         assert shape.vision is not None
         self._shape = shape
         self._engine, self._images, self._cache_bytes, self._loaders = engine, images, cache_bytes, loaders
-        self._is_frozen, self._is_leader = shape.vision.train == "none", is_leader
+        self._vision, self._is_leader = shape.vision, is_leader
+        self._is_frozen = shape.vision.train == "none"
         self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
         self._held = 0
 
@@ -191,6 +193,10 @@ class PromptPictures:
 
     def _patches_of(self, picture: ToolPicture) -> np.ndarray:
         return self._images.patches_of(Source("image", picture.png), "", 0, picture.place.grid)
+
+    def flops(self, column: PictureColumn) -> float:
+        """Operations of the tower's pass over the distinct pictures of a column; 0 if it has their features."""
+        return 0.0 if column.are_features else tower_flops(self._vision, column.grids.tolist())
 
     def _keep(self, key: int, features: Tensor) -> None:
         if key not in self._cache:

@@ -13,6 +13,8 @@ import transformers
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged
+from hpcrl.model.hf.families import shape_from_hf
+from hpcrl.model.shape import ModelShape
 
 IMAGE, VIDEO, START, END = 46, 47, 48, 49
 TEXT: dict[str, Any] = {
@@ -55,12 +57,21 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 
 VISION_MODELS["qwen3-vl-moe"] = ("Qwen3VLMoe", VISION_MODELS["qwen3-vl"][1] | EXPERTS, VISION_MODELS["qwen3-vl"][2])
 
 
+def vision_config(name: str, text: dict[str, Any], tower: dict[str, Any]) -> transformers.PretrainedConfig:
+    architecture, own_text, own_tower = VISION_MODELS[name]
+    sections = {"text_config": {**TEXT, **own_text, **text}, "vision_config": {**TOWER, **own_tower, **tower}}
+    return getattr(transformers, f"{architecture}Config")(**sections, **IDS)
+
+
+def vision_shape(name: str, text: dict[str, Any], tower: dict[str, Any]) -> ModelShape:
+    """The shape of a model with other sizes."""
+    return shape_from_hf(vision_config(name, text, tower).to_dict())
+
+
 def make_vision_model(name: str, **text: Any) -> transformers.PreTrainedModel:
-    architecture, own, tower = VISION_MODELS[name]
-    sections = {"text_config": {**TEXT, **own, **text}, "vision_config": {**TOWER, **tower}}
-    config = getattr(transformers, f"{architecture}Config")(**sections, **IDS)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{architecture}ForConditionalGeneration")(config)
+    architecture, _, _ = VISION_MODELS[name]
+    model = getattr(transformers, f"{architecture}ForConditionalGeneration")(vision_config(name, text, {}))
     with torch.no_grad():  # biases and norms start as constants, which a mistake would not change
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -10,44 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from PIL import Image
 
 from hpcrl.batch.ragged import Ragged
 from hpcrl.data.prompts import PromptDataset
+from hpcrl.runtime.exits import BAD_INPUT, InputError, exit_code
 from hpcrl.telemetry.archive import read_step, step_path
+from tests.geometry import SIDE, write_geometry
 from tests.mpi.lab import ROOT, Lab, interrupted, metrics, on, own_layout, reused
-
-SIDE = 24  # pixels
-
-
-def picture(seed: int, width: int = SIDE, height: int = SIDE) -> dict[str, Any]:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    return {"bytes": stream.getvalue(), "path": None}
-
-
-def write_geometry(path: Path, num: int) -> None:
-    """Rows in the layout of verl's geometry3k, with one picture, two, or none; some pictures are in several rows."""
-    rows = []
-    for number in range(num):
-        images = [picture(number // 2), picture(100 + number, 2 * SIDE, SIDE)][: (1, 2, 0)[number % 3]]
-        rows.append(
-            {
-                "data_source": "hiyouga/geometry3k",
-                "prompt": [{"role": "user", "content": "<image>" * len(images) + f"What is {number}?"}],
-                "images": images,
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": str(number)},
-                "extra_info": {"split": "train", "index": number, "answer": str(number), "question": "What?"},
-                "answer": str(number),
-                "wrong": str(number + 1),
-            }
-        )
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
 
 
 def make_model(folder: Path, family: str) -> None:
@@ -221,6 +192,21 @@ def test_pictures_are_encoded_once(world, lab: Lab, shown, monkeypatch: pytest.M
 
 def images_of(shown: dict[str, Any], row: int) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(shown["folder"] / "train.parquet").slice(row, 1).to_pylist()[0]["images"]
+
+
+@pytest.mark.ci_world(2)
+def test_a_role_without_a_tower_is_an_error_at_the_start(
+    world, lab: Lab, shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all ranks, before any model is built; tests/plan/test_command.py has a reward model."""
+    monkeypatch.delattr("hpcrl.engine.engine.build_model")
+    teacher = {"model": {"num_layers": 1}, "init_from": str(shown["folder"] / "qwen2_5_vl")}
+    own = {"teacher": teacher, "distillation": {"enabled": True}}
+    with pytest.raises(
+        InputError, match=r"the model of teacher has no vision tower, and the policy's .*path$"
+    ) as caught:
+        lab.run("blind", own_layout(world.size), **sections(shown, **own))
+    assert exit_code(caught.value) == BAD_INPUT and caught.value.everywhere
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpcrl.model.architecture import shape_from_yaml
+from hpcrl.model.architecture import shape_from_yaml, with_training
 from hpcrl.model.hf.families import CONFIG, read_shape
 from hpcrl.model.hf.files import INDEX, SINGLE, differing, slices, stack_of
 from hpcrl.model.params import Shard
@@ -30,7 +30,7 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
     `num_tokens`: the tokenizer's. Raises InputError also if the directory's files do not fit the shape.
     """
     if model.path is None:
-        return _with_training(shape_from_yaml(model, num_tokens), model)
+        return with_training(shape_from_yaml(model, num_tokens), model)
     folder = Path(model.path)
     shape = read_shape(folder)
     if shape.vocab_size < num_tokens:
@@ -39,19 +39,7 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
             "tokenizer of this model"
         )
     Safetensors(folder).check(shape)
-    return _with_training(shape, model)
-
-
-def _with_training(shape: ModelShape, model: ModelConfig) -> ModelShape:
-    """Return the shape, with the part of its vision tower that is trained."""
-    if shape.vision is not None:
-        return replace(shape, vision=replace(shape.vision, train=model.vision.train, lr=model.vision.lr))
-    if model.vision.train != "none":
-        raise InputError(
-            f"model.vision.train={model.vision.train}, and the model of model.path={model.path} has no vision tower; "
-            "use a vision-language model, or none"
-        )
-    return shape
+    return with_training(shape, model)
 
 
 def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
