@@ -230,10 +230,10 @@ class RolloutWorker(Worker):
             columns.samples["tool_pictures"] = np.array([tool_pictures.to_text(answer) for answer in answers], object)
             if "weight_version" in meta:  # training, whose samples are archived
                 tool_pictures.keep(PictureFolder(run_directory(self.config) / "rollouts", self.rank), returned)
-        counts = {"perf/pictures": len(shown.features), "perf/pictures_encoded": shown.num_encoded}
+        counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
         if flops := self.pictures.flops(column):
             counts["perf/tower_flops"] = flops
-        return {name: Sum(float(count)) for name, count in counts.items()}
+        return {name: Sum(count) for name, count in counts.items()}
 
     @register(Dispatch.DP_ORDER, reads=("row",))
     def load_ahead(self, batch: DataProto) -> None:
