@@ -41,8 +41,9 @@ def check_vision(config: Config, vision: Vision) -> None:
 def check_towers(policy: ModelShape, models: Mapping[str, ModelShape]) -> None:
     """Raise InputError for a model that cannot read the pictures of the policy. models: by config section."""
     expected = policy.vision
-    for section, shape in models.items() if expected is not None else ():
-        assert expected is not None
+    if expected is None:
+        return
+    for section, shape in models.items():
         found = shape.vision
         if found is None:
             raise InputError(
