@@ -224,7 +224,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_takes_less_than_a_minute(template: str) -> None:
     start = time.perf_counter()
     overrides = [f"model.path={QWEN2_5_VL}"] if template.startswith("vision/") else []
-    done = run(f"configs/{template}.yaml", *overrides)
+    done = run(f"configs/{template}.yaml", "--build", *overrides)
     assert time.perf_counter() - start < 60
     assert done.returncode == 0 and not done.stderr, done.stderr
     for found in ("update_actor", "tightest phase", "node-hours", "checkpoints", "built on the meta device"):
@@ -250,7 +250,7 @@ def test_the_arithmetic_needs_no_torch() -> None:
         ([TEMPLATE, "job.gpu_memory_gb=80"], "gpu_memory_gib"),
         (["nowhere.yaml"], "no such config file"),
         (["--fast", TEMPLATE], "--fast"),
-        ([], "usage: hpcrl plan [-h] [--refit]"),
+        ([], "usage: hpcrl plan [-h] [--refit | --build]"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: list[str], found: str) -> None:
