@@ -122,7 +122,7 @@ class Job:
 
     @classmethod
     def check_with_torch(cls, config: Config, num_ranks: int) -> RoleLayouts:
-        """As `check`, with what only torch can check; on every rank, and on login nodes that have torch."""
+        """As `check`, with what only torch can check; on every rank."""
         return cls.check(config, num_ranks)
 
     @classmethod
