@@ -9,7 +9,7 @@ import time
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -29,7 +29,7 @@ class Clock(TrainerCallback):
 def main() -> None:
     request = json.load(open(sys.argv[1]))
     torch.set_num_threads(request["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(request["model"], padding_side="left")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(request["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32)
     prompts, n = request["prompts"], request["n"]
     lengths: list[int] = []
