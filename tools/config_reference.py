@@ -121,7 +121,9 @@ def in_words(schema: dict[str, Any]) -> str:
         words = f"mapping from text to {in_words(schema['additionalProperties'])}"
     else:
         words = NAMES.get(kind, kind)
-    return ", ".join([words, *(text.format(schema[key]) for key, text in BOUNDS.items() if key in schema)])
+    # 1.0 and 1 are one bound to typing's cache, so that the order of imports decides which of them is here.
+    bounds = {key: int(it) if it == int(it) else it for key, it in schema.items() if key in BOUNDS}
+    return ", ".join([words, *(text.format(bounds[key]) for key, text in BOUNDS.items() if key in bounds)])
 
 
 def in_yaml(value: Any) -> str:

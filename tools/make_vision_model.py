@@ -1,9 +1,9 @@
 """Writes a Hugging Face directory of a small vision-language model with random weights:
 
-    python tools/make_vision_model.py --out models/tiny_vl [--family qwen3_vl] [--seed 0]
+    python tools/make_vision_model.py --out models/tiny_vl [--family qwen3_vl_moe] [--seed 0]
 
-A Qwen2.5-VL (or Qwen3-VL) of about a million parameters for pictures of 32 x 32 pixels, as `hpcrl data pictures`
-draws them: patches of 4 pixels, 16 tokens for a picture. The files are those of the large models:
+A Qwen2.5-VL (or Qwen3-VL, with or without experts) of about a million parameters for pictures of 32 x 32 pixels, as
+`hpcrl data pictures` draws them: patches of 4 pixels, 16 tokens for a picture. The files are those of the large models:
 
     config.json, generation_config.json, model.safetensors
     preprocessor_config.json                what the image processor of transformers reads
@@ -55,6 +55,7 @@ TEXT = {
     "eos_token_id": TOKENS.index(END),
     "pad_token_id": TOKENS.index(END_OF_TEXT),
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 MROPE_SECTION = [4, 6, 6]  # half of a head
 TOWER = {
     "depth": 2,
@@ -76,7 +77,7 @@ OPENAI_CLIP = {
 
 def model_config(family: str) -> Any:
     """The configuration of transformers."""
-    from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+    from transformers import Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
     ids = {
         f"{name}_token_id": TOKENS.index(token)
@@ -94,17 +95,19 @@ def model_config(family: str) -> Any:
         return Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
     tower = TOWER | {"num_position_embeddings": (SIDE // PATCH) ** 2, "deepstack_visual_indexes": [0]}
     text = TEXT | {"rope_parameters": rope | {"mrope_interleaved": True}, "head_dim": 2 * sum(MROPE_SECTION)}
+    if family == "qwen3_vl_moe":
+        return Qwen3VLMoeConfig(text_config=text | EXPERTS, vision_config=tower, tie_word_embeddings=True, **ids)
     return Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 
 def build_model(family: str, seed: int) -> Any:
     """A model with random weights, on the CPU, in fp32."""
     import torch
-    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
+    import transformers
 
     torch.manual_seed(seed)
-    classes = {"qwen2_5_vl": Qwen2_5_VLForConditionalGeneration, "qwen3_vl": Qwen3VLForConditionalGeneration}
-    return classes[family](model_config(family))
+    config = model_config(family)
+    return getattr(transformers, type(config).__name__.replace("Config", "ForConditionalGeneration"))(config)
 
 
 def enlarge(tower: Any) -> None:
@@ -180,7 +183,7 @@ def write_directory(out: Path, family: str, seed: int) -> int:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("models/tiny_vl"), help="folder to write")
-    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
+    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), default="qwen2_5_vl")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     options = parser.parse_args(arguments)
     num_parameters = write_directory(options.out, options.family, options.seed)

@@ -283,7 +283,7 @@ def bypass_mode(
 
 @dataclass(frozen=True)
 class ClipCov:
-    clip_cov_ratio: float = param(2e-4, ge=0, le=1, help="clip_cov: share of tokens that lose their gradient")
+    clip_cov_ratio: float = param(2e-4, gt=0, le=1, help="clip_cov: share of tokens that lose their gradient")
     clip_cov_lb: float = param(1.0, help="clip_cov: lowest covariance of a token that may lose its gradient")
     clip_cov_ub: float = param(5.0, help="clip_cov: highest covariance of a token that may lose its gradient")
 
@@ -309,7 +309,6 @@ def clip_cov(
     order of torch.randperm; if there are none, nothing is drawn. Quirks of verl: the log-ratio is not clamped, there
     is no dual clip, and `actor/pg_clipfrac` is the share of the drawn tokens.
     """
-    _expect_positive("clip_cov_ratio", params.clip_cov_ratio)
     log_ratio = log_prob - old_log_prob
     values, clipped = pessimistic_clip(log_ratio.exp(), advantages, params)
     score = log_prob.detach()
@@ -329,7 +328,7 @@ def clip_cov(
 
 @dataclass(frozen=True)
 class KlCov:
-    kl_cov_ratio: float = param(2e-4, ge=0, le=1, help="kl_cov: share of tokens that get a KL penalty")
+    kl_cov_ratio: float = param(2e-4, gt=0, le=1, help="kl_cov: share of tokens that get a KL penalty")
     ppo_kl_coef: float | None = param(0.1, ge=0, help="kl_cov: weight of the KL penalty; null: 1")
 
 
@@ -342,7 +341,6 @@ def kl_cov(
     Those are the max(1, int(kl_cov_ratio tokens)) with the largest (A - mean A)(log_prob - mean log_prob), means over
     this tensor. Quirks of verl: the ratio is neither clamped nor clipped, and `actor/ppo_kl` is the mean of |log r|.
     """
-    _expect_positive("kl_cov_ratio", params.kl_cov_ratio)
     log_ratio = log_prob - old_log_prob
     valid = (response_mask > 0).flatten().nonzero().squeeze(-1)
     penalised = torch.zeros_like(log_ratio)
@@ -354,11 +352,6 @@ def kl_cov(
     coef = 1.0 if params.ppo_kl_coef is None else params.ppo_kl_coef
     values = -advantages * log_ratio.exp() + coef * log_ratio.abs() * penalised
     return TokenLosses(values, {"actor/ppo_kl": token_mean(log_ratio.abs(), response_mask)})
-
-
-def _expect_positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ValueError(f"policy_loss.{name} is {value}; expected more than 0; verl's default is 0.0002")
 
 
 @dataclass(frozen=True)

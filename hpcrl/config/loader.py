@@ -252,6 +252,8 @@ OF_VERL = {  # keys of verl that have no namesake here -> what to write
     "max_model_len": "it is data.max_prompt_length + data.max_response_length",
     "load_format": "the engine's weights come from the actor; leave it out",
     "global_profiler": "list the steps in trainer.profile_steps",
+    "return_multi_modal_inputs": "the roles that need pictures always get them; leave it out",
+    "freeze_vision_tower": "use model.vision.train: none, merger, tower or all",
     "logger": "TensorBoard files and metrics.jsonl are always written; leave it out",
 }
 

@@ -359,7 +359,7 @@ class DataConfig(Section):
         "error", description="what to do with a row whose pictures cannot be used"
     )
     image_workers: NonNegativeInt = Field(
-        0, description="processes per rank that decode the pictures of a step; 0: the rank itself"
+        0, description="processes per rank that decode pictures ahead of the step; 0: the rank itself does, in the step"
     )
 
 

@@ -116,6 +116,10 @@ class Curriculum:
         np.add.at(self.draws, rows, 1)
         return rows, epochs
 
+    def rows_ahead(self, n: int) -> np.ndarray:
+        """Return no rows: the next ones depend on the results of this step."""
+        return np.zeros(0, np.int64)
+
     def update(self, report: StepReport) -> None:
         self.chooser.update(report)
 

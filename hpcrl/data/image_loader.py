@@ -71,6 +71,19 @@ class ImageLoader:
             self._requests[number] = share
             self._number_of |= dict.fromkeys(share, number)
 
+    def submit_ahead(self, pictures: Sequence[tuple[int, int]]) -> None:
+        """As `submit`, for a later step. Pictures of earlier calls that nothing has taken are dropped."""
+        wanted = set(pictures)
+        for number, share in list(self._requests.items()):
+            if wanted.isdisjoint(share):
+                self._receive(number)
+        self._patches = {place: patches for place, patches in self._patches.items() if place in wanted}
+        self.submit(pictures)
+
+    def load_ahead(self, rows: Sequence[int]) -> None:
+        """Start to decode the pictures of these rows, which `column` will be called with."""
+        self.submit_ahead(index_pictures(self.dataset, rows).sources)
+
     def take(self, row: int, index: int) -> np.ndarray:
         """Return the patches of a picture, float32 (patches, width). Waits for those of its submission, if any."""
         number = self._number_of.get((row, index))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import os
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from hpcrl.data.pictures import BadImage, limits_of, open_picture
+from hpcrl.data.pictures import BadImage, as_png, limits_of, open_picture
 from hpcrl.data.video import Video, frame_limits, video_of
 from hpcrl.model.vision import Vision
 from hpcrl.runtime.exits import InputError
@@ -124,9 +123,7 @@ class ImageProcessor:
             value = video.frames[self._groups(video)[entry][0]]
         image = self.open(value, folder)
         image.thumbnail((THUMBNAIL, THUMBNAIL))
-        stream = io.BytesIO()
-        image.save(stream, "PNG")
-        return stream.getvalue()
+        return as_png(image)
 
     def num_entries(self, source: Source) -> int:
         """Entries of a picture or a video, without opening it. Raises BadImage."""

@@ -72,7 +72,8 @@ class MediaReader:
                 f"the tokenizer has no tokens with the ids {ids}, which config.json names for pictures; use the "
                 "model's own tokenizer"
             )
-        self._spelled = {kind: f"{names[2]}{name}{names[3]}" for kind, name in zip(KINDS, names, strict=False)}
+        # text of a placeholder, for a prompt without a chat template
+        self.spelled = {kind: f"{names[2]}{name}{names[3]}" for kind, name in zip(KINDS, names, strict=False)}
 
     def place(self, prompt: Any, row: Row) -> Any:
         """Return the prompt with a placeholder per entry. Takes the row's pictures in order. Raises BadImage.
@@ -80,7 +81,7 @@ class MediaReader:
         prompt: text, or messages. In text, `<image>` and `<video>` stand for the next one.
         """
         if isinstance(prompt, str):
-            tags = {text: kind for kind, text in self._spelled.items()} | (TAGS if row.is_tagged else {})
+            tags = {text: kind for kind, text in self.spelled.items()} | (TAGS if row.is_tagged else {})
             pieces = _split(tags, prompt)
             prompt = "".join(piece if kind is None else self._text_of(row.take(kind)) for piece, kind in pieces)
         else:
@@ -165,7 +166,7 @@ class MediaReader:
 
     def _text_of(self, source: Source) -> str:
         """The text that stands for a picture in a prompt without a chat template."""
-        return "".join(time + self._spelled[source.kind] for time in self._times_of(source))
+        return "".join(time + self.spelled[source.kind] for time in self._times_of(source))
 
     def _times_of(self, source: Source) -> list[str]:
         """The text before each placeholder."""

@@ -1,17 +1,18 @@
-"""Where the pictures of chosen rows of a dataset are."""
+"""Pictures of chosen rows of a dataset: where they are, and the work of a tower that is trained on them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcrl.batch.pictures import PicturePlaces
-from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.pictures import Picture, PicturePlaces
 
 if TYPE_CHECKING:
     from hpcrl.data.media import MediaItem
+    from hpcrl.model.shape import ModelShape
 
 
 class MediaRows(Protocol):
@@ -29,20 +30,19 @@ class PictureIndex(NamedTuple):
 
 def index_pictures(dataset: MediaRows, rows: Sequence[int]) -> PictureIndex:
     """Find the pictures of these rows; equal ones in several rows are one."""
-    distinct: dict[int, tuple[MediaItem, tuple[int, int]]] = {}
-    numbers: dict[int, int] = {}
     media = [dataset.media(row) for row in rows]
-    for row, found in zip(rows, media, strict=True):
-        for index, item in enumerate(found):
-            if item.key not in numbers:
-                numbers[item.key] = len(numbers)
-                distinct[item.key] = item, (row, index)
-    items, sources = [item for item, _ in distinct.values()], [source for _, source in distinct.values()]
-    places = PicturePlaces(
-        Ragged.from_rows([[numbers[item.key] for item in found] for found in media], np.int64),
-        Ragged.from_rows([[item.start for item in found] for found in media], np.int64),
-        np.array([item.key for item in items], np.int64),
-        np.array([item.grid for item in items], np.int32).reshape(-1, 3),
-        np.array([item.interval for item in items], np.float32),
-    )
-    return PictureIndex(places, sources)
+    sources: dict[int, tuple[int, int]] = {}
+    for row, items in zip(rows, media, strict=True):
+        for index, item in enumerate(items):
+            sources.setdefault(item.key, (row, index))
+    places = [[(item.key, Picture(item.start, item.grid, item.interval)) for item in items] for items in media]
+    return PictureIndex(PicturePlaces.of_samples(places), list(sources.values()))
+
+
+def tower_tokens(dataset: MediaRows, rows: np.ndarray, shape: ModelShape) -> np.ndarray:
+    """Return what the work of a trained tower on the pictures of each row is worth in tokens of the language model,
+    int64 (len(rows),); 0 for a frozen tower."""
+    if shape.vision is None or shape.vision.train == "none":
+        return np.zeros(len(rows), np.int64)
+    patches = [sum(math.prod(item.grid) for item in dataset.media(row)) for row in rows.tolist()]
+    return (shape.tokens_per_patch * np.array(patches, np.int64)).astype(np.int64)

@@ -51,6 +51,12 @@ def open_picture(value: Any, folder: str, max_pixels: int) -> Image.Image:
             return _rgb(upright)
 
 
+def as_png(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
 def limits_of(value: Any) -> tuple[int | None, int | None]:
     """The picture's own `min_pixels` and `max_pixels`, as in qwen_vl_utils. Raises BadImage."""
     if not isinstance(value, dict):

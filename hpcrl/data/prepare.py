@@ -31,6 +31,7 @@ SPLITS = ("train", "val")
 DESCRIPTION = "dataset.json"
 HELD_OUT_SHARE, MAX_HELD_OUT = 20, 1000  # one row in so many, at most so many rows
 MAX_REPEATED_DRAWS = 10_000
+ROWS_WITH_PICTURES = 100  # of a row group, because a job reads whole ones
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ def write(
     described = {}
     for split, rows in dataset.splits.items():
         path, draft = out / f"{split}.parquet", out / f".{split}.parquet.tmp"
-        pyarrow.parquet.write_table(rows.table, draft)
+        large = "images" in rows.table.column_names
+        pyarrow.parquet.write_table(rows.table, draft, row_group_size=ROWS_WITH_PICTURES if large else None)
         os.replace(draft, path)
         described[split] = {
             "file": path.name,

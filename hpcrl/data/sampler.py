@@ -131,6 +131,10 @@ class OrderedSampler:
         """Return the next n prompts: (rows, epochs), both int64 (n,). No pair of row and epoch repeats in a run."""
         return self._rows_at(self._advance(n))
 
+    def rows_ahead(self, n: int) -> np.ndarray:
+        """Return the rows of the n prompts that come next, int64 (n,), without drawing them."""
+        return self._rows_at(np.arange(self.position, self.position + n, dtype=np.int64))[0]
+
     def rows_of_step(self, step: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
         """As `next_rows`, of a step of a run whose steps all have this size; `step` counts from 1."""
         return self._rows_at(np.arange((step - 1) * batch_size, step * batch_size, dtype=np.int64))

@@ -53,13 +53,9 @@ def packed_pictures(
 
 def tokens_of_towers(column: PictureColumn, shape: ModelShape) -> np.ndarray:
     """Return what the tower's work on each sample is worth in tokens of the language model, int64 (N,); 0 where the
-    column has features.
-
-    A patch counts as the tower's layers times their width, a token as the language model's.
-    """
-    vision = shape.vision
-    if vision is None or column.are_features:
+    column has features."""
+    if column.are_features:
         return np.zeros(len(column), np.int64)
-    share = vision.tower["depth"] * vision.tower["hidden_size"] / (shape.num_layers * shape.hidden_size)
     patches = column.grids.prod(1, dtype=np.int64)
-    return np.array([int(share * patches[column.items.row(row)].sum()) for row in range(len(column))], np.int64)
+    of_samples = np.array([patches[column.items.row(row)].sum() for row in range(len(column))], np.int64)
+    return (shape.tokens_per_patch * of_samples).astype(np.int64)

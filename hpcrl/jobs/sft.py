@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from hpcrl.config.schema import Config, OptimConfig, ValKwargs
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.conversations import Turns
+from hpcrl.data.picture_index import tower_tokens
 from hpcrl.data.row_file import columns_of
 from hpcrl.data.sft import SftDataset, has_targets
 from hpcrl.run.calls import metrics_of
@@ -69,12 +71,14 @@ class Sft(SupervisedJob):
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             rows = self.next_rows(run, step, self.lengths["train"])
             batch = data.load(self.balanced("train", rows, step=step))  # sequences, and which of their tokens have loss
+            self.load_ahead(run, step + 1, partial(self.balanced, "train"))
             actor.update(batch)
 
     def balanced(self, split: str, rows: np.ndarray, **meta_info: int) -> DataProto:
-        """The rows as a batch, with balanced tokens on the replicas."""
+        """The rows as a batch, with balanced tokens and work of a trained vision tower on the replicas."""
         dp = self.derived.roles["actor"].dp
-        replicas = balanced_assignment(self.lengths[split][rows], dp)
+        tower = tower_tokens(self.inputs.sequences[split], rows, self.inputs.shape)
+        replicas = balanced_assignment(self.lengths[split][rows] + tower, dp)
         return DataProto({}, {"row": rows, replica_column(dp): replicas}, {"split": split, **meta_info})
 
     @classmethod

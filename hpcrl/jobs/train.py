@@ -213,7 +213,8 @@ class Train(TrainingJob):
         found: dict[str, float] = {}
         if self.peak_flops is not None:
             sizes = (self.config, self.derived, self.inputs.shape, lengths, num_response_tokens)
-            found |= mfu_metrics(*sizes, seconds, self.peak_flops)
+            tower = run.metrics.get("perf/tower_flops", 0.0)
+            found |= mfu_metrics(*sizes, seconds, self.peak_flops, tower)
         if self.config.async_training.mode != "sync":
             busy = run.metrics.get("perf/rollout_busy_s", 0.0)  # missing if surplus samples were enough for the step
             waited, step = seconds.get("timing_s/gen", 0.0), seconds["timing_s/step"]

@@ -106,9 +106,9 @@ class LowRankUpdate:
 
 
 def add_adapters(model: PackedGPT, shape: ModelShape, lora: Lora) -> None:
-    """Freeze the model and add adapters to its linear layers; their values are not initialised."""
+    """Freeze the model and add adapters to the linear layers of its decoder; their values are not initialised."""
     model.requires_grad_(False)
-    for parent in list(model.modules()):
+    for parent in list(model.decoder.modules()):
         for matrix in PROJECTIONS:
             layer = getattr(parent, matrix, None)
             if layer is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.model.hf.families import hf_config, rope_from_hf, shape_from_hf
@@ -41,6 +41,18 @@ def shape_from_yaml(model: ModelConfig, vocab_size: int) -> ModelShape:
         **(_experts(model) if model.num_experts else {}),
     )
     _check_family(shape)
+    return shape
+
+
+def with_training(shape: ModelShape, model: ModelConfig) -> ModelShape:
+    """Return the shape, with the part of its vision tower that is trained."""
+    if shape.vision is not None:
+        return replace(shape, vision=replace(shape.vision, train=model.vision.train, lr=model.vision.lr))
+    if model.vision.train != "none":
+        raise InputError(
+            f"model.vision.train={model.vision.train}, and the model of model.path={model.path} has no vision tower; "
+            "use a vision-language model, or none"
+        )
     return shape
 
 

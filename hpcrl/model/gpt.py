@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -59,18 +60,23 @@ class PackedGPT(GPTModel):
             self.decoder.layers[number].register_forward_hook(DeepstackHook(number), with_kwargs=True)
 
     def forward(self, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> Tensor:
-        pictures = packed_seq_params.pictures
-        if self.vision is not None and pictures is not None:
-            embedded = self.embedding(packed_seq_params.input_ids, packed_seq_params.position_ids)
-            tp, hidden = self.pg_collection.tp, embedded.size(-1)
-            features = self._encode(pictures) if pictures.features is None else pictures.features.to(embedded.device)
-            if self.config.sequence_parallel:
-                first = tp.rank() * len(embedded)
-                pictures = pictures.within(first, first + len(embedded))
-            of_tokens = features.to(embedded.dtype).index_select(0, pictures.sources)
-            packed_seq_params.deepstack = Deepstack(pictures.rows, of_tokens[:, hidden:].split(hidden, dim=1))
-            kwargs["decoder_input"] = embedded.index_copy(0, pictures.rows, of_tokens[:, None, :hidden])
+        if self.vision is not None and packed_seq_params.pictures is not None:
+            kwargs["decoder_input"], packed_seq_params = self._embed(packed_seq_params, packed_seq_params.pictures)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _embed(self, packed: PackedTokens, pictures: PackedPictures) -> tuple[Tensor, PackedTokens]:
+        """Return embeddings (S, 1, hidden) with features at the placeholder tokens, and the tokens with features for
+        the first layers, which are freed with this copy."""
+        embedded = self.embedding(packed.input_ids, packed.position_ids)
+        tp, hidden = self.pg_collection.tp, embedded.size(-1)
+        features = self._encode(pictures) if pictures.features is None else pictures.features.to(embedded.device)
+        if self.config.sequence_parallel:
+            first = tp.rank() * len(embedded)
+            pictures = pictures.within(first, first + len(embedded))
+        of_tokens = features.to(embedded.dtype).index_select(0, pictures.sources)
+        if self._vision.num_deepstack:
+            packed = replace(packed, deepstack=Deepstack(pictures.rows, of_tokens[:, hidden:].split(hidden, dim=1)))
+        return embedded.index_copy(0, pictures.rows, of_tokens[:, None, :hidden]), packed
 
     def _encode(self, pictures: PackedPictures) -> Tensor:
         """Run the tower; the ranks that have these tokens divide the pictures."""

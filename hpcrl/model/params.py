@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import (
+    ATTENTION_PROJECTIONS,
     ROW_PARALLEL,
     LatentAttention,
     Lora,
@@ -123,10 +124,16 @@ def check_layout(shape: ModelShape, layout: Layout, role: str = "model") -> None
 
 
 def check_adapters(shape: ModelShape, layout: Layout, lora: Lora) -> None:
-    """Raise InputError for latent attention, whose projections have no adapters, and if only some pipeline stages have
-    adapters outside of experts, because the stages' optimizers would differ."""
+    """Raise InputError for latent attention, whose projections have no adapters, for experts whose adapters PEFT cannot
+    express, and if only some pipeline stages have adapters outside of experts, because the stages' optimizers would
+    differ."""
     if shape.mla is not None:
         raise InputError(f"model.lora_rank={lora.rank} with DeepSeek's latent attention is not supported; use 0")
+    if shape.has_stacked_experts and (of_experts := set(lora.targets) - set(ATTENTION_PROJECTIONS)):
+        raise InputError(
+            f"model.target_modules={','.join(sorted(of_experts))}: adapters of experts that the files have in one "
+            f"tensor are not supported; use only {', '.join(ATTENTION_PROJECTIONS)}"
+        )
     kinds = set()
     for stage in range(layout.pp):
         found = shards(shape, layout, layout.rank_of(pp=stage), lora=lora)

@@ -118,9 +118,23 @@ class ModelShape:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
+    def has_stacked_experts(self) -> bool:
+        """Whether its Hugging Face directories have a layer's experts in one tensor."""
+        return self.family == "qwen3_vl_moe"
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """The MoE layers."""
         return tuple(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))
+
+    @property
+    def tokens_per_patch(self) -> float:
+        """What the vision tower's work on a patch is worth in tokens of the language model: a patch counts as the
+        tower's layers times their width, a token as the language model's."""
+        if self.vision is None:
+            return 0.0
+        tower = self.vision.tower
+        return tower["depth"] * tower["hidden_size"] / (self.num_layers * self.hidden_size)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -136,6 +150,7 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "linear_fc2": ("down_proj",),
 }
 ALL_LINEAR = tuple(name for names in PROJECTIONS.values() for name in names)
+ATTENTION_PROJECTIONS = PROJECTIONS["linear_qkv"] + PROJECTIONS["linear_proj"]
 ROW_PARALLEL = PROJECTIONS["linear_proj"] + PROJECTIONS["linear_fc2"]  # tensor parallelism splits their inputs
 FACTORS = ("lora_A", "lora_B")
 

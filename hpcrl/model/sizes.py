@@ -1,14 +1,15 @@
-"""Floating-point operations of a model's matrix products, and bytes of an engine's KV cache. No torch."""
+"""Operations of the matrix products of models and vision towers, and bytes of an engine's KV cache. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, shards
 from hpcrl.model.shape import ModelShape
+from hpcrl.model.vision import Vision, tower_tensors
 from hpcrl.runtime.exits import InputError
 
 # Micro-batches have a multiple of so many tokens: CPU matrix products then compute a row bitwise alike for any number
@@ -40,8 +41,8 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], num_outputs: int) -
     tokens.
 
     2 per weight of a matrix and token (active experts only), and for causal attention 2 * head_dim * (L + 1) L / 2 per
-    head for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding, softmax and a vision
-    tower do not count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    head for the scores and 2 * v_head_dim * (L + 1) L / 2 for the values. Norms, rotary embedding and softmax do not
+    count (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and a vision tower is apart: see `tower_flops`.
     """
     per_token, per_output = _weights(shape)
     width = shape.num_layers * shape.num_attention_heads * (shape.head_dim + shape.v_head_dim)
@@ -72,6 +73,37 @@ def _weights(shape: ModelShape) -> tuple[float, int]:
         if len(shard.global_shape) == 2 and shard.name not in (EMBEDDING, OUTPUT_LAYER) and TOWER not in shard.name
     )
     return layers, shape.padded_vocab_size * shape.hidden_size
+
+
+def tower_flops(vision: Vision, grids: Iterable[Sequence[int]]) -> float:
+    """Return the operations of the vision tower's pass over pictures, given their patches in time, height and width.
+
+    2 per weight of a matrix and patch, of a merger and token, and 4 * hidden_size per pair of patches that attend to
+    each other: those of a frame, or of a window of it.
+    """
+    tower, merged = vision.tower, vision.merge_size**2
+    per_patch = 0.0
+    for name, size in tower_tensors(vision).items():
+        if len(size) > 1 and name != "pos_embed.weight":
+            per_patch += 2.0 * math.prod(size) / (merged if vision.is_merger(name) else 1)
+    num_full, window = int(tower["depth"]), 0
+    if not vision.mrope_interleaved:
+        num_full, window = len(tower["fullatt_block_indexes"]), int(tower["window_size"]) // vision.patch_size
+    total = 0.0
+    for time, height, width in grids:
+        frame = height * width
+        pairs = num_full * frame**2
+        if window:
+            squares = [side // window * window**2 + (side % window) ** 2 for side in (height, width)]
+            pairs += (int(tower["depth"]) - num_full) * squares[0] * squares[1]
+        total += time * (frame * per_patch + 4.0 * int(tower["hidden_size"]) * pairs)
+    return total
+
+
+def tower_training_factor(vision: Vision) -> float:
+    """Return the operations of training as a multiple of `tower_flops`. If only the merger is trained, its own backward
+    pass, a few percent, does not count."""
+    return 3.0 if vision.train in ("tower", "all") else 1.0
 
 
 BLOCK_SIZE = 32  # tokens, of the native engine

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hpcrl.batch.balance import balanced_assignment
 
@@ -25,8 +26,17 @@ if TYPE_CHECKING:
     from hpcrl.model.vision import Vision
 
 
+class WithoutRandomNumbers(TorchFunctionMode):
+    """Context in which functions of `torch.nn.init` that draw leave tensors as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_):
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
-    """Build the tower with random weights, on the default device."""
+    """Build the tower on the default device; matrices get their values later."""
     from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qwen2_5_vl
     from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
@@ -40,11 +50,19 @@ def build_tower(shape: ModelShape, dtype: torch.dtype) -> torch.nn.Module:
         )
     else:
         module, config = modeling_qwen3_vl.Qwen3VLVisionModel, configuration_qwen3_vl.Qwen3VLVisionConfig(**options)
-    return module._from_config(config, dtype=dtype)
+    with WithoutRandomNumbers():  # those of 700 million weights take seconds
+        return module._from_config(config, dtype=dtype)
 
 
-def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
-    """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3)."""
+def encode(tower: torch.nn.Module, patches: Tensor, grids: Tensor, *, one_by_one: bool = False) -> Tensor:
+    """Return features (tokens, width) of pictures, end to end. patches: (P, patch width); grids: int64 (n, 3).
+
+    one_by_one: encode one after the other, so that the features of a picture do not depend on which others there are:
+    matrix products round by their shapes.
+    """
+    if one_by_one and len(grids) > 1:
+        parts = zip(patches.split(grids.prod(1).tolist()), grids.split(1), strict=True)
+        return torch.cat([encode(tower, its_patches, grid) for its_patches, grid in parts])
     first = next(tower.parameters())
     found = tower(patches.to(first.dtype), grid_thw=grids)
     return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=-1)
@@ -54,6 +72,19 @@ def divide(grids: np.ndarray, num_ranks: int) -> list[list[int]]:
     """Divide pictures over ranks, balanced by patches: numbers of the pictures of each rank, ascending."""
     rank_of = balanced_assignment(grids.prod(axis=1, dtype=np.int64), num_ranks)
     return [np.flatnonzero(rank_of == rank).tolist() for rank in range(num_ranks)]
+
+
+def successive(numbers: list[int], patches: np.ndarray, most: int | None) -> list[list[int]]:
+    """Divide the numbers of pictures into successive shares of at most `most` patches, or of one picture."""
+    shares: list[list[int]] = []
+    held = 0
+    for number in numbers:
+        held += int(patches[number])
+        if not shares or (most is not None and held > most):
+            shares.append([])
+            held = int(patches[number])
+        shares[-1].append(number)
+    return shares
 
 
 @dataclass(frozen=True)
@@ -70,11 +101,15 @@ def encode_divided(
     grids: np.ndarray,
     pixels: Callable[[list[int]], Pixels],
     divisions: Sequence[Division],
+    *,
+    one_by_one: bool = False,
+    max_patches: int | None = None,
 ) -> Tensor:
     """Return features (tokens, width) of all pictures, on every rank. Collective over the product of the groups; each
-    picture is encoded by one rank.
+    picture is encoded by one rank. one_by_one: as in `encode`.
 
-    grids: integers (n, 3). pixels: from the numbers of this rank's pictures to their patches; called if it has some.
+    grids: integers (n, 3). pixels: from numbers of this rank's pictures to their patches. max_patches: on the device at
+    a time, unless one picture has more.
     """
     sizes = [division.group.size() for division in divisions]
     num_ranks, mine = math.prod(sizes), 0
@@ -84,8 +119,12 @@ def encode_divided(
     tokens = np.prod(grids, axis=1, dtype=np.int64) // vision.merge_size**2
     like = next(tower.parameters())
     if len(parts[mine]):
-        own = pixels(parts[mine])
-        features = encode(tower, own.patches.to(like.device), own.grids.to(like.device))
+        shares = successive(parts[mine], grids.prod(axis=1, dtype=np.int64), max_patches)
+        encoded = [
+            encode(tower, own.patches.to(like.device), own.grids.to(like.device), one_by_one=one_by_one)
+            for own in map(pixels, shares)
+        ]
+        features = torch.cat(encoded) if len(encoded) > 1 else encoded[0]
     else:  # a constant that has the tower's gradient, because every rank takes part in the collectives
         features = like.new_zeros(0, vision.feature_width) + sum(
             it.sum() * 0 for it in tower.parameters() if it.requires_grad

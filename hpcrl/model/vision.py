@@ -83,8 +83,12 @@ class Vision:
 
     def is_trained(self, name: str) -> bool:
         """Whether the tower's tensor of this name is trained; the name has no prefix."""
-        is_merger = name.startswith(("merger.", "deepstack_merger_list."))
-        return self.train == "all" or self.train == ("merger" if is_merger else "tower")
+        return self.train == "all" or self.train == ("merger" if self.is_merger(name) else "tower")
+
+    @staticmethod
+    def is_merger(name: str) -> bool:
+        """Whether a tensor belongs to what maps patches to tokens."""
+        return name.startswith(("merger.", "deepstack_merger_list."))
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Placeholder tokens of a picture."""
@@ -94,7 +98,7 @@ class Vision:
 
 def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Vision:
     """Return the tower described by config.json. Raises InputError for an unsupported one."""
-    tower = config.get("vision_config")
+    tower, is_qwen2_5 = config.get("vision_config"), config["model_type"] == "qwen2_5_vl"
     text = config.get("text_config") or config
     if not isinstance(tower, dict):
         raise InputError(f"{where}: vision_config={tower!r}; expected the description of the vision tower")
@@ -110,15 +114,36 @@ def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Visi
     if not sound or 2 * sum(sections) != head_dim:
         raise InputError(f"{where}: mrope_section={sections!r}; expected three numbers whose sum is {head_dim // 2}")
     vision = Vision(
-        json.dumps(tower, sort_keys=True),
+        json.dumps({**_DEFAULTS, **(_QWEN2_5 if is_qwen2_5 else _QWEN3), **tower}, sort_keys=True),
         **{key: config[key] for key in ids},
         mrope_section=tuple(sections),
-        mrope_interleaved=config["model_type"] != "qwen2_5_vl",
+        mrope_interleaved=not is_qwen2_5,
     )
     _check_tower(vision, where)
     return vision
 
 
+# Files leave out keys with these values, and Qwen's own in_channels.
+_DEFAULTS = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_QWEN2_5 = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "window_size": 112,
+    "tokens_per_second": 4,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_QWEN3 = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 3584,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 _SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size")
 _MERGED = ("spatial_merge_size", "temporal_patch_size", "out_hidden_size")
 

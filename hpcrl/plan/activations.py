@@ -15,6 +15,7 @@ from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
 from hpcrl.model.params import EMBEDDING, stage_layers
 from hpcrl.model.shape import PROJECTIONS, LatentAttention
 from hpcrl.plan.state import FP32, RoleModel
+from hpcrl.plan.tower import PicturePass
 
 INT16, INT64 = 2, 8
 
@@ -52,6 +53,7 @@ class Pass:
     longest: int = 0
     moe: MoeConfig | None = None
     replays_routing: bool = False
+    pictures: PicturePass | None = None
 
     def inputs(self) -> int:
         """Ids, positions, places and rotary angles of all micro-batches; for routers, which sequence a token is of, and
@@ -61,6 +63,10 @@ class Pass:
         each += INT64 if shape.num_experts else 0
         each += INT16 * len(shape.moe_layers) * shape.moe_topk if self.replays_routing else 0
         return self.count * (self.tokens * each + self.rows * 2 * INT64)
+
+    def pictures_of(self, stage: int) -> PicturePass | None:
+        """Pictures of a micro-batch, which only the first stage embeds."""
+        return self.pictures if stage == 0 else None
 
     def gathered(self) -> int:
         """The buffer into which sequence parallelism gathers a layer's input, which stays; frozen layers have none."""
@@ -85,6 +91,10 @@ class Pass:
         total = len(units) * self._hidden + self._kept_of_layers(whole)
         if piece == 0 and model.layout.tp > 1:
             total += self.tokens * (INT64 + 1)  # ids of this rank's rows, and which those are
+        if piece == 0 and self.pictures is not None:
+            total += self.pictures.kept
+            if self.recompute is not None and self.recompute.granularity is not None:
+                total += self.pictures.deepstack  # the first layers may be computed again
         if piece > 0 and not self._norm_keeps_input:
             total += self._hidden  # received, and kept for its gradient
         if piece == self._last:
@@ -172,6 +182,11 @@ class Pass:
         # Chunks add their gradients of the head's weight up beside it.
         at_head = max(logits.forward, logits.backward + (weight if logits.raw and self.chunk_tokens else 0))
         at_layer = max(self._backward(piece) + self._again(piece) for piece in self.pieces(stage))
+        if (pictures := self.pictures_of(stage)) is not None:
+            resident += self.count * pictures.inputs(on_gpu=self.on_gpu)
+            embedding = self._hidden + pictures.embedding(self._hidden, on_gpu=self.on_gpu, trains=True)
+            # The decoder layers keep nothing yet, or nothing any more.
+            at_layer = max(at_layer, max(embedding, pictures.kept + pictures.backward) - self.kept(0))
         return (resident, at_head) if at_head >= at_layer else (resident + at_layer, 0)
 
     def forward(self, stage: int) -> tuple[int, int]:
@@ -183,6 +198,10 @@ class Pass:
         mlp = max(self._mlp(is_moe) + self._update(is_moe) for is_moe in layers)
         attention = self._attention_forward() + (self._all_hidden if self.model.lora is not None else 0)
         inside_layer = 3 * self._hidden + max(self._hidden + mlp, attention)
+        if (pictures := self.pictures_of(stage)) is not None:
+            resident += self.count * pictures.inputs(on_gpu=self.on_gpu)
+            embedding = self._hidden + pictures.embedding(self._hidden, on_gpu=self.on_gpu)
+            inside_layer = max(inside_layer + pictures.deepstack, embedding)
         again = self.count > 1
         if self.model.layout.vpp > 1:
             resident += 2 * self._hidden  # received ahead, and given by another chunk

@@ -1,7 +1,7 @@
 """`hpcrl plan`: memory of every rank, disk, and what would make the job fit.
 
-The job is as large as `job.nodes` x `job.ntasks_per_node` says; nothing of it runs. Where torch and megatron-core are
-installed, every stage of every model is built on torch's meta device, which takes no memory. With --refit: bytes and
+The job is as large as `job.nodes` x `job.ntasks_per_node` says; nothing of it runs, and torch is not needed. With
+--build every stage of every model is built, too, on torch's meta device, which takes no memory. With --refit: bytes and
 memory only of a refit.
 """
 
@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ from hpcrl.plan.memory import GIB, MIB, Phase, Row, TrainingPlan, binary
 from hpcrl.plan.refit import size
 from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel
 from hpcrl.runtime import exits
+from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans, is_first_launched
 
 RESPONSE_COLUMNS = 7  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
@@ -103,14 +105,16 @@ COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV 
 def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoReturn:
     """Run the subcommand; ends with code 2 and one line for a config that cannot run."""
     parser = exits.ArgumentParser(prog="hpcrl plan", description=(__doc__ or "").split(": ", 1)[1])
-    parser.add_argument("--refit", action="store_true", help="bytes and memory only of a refit")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--refit", action="store_true", help="bytes and memory only of a refit")
+    way.add_argument("--build", action="store_true", help="build the models, too, with torch: are they as planned?")
     parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     parsed = parser.parse_intermixed_args(arguments)
     job, colon, path = parsed.config.rpartition(":")
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")
-    description = refit.describe if parsed.refit else describe
+    description = refit.describe if parsed.refit else partial(describe, builds=parsed.build)
     with exits.one_line_for_user_errors():
         lines = description(load_job(job if colon else "train"), path, parsed.overrides)
     if is_first_launched(os.environ):
@@ -118,8 +122,8 @@ def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoR
     sys.exit(exits.DONE)
 
 
-def describe(described: JobDescription, path: str, overrides: Sequence[str] = ()) -> list[str]:
-    """The lines of the table."""
+def describe(described: JobDescription, path: str, overrides: Sequence[str] = (), *, builds: bool = False) -> list[str]:
+    """The lines of the table. builds: whether the models are built, too."""
     job = TrainingPlan(described.read_config(path, overrides), tuple(described.own_specs()))
     rows = job.rows()
     in_gib = tightest(rows).total >= GIB
@@ -142,7 +146,7 @@ def describe(described: JobDescription, path: str, overrides: Sequence[str] = ()
         "",
         *_fit(job, rows),
         *_costs(job),
-        *_built(job),
+        *(_built(job) if builds else ()),
     ]
 
 
@@ -218,6 +222,8 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
     if offloaded := max(job.on_hosts().values(), default=0):
         rank = max(map(job.on_host, job.places))
         yield f"  {'offloaded':<22}{binary(offloaded)} of a node's host memory, {binary(rank)} of a rank's"
+    if pictures := max(map(job.pictures_on_host, job.places)):
+        yield f"  {'pictures':<22}at most {binary(pictures)} of a rank's host memory, if they fill the prompts"
     each = sum(roles.values())
     parts = ", ".join(f"{role} {size(nbytes)}" for role, nbytes in roles.items())
     if kept == 0:
@@ -236,8 +242,7 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
 def _built(job: TrainingPlan) -> Iterator[str]:
     """Build every distinct rank of every model on the meta device, and compare the bytes."""
     if not (find_spec("torch") and find_spec("megatron")):
-        yield f"  {'models':<22}not built: torch or megatron-core is missing here"
-        return
+        raise InputError("hpcrl plan --build needs torch and megatron-core, which are not installed here; leave it out")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, of what a login node lacks
         from hpcrl.runtime import platform

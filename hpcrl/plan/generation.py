@@ -1,4 +1,4 @@
-"""Memory of a generation engine of frozen weights, and of generating."""
+"""Memory of a generation engine of frozen weights, of generating, and of encoding the pictures of prompts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.params import engine_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
+from hpcrl.model.vision import Vision
+from hpcrl.plan.tower import FP32, PicturePass
 
 GIB = 2**30
 
@@ -57,3 +59,19 @@ def generation_work(cfg: EngineConfig, shape: ModelShape, tp: int, itemsize: int
     width = shape.num_experts and shape.moe_topk * shape.moe_ffn_hidden_size or shape.ffn_hidden_size
     activations = tokens * itemsize * (3 * shape.hidden_size + 4 * width // tp)
     return activations, cfg.max_num_seqs * shape.padded_vocab_size * (2 * itemsize + 4 + 2 * 8)
+
+
+def encoding_work(
+    cfg: EngineConfig, vision: Vision, tp: int, itemsize: int, num_prompts: int, prompt_tokens: int
+) -> int:
+    """Peak bytes of encoding the pictures of so many prompts, which fill them. As many patches as a prefill has tokens
+    for are on the device at a time, and a frozen tower encodes one picture of them after the other; the features are
+    gathered from all ranks, put into order, and converted to fp32."""
+    mine, of_token = math.ceil(num_prompts / tp) * prompt_tokens, vision.feature_width * itemsize
+    share = min(mine, max(prompt_tokens, cfg.max_num_batched_tokens))
+    at_once = prompt_tokens if vision.train == "none" else share
+    waiting = (share - at_once) * vision.merge_size**2 * vision.patch_width * FP32
+    last_pass = PicturePass(vision, itemsize, at_once, at_once * vision.merge_size**2).forward
+    whole, own = num_prompts * prompt_tokens * of_token, mine * of_token
+    gathered = own + tp * own if tp > 1 else 0
+    return max((mine - at_once) * of_token + waiting + last_pass, whole + max(gathered, whole * FP32 // itemsize))

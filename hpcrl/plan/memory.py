@@ -20,10 +20,13 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
+from hpcrl.model.vision import Vision
+from hpcrl.model.vision_rules import check_towers, check_vision
 from hpcrl.plan.activations import Pass
-from hpcrl.plan.generation import JudgeEngine, generation_work, native_kv_cache
+from hpcrl.plan.generation import JudgeEngine, encoding_work, generation_work, native_kv_cache
 from hpcrl.plan.refit import Question, job_shape, model_shape, question
-from hpcrl.plan.state import ITEMSIZE, RoleModel, State
+from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel, State
+from hpcrl.plan.tower import PicturePass
 from hpcrl.reshard.planner import RankTraffic, Resharding
 from hpcrl.runtime.exits import InputError
 
@@ -107,8 +110,9 @@ class TrainingPlan:
     @cached_property
     def models(self) -> dict[str, RoleModel]:
         config = self.config
-        shape = job_shape(config)
-        models = {}
+        shape, models = job_shape(config), {}
+        if shape.vision is not None:
+            check_vision(config, shape.vision)
         for role, spec in self.specs.items():
             architecture = spec.architecture(config)
             own = shape if architecture is config.model else model_shape(architecture, shape.vocab_size)
@@ -124,7 +128,13 @@ class TrainingPlan:
                 check_adapters(own, layout, lora)
             optim = spec.config_of(config).optim if spec.trains else None
             models[role] = RoleModel(own, layout, spec.head or "lm", itemsize, optim, not exact, lora)
+        check_towers(shape, {self.specs[role].path: model.shape for role, model in models.items()})
         return models
+
+    @property
+    def vision(self) -> Vision | None:
+        """The policy's tower."""
+        return self.models["actor"].shape.vision
 
     @cached_property
     def judge(self) -> JudgeEngine | None:
@@ -256,7 +266,37 @@ class TrainingPlan:
             longest,
             self.config.model.moe if model.optim is not None else None,
             role == "actor" and self.config.actor.router_replay.mode != "disabled",
+            self._pictures(model, max_tokens, sequences),
         )
+
+    def _pictures(self, model: RoleModel, max_tokens: int, sequences: int) -> PicturePass | None:
+        """Pictures that fill the prompts of a micro-batch of at most so many sequences. While the tower is trained,
+        each role encodes them, and their patches count in the size of a micro-batch."""
+        data, vision, layout = self.config.data, model.shape.vision, model.layout
+        if vision is None or self.vision is None:
+            return None
+        num_ranks, patches = layout.tp * layout.cp, 0
+        if self.vision.train != "none":
+            of_prompt = data.max_prompt_length * vision.merge_size**2
+            of_picture = min(of_prompt, (data.max_pixels or math.inf) // vision.patch_size**2)
+            cost = self.derived.max_sequence_length + int(model.shape.tokens_per_patch * of_prompt)
+            sequences = min(sequences, max(1, max_tokens // cost))
+            patches = int(math.ceil(sequences * of_prompt / of_picture / num_ranks) * of_picture)
+        num_parts = layout.tp if model.sequence_parallel else 1
+        return PicturePass(vision, model.itemsize, sequences * data.max_prompt_length, patches, num_ranks, num_parts)
+
+    def pictures_on_host(self, place: Place) -> int:
+        """Bytes of a rank's host memory for pictures at most: features that are kept, and the columns of a step on a
+        leader of the rollout and of the role with most of them."""
+        vision, data, derived = self.vision, self.config.data, self.derived
+        if vision is None:
+            return 0
+        frozen, engines = vision.train == "none", "rollout" in place.stages
+        width = vision.feature_width if frozen else vision.merge_size**2 * vision.patch_width
+        shares = [math.ceil(data.train_batch_size / self.layouts[role].dp) for role in self._roles(place)]
+        prompts = max(shares, default=0) + (math.ceil(data.train_batch_size / derived.roles["rollout"].dp) * engines)
+        cache = int(self.config.model.vision.cache_gib * GIB) if frozen and engines else 0
+        return cache + prompts * data.max_prompt_length * width * FP32
 
     def _row(self, phase: Phase, place: Place) -> Row:
         states = self.on_device(phase, place)
@@ -329,9 +369,14 @@ class TrainingPlan:
         return max(least, min(most, int(free * rollout.gpu_memory_utilization)))
 
     def _generation(self) -> tuple[int, int]:
-        rollout, shape = self.config.rollout, self.refit.resharding.shape
+        rollout, shape, layout = self.config.rollout, self.refit.resharding.shape, self.layouts["rollout"]
         itemsize = ITEMSIZE[rollout.dtype or self.config.model.dtype]
-        return generation_work(rollout, shape, self.layouts["rollout"].tp, itemsize)
+        activations, logits = generation_work(rollout, shape, layout.tp, itemsize)
+        if shape.vision is not None:  # pictures are encoded first
+            prompts, data = math.ceil(self.config.data.train_batch_size / layout.dp), self.config.data
+            encoding = encoding_work(rollout, shape.vision, layout.tp, itemsize, prompts, data.max_prompt_length)
+            activations = max(activations, encoding)
+        return activations, logits
 
     def _judge_cache(self, place: Place) -> int:
         """Bytes of the judge's KV cache on a rank of the place; the engine is built after all other models."""

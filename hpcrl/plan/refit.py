@@ -17,7 +17,7 @@ from hpcrl.config.placement import place
 from hpcrl.config.roles import ACTOR, ROLLOUT, shares_weights
 from hpcrl.config.schema import Config, ModelConfig
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.model.architecture import shape_from_yaml
+from hpcrl.model.architecture import shape_from_yaml, with_training
 from hpcrl.model.params import role_layout, shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.state import ITEMSIZE
@@ -147,10 +147,10 @@ def job_shape(config: Config) -> ModelShape:
 def model_shape(model: ModelConfig, num_tokens: int) -> ModelShape:
     """The shape of a section `model:`, of a Hugging Face directory without a look at its weights."""
     if model.path is None:
-        return shape_from_yaml(model, num_tokens)
+        return with_training(shape_from_yaml(model, num_tokens), model)
     from hpcrl.model.hf.families import read_shape
 
-    return read_shape(Path(model.path))
+    return with_training(read_shape(Path(model.path)), model)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

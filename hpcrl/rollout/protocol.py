@@ -28,13 +28,22 @@ class PromptPicture:
     features: Tensor
 
 
+@dataclass(frozen=True)
+class ToolPicture:
+    """A picture that a tool returned. key: as in `PromptPicture`. place: in the sequence. png: its content."""
+
+    key: int
+    place: Picture
+    png: bytes
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One sample to draw: `uid` names the prompt, `sample_index` the sample.
 
     `prefix_ids` int32 (n,) are the response's tokens so far: an aborted part, or earlier turns with tool tokens. The
     first token to draw has position n in the response, for the random numbers too. `max_new_tokens` bounds the tokens
-    still to draw; None: that of the sampling parameters less n. `pictures` are those of the prompt, in order.
+    still to draw; None: that of the sampling parameters less n. `pictures` are those of prompt and prefix, in order.
     """
 
     prompt_ids: list[int] | np.ndarray
@@ -118,7 +127,7 @@ class Trajectory:
     """A whole response, of one turn or of several: all arrays (n,).
 
     `mask` int32 is 1 on tokens that the model wrote and 0 on those of tools and users, whose `log_probs` are 0.
-    `routed_experts` as in a completion.
+    `routed_experts` as in a completion. `pictures` are those that tools returned.
     """
 
     token_ids: np.ndarray
@@ -129,6 +138,7 @@ class Trajectory:
     num_tool_calls: int = 0
     turn_scores: tuple[float, ...] = ()  # by a simulated user, of the turns that it scored
     routed_experts: np.ndarray | None = None
+    pictures: tuple[ToolPicture, ...] = ()
 
     @classmethod
     def from_completion(cls, done: Completion) -> Trajectory:

@@ -71,10 +71,19 @@ class Stepwise(RolloutSource):
                 "step %d: %d of %d prompts after %d generations (algorithm.filter_groups.max_num_gen_batches)",
                 *(step, found.num_prompts, wanted, found.num_batches),
             )
+        self._load_ahead(size)
         batch = self._first(step, wanted, found)
         for report in found.reports:  # of dropped prompts, too
             self.context.sampler.update(report)
         return pool.complete(batch), pool.metrics_of(step, batch, found)
+
+    def _load_ahead(self, size: int) -> None:
+        """Have the pictures of the next step's prompts decoded in processes, meanwhile."""
+        config = self.context.config
+        rows = self.context.sampler.rows_ahead(size)
+        if config.data.image_workers > 0 and len(rows):
+            batch = DataProto({}, {"row": np.repeat(rows, config.rollout.n)}, {"split": "train"})
+            self.context.controller["rollout"].load_ahead(batch)
 
     def _generate(self, step: int, size: int, found: Gathering) -> Steps[DataProto]:
         """Prompts from the sampler, with rollout.n scored responses to each."""

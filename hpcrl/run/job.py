@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from hpcrl.runtime.exits import DONE
 from hpcrl.runtime.world import World
 
 if TYPE_CHECKING:
+    from hpcrl.batch.data_proto import DataProto
     from hpcrl.controller.controller import Controller
     from hpcrl.controller.register import Worker
     from hpcrl.model.shape import ModelShape
@@ -121,7 +122,7 @@ class Job:
 
     @classmethod
     def check_with_torch(cls, config: Config, num_ranks: int) -> RoleLayouts:
-        """As `check`, with what only torch can check; on every rank, and on login nodes that have torch."""
+        """As `check`, with what only torch can check; on every rank."""
         return cls.check(config, num_ranks)
 
     @classmethod
@@ -335,6 +336,13 @@ class SupervisedJob(TrainingJob):
     @property
     def validation_freq(self) -> int:
         return int(self.own.eval_freq)
+
+    def load_ahead(self, run: Run, step: int, batch_of: Callable[[np.ndarray], DataProto]) -> None:
+        """Have the pictures of a later step decoded in processes, meanwhile. batch_of: from rows to what the data
+        worker loads."""
+        if self.config.data.image_workers > 0:
+            rows, _ = self.order.rows_of_step(step, self.own.batch_size)
+            run.controller["data"].load_ahead(batch_of(rows))
 
     def next_rows(self, run: Run, step: int, lengths: np.ndarray) -> np.ndarray:
         """The rows of the data that a step trains on, int64. lengths: tokens of every row, int64."""

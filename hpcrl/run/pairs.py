@@ -19,6 +19,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.controller.controller import replica_column
 from hpcrl.data.answers import CHOSEN, REJECTED, AnswerDataset
+from hpcrl.data.picture_index import tower_tokens
 from hpcrl.run.calls import metrics_of
 from hpcrl.run.job import SupervisedConfig, SupervisedJob
 from hpcrl.runtime.exits import InputError
@@ -114,10 +115,12 @@ class PairsJob(SupervisedJob):
         return batch
 
     def pairs(self, split: str, rows: np.ndarray) -> DataProto:
-        """Chosen and rejected of each pair on one replica of each role, with tokens balanced over replicas."""
+        """Chosen and rejected of each pair on one replica of each role, with tokens, and the work of a trained vision
+        tower, balanced over replicas."""
+        work = self.pair_lengths[split][rows] + 2 * tower_tokens(self.inputs.pairs[split], rows, self.inputs.shape)
         samples = {"row": np.repeat(rows, 2), "side": np.tile(np.array([CHOSEN, REJECTED]), len(rows))}
         for dp in {layout.dp for layout in self.derived.roles.values()}:
-            samples[replica_column(dp)] = np.repeat(balanced_assignment(self.pair_lengths[split][rows], dp), 2)
+            samples[replica_column(dp)] = np.repeat(balanced_assignment(work, dp), 2)
         return DataProto({}, samples, {"split": split})
 
     def validate(self, run: Run, step: int) -> tuple[dict[str, float], str]:

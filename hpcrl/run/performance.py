@@ -18,7 +18,7 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.busy import BusyReport, MemoryUse
 from hpcrl.controller.controller import Controller, Future
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import forward_flops, training_flops
+from hpcrl.model.sizes import forward_flops, tower_training_factor, training_flops
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 
 
@@ -30,22 +30,26 @@ def mfu_metrics(
     num_responses: int,
     seconds: Mapping[str, float],
     peak: float,
+    tower: float = 0.0,
 ) -> dict[str, float]:
     """verl's `perf/mfu/{actor,actor_infer,critic}`, of the phases that the step had: model FLOPs utilisation (Chowdhery
     et al. 2022, arXiv:2204.02311, section 4.1), the least operations of a phase's matrix products as a share of what
     its devices could have done in the seconds that the controller waited for it.
 
     lengths: tokens of each sample; num_responses: response tokens of all. seconds: by `timing_s/<phase>`. peak: bf16
-    operations per second of one device. The controller waits for concurrent phases one after the other, so only the
+    operations per second of one device. tower: operations of a pass of the vision tower over the step's pictures, if
+    each pass of a model runs it. The controller waits for concurrent phases one after the other, so only the
     first one's time is complete.
     """
     has_adapters = config.model.lora_rank > 0
-    update = training_flops(shape, lengths, num_responses, has_adapters=has_adapters)
+    to_train = tower * tower_training_factor(shape.vision) if shape.vision is not None else 0.0
+    update = training_flops(shape, lengths, num_responses, has_adapters=has_adapters) + to_train
+    update_critic = training_flops(shape, lengths, 0) + to_train
     found = {}
     for phase, role, name, flops in (
-        ("old_log_prob", "actor", "actor_infer", forward_flops(shape, lengths, num_responses)),
+        ("old_log_prob", "actor", "actor_infer", forward_flops(shape, lengths, num_responses) + tower),
         ("update_actor", "actor", "actor", config.actor.ppo_epochs * update),
-        ("update_critic", "critic", "critic", derived.critic_ppo_epochs * training_flops(shape, lengths, 0)),
+        ("update_critic", "critic", "critic", derived.critic_ppo_epochs * update_critic),
     ):
         if f"timing_s/{phase}" in seconds and role in derived.roles:
             could = seconds[f"timing_s/{phase}"] * peak * len(derived.roles[role].ranks)

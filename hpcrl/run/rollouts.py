@@ -52,10 +52,12 @@ def make_rollout_source(run: Run, derived: Derived, sampler: Sampler, tokenizer:
 def assign_to_replicas(batch: DataProto, config: Config, derived: Derived) -> dict[str, float]:
     """Add a column for each data-parallel degree, once per step. Returns `global_seqlen/*`, in tokens.
 
-    The samples of a prompt stay together; tokens are balanced inside each mini-batch of the first pass.
+    The samples of a prompt stay together; tokens, and the work of a trained vision tower, are balanced inside each
+    mini-batch of the first pass.
     """
     samples, num_prompts = batch.samples, batch.meta_info["num_prompts"]
     tokens = (samples["prompt_length"] + samples["response_length"]).astype(np.int64)
+    work = tokens + samples.get("tower_tokens", 0)
     actor, seed, step = config.actor, config.run.seed, batch.meta_info["step"]
     of_prompt = mini_batch_of(
         num_prompts, actor.ppo_mini_batch_size, seed=seed, step=step, ppo_epoch=0, shuffle=actor.shuffle
@@ -63,7 +65,7 @@ def assign_to_replicas(batch: DataProto, config: Config, derived: Derived) -> di
     mini_batch = of_prompt[samples["prompt"]]
     for dp in sorted({role.dp for role in derived.roles.values()}):
         if config.trainer.balance_batch:
-            assignment = balanced_assignment(tokens, dp, groups=samples["prompt"], mini_batches=mini_batch)
+            assignment = balanced_assignment(work, dp, groups=samples["prompt"], mini_batches=mini_batch)
         else:
             assignment = (samples["prompt"] * dp // num_prompts).astype(np.int32)
         samples[replica_column(dp)] = assignment

@@ -8,6 +8,8 @@ the logs into one HDF5 file:
     step_00000020.h5                   tokens/<column>/{values,offsets}, samples/<name>, attributes seed, step,
                                        weight_version, schema = 1
 
+Pictures of the samples are in its folder pictures: see `PictureFolder`.
+
 Logs of responses that are generated and not yet trained on are in the same folder, step_00000021.rank_00003.gen.log:
 see `generation_log`.
 """
@@ -155,6 +157,37 @@ def _plain(value: Any) -> Scalar:
     if isinstance(value, (bool, int, float)):
         return value
     raise ValueError(f"a sample holds numbers and strings, not {type(value).__name__}")
+
+
+class PictureFolder:
+    """Pictures beside the archive's files in `folder`, a PNG each: a thumbnail of those of prompts, which the data
+    files have, and the whole of those that tools returned."""
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int = 0) -> None:
+        self._folder, self._rank = Path(folder) / "pictures", rank
+        self._kept: set[str] = set()
+
+    def keep(self, name: str, png: Callable[[], bytes]) -> None:
+        """Write a picture if it is not there."""
+        if name in self._kept:
+            return
+        self._kept.add(name)
+        path = self._folder / name
+        if not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            draft = path.with_name(f"{name}.{self._rank}")  # two ranks may write the same picture
+            draft.write_bytes(png())
+            os.replace(draft, path)
+
+    def read(self, name: str) -> bytes:
+        """Raises ArchiveError if it is not there."""
+        try:
+            return (self._folder / name).read_bytes()
+        except OSError as error:
+            raise ArchiveError(f"{self._folder / name}: {error.strerror or error}; expected a picture") from None
+
+    def has(self, name: str) -> bool:
+        return (self._folder / name).is_file()
 
 
 def finish_step(

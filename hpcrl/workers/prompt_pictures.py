@@ -1,49 +1,75 @@
-"""Pictures of prompts: encoded for the rollout engine, and as a column for the roles that train."""
+"""Pictures of prompts and of tools: encoded for the rollout engine, and as a column for the roles that train."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcrl.batch.pictures import PictureColumn, PicturePlaces
+from hpcrl.batch.pictures import Picture, PictureColumn, PicturePlaces
+from hpcrl.data.images import Source
 from hpcrl.data.picture_index import index_pictures
+from hpcrl.engine.pictures import tokens_of_towers
+from hpcrl.model.sizes import tower_flops
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.protocol import PromptPicture
+from hpcrl.rollout.protocol import PromptPicture, Request, ToolPicture
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hpcrl.data.image_loader import ImageLoader
-    from hpcrl.model.vision import Vision
+    from hpcrl.data.images import ImageProcessor
+    from hpcrl.model.shape import ModelShape
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class EncodedPictures:
-    """The distinct pictures of rows. features: fp32 (tokens, width) of each. patches: of each, on leaders of a job that
-    trains the tower; None: the features are the column's values. num_encoded: pictures that the tower has run on."""
+    """The pictures of some samples, by key.
 
-    places: PicturePlaces
-    features: Sequence[Tensor]
-    patches: Sequence[np.ndarray] | None = None
+    samples: the pictures of each prompt. features: fp32 (tokens, width) each. patches: fp32 (patches, width) each, on
+    leaders of a job that trains the tower; None: the features are the column's values. num_encoded: pictures that the
+    tower has run on.
+    """
+
+    samples: Sequence[Sequence[tuple[int, Picture]]]
+    features: dict[int, Tensor] = field(default_factory=dict)
+    patches: dict[int, np.ndarray] | None = None
     num_encoded: int = 0
 
-    def of_rows(self) -> list[tuple[PromptPicture, ...]]:
-        """The pictures of each row, for its requests."""
-        keys = self.places.keys.tolist()
+    @classmethod
+    def of_requests(cls, requests: Sequence[Request]) -> EncodedPictures:
+        """Those of requests that have them, with a frozen tower."""
+        samples = [[(picture.key, picture.place) for picture in request.pictures] for request in requests]
+        return cls(samples, {picture.key: picture.features for request in requests for picture in request.pictures})
+
+    def of_samples(self) -> list[tuple[PromptPicture, ...]]:
+        """The pictures of each prompt, for its requests."""
         return [
-            tuple(PromptPicture(keys[item], picture, self.features[item]) for item, picture in self.places.of_row(row))
-            for row in range(len(self.places))
+            tuple(PromptPicture(key, picture, self.features[key]) for key, picture in sample) for sample in self.samples
         ]
 
-    def column(self) -> PictureColumn:
-        """The pictures for other roles: features of a frozen tower, or patches for one that is trained."""
+    def column(self, answers: Sequence[Sequence[ToolPicture]] | None = None) -> PictureColumn:
+        """The pictures for other roles: features of a frozen tower, or patches for one that is trained.
+
+        answers: of each sample, the pictures that tools returned.
+        """
+        samples = self.samples if answers is None else with_answers(self.samples, answers)
+        places = PicturePlaces.of_samples(samples)
+        keys = places.keys.tolist()
         if self.patches is not None:
-            return PictureColumn.of(self.places, self.patches)
-        return PictureColumn.of(self.places, [each.numpy() for each in self.features], are_features=True)
+            return PictureColumn.of(places, [self.patches[key] for key in keys])
+        return PictureColumn.of(places, [self.features[key].numpy() for key in keys], are_features=True)
+
+
+def with_answers(
+    samples: Sequence[Sequence[tuple[int, Picture]]], answers: Sequence[Sequence[ToolPicture]]
+) -> list[list[tuple[int, Picture]]]:
+    """The pictures of each sample: those of its prompt, then those that tools returned."""
+    pairs = zip(samples, answers, strict=True)
+    return [[*sample, *((picture.key, picture.place) for picture in answer)] for sample, answer in pairs]
 
 
 class PromptPictures:
@@ -56,15 +82,19 @@ class PromptPictures:
     def __init__(
         self,
         engine: NativeEngine,
-        vision: Vision,
+        shape: ModelShape,
+        images: ImageProcessor,
         cache_bytes: int,
         loaders: Mapping[str, ImageLoader],
         *,
         is_leader: bool,
     ) -> None:
-        """loaders: of each split."""
-        self._engine, self._cache_bytes, self._loaders = engine, cache_bytes, loaders
-        self._is_frozen, self._is_leader = vision.train == "none", is_leader
+        """shape: of a model with a vision tower. images: decodes what tools return. loaders: of each split."""
+        assert shape.vision is not None
+        self._shape = shape
+        self._engine, self._images, self._cache_bytes, self._loaders = engine, images, cache_bytes, loaders
+        self._vision, self._is_leader = shape.vision, is_leader
+        self._is_frozen = shape.vision.train == "none"
         self._cache: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
         self._held = 0
 
@@ -73,45 +103,100 @@ class PromptPictures:
         for loader in self._loaders.values():
             loader.close()
 
+    def load_ahead(self, split: str, rows: Sequence[int]) -> None:
+        """Start to decode this rank's pictures of rows that `encode` will be called with."""
+        loader = self._loaders[split]
+        places, sources = index_pictures(loader.dataset, rows)
+        missing = [number for number, key in enumerate(places.keys.tolist()) if key not in self._cache]
+        own = self._engine.share(places.grids[missing])
+        if self._is_leader and not self._is_frozen:  # it needs all of them for the column
+            own = list(range(len(missing)))
+        loader.submit_ahead([sources[missing[number]] for number in own])
+
     def encode(self, split: str, rows: Sequence[int], *, divided: bool = True) -> EncodedPictures:
         """Encode the pictures of these rows. Collective over the replica if `divided`: its ranks divide them."""
         loader = self._loaders[split]
         places, sources = index_pictures(loader.dataset, rows)
         keys = places.keys.tolist()
-        missing = [number for number, key in enumerate(keys) if key not in self._cache]
-        decoded: dict[int, np.ndarray] = {}
+        of_rows = [[(keys[item], picture) for item, picture in places.of_row(row)] for row in range(len(places))]
+        shown = EncodedPictures(of_rows, patches=None if self._is_frozen or not self._is_leader else {})
 
         def decode(numbers: Sequence[int]) -> list[np.ndarray]:
-            """Patches of distinct pictures, which a leader keeps for the column."""
-            found = loader.load([sources[number] for number in numbers])
-            if not self._is_frozen and self._is_leader:
-                decoded.update(zip(numbers, found, strict=True))
+            return loader.load([sources[number] for number in numbers])
+
+        self._add(shown, keys, places.grids, decode, divided=divided)
+        return shown
+
+    def add_answers(
+        self, shown: EncodedPictures, pictures: Sequence[ToolPicture], *, divided: bool = True
+    ) -> list[Tensor]:
+        """Encode pictures that tools returned, and add them to `shown`. Returns the features of each. Collective as
+        `encode`."""
+        distinct = list({picture.key: picture for picture in pictures}.values())
+        grids = np.array([picture.place.grid for picture in distinct], np.int32).reshape(-1, 3)
+
+        def decode(numbers: Sequence[int]) -> list[np.ndarray]:
+            return [self._patches_of(distinct[number]) for number in numbers]
+
+        self._add(shown, [picture.key for picture in distinct], grids, decode, divided=divided)
+        return [shown.features[picture.key] for picture in pictures]
+
+    def pixels(self, split: str, rows: Sequence[int], answers: Sequence[Sequence[ToolPicture]]) -> PictureColumn:
+        """The pictures of these rows, and those that tools returned, as patches, which every role encodes."""
+        column = self._loaders[split].column(rows)
+        if not any(answers):
+            return column
+        keys = column.keys.tolist()
+        of_rows = [[(keys[item], picture) for item, picture in column.of_row(row)] for row in range(len(column))]
+        values = {key: column.values.row(number) for number, key in enumerate(keys)}
+        values |= {picture.key: self._patches_of(picture) for answer in answers for picture in answer}
+        places = PicturePlaces.of_samples(with_answers(of_rows, answers))
+        return PictureColumn.of(places, [values[key] for key in places.keys.tolist()])
+
+    def work_of(self, column: PictureColumn) -> dict[str, np.ndarray]:
+        """The samples' column `tower_tokens`: what a trained tower's work on each is worth in tokens of the language
+        model, int64 (N,). Nothing with a frozen tower."""
+        return {} if self._is_frozen else {"tower_tokens": tokens_of_towers(column, self._shape)}
+
+    def _add(
+        self,
+        shown: EncodedPictures,
+        keys: Sequence[int],
+        grids: np.ndarray,
+        decode: Callable[[Sequence[int]], list[np.ndarray]],
+        *,
+        divided: bool,
+    ) -> None:
+        """Encode the pictures with these distinct keys that neither `shown` nor the cache has. decode: from numbers of
+        pictures to their patches."""
+        missing = [number for number, key in enumerate(keys) if key not in shown.features and key not in self._cache]
+
+        def decode_missing(numbers: Sequence[int]) -> list[np.ndarray]:
+            found = decode([missing[number] for number in numbers])
+            if shown.patches is not None:
+                shown.patches |= {keys[missing[at]]: patches for at, patches in zip(numbers, found, strict=True)}
             return found
 
         encoded: list[Tensor] = []
         if missing:
-            own = places.grids[missing]
-            encoded = self._engine.encode(own, lambda at: decode([missing[it] for it in at]), divided=divided)
-        found = dict(zip(missing, encoded, strict=True))
-        features = [found[number] if number in found else self._cache[key] for number, key in enumerate(keys)]
-        if self._is_frozen:
-            for key, each in zip(keys, features, strict=True):
-                self._keep(key, each)
-        patches = None
-        if not self._is_frozen and self._is_leader:
-            decode([number for number in range(len(keys)) if number not in decoded])
-            patches = [decoded[number] for number in range(len(keys))]
-        return EncodedPictures(places, features, patches, len(missing))
+            encoded = self._engine.encode(grids[missing], decode_missing, divided=divided)
+        found = {keys[number]: features for number, features in zip(missing, encoded, strict=True)}
+        for key in keys:
+            if key not in shown.features:
+                shown.features[key] = found[key] if key in found else self._cache[key]
+            if self._is_frozen:
+                self._keep(key, shown.features[key])
+        shown.num_encoded += len(missing)
+        if shown.patches is not None:
+            left = [number for number, key in enumerate(keys) if key not in shown.patches]
+            shown.patches |= {keys[number]: patches for number, patches in zip(left, decode(left), strict=True)}
 
-    def pixels(self, split: str, rows: Sequence[int]) -> PictureColumn:
-        """The pictures of these rows as patches, which every role encodes."""
-        return self._loaders[split].column(rows)
+    def _patches_of(self, picture: ToolPicture) -> np.ndarray:
+        return self._images.patches_of(Source("image", picture.png), "", 0, picture.place.grid)
 
-    def of_requests(self, split: str, rows: Sequence[int], pictures: Sequence[PromptPicture]) -> EncodedPictures:
-        """As `encode`, of rows whose pictures are given; with a frozen tower."""
-        places = index_pictures(self._loaders[split].dataset, rows).places
-        features = {picture.key: picture.features for picture in pictures}
-        return EncodedPictures(places, [features[key] for key in places.keys.tolist()])
+    def flops(self, column: PictureColumn) -> float:
+        """Operations of the tower's pass over the distinct pictures of a column; 0 if it has their features."""
+        return 0.0 if column.are_features else tower_flops(self._vision, column.grids.tolist())
 
     def _keep(self, key: int, features: Tensor) -> None:
         if key not in self._cache:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.roles import ARCHIVE, GENERATIONS
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
-from hpcrl.telemetry.archive import RolloutLog, log_path
+from hpcrl.telemetry.archive import PictureFolder, RolloutLog, log_path
 from hpcrl.telemetry.writer import json_line
 from hpcrl.workers.scorer import response_text, responses_of
 
@@ -30,11 +30,8 @@ TOKENS = (
 SAMPLES = (
     *("position", "prompt", "row", "epoch", "sample_index", "prompt_length", "response_length", "finish_reason"),
     *("weight_version_min", "weight_version_max", "score", "acc", "extras"),
-    *("rm_score?", "judge_score?", "reward_baseline?", "num_turns?", "tool_call_counts?"),
+    *("rm_score?", "judge_score?", "reward_baseline?", "num_turns?", "tool_call_counts?", "tool_pictures?"),
 )
-
-
-PICTURES = "pictures"  # folder of thumbnails in that of the archive
 
 
 class InputsWorker(Worker):
@@ -57,7 +54,7 @@ class ArchiveWorker(InputsWorker):
         super().__init__(layout, rank, inputs)
         self.prompts = inputs.prompts["train"]
         self.sources = self.prompts.source_of_rows()
-        self._kept: set[str] = set()  # pictures with a thumbnail
+        self._pictures: PictureFolder | None = None
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), leader_only=True)
     def write(self, batch: DataProto, folder: str) -> tuple[int | None, str, str] | None:
@@ -73,7 +70,8 @@ class ArchiveWorker(InputsWorker):
         return None
 
     def _write(self, batch: DataProto, path: Path) -> None:
-        log = RolloutLog(path)
+        log, pictures = RolloutLog(path), self._pictures or PictureFolder(path.parent, self.rank)
+        self._pictures = pictures
         columns = {name: batch.fetch(name) for name in batch.tokens}
         for index in range(len(batch)):
             samples = {name: column[index] for name, column in batch.samples.items()}
@@ -85,25 +83,18 @@ class ArchiveWorker(InputsWorker):
             }
             tokens = {name: column.row(index) for name, column in columns.items()}
             if self.inputs.images is not None:
-                samples["pictures"] = json.dumps(self._keep_pictures(row, path.parent / PICTURES))
+                samples["pictures"] = json.dumps(self._keep_pictures(row, pictures))
             if "verdicts" in tokens:
                 samples["verdicts"] = tokens.pop("verdicts").tobytes().decode("utf-8")
             log.append_sample(tokens, samples)
         log.close()
 
-    def _keep_pictures(self, row: int, folder: Path) -> list[str]:
-        """Return the names of a row's pictures; those that are not there are written to `folder` as thumbnails."""
+    def _keep_pictures(self, row: int, folder: PictureFolder) -> list[str]:
+        """Return the names of a prompt's pictures, of which `folder` gets thumbnails."""
         names = []
         for index, item in enumerate(self.prompts.media(row)):
-            name = f"{item.key:016x}.png"
-            names.append(name)
-            if name not in self._kept:
-                self._kept.add(name)
-                if not (folder / name).exists():
-                    folder.mkdir(exist_ok=True)
-                    draft = folder / f"{name}.{self.rank}"  # two leaders may write the same picture
-                    draft.write_bytes(self.prompts.thumbnail(row, index))
-                    os.replace(draft, folder / name)
+            names.append(f"{item.key:016x}.png")
+            folder.keep(names[-1], partial(self.prompts.thumbnail, row, index))
         return names
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.batch.pictures import Picture
 from hpcrl.config.schema import Config
-from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.rollout.protocol import Request, SamplingParams, ToolPicture, Trajectory
 from hpcrl.telemetry.archive import Record, RecordLog, generation_log, generation_logs, read_records
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class ResponseJournal:
             "drawn_by": self._hash(request),
             **{name: getattr(done, name).astype(dtype).tobytes() for name, dtype in ARRAYS.items()},
             **routing,
+            "pictures": [[picture.key, *picture.place, picture.png] for picture in done.pictures],
             "finish_reason": done.finish_reason,
             "num_turns": done.num_turns,
             "num_tool_calls": done.num_tool_calls,
@@ -148,8 +150,14 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
             num_tool_calls=int(record["num_tool_calls"]),
             turn_scores=tuple(float(score) for score in record["turn_scores"]),
             routed_experts=experts,
+            pictures=tuple(_picture(*values) for values in record["pictures"]),
         )
         is_whole = len({len(array) for array in arrays.values()}) == 1 and done.finish_reason in FINISH_REASONS
     except (KeyError, TypeError, ValueError):
         return None
     return done if is_whole else None
+
+
+def _picture(key: int, start: int, grid: Sequence[int], interval: float, png: bytes) -> ToolPicture:
+    time, height, width = grid
+    return ToolPicture(key, Picture(start, (time, height, width), interval), png)

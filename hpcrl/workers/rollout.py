@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,8 @@ from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.mpi import create_group
-from hpcrl.telemetry.archive import read_step, step_path
+from hpcrl.telemetry.archive import PictureFolder, read_step, step_path
+from hpcrl.workers import tool_pictures
 from hpcrl.workers.model_worker import DTYPES
 from hpcrl.workers.prompt_pictures import EncodedPictures, PromptPictures
 from hpcrl.workers.response_journal import ResponseJournal
@@ -144,9 +146,11 @@ class RolloutWorker(Worker):
         engine = make_engine(team.groups[role], team.inputs.shape, config, ranks_on_node=world.local_size)
         agent = _agent_loop(team, layout) if config.rollout.multi_turn.enable else None
         pictures = None
-        if isinstance(engine, NativeEngine) and (vision := team.inputs.shape.vision) is not None:
-            cache, loaders = int(config.model.vision.cache_gib * 2**30), team.image_loaders(team.inputs.prompts)
-            pictures = PromptPictures(engine, vision, cache, loaders, is_leader=world.rank in layout.leaders)
+        if isinstance(engine, NativeEngine) and (shape := team.inputs.shape).vision is not None:
+            cache, images = int(config.model.vision.cache_gib * 2**30), team.inputs.images
+            assert images is not None
+            loaders = team.image_loaders(team.inputs.prompts)
+            pictures = PromptPictures(engine, shape, images, cache, loaders, is_leader=world.rank in layout.leaders)
         return cls(layout, world.rank, engine, config, team.inputs.prompts, scorer, agent, pictures)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -172,12 +176,10 @@ class RolloutWorker(Worker):
         `weight_version`, that of the engine's weights, responses are kept (see `keep_responses`)."""
         start = time.perf_counter()
         split, rows = batch.meta_info["split"], batch.samples["row"].tolist()
-        requests, pictures, metrics = self._requests(batch), None, dict[str, Metric]()
+        requests, shown, metrics = self._requests(batch), None, dict[str, Metric]()
         if self.pictures is not None:
-            pictures = self.pictures.encode(split, rows)
-            metrics["perf/pictures"] = Sum(float(len(pictures.features)))
-            metrics["perf/pictures_encoded"] = Sum(float(pictures.num_encoded))
-            requests = with_pictures(requests, pictures)
+            shown = self.pictures.encode(split, rows)
+            requests = with_pictures(requests, shown)
         journal = self.stream.journal if "weight_version" in batch.meta_info else None
         known, left = self._recalled(requests, sampling, batch.meta_info)
         if known:
@@ -200,21 +202,45 @@ class RolloutWorker(Worker):
 
         for index, done in known.items():
             begin_score(index, done)
-        drawn, found = self._draw(
-            [requests[index] for index in left], [rows[index] for index in left], batch.meta_info, sampling, finished
-        )
+        own, their_rows = [requests[index] for index in left], [rows[index] for index in left]
+        drawn, found = self._draw(own, their_rows, batch.meta_info, sampling, finished, shown)
         if not self.is_leader:
             return DataProto({}, {}, {})
         known |= dict(zip(left, drawn, strict=True))
         trajectories = [known[index] for index in range(len(requests))]
         columns = response_columns(requests, trajectories)
-        if pictures is not None:
-            columns.tokens["pictures"] = pictures.column()
         if self.agent is not None:
             columns.samples |= turn_columns(trajectories)
             found = merge([found, turn_metrics(trajectories)])
+        if shown is not None:
+            metrics |= self._add_pictures(columns, shown, trajectories, batch.meta_info)
         columns.meta_info["metrics"] = {**metrics, **found, "perf/rollout_busy_s": Sum(time.perf_counter() - start)}
         return columns
+
+    def _add_pictures(
+        self, columns: DataProto, shown: EncodedPictures, trajectories: Sequence[Trajectory], meta: dict[str, Any]
+    ) -> dict[str, Metric]:
+        """Add the column of pictures, and of those that tools returned; return their counts. For leaders."""
+        assert self.pictures is not None
+        answers = [done.pictures for done in trajectories]
+        returned = [picture for answer in answers for picture in answer]
+        self.pictures.add_answers(shown, returned, divided=False)  # those of recalled responses
+        columns.tokens["pictures"] = column = shown.column(answers)
+        columns.samples |= self.pictures.work_of(column)
+        if self.agent is not None:
+            columns.samples["tool_pictures"] = np.array([tool_pictures.to_text(answer) for answer in answers], object)
+            if "weight_version" in meta:  # training, whose samples are archived
+                tool_pictures.keep(PictureFolder(run_directory(self.config) / "rollouts", self.rank), returned)
+        counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
+        if flops := self.pictures.flops(column):
+            counts["perf/tower_flops"] = flops
+        return {name: Sum(count) for name, count in counts.items()}
+
+    @register(Dispatch.DP_ORDER, reads=("row",))
+    def load_ahead(self, batch: DataProto) -> None:
+        """Start to decode the pictures of rows that `generate` will be called with."""
+        if self.pictures is not None:
+            self.pictures.load_ahead(batch.meta_info["split"], batch.samples["row"].tolist())
 
     def _recalled(
         self, requests: list[Request], sampling: SamplingParams, meta: dict[str, Any]
@@ -238,15 +264,19 @@ class RolloutWorker(Worker):
         meta: dict[str, Any],
         sampling: SamplingParams,
         on_finished: Callable[[int, Any], None],
+        shown: EncodedPictures | None,
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
-        """New responses, in the order of the requests, and metrics of tools."""
+        """New responses, in the order of the requests, and metrics of tools. Pictures of tools are added to `shown`."""
         self.engine.wake()
         seed = self.config.run.seed
         options = {"step": meta["step"], "on_finished": on_finished, "on_step": self._on_step}
         metrics: dict[str, Metric] = {}
         if self.agent is not None:
             records = [self.prompts[meta["split"]].record(row) for row in rows] if self.is_leader else None
-            trajectories, metrics = self.agent.run(self.engine, requests, records, sampling, seed=seed, **options)
+            encode = None if self.pictures is None or shown is None else partial(self.pictures.add_answers, shown)
+            trajectories, metrics = self.agent.run(
+                self.engine, requests, records, sampling, seed=seed, encode=encode, **options
+            )
         else:
             completions = self.engine.generate(requests, sampling, seed=seed, **options)
             trajectories = [Trajectory.from_completion(completion) for completion in completions]
@@ -287,9 +317,7 @@ class RolloutWorker(Worker):
         requests = [each.request for each in responses]
         found = response_columns(requests, [each.trajectory() for each in responses])
         if self.pictures is not None:
-            pictures = [picture for request in requests for picture in request.pictures]
-            shown = self.pictures.of_requests("train", [each.row for each in responses], pictures)
-            found.tokens["pictures"] = shown.column()
+            found.tokens["pictures"] = EncodedPictures.of_requests(requests).column()
         versions = np.array([response.versions for response in responses], np.int64).reshape(-1, 2)
         found.samples["weight_version_min"], found.samples["weight_version_max"] = versions.T
         num_recalled = sum(response.is_recalled for response in responses)
@@ -325,17 +353,23 @@ class RolloutWorker(Worker):
                     "replay with the data files and the filter of the recording"
                 )
         columns: Columns = {name: Ragged(values, offsets).take(rows) for name, (values, offsets) in tokens.items()}
+        work: dict[str, np.ndarray] = {}
         if self.pictures is not None:
-            columns["pictures"] = self.pictures.pixels("train", samples["row"][rows].tolist())
-        turns = [name for name in ("num_turns", "tool_call_counts") if name in samples]
+            # Samples of a checkpoint have their pictures in the run's folder.
+            folders = [PictureFolder(each) for each in (folder, run_directory(self.config) / "rollouts")]
+            texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
+            answers = [tool_pictures.of_text(text, *folders) for text in texts]
+            columns["pictures"] = column = self.pictures.pixels("train", samples["row"][rows].tolist(), answers)
+            work = self.pictures.work_of(column)
+        turns = [name for name in ("num_turns", "tool_call_counts", "tool_pictures") if name in samples]
         kept = ["prompt_length", "response_length", "finish_reason", *turns]
         if scores:
             samples["extras"] = np.array([json.loads(text) for text in samples["extras"]], object)
             kept += [name for name in ("score", "acc", "extras", "rm_score", "judge_score") if name in samples]
             if "verdicts" in samples:
-                texts = [text.encode("utf-8") for text in samples["verdicts"][rows]]
-                columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in texts], np.uint8)
-        return DataProto(columns, {name: samples[name][rows] for name in kept}, {})
+                verdicts = [text.encode("utf-8") for text in samples["verdicts"][rows]]
+                columns["verdicts"] = Ragged.from_rows([np.frombuffer(text, np.uint8) for text in verdicts], np.uint8)
+        return DataProto(columns, {name: samples[name][rows] for name in kept} | work, {})
 
     def _requests(self, batch: DataProto) -> list[Request]:
         prompts = self.prompts[batch.meta_info["split"]]
@@ -355,7 +389,7 @@ class RolloutWorker(Worker):
 
 
 def with_pictures(requests: list[Request], pictures: EncodedPictures) -> list[Request]:
-    return [replace(request, pictures=mine) for request, mine in zip(requests, pictures.of_rows(), strict=True)]
+    return [replace(request, pictures=mine) for request, mine in zip(requests, pictures.of_samples(), strict=True)]
 
 
 def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
@@ -364,7 +398,8 @@ def _agent_loop(team: Team, rollout: Layout) -> AgentLoop:
     replica = rollout.replica(rollout.coord(world.rank).dp)
     comm = create_group(world.comm, replica) if len(replica) > 1 else None
     log_path = run_directory(config) / "logs" / f"tools_{world.rank:05d}.log"
-    return AgentLoop(config.rollout.multi_turn, config.data, team.inputs.tokenizer, comm, str(log_path))
+    options = config.rollout.multi_turn, config.data, team.inputs.tokenizer, comm, str(log_path)
+    return AgentLoop(*options, team.inputs.images)
 
 
 def _response_scorer(team: Team) -> ResponseScorer:

@@ -48,6 +48,12 @@ class DataWorker(InputsWorker):
         """The datasets whose rows have columns, by split."""
         raise NotImplementedError
 
+    @register(Dispatch.DP_ORDER, reads=("row",), leader_only=True)
+    def load_ahead(self, batch: DataProto) -> None:
+        """Start to decode the pictures of rows that `load` will be called with."""
+        if self.loaders:
+            self.loaders[batch.meta_info["split"]].load_ahead(batch.samples["row"].tolist())
+
     def with_pictures(self, columns: DataProto, split: str, rows: Sequence[int]) -> DataProto:
         """The columns of these rows, and of a vision-language model their pictures."""
         pictures: Columns = {"pictures": self.loaders[split].column(rows)} if self.loaders else {}

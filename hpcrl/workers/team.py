@@ -22,6 +22,7 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.model.vision_rules import check_towers, check_vision
 from hpcrl.rewards.manager import check_rewards
 from hpcrl.rollout.agent.tools import tool_schemas
 from hpcrl.runtime import platform
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.data.images import ImageProcessor
-    from hpcrl.model.vision import Vision
 
 
 @dataclass
@@ -81,6 +81,8 @@ def build_team(
     world: World, config: Config, derived: RoleLayouts, inputs: Inputs, roles: Sequence[RoleSpec], total_steps: int = 0
 ) -> Team:
     """Build this rank's workers, role by role in the given order. Collective over the world."""
+    models = {spec.path: inputs.shapes.get(spec.name, inputs.shape) for spec in roles if spec.head is not None}
+    world.run_collectively(lambda: check_towers(inputs.shape, models))
     layouts = world.run_collectively(
         lambda: {
             role: role_layout(inputs.shapes.get(role, inputs.shape), role, **placed.grid)
@@ -200,30 +202,6 @@ def image_processor(config: Config, shape: ModelShape) -> ImageProcessor | None:
 
     check_vision(config, shape.vision)
     return ImageProcessor.of_model(str(config.model.path), shape.vision, config.data)
-
-
-def check_vision(config: Config, vision: Vision) -> None:
-    """Raise InputError if the job has settings that do not work with a vision tower."""
-    train = vision.train != "none"
-    unsupported = {
-        "rollout.engine=tensorrt_llm with pictures is not supported; use native": (
-            config.rollout.engine == "tensorrt_llm"
-        ),
-        "rollout.exact=true with pictures is not supported; use false": config.rollout.exact,
-        f"model.vision.train={vision.train} with model.lora_rank={config.model.lora_rank}: adapters are all that is "
-        "trained of a model with them; use none": train and config.model.lora_rank > 0,
-        f"model.vision.train={vision.train} with async_training.mode=bounded_staleness is not supported: features of "
-        "waiting prompts would be older than the weights; use one_step_off": (
-            train and config.async_training.mode == "bounded_staleness"
-        ),
-        f"model.vision.train={vision.train} with model.recompute.granularity=full is not supported for a tower whose "
-        "features join several layers; use selective": (
-            train and vision.num_deepstack > 0 and config.model.recompute.granularity == "full"
-        ),
-    }
-    for line, is_wanted in unsupported.items():
-        if is_wanted:
-            raise InputError(line)
 
 
 def check_experts(shape: ModelShape, config: Config) -> None:

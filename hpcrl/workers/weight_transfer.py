@@ -19,6 +19,7 @@ from hpcrl.config.roles import EXPORT, REFIT, shares_weights
 from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
+from hpcrl.model.hf.directory import whole_tensors
 from hpcrl.model.hf.files import ADAPTER_WEIGHTS, peft_shards, plan_files
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
@@ -170,7 +171,9 @@ class ExportWorker(Worker):
         """Write the named tensors to each file, and free them. Returns the arguments of an OSError, or None."""
         for path, names in files.items():
             try:
-                save_file({name: tensors.pop(name).cpu() for name in names}, path, metadata={"format": "pt"})
+                whole = whole_tensors({name: tensors.pop(name).cpu() for name in names})
+                save_file(whole, path, metadata={"format": "pt"})
+                del whole  # before the next file's tensors are copied
                 fsync(path)
             except (OSError, SafetensorError) as error:
                 said = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())

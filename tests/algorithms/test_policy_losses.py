@@ -201,8 +201,8 @@ def test_mistakes_are_named_before_there_is_data():
     for name, wrong, message in (
         ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; expected a number above 1"),
         ("dro", {}, "dro_beta is null; loss_mode=dro needs a number above 0"),
-        ("clip_cov", {"policy_loss.clip_cov_ratio": 0.0}, "clip_cov_ratio is 0.0; expected more than 0"),
-        ("kl_cov", {"policy_loss.kl_cov_ratio": 0.0}, "kl_cov_ratio is 0.0; expected more than 0"),
+        ("clip_cov", {"policy_loss.clip_cov_ratio": 0.0}, "clip_cov_ratio is 0.0; expected a number above 0"),
+        ("kl_cov", {"policy_loss.kl_cov_ratio": 0.0}, "kl_cov_ratio is 0.0; expected a number above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             policy_loss(name, **batch_of(1), config=wrong)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.geometry import picture
+
 Rows = list[dict[str, Any]]
 
 SHOPS = [
@@ -126,6 +128,22 @@ def chat(folder: Path) -> None:
     write_jsonl(folder / "test.jsonl", [chat_row("Name three colours of the flag of Italy.", "Green, white, red.")])
 
 
+def geometry3k(folder: Path) -> None:
+    problems = [
+        ("<image>Find x.", "17", 1),
+        ("<image>Find the area.", "18 \\sqrt { 3 }", 1),
+        ("<image>Find y.", "4", 2),
+    ]
+    rows = [
+        {"images": [picture(seed + n) for n in range(count)], "problem": problem, "answer": answer}
+        for seed, (problem, answer, count) in enumerate(problems)
+    ]
+    write_parquet(folder / "data" / "train-00000-of-00001.parquet", rows)
+    test = [{"images": [picture(9)], "problem": "<image>Find x.", "answer": "5"}]  # another figure
+    write_parquet(folder / "data" / "test-00000-of-00001.parquet", test)
+    write_parquet(folder / "data" / "validation-00000-of-00001.parquet", rows)
+
+
 # name of the dataset, files, rows of (train, val), what is dropped from train
 PUBLISHED: dict[str, tuple[str, Callable[[Path], None], tuple[int, int], dict[str, int]]] = {
     "gsm8k_parquet": ("gsm8k", gsm8k_parquet, (3, 1), {}),
@@ -138,6 +156,7 @@ PUBLISHED: dict[str, tuple[str, Callable[[Path], None], tuple[int, int], dict[st
         (2, 1),
         {"repeats a row": 4, "repeats a prompt with another ground truth": 1},
     ),
+    "geometry3k": ("geometry3k", geometry3k, (2, 1), {"another number of <image> than pictures": 1}),
     "countdown": ("countdown", countdown, (76, 4), {}),
     "preferences": (
         "preferences",

@@ -18,6 +18,7 @@ from hpcrl.data.conversations import Conversations
 from hpcrl.data.prompts import PromptDataset
 from hpcrl.rewards.registry import scorer_for
 from tests.data.published import PUBLISHED, SHOPS, preference_row, shop_rows, write_jsonl, write_parquet
+from tests.geometry import picture
 
 Run = Callable[..., str]
 
@@ -78,7 +79,8 @@ def test_published_files_become_rows_that_jobs_read(case: str, tmp_path: Path, r
     assert said["val_is_held_out_of_train"] == (case == "countdown")
     assert said["duplicates"]["val_rows"] == {"exact": 0, "near": 0}, said["duplicates"]["examples"]
 
-    cfg = DataConfig(max_prompt_length=1000, max_response_length=1000)
+    # a language model does not take the rows with their pictures
+    cfg = DataConfig(max_prompt_length=1000, max_response_length=1000, image_key="none")
     for split, size in zip(("train", "val"), sizes, strict=True):
         path = out / f"{split}.parquet"
         rows = rows_of(path)
@@ -112,6 +114,8 @@ def gold_score(row: dict[str, Any]) -> float:
     truth = row["reward_model"]["ground_truth"]
     if row["data_source"] == "math_dapo":
         return score(row, f"It is so.\nAnswer: {truth}")
+    if row["data_source"] == "hiyouga/geometry3k":
+        return score(row, f"<think>so</think> \\boxed{{{truth}}}")
     one, two, large = sorted(truth["numbers"])
     expression = f"{large} + {two} + {one}" if truth["target"] > large else f"{large} + {one} - {two}"
     return score(row, f"<think>so</think> <answer>{expression}</answer>")
@@ -129,6 +133,27 @@ def test_rows_are_those_of_verl(tmp_path: Path, run: Run) -> None:
         "extra_info": {"split": "train", "index": 1},
         "answer": "We count <<1+1=2>> it.\n#### 5,000",
     }
+
+
+def test_rows_with_pictures_are_those_of_verl(tmp_path: Path, run: Run) -> None:
+    """What verl's examples/data_preprocess/geo3k.py writes."""
+    PUBLISHED["geometry3k"][1](tmp_path / "from")
+    run("geometry3k", "--from", tmp_path / "from", "--out", tmp_path / "out")
+    instruction = (
+        "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+        "The reasoning process MUST BE enclosed within <think> </think> tags. "
+        "The final answer MUST BE put in \\boxed{}."
+    )
+    assert rows_of(tmp_path / "out" / "val.parquet") == [
+        {
+            "data_source": "hiyouga/geometry3k",
+            "prompt": [{"role": "user", "content": f"<image>Find x. {instruction}"}],
+            "images": [picture(9)],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "5"},
+            "extra_info": {"split": "val", "index": 0, "answer": "5", "question": "<image>Find x."},
+        }
+    ]
 
 
 def test_held_out_numbers_are_in_no_training_row(tmp_path: Path, run: Run) -> None:

@@ -785,6 +785,27 @@ def pictures_of(data: PromptDataset, rows: list[int]) -> list[tuple[int, int]]:
     return [(row, index) for row in rows for index in range(len(data.media(row)))]
 
 
+def test_pictures_are_loaded_ahead(
+    tmp_path: Path, tokenizer: Any, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By processes alone; what no step takes is dropped when the next pictures are asked for."""
+    images, pictures = processor(), [picture(56, 28 * (number + 2), number) for number in range(4)]
+    rows = [row("<image>", [encoded(it)]) for it in pictures]
+    data = PromptDataset([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig(), images=images)
+    loader = ImageLoader(data, images, 2)
+    monkeypatch.delattr(PromptDataset, "patches")
+    try:
+        for rows_ahead in ([0, 1], [1, 2], [2, 3, 2]):
+            loader.load_ahead(rows_ahead)
+        column = loader.column([3, 2])
+        for number, image in enumerate((pictures[3], pictures[2])):
+            assert np.array_equal(column.values.row(number), images.patches(image)[0].ravel())
+        with pytest.raises(AttributeError):
+            loader.take(1, 0)
+    finally:
+        loader.close()
+
+
 def test_a_loader_whose_processes_fail(tmp_path: Path, tokenizer: Any, processor: Any) -> None:
     images, path = processor(), tmp_path / "a.png"
     path.write_bytes(encoded(picture(56, 56)))

@@ -23,6 +23,7 @@ from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 from tests.model.families import EXPERTS, LLAMA3, MODELS, SIZES, YARN, make_model
+from tests.model.vision_models import VISION_MODELS, vision_config
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -139,6 +140,15 @@ def test_what_our_deepseek_does_not_compute_is_refused(name: str, change: dict[s
     with pytest.raises(InputError, match=said) as caught:
         shape_from_hf({**hf_config(shape_from_hf(make_model(name).config.to_dict())), **change}, "some/config.json")
     assert str(caught.value).startswith("some/config.json")
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_what_a_tower_has_where_a_file_is_silent(name: str) -> None:
+    config = vision_config(name, {}, {})
+    defaults = json.loads(json.dumps(type(config.vision_config)().to_dict()))
+    found = shape_from_hf(config.to_dict() | {"vision_config": {"in_chans": 3}}).vision.tower
+    assert found.pop("in_chans") == 3  # Qwen2.5-VL's own files name in_channels so
+    assert {key: defaults[key] for key in found} == found
 
 
 def test_who_does_not_compute_latent_attention_says_so() -> None:

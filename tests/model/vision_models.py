@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,8 @@ import transformers
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.pictures import PictureColumn
 from hpcrl.batch.ragged import Ragged
+from hpcrl.model.hf.families import shape_from_hf
+from hpcrl.model.shape import ModelShape
 
 IMAGE, VIDEO, START, END = 46, 47, 48, 49
 TEXT: dict[str, Any] = {
@@ -50,19 +53,39 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     ),
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+VISION_MODELS["qwen3-vl-moe"] = ("Qwen3VLMoe", VISION_MODELS["qwen3-vl"][1] | EXPERTS, VISION_MODELS["qwen3-vl"][2])
+
+
+def vision_config(name: str, text: dict[str, Any], tower: dict[str, Any]) -> transformers.PretrainedConfig:
+    architecture, own_text, own_tower = VISION_MODELS[name]
+    sections = {"text_config": {**TEXT, **own_text, **text}, "vision_config": {**TOWER, **own_tower, **tower}}
+    return getattr(transformers, f"{architecture}Config")(**sections, **IDS)
+
+
+def vision_shape(name: str, text: dict[str, Any], tower: dict[str, Any]) -> ModelShape:
+    """The shape of a model with other sizes."""
+    return shape_from_hf(vision_config(name, text, tower).to_dict())
 
 
 def make_vision_model(name: str, **text: Any) -> transformers.PreTrainedModel:
-    architecture, own, tower = VISION_MODELS[name]
-    sections = {"text_config": {**TEXT, **own, **text}, "vision_config": {**TOWER, **tower}}
-    config = getattr(transformers, f"{architecture}Config")(**sections, **IDS)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{architecture}ForConditionalGeneration")(config)
+    architecture, _, _ = VISION_MODELS[name]
+    model = getattr(transformers, f"{architecture}ForConditionalGeneration")(vision_config(name, text, {}))
     with torch.no_grad():  # biases and norms start as constants, which a mistake would not change
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval()
+
+
+def save_vision_model(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> None:
+    """As published. The matrices of experts are transposed there; `transformers` 5 reads that, and writes another."""
+    if model.config.model_type == "qwen3_vl_moe":
+        tensors = {name: weight.mT if "mlp.experts." in name else weight for name, weight in model.state_dict().items()}
+        options["state_dict"] = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        options["save_original_format"] = False
+    model.save_pretrained(folder, **options)
 
 
 class Shown(NamedTuple):
@@ -100,7 +123,7 @@ def make_sample(model: transformers.PreTrainedModel, shown: tuple[Shown, ...], s
     for each in shown:
         time, height, width = each.grid
         token = IMAGE if each.seconds is None else VIDEO
-        parts = range(time) if each.seconds and model.config.model_type == "qwen3_vl" else [-1]
+        parts = range(time) if each.seconds and model.config.model_type != "qwen2_5_vl" else [-1]
         for part in parts:
             ids += [*text(2), START]
             placeholders.append((len(ids), each, part))

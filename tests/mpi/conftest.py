@@ -201,3 +201,17 @@ def lab(world: World, countdown_files: Path, tmp_path_factory: pytest.TempPathFa
 
     folder = world.broadcast_object(str(tmp_path_factory.mktemp("runs")) if world.rank == 0 else None)
     return Lab(world, countdown_files, Path(folder))
+
+
+@pytest.fixture
+def straight(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`straight(name, placement, **sections)`: a run that keeps the logs of all its steps."""
+
+    from hpcrl.rollout_source.durable_rollouts import DurableRollouts
+
+    def run(name: str, placement: dict[str, Any], **sections: dict[str, Any]) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(DurableRollouts, "_keep", lambda self, is_needed: None)
+            return lab.run(name, placement, **sections)
+
+    return run

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hpcrl.cli import load_job
 from hpcrl.config.schema import Config
 from hpcrl.runtime.job import make_run_directory, run_directory
+from hpcrl.telemetry.archive import RecordLog, generation_logs, read_records
 
 ROOT = Path(__file__).parents[2]
 NOT_COMPARED = (
@@ -135,3 +139,29 @@ def on(world, **sizes: int) -> dict[str, Any]:
 
 def own_layout(size: int) -> dict[str, Any]:
     return {1: {}, 2: on(2, tp=2), 4: {**on(4, tp=2), "critic": {"pp": 2}, "rollout": {"tp": 1}}}[size]
+
+
+def interrupted(world, lab: Lab, run: Path, name: str, *, saved: int, drawn: int, keep: float = 1.0) -> int:
+    """A run killed while responses of step `drawn` were being generated, after the checkpoint of step `saved`: of each
+    log it has this share. Gives how many responses those are."""
+    count = 0
+    if world.rank == 0:
+        folder = lab.folder / name
+        if saved:
+            shutil.copytree(run / "checkpoints" / f"step_{saved:08d}", folder / "checkpoints" / f"step_{saved:08d}")
+        (folder / "rollouts").mkdir(parents=True)
+        for step, path in generation_logs(run / "rollouts"):
+            records = list(read_records(path, pytest.fail))
+            if step != drawn:
+                continue
+            log = RecordLog(folder / "rollouts" / path.name)
+            for record in records[: int(keep * len(records))]:
+                log.append(record)
+                count += 1
+            log.close()
+    return world.broadcast_object(count)
+
+
+def reused(run: Path, step: int) -> int:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return next(line.get("perf/rollouts_reused", 0) for line in lines if line["step"] == step)

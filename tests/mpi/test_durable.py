@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcrl.rollout_source.durable_rollouts import DurableRollouts
-from hpcrl.telemetry.archive import RecordLog, generation_logs, read_records, read_step, step_path
+from hpcrl.telemetry.archive import read_step, step_path
 from tests.covering import slow_but
-from tests.mpi.lab import Lab, metrics, on, own_layout
+from tests.mpi.lab import Lab, interrupted, metrics, on, own_layout, reused
 from tests.mpi.test_async import APART, TP2
 
 # Some samples of a prompt score alike and some do not.
@@ -29,44 +26,6 @@ class Interaction:
         text = messages[-1]["content"]
         return len(text) % 3 == 0, "Go on" + text[:1], len(text) / 10
 """
-
-
-@pytest.fixture
-def straight(world, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`straight(name, placement, **sections)`: a run that keeps the logs of all its steps."""
-
-    def run(name: str, placement: dict[str, Any], **sections: dict[str, Any]) -> Path:
-        with monkeypatch.context() as patch:
-            patch.setattr(DurableRollouts, "_keep", lambda self, is_needed: None)
-            return lab.run(name, placement, **sections)
-
-    return run
-
-
-def interrupted(world, lab: Lab, run: Path, name: str, *, saved: int, drawn: int, keep: float = 1.0) -> int:
-    """A run killed while responses of step `drawn` were being generated, after the checkpoint of step `saved`: of each
-    log it has this share. Gives how many responses those are."""
-    count = 0
-    if world.rank == 0:
-        folder = lab.folder / name
-        if saved:
-            shutil.copytree(run / "checkpoints" / f"step_{saved:08d}", folder / "checkpoints" / f"step_{saved:08d}")
-        (folder / "rollouts").mkdir(parents=True)
-        for step, path in generation_logs(run / "rollouts"):
-            records = list(read_records(path, pytest.fail))
-            if step != drawn:
-                continue
-            log = RecordLog(folder / "rollouts" / path.name)
-            for record in records[: int(keep * len(records))]:
-                log.append(record)
-                count += 1
-            log.close()
-    return world.broadcast_object(count)
-
-
-def reused(run: Path, step: int) -> int:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return next(line.get("perf/rollouts_reused", 0) for line in lines if line["step"] == step)
 
 
 def cases(lab: Lab, world) -> dict[str, dict[str, Any]]:

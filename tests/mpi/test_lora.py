@@ -46,11 +46,12 @@ SOME = Lora(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "up_proj")
 def lora_engine(shape: ModelShape, groups: RoleGroups, lora: Lora = LORA, **options) -> TrainEngine:
     """Of adapters that do something."""
     engine = TrainEngine(shape, groups, lora=lora, seed=3, **{"optim": SGD, **options})
-    weights = engine.named_shards()
-    for shard in local_shards(shape, groups, "lm", lora):
-        if shard.name.endswith("lora_B"):
-            drawn = initial_weight(shape, shard.name.replace("lora_B", "lora_A"), shard.global_shape, 4)
-            copy_boxes(drawn, weights[shard.name], shard)
+    with engine.offload.on_device("parameters"):
+        weights = engine.named_shards()
+        for shard in local_shards(shape, groups, "lm", lora):
+            if shard.name.endswith("lora_B"):
+                drawn = initial_weight(shape, shard.name.replace("lora_B", "lora_A"), shard.global_shape, 4)
+                copy_boxes(drawn, weights[shard.name], shard)
     return engine
 
 

@@ -17,22 +17,25 @@ from hpcrl.batch.ragged import Ragged
 from hpcrl.grid.groups import GroupCache, make_groups
 from hpcrl.grid.layout import Layout
 from hpcrl.model.hf.families import read_shape
+from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.model.tower import divide
 from hpcrl.model.vision import Vision
 from hpcrl.reshard.planner import Resharding
 from hpcrl.reshard.refit import Refit
 from hpcrl.rollout.native.engine import NativeEngine
-from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams
+from hpcrl.rollout.protocol import PromptPicture, Request, SamplingParams, Trajectory
+from hpcrl.workers.rollout import response_columns
 from tests.model.vision_models import (
     VISION_MODELS,
     Sample,
     make_samples,
     make_vision_batch,
     make_vision_model,
+    save_vision_model,
     their_log_probs,
 )
-from tests.mpi.layouts import LAYOUTS, SGD, TOKENS, Policy, part_of, role_groups, seeded
+from tests.mpi.layouts import EXPERT_LAYOUTS, LAYOUTS, SGD, TOKENS, Policy, part_of, role_groups, seeded
 from tests.mpi.test_hf import check_written_back, tensors, write
 
 # Each kind of slice, each family and each trained part meets some other; the rest is exhaustive.
@@ -41,6 +44,7 @@ SLOW = {
     *(("qwen3-vl", "all", layout) for layout in ("single", "tp2", "cp2", "tp2pp2", "pp2cp2vpp2")),
     *(("qwen2.5-vl", "merger", layout) for layout in ("dp2", "pp2vpp2", "tp2cp2")),
     *(("qwen3-vl", "merger", "tp2dp2"), ("qwen2.5-vl", "none", "tp4")),
+    *(("qwen3-vl-moe", "all", layout) for layout in ("tp2ep2", "pp2vpp2ep2")),
 }
 
 
@@ -52,6 +56,7 @@ def case(name: str, train: str, layout) -> object:
 
 TRAINED = ("none", "merger", "tower", "all")
 CASES = [case(name, train, layout) for name in VISION_MODELS for train in TRAINED for layout in LAYOUTS]
+CASES += [case("qwen3-vl-moe", train, layout) for train in TRAINED for layout in EXPERT_LAYOUTS]
 
 
 @pytest.mark.parametrize(("name", "train", "layout"), CASES)
@@ -61,7 +66,7 @@ def test_transformers_agrees_before_and_after_training(
     theirs, source, target = make_vision_model(name), world_tmp_path / "source", world_tmp_path / "target"
     expected = world_tmp_path / "expected"
     if world.rank == 0:
-        theirs.save_pretrained(source, max_shard_size="20KB")
+        save_vision_model(theirs, source, max_shard_size="20KB")
         target.mkdir()
         (world_tmp_path / "trained").mkdir()
     world.barrier()
@@ -77,7 +82,7 @@ def test_transformers_agrees_before_and_after_training(
     norm = train_theirs(theirs, batch, shape.vision)
     assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
     if world.rank == 0:
-        theirs.save_pretrained(expected)
+        save_vision_model(theirs, expected)
         changes, ours = tensors(expected), tensors(world_tmp_path / "trained")
         for key, tensor in changes.items():
             torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-5 * SGD.lr * norm, msg=key)
@@ -135,20 +140,29 @@ def cache(world) -> GroupCache:
 
 
 @pytest.mark.ci_world(2)
-@pytest.mark.parametrize("name", VISION_MODELS)
-@pytest.mark.parametrize("limits", ["ample", "scarce"])
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        *((name, limits) for name in VISION_MODELS if name != "qwen3-vl-moe" for limits in ("ample", "scarce")),
+        pytest.param("qwen3-vl-moe", "ample", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3-vl-moe", "scarce", marks=pytest.mark.slow),
+    ],
+)
 def test_rollout_says_what_training_says(
     world, world_tmp_path: Path, cache, monkeypatch: pytest.MonkeyPatch, name: str, limits: str
 ) -> None:
     """With prompts in parts and preempted sequences too, and after a refit of all weights, the tower's too. Training
-    does not run its tower where it has the engine's features."""
+    does not run its tower where it has the engine's features; where it has the engine's choice of experts, it keeps it.
+    """
     theirs, source = make_vision_model(name), world_tmp_path / "source"
     if world.rank == 0:
-        theirs.save_pretrained(source)
+        save_vision_model(theirs, source)
     world.barrier()
     shape, samples, batch = read_shape(source), make_samples(theirs), make_vision_batch(theirs)
     column = batch.pictures
     for training, rollout in ROLLOUTS[world.size]:
+        if shape.num_experts:
+            training, rollout = replace(training, ep=training.tp), replace(rollout, etp=rollout.tp)
         groups = make_groups({"actor": training, "rollout": rollout}, world.rank, cache)
         worker = Policy(groups["actor"], shape, seeded(1))
         worker.load(str(source), weights_only=True)
@@ -171,29 +185,43 @@ def test_rollout_says_what_training_says(
         encoded: list[int] = []
         features = engine.encode(column.grids, partial(patches_of, column, shape.vision.patch_width, encoded))
         assert encoded == divide(column.grids, rollout.tp)[part.coord.tp]
+        for number, its_features in enumerate(features):  # whatever it is encoded with, bit for bit
+            own = [column.values.row(number).reshape(-1, shape.vision.patch_width)]
+            alone = engine.encode(column.grids[[number]], lambda _, own=own: own, divided=False)
+            assert torch.equal(alone[0], its_features)
         requests = [
             request(sample, row, column, features, index) for row, sample in enumerate(samples) for index in (0, 1)
         ]
-        completions = engine.generate(requests, SAMPLING, seed=1, step=1)
-        lengths = [len(done.token_ids) for done in completions]
-        whole = [[*each.prompt_ids, *done.token_ids] for each, done in zip(requests, completions, strict=True)]
+        has_experts = shape.num_experts > 0
+        completions = engine.generate(requests, replace(SAMPLING, routed_experts=has_experts), seed=1, step=1)
+        columns = response_columns(requests, [Trajectory.from_completion(done) for done in completions]).tokens
+        choice, shown = columns.pop("routed_experts", None), np.repeat(np.arange(len(samples)), 2)
+        mine = np.array_split(np.arange(len(requests)), training.dp)[groups["actor"].coord.dp]
+        options = {"max_tokens": 150, "temperature": 0.8, "record_routing": has_experts}
         for pictures in (column, replace(column, values=as_rows(features), are_features=True)):
             tower = worker.engine.chunks[0].vision
             if pictures.are_features and tower is not None:
                 monkeypatch.delattr(type(tower), "forward")
-            drawn = DataProto(
-                {
-                    "input_ids": Ragged.from_rows(whole, np.int32),
-                    "response_mask": Ragged.from_lengths(np.ones(sum(lengths), np.float32), lengths),
-                    "pictures": pictures.take(np.repeat(np.arange(len(samples)), 2)),
-                }
-            )
-            found = worker.engine.log_probs(part_of(drawn, groups["actor"]), max_tokens=150, temperature=0.8)
-            mine = np.array_split(np.arange(len(drawn)), training.dp)[groups["actor"].coord.dp]
+            drawn = DataProto({**columns, "pictures": pictures.take(shown)})
+            found = worker.engine.log_probs(part_of(drawn, groups["actor"]), **options)
             for place, row in enumerate(mine if found else ()):
                 gap = np.abs(found["log_probs"].row(place) - completions[row].log_probs).max()
                 assert gap < 1e-4, (training, rollout, row, gap)
+                assert choice is None or same_choice(found["routed_experts"].row(place), choice.row(row), shape)
         monkeypatch.undo()
+        if choice is not None:
+            other = replace(choice, values=np.where(choice.values < 0, choice.values, choice.values ^ 1))
+            drawn = DataProto({**columns, "pictures": column.take(shown), "routed_experts": other})
+            found = worker.engine.log_probs(part_of(drawn, groups["actor"]), **options)
+            for place, row in enumerate(mine if found else ()):
+                assert np.abs(found["log_probs"].row(place) - completions[row].log_probs).max() > 1e-2
+                assert same_choice(found["routed_experts"].row(place), other.row(row), shape)
+
+
+def same_choice(found: np.ndarray, expected: np.ndarray, shape: ModelShape) -> bool:
+    """Of the experts of all tokens but the last, which the engine has not run; a choice is a set."""
+    sets = [np.sort(each.reshape(-1, len(shape.moe_layers), shape.moe_topk)[:-1]) for each in (found, expected)]
+    return np.array_equal(*sets)
 
 
 def patches_of(column: PictureColumn, width: int, encoded: list[int], numbers: list[int]) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -12,14 +13,18 @@ import torch
 
 from hpcrl.config.loader import load_config
 from hpcrl.jobs.train import Train
+from hpcrl.model.params import shards
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.command import checkpoint_bytes, describe, kept_checkpoints
 from hpcrl.plan.fixes import cheapest_fix, tightest
 from hpcrl.plan.memory import GIB, Row, TrainingPlan, with_keys
 from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.runtime.exits import InputError
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = str(ROOT / "configs" / "ppo_70b.yaml")
+QWEN2_5_VL = ROOT / "tests" / "plan" / "qwen2_5_vl_7b"  # the published config.json, without weights
+TOWER_PARAMETERS = 676_550_144
 LAYER = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672 + 2 * 8192  # matrices and norms
 VOCABULARY = 128256 * 8192
 ON_DEVICE = [  # nothing is offloaded
@@ -97,6 +102,56 @@ def test_the_70b_template_without_recomputation() -> None:
     assert tightest(job.rows()).total > job.capacity
 
 
+def shown(*overrides: str) -> TrainingPlan:
+    template = ROOT / "configs" / "vision" / "geometry3k_qwen2_5_vl_7b.yaml"
+    return TrainingPlan(load_config(str(template), [f"model.path={QWEN2_5_VL}", *overrides]))
+
+
+def test_the_geometry3k_template_fits() -> None:
+    job = shown()
+    assert tightest(job.rows()).total < 0.9 * job.capacity
+    whole = sum(math.prod(shard.global_shape) for shard in shards(job.models["actor"].shape))
+    assert whole == 8_292_166_656  # as published
+    language = (whole - TOWER_PARAMETERS) / 4
+    update, rollout = row(job, "update_actor", 0), row(job, "rollout", 0)
+    assert update.gradients == pytest.approx(4 * language, rel=1e-3)
+    # The features of a replica's 64 prompts, in bf16 and in fp32, and the actor's buffer of gathered hidden states.
+    assert rollout.activations == 64 * 1024 * 3584 * (2 + 4) + 24576 * 3584 * 2
+
+
+def test_a_trained_tower_needs_gradients_and_activations() -> None:
+    frozen, trained = shown(), shown("model.vision.train=all")
+    before, after = (row(job, "update_actor", 0) for job in (frozen, trained))
+    assert after.gradients - before.gradients == pytest.approx(4 * TOWER_PARAMETERS, rel=1e-3)
+    assert after.optimizer - before.optimizer == pytest.approx(12 * TOWER_PARAMETERS / 4, rel=1e-3)
+    # 5 sequences with their patches fill a micro-batch, and one of 4 ranks has 2 pictures: of each block attention, MLP
+    # and norms; the input.
+    block = 7 * 1280 * 2 + 16 * 4 + 4 * 3420 * 2 + 2 * (1280 * 8 + 4)
+    picture = 4 * 1024 * (32 * block + 1176 * 2)
+    assert after.activations - before.activations == pytest.approx(2 * picture, rel=0.02)
+    assert tightest(trained.rows()).total > trained.capacity
+    change, then = cheapest_fix(trained)
+    assert change == {"actor.ppo_max_token_len_per_gpu": 24576 // 2} and then.total <= trained.capacity
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.engine=tensorrt_llm"], "tensorrt_llm with pictures is not supported; use native"),
+        (
+            [
+                "reward.reward_model={enable: true, init_from: runs/rm}",
+                "reward.reward_model.model={num_layers: 2, vocab_size: 152064}",
+            ],
+            "the model of reward.reward_model has no vision tower",
+        ),
+    ],
+)
+def test_what_does_not_work_with_pictures_is_one_line(overrides: list[str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        shown(*overrides).rows()
+
+
 @pytest.mark.slow
 def test_the_fix_fits() -> None:
     job = TrainingPlan(load_config(TEMPLATE, ALL_KEPT))
@@ -162,12 +217,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         "ppo_70b",
         pytest.param("grpo_8b", marks=pytest.mark.exhaustive),
+        pytest.param("vision/geometry3k_qwen2_5_vl_7b", marks=pytest.mark.exhaustive),
         pytest.param("ppo_countdown_cpu", marks=pytest.mark.slow),
     ],
 )
 def test_the_command_takes_less_than_a_minute(template: str) -> None:
     start = time.perf_counter()
-    done = run(f"configs/{template}.yaml")
+    overrides = [f"model.path={QWEN2_5_VL}"] if template.startswith("vision/") else []
+    done = run(f"configs/{template}.yaml", "--build", *overrides)
     assert time.perf_counter() - start < 60
     assert done.returncode == 0 and not done.stderr, done.stderr
     for found in ("update_actor", "tightest phase", "node-hours", "checkpoints", "built on the meta device"):
@@ -193,7 +250,7 @@ def test_the_arithmetic_needs_no_torch() -> None:
         ([TEMPLATE, "job.gpu_memory_gb=80"], "gpu_memory_gib"),
         (["nowhere.yaml"], "no such config file"),
         (["--fast", TEMPLATE], "--fast"),
-        ([], "usage: hpcrl plan [-h] [--refit]"),
+        ([], "usage: hpcrl plan [-h] [--refit | --build]"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: list[str], found: str) -> None:

@@ -1,9 +1,13 @@
+import json
+from dataclasses import replace
+
 import pytest
 
 from hpcrl.config.derive import check
 from hpcrl.config.schema import Config
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import forward_flops
+from hpcrl.model.vision import Vision
 from hpcrl.run.performance import mfu_metrics
 
 SHAPE = ModelShape(2, 64, 96, 4, 2, 16, 500)
@@ -24,3 +28,19 @@ def test_a_device_at_its_peak_has_an_mfu_of_1():
     seconds = {"timing_s/old_log_prob": 1.0, "timing_s/update_actor": 6.0, "timing_s/gen": 9.0}
     found = mfu_metrics(config, check(config, 4), SHAPE, [30, 50], 20, seconds, peak=forward / 2)
     assert found == {"perf/mfu/actor_infer": pytest.approx(1.0), "perf/mfu/actor": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(("train", "update"), [("all", 2.0), ("merger", 4.0 / 3.0)])
+def test_a_tower_counts_where_it_runs(train, update):
+    """As much work as the language model has: all of it is trained, or the tower has no backward pass."""
+    config = Config.model_validate(
+        {"data": {"train_files": ["none"]}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}
+    )
+    tower = {"depth": 1, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "out_hidden_size": 64}
+    vision = Vision(json.dumps(tower | sizes), 0, 0, 0, 0, (1, 1, 1), mrope_interleaved=False, train=train)
+    forward = forward_flops(SHAPE, [30, 50], 20)
+    asked = (config, check(config, 1), replace(SHAPE, vision=vision), [30, 50], 20)
+    seconds = {"timing_s/old_log_prob": 1.0, "timing_s/update_actor": 3.0}
+    found = mfu_metrics(*asked, seconds, forward, tower=forward)
+    assert found == {"perf/mfu/actor_infer": pytest.approx(2.0), "perf/mfu/actor": pytest.approx(update)}

@@ -14,8 +14,9 @@ import msgpack
 import numpy as np
 import pytest
 
+from hpcrl.batch.pictures import Picture
 from hpcrl.config.schema import Config
-from hpcrl.rollout.protocol import Request, SamplingParams, Trajectory
+from hpcrl.rollout.protocol import Request, SamplingParams, ToolPicture, Trajectory
 from hpcrl.telemetry.archive import RecordLog, generation_log
 from hpcrl.workers.response_journal import ResponseJournal
 
@@ -38,6 +39,7 @@ def response(number: int) -> Trajectory:
         num_tool_calls=number,
         turn_scores=(0.5,) * (number % 3),
         routed_experts=np.arange(6 * length, dtype=np.int16).reshape(length, 6) - 1 if number % 3 else None,
+        pictures=(ToolPicture(2**62 + number, Picture(3, (1, 2, 4), 0.5), b"a picture"),) * (number % 2),
     )
 
 

@@ -1,11 +1,11 @@
-"""Reading of a Hugging Face directory's safetensors files; each rank reads the slices that it needs."""
+"""A Hugging Face directory's safetensors files: each rank reads the slices that it needs, and writes whole tensors."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpcrl.model.architecture import shape_from_yaml
+from hpcrl.model.architecture import shape_from_yaml, with_training
 from hpcrl.model.hf.families import CONFIG, read_shape
-from hpcrl.model.hf.files import INDEX, SINGLE, differing, slices
+from hpcrl.model.hf.files import INDEX, SINGLE, differing, slices, stack_of
 from hpcrl.model.params import Shard
 from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
@@ -30,7 +30,7 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
     `num_tokens`: the tokenizer's. Raises InputError also if the directory's files do not fit the shape.
     """
     if model.path is None:
-        return _with_training(shape_from_yaml(model, num_tokens), model)
+        return with_training(shape_from_yaml(model, num_tokens), model)
     folder = Path(model.path)
     shape = read_shape(folder)
     if shape.vocab_size < num_tokens:
@@ -39,19 +39,7 @@ def shape_of(model: ModelConfig, num_tokens: int) -> ModelShape:
             "tokenizer of this model"
         )
     Safetensors(folder).check(shape)
-    return _with_training(shape, model)
-
-
-def _with_training(shape: ModelShape, model: ModelConfig) -> ModelShape:
-    """Return the shape, with the part of its vision tower that is trained."""
-    if shape.vision is not None:
-        return replace(shape, vision=replace(shape.vision, train=model.vision.train, lr=model.vision.lr))
-    if model.vision.train != "none":
-        raise InputError(
-            f"model.vision.train={model.vision.train}, and the model of model.path={model.path} has no vision tower; "
-            "use a vision-language model, or none"
-        )
-    return shape
+    return with_training(shape, model)
 
 
 def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
@@ -97,11 +85,17 @@ class Safetensors:
             out = weights[shard.name].view(shard.local_shape[0], -1)
             out.zero_()
             for part in slices(shape, shard):
-                source = self._slice(part.hf_name)
+                name, number = stack_of(part.hf_name)
+                source = self._slice(name)
                 rows, cols = slice(*part.rows), slice(*part.cols)
-                with self._named(part.hf_name):
-                    is_matrix, height = len(source.get_shape()) == 2, rows.stop - rows.start
-                    values = source[rows, cols] if is_matrix else source[rows].reshape(height, -1)[:, cols]
+                with self._named(name):
+                    size, height = tuple(source.get_shape()), rows.stop - rows.start
+                    if number is not None and size[1:] == shard.global_shape:
+                        values = source[number, rows, cols]
+                    elif number is not None:
+                        values = source[number, cols, rows].T
+                    else:
+                        values = source[rows, cols] if len(size) == 2 else source[rows].reshape(height, -1)[:, cols]
                 height, width = values.shape
                 out[part.local_row : part.local_row + height, part.local_col : part.local_col + width].copy_(values)
 
@@ -127,3 +121,12 @@ class Safetensors:
         except (OSError, SafetensorError) as error:
             path, reason = self._folder / self._file_of[tensor], " ".join(str(error).split())
             raise InputError(f"{path}: {reason}; expected {tensor} in it: copy the directory again") from error
+
+
+def whole_tensors(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, from those of its `hf_shards`: matrices of a stacked tensor become one."""
+    found: dict[str, list[Tensor]] = {}
+    for name, part in parts.items():
+        stack, number = stack_of(name)
+        found.setdefault(stack, []).append(part if number is None else part.T)
+    return {name: torch.stack(each) if name not in parts else each[0] for name, each in found.items()}

@@ -198,7 +198,7 @@ def _keys(shape: ModelShape) -> dict[str, Any]:
 
 
 # Megatron's name -> Hugging Face's; "*" is the number of the layer, "#" that of the expert. Several names are stacked
-# rows; those of linear_qkv are stacked by query group.
+# rows; those of linear_qkv are stacked by query group. "x[#]" is one matrix of a tensor, see `hpcrl.model.hf.files`.
 Names = Mapping[str, tuple[str, ...]]
 
 _MEGATRON, _HF = "decoder.layers.*.", "model.layers.*."
@@ -254,6 +254,11 @@ def _experts(router: str, expert: str, gate: str, up: str, down: str) -> Names:
     }
 
 
+_STACKED_MLP: Names = {
+    f"{_MEGATRON}mlp.router.weight": (f"{_HF}mlp.gate.weight",),
+    f"{_MEGATRON}mlp.experts.local_experts.#.linear_fc1.weight": (f"{_HF}mlp.experts.gate_up_proj[#]",),
+    f"{_MEGATRON}mlp.experts.local_experts.#.linear_fc2.weight": (f"{_HF}mlp.experts.down_proj[#]",),
+}
 _MIXTRAL_MLP = _experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
 _QWEN_MLP = _experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 _SHARED_EXPERTS: Names = {
@@ -304,6 +309,16 @@ def _qwen_moe_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_vl_moe_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
+    if hidden in (ffn, 2 * ffn):
+        raise InputError(
+            f"moe_intermediate_size={ffn} is hidden_size={hidden} or half of it, so the files do not show whether the "
+            "experts' matrices are transposed; use another model"
+        )
+    return {**_qwen_moe_fields(config), "moe_norm_topk_prob": True}
+
+
 def _mixtral_keys(shape: ModelShape) -> dict[str, Any]:
     return {"num_local_experts": shape.num_experts, "num_experts_per_tok": shape.moe_topk}
 
@@ -319,13 +334,13 @@ def _qwen_moe_keys(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-_LANGUAGE_MODEL = "model.language_model."  # Qwen3-VL's prefix of the text model
+LANGUAGE_MODEL = "model.language_model."  # prefix of the text model in a vision-language model
 
 
 def _in_language_model(names: Names) -> Names:
     return {
         name: tuple(
-            f"{_LANGUAGE_MODEL}{hf_name.removeprefix('model.')}" if hf_name.startswith("model.") else hf_name
+            f"{LANGUAGE_MODEL}{hf_name.removeprefix('model.')}" if hf_name.startswith("model.") else hf_name
             for hf_name in hf_names
         )
         for name, hf_names in names.items()
@@ -358,6 +373,14 @@ FAMILIES: dict[str, Family] = {
         lambda _: {"qk_norm": True},
         tower="model.visual.",
     ),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        _in_language_model({**_LLAMA, **_QK_NORM, **_STACKED_MLP}),
+        _NO_BIAS | {"norm_topk_prob": True},
+        _qwen3_vl_moe_fields,
+        _qwen_moe_keys,
+        tower="model.visual.",
+    ),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, _NO_BIAS | V2_FIXED, v2_fields, v2_keys),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, _NO_BIAS | V3_FIXED, v3_fields, v3_keys),
 }
@@ -374,7 +397,9 @@ def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Mode
         raise InputError(f"{where}: model_type={name}; expected one of {', '.join(FAMILIES)}; use another model")
     whole = config
     if family.tower is not None and isinstance(text := config.get("text_config"), dict):
-        is_tied = bool(whole.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+        # The text section that transformers 5 writes for qwen3_vl_moe says true, whatever the model has.
+        sections = (whole,) if name == "qwen3_vl_moe" else (whole, text)
+        is_tied = any(section.get("tie_word_embeddings") for section in sections)
         config = text | {"tie_word_embeddings": is_tied}
     for key, expected in family.fixed.items():
         if (found := config.get(key, expected)) != expected:

@@ -1,6 +1,9 @@
 """Files of a Hugging Face directory: rows of tensors, tensors of files, and adapters in PEFT's format. No torch.
 
 The same spans serve reading, writing and the refit's planner: both formats have the same rows in another order.
+
+Some families have the matrices of a layer's experts in one tensor x (experts, in, out), transposed against those of
+linear layers. Here each expert's matrix (out, in) is a tensor of its own, `x[expert]`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcrl.model.hf.families import CONFIG, family_of, hf_config
+from hpcrl.model.hf.families import CONFIG, LANGUAGE_MODEL, family_of, hf_config
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Box, Shard, shards
 from hpcrl.model.shape import PROJECTIONS, Lora, ModelShape, is_adapter
 
@@ -52,6 +55,12 @@ def _by_query_group(shape: ModelShape, hf_names: list[str]) -> Iterator[Span]:
         for hf_name, rows in zip(hf_names, (queries, width, width), strict=True):
             yield Span(row, hf_name, group * rows, rows)
             row += rows
+
+
+def stack_of(hf_name: str) -> tuple[str, int | None]:
+    """Split x[3] into "x" and 3, for a matrix of a stacked tensor; the second is None for other tensors."""
+    name, _, number = hf_name.removesuffix("]").partition("[")
+    return name, int(number) if number else None
 
 
 def hf_shards(shape: ModelShape) -> list[Shard]:
@@ -94,11 +103,17 @@ def slices(shape: ModelShape, shard: Shard) -> Iterator[Slice]:
 
 def differing(shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield a line for each tensor that is missing, of another shape, or unknown."""
-    expected = {shard.local_name: shard.local_shape for shard in hf_shards(shape)}
+    expected, also = {}, {}
+    for shard in hf_shards(shape):
+        name, number = stack_of(shard.local_name)
+        expected[name] = shard.local_shape
+        if number is not None:
+            also[name] = shape.num_experts, *shard.local_shape  # as transformers 5 saves them
+            expected[name] = shape.num_experts, *reversed(shard.local_shape)
     for name, size in expected.items():
         if name not in found:
             yield f"no tensor {name}"
-        elif found[name] != size:
+        elif found[name] not in (size, also.get(name)):
             yield f"{name} has shape {found[name]}; config.json says {size}"
     # extra tensors of older libraries: a tied head, and the frequencies of the rotary embedding
     known = {"lm_head.weight"} if shape.tie_word_embeddings else set()
@@ -122,7 +137,7 @@ GENERATION = "generation_config.json"
 
 
 class HfFile(NamedTuple):
-    """writer: the writing rank's place among the writers. shards: see `hf_shards`."""
+    """writer: the writing rank's place among the writers. shards: see `hf_shards`; all of a stacked tensor, or none."""
 
     name: str
     writer: int
@@ -132,16 +147,18 @@ class HfFile(NamedTuple):
 def plan_files(shape: ModelShape, itemsize: int, num_writers: int) -> list[HfFile]:
     """Divide the tensors, in order, into files of about equal size, with at least one file per writer if there are
     enough tensors."""
-    tensors = hf_shards(shape)
-    sizes = [math.prod(shard.local_shape) * itemsize for shard in tensors]
+    tensors: dict[str, list[Shard]] = {}
+    for shard in hf_shards(shape):
+        tensors.setdefault(stack_of(shard.local_name)[0], []).append(shard)
+    sizes = [sum(math.prod(shard.local_shape) for shard in parts) * itemsize for parts in tensors.values()]
     limit = min(MAX_BYTES, -(-sum(sizes) // num_writers))
     groups: list[list[Shard]] = []
     filled = limit
-    for shard, size in zip(tensors, sizes, strict=True):
+    for parts, size in zip(tensors.values(), sizes, strict=True):
         if filled + size > limit and filled > 0:
             groups.append([])
             filled = 0
-        groups[-1].append(shard)
+        groups[-1] += parts
         filled += size
     count = len(groups)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -173,7 +190,7 @@ def write_beside(
     whose config.json and generation_config.json are kept except for dtype and token ids. Raises OSError."""
     if len(files) > 1:
         total = sum(math.prod(shard.local_shape) * itemsize for file in files for shard in file.shards)
-        weight_map = {shard.local_name: file.name for file in files for shard in file.shards}
+        weight_map = {stack_of(shard.local_name)[0]: file.name for file in files for shard in file.shards}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     config: dict[str, Any] = hf_config(shape)
     if like is not None:
@@ -222,14 +239,16 @@ def peft_shards(shape: ModelShape, lora: Lora) -> list[Shard]:
 
 def adapter_config(shape: ModelShape, lora: Lora, base: str | None) -> dict[str, Any]:
     """Return adapter_config.json. `base`: the directory that the adapters belong to."""
-    modules = {shard.local_name.split(".")[-3] for shard in peft_shards(shape, lora)}
+    modules = sorted({shard.local_name.split(".")[-3] for shard in peft_shards(shape, lora)})
+    # A tower may have modules of the same names, and PEFT would give them adapters.
+    within = rf"{re.escape(LANGUAGE_MODEL)}.*\.(?:{'|'.join(modules)})"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted(modules),
+        "target_modules": modules if shape.vision is None else within,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -246,4 +265,6 @@ def _peft_name(shape: ModelShape, name: str) -> str:
     peft_name = family_of(shape).names[f"{pattern}.{matrix}.weight"][PROJECTIONS[matrix].index(projection)]
     for sign, number in zip(("*", "#"), re.findall(r"\.(\d+)", parent), strict=False):
         peft_name = peft_name.replace(sign, number)
+    if shape.vision is not None:  # as the modules are named; in the files of Qwen2.5-VL "model." is the language model
+        peft_name = f"{LANGUAGE_MODEL}{peft_name.removeprefix(LANGUAGE_MODEL).removeprefix('model.')}"
     return f"{PEFT_PREFIX}{peft_name.removesuffix('.weight')}.{factor}.weight"

@@ -8,15 +8,28 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from hpcrl.batch.pictures import Picture
 from hpcrl.data.chat import folded
+from hpcrl.data.images import Entry, Kind, Source
+from hpcrl.data.pictures import BadImage
 from hpcrl.data.prompts import truncate
-from hpcrl.rollout.protocol import Completion, FinishReason, Request, Trajectory, merge_routed_experts
+from hpcrl.rollout.protocol import (
+    Completion,
+    FinishReason,
+    PromptPicture,
+    Request,
+    ToolPicture,
+    Trajectory,
+    merge_routed_experts,
+)
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig
+    from hpcrl.data.media import MediaReader
 
 
 State: TypeAlias = dict[str, Any]  # JSON values
@@ -42,6 +55,15 @@ class Interaction(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What tools or users say between two turns of the model. token_ids: int32 (n,). pictures: their places count from
+    the first of these tokens."""
+
+    token_ids: np.ndarray
+    pictures: tuple[ToolPicture, ...] = ()
+
+
 @dataclass(eq=False)
 class Conversation:
     """A response in turns. `request` is that of its first turn. Drawn tokens are never decoded and encoded again."""
@@ -50,6 +72,8 @@ class Conversation:
     num_turns: int = 0  # of the model
     num_tokens: int = 0  # of the response so far
     finish_reason: FinishReason | None = None  # of the latest turn
+    _pictures: list[ToolPicture] = field(default_factory=list)
+    _encoded: list[PromptPicture] = field(default_factory=list)  # the same
     _routed_experts: np.ndarray | None = None
     _token_ids: list[np.ndarray] = field(default_factory=list)
     _log_probs: list[np.ndarray] = field(default_factory=list)
@@ -62,13 +86,19 @@ class Conversation:
         self.finish_reason = done.finish_reason
         self.num_turns += 1
 
-    def add_answer(self, token_ids: np.ndarray) -> None:
-        """Append tokens of tools or users, int32 (n,)."""
-        self._add(token_ids, np.zeros(len(token_ids), np.float32), 0)
+    def add_answer(self, answer: Answer, features: Sequence[Tensor] = ()) -> None:
+        """Append an answer. features: fp32 (tokens, width) of each of its pictures."""
+        first = len(self.request.prompt_ids) + self.num_tokens
+        for picture, its_features in zip(answer.pictures, features, strict=True):
+            place = picture.place._replace(start=first + picture.place.start)
+            self._pictures.append(replace(picture, place=place))
+            self._encoded.append(PromptPicture(picture.key, place, its_features))
+        self._add(answer.token_ids, np.zeros(len(answer.token_ids), np.float32), 0)
 
     def next_request(self) -> Request:
         """Return the request for the model's next turn."""
-        return replace(self.request, prefix_ids=np.concatenate(self._token_ids))
+        prefix, pictures = np.concatenate(self._token_ids), (*self.request.pictures, *self._encoded)
+        return replace(self.request, prefix_ids=prefix, pictures=pictures)
 
     def trajectory(
         self, finish_reason: FinishReason, num_tool_calls: int, turn_scores: tuple[float, ...]
@@ -82,6 +112,7 @@ class Conversation:
             num_tool_calls,
             turn_scores,
             self._routed_experts,
+            tuple(self._pictures),
         )
 
     def _add(self, token_ids: np.ndarray, log_probs: np.ndarray, mask: int) -> None:
@@ -91,7 +122,9 @@ class Conversation:
         self.num_tokens += len(token_ids)
 
 
-Message = dict[str, str]  # {"role": "tool" | "user" | "assistant", "content": text}
+# {"role": "tool" | "user" | "assistant", "content": text}, and where a tool returned pictures, {"images": PNG of each},
+# which come before the text
+Message = dict[str, Any]
 
 MODEL_TURN_MARK = "hpcrl.turn.of.the.model"  # placeholder of the model's text, which is never rendered nor tokenised
 PROBE = "hpcrl.answer"
@@ -111,11 +144,14 @@ class TurnTemplate:
     Text from outside cannot contain special tokens, and loses characters outside the tokenizer's alphabet.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, reader: MediaReader | None = None) -> None:
+        """reader: of a vision-language model; without it messages have no pictures."""
+        self._tokenizer, self._reader = tokenizer, reader
         self._template = cfg.chat_template or tokenizer.chat_template
         self._kwargs = cfg.apply_chat_template_kwargs
         self._specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        if reader is not None:
+            self._specials += reader.spelled.values()
         self._encodable: dict[str, bool] = {}
         self._has_tool_role = self._template is not None and self._problem("tool") is None
         if self._template is not None and not self._has_tool_role and self._problem("user"):
@@ -124,16 +160,18 @@ class TurnTemplate:
                 f"{self._problem('user')}; expected a template for conversations (data.chat_template)"
             )
 
-    def tokens(self, messages: Sequence[Message]) -> np.ndarray:
-        """Return int32 (n,): the messages of tools and users, and the prompt of the model's next turn."""
-        messages = [message | {"content": self.clean(message["content"])} for message in messages]
+    def answer(self, messages: Sequence[Message]) -> Answer:
+        """Return the tokens of messages of tools and users, and of the prompt of the model's next turn."""
+        texts = [message | {"content": self.clean(message["content"])} for message in messages]
         if not self._has_tool_role:
-            messages = [self._as_user(message) for message in messages]
+            texts = [self._as_user(message) for message in texts]
         if self._template is None:
-            text = self._within_alphabet("".join(f"\n{message['content']}" for message in messages) + "\n")
+            lines = "".join(f"\n{self._spelled(message)}{message['content']}" for message in texts)
+            text = self._within_alphabet(lines + "\n")
         else:
-            text = self._after_model_turn(messages)
-        return np.asarray(self._encoded(text), np.int32)
+            text = self._after_model_turn([_in_parts(message) for message in texts])
+        ids, pictures = self._encoded(text), [png for message in messages for png in message.get("images", ())]
+        return self._with_pictures(ids, pictures) if pictures else Answer(np.asarray(ids, np.int32))
 
     def shortened(self, text: str, limit: int, side: str) -> str:
         """Truncate the text to `limit` tokens: its `side` left or right is kept, or both ends for middle, as in verl
@@ -153,11 +191,33 @@ class TurnTemplate:
                 text = text.replace(token, "")
         return text
 
+    def _with_pictures(self, ids: Sequence[int], pictures: Sequence[bytes]) -> Answer:
+        """Give the placeholders among the tokens as many tokens as their pictures, a PNG each, need."""
+        assert self._reader is not None  # without it a tool's call fails that returns a picture
+        entries: list[tuple[Kind, Entry]] = []
+        for png in pictures:
+            entries += [("image", entry) for entry in self._reader.images.read(Source("image", png), "")]
+        try:
+            repeats, items = self._reader.expand(ids, entries)
+        except BadImage as error:
+            raise InputError(
+                f"the chat template does not render a tool's pictures: {error}; use one that does (data.chat_template)"
+            ) from None
+        found = [
+            ToolPicture(item.key, Picture(item.start, item.grid, item.interval), png)
+            for item, png in zip(items, pictures, strict=True)
+        ]
+        return Answer(np.repeat(np.asarray(ids, np.int32), repeats), tuple(found))
+
+    def _spelled(self, message: Message) -> str:
+        return "" if self._reader is None else self._reader.spelled["image"] * len(message.get("images", ()))
+
     def _as_user(self, message: Message) -> Message:
         """Convert a tool's message into a user's."""
         if message["role"] != "tool":
             return message
-        return {"role": "user", "content": self._within_alphabet(TOOL_WRAPPING.format(message["content"]))}
+        wrapped = self._within_alphabet(TOOL_WRAPPING.format(message["content"]))
+        return message | {"role": "user", "content": wrapped}
 
     def _encoded(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -207,3 +267,12 @@ class TurnTemplate:
         except Exception as error:  # templates may raise for a role
             return f"{type(error).__name__}: {folded(error)}"
         return None if PROBE in text else "the template drops its content"
+
+
+def _in_parts(message: Message) -> Message:
+    """The message as chat templates take it."""
+    images = message.get("images")
+    if not images:
+        return message
+    parts = [*({"type": "image"} for _ in images), {"type": "text", "text": message["content"]}]
+    return {"role": message["role"], "content": parts}

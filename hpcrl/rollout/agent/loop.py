@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcrl.algorithms.metrics import Metric
+from hpcrl.data.media import MediaReader
 from hpcrl.rollout.agent.conversation import Conversation, TurnTemplate
 from hpcrl.rollout.agent.tool_worker import AgentSource
 from hpcrl.rollout.agent.tools import PARSERS, tool_schemas
 from hpcrl.rollout.agent.turn_handler import TurnHandler, TurnResult, tool_metrics
-from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, Trajectory
+from hpcrl.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, ToolPicture, Trajectory
 from hpcrl.runtime.mpi import broadcast_object, wait_until
 from hpcrl.sandbox.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from hpcrl.config.schema import DataConfig, MultiTurnConfig
+    from hpcrl.data.images import ImageProcessor
+
+Encode = Callable[[Sequence[ToolPicture]], Sequence["Tensor"]]  # pictures -> features, fp32 (tokens, width) each
 
 
 @dataclass(eq=False)
@@ -32,6 +37,7 @@ class TurnSource:
 
     All ranks count the turns that wait for a result: while there are some, each call broadcasts one message, of 8 bytes
     if there is no result yet. `comm` is None if the replica has one rank. `records` are needed on the leader only.
+    `encode` is collective over the replica.
     """
 
     conversations: Sequence[Conversation]
@@ -40,6 +46,7 @@ class TurnSource:
     comm: MPI.Intracomm | None
     on_finished: Callable[[int, Trajectory], None] | None
     on_step: Callable[[], None] | None
+    encode: Encode | None = None
     trajectories: dict[int, Trajectory] = field(default_factory=dict, init=False)
     _num_waiting: int = 0
 
@@ -59,20 +66,23 @@ class TurnSource:
     def take(self, idle: bool) -> Sequence[Request] | None:
         requests: list[Request] = []
         while self._num_waiting and not requests:
-            for result in self._next_results(idle):
-                requests += self._apply(result)
+            results = self._next_results(idle)
+            pictures = [picture for result in results if result.answer for picture in result.answer.pictures]
+            features = iter(self.encode(pictures) if pictures and self.encode is not None else ())
+            for result in results:
+                requests += self._apply(result, features)
             if not idle:
                 break
         if len(self.trajectories) == len(self.conversations):
             return None
         return requests
 
-    def _apply(self, result: TurnResult) -> list[Request]:
-        """Return the request for the conversation's next turn, if there is one."""
+    def _apply(self, result: TurnResult, features: Iterator[Tensor]) -> list[Request]:
+        """Return the request for the conversation's next turn, if there is one. Takes the features of its pictures."""
         self._num_waiting -= 1
         number, conversation = result.conversation, self.conversations[result.conversation]
         if result.answer is not None:
-            conversation.add_answer(result.answer)
+            conversation.add_answer(result.answer, [next(features) for _ in result.answer.pictures])
             self._conversation_of.append(number)
             return [conversation.next_request()]
         done = conversation.trajectory(result.finish_reason, result.num_tool_calls, result.turn_scores)
@@ -120,8 +130,10 @@ class AgentLoop:
         tokenizer: PreTrainedTokenizerBase,
         comm: MPI.Intracomm | None = None,
         log_path: str | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        """`log_path`: file for the tools' output; None drops it. Raises InputError if the user's files are unusable."""
+        """`log_path`: file for the tools' output; None drops it. images: of a vision-language model. Raises InputError
+        if the user's files are unusable."""
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._comm = comm if comm is not None and comm.size > 1 else None
@@ -132,8 +144,10 @@ class AgentLoop:
         if cfg.function_tool_path is not None:
             tool_schemas(cfg.function_tool_path)  # the file may register a parser
         self._parser = PARSERS.get(cfg.format)
-        self._template = TurnTemplate(tokenizer, data)
-        source = AgentSource(cfg.function_tool_path, cfg.interaction_path, cfg.interaction_name)
+        reader = None if images is None else MediaReader(images, tokenizer, data)
+        self._template = TurnTemplate(tokenizer, data, reader)
+        limit = 0 if images is None else data.max_image_pixels
+        source = AgentSource(cfg.function_tool_path, cfg.interaction_path, cfg.interaction_name, limit)
         self._pool = ProcessPool(source, cfg.num_tool_workers, cfg.tool_timeout, log_path=log_path)
 
     def run(
@@ -147,13 +161,15 @@ class AgentLoop:
         step: int,
         on_finished: Callable[[int, Trajectory], None] | None = None,
         on_step: Callable[[], None] | None = None,
+        encode: Encode | None = None,
     ) -> tuple[list[Trajectory], dict[str, Metric]]:
         """Return one trajectory per request, in their order, on every rank of the replica; on the leader also metrics
         of tools.
 
         `records`, on the leader, are the row data of each request for tools and users (`PromptDataset.record`). A
         trajectory has at most sampling.max_new_tokens, answers included, and ends with a token of the model.
-        `on_finished(index of the request, trajectory)` and `on_step()` must not wait.
+        `on_finished(index of the request, trajectory)` and `on_step()` must not wait. `encode` is called with the
+        pictures that tools return, by all ranks of the replica together.
         """
         handler = None
         if self._pool is not None:
@@ -167,7 +183,7 @@ class AgentLoop:
                 self._warned,
             )
         source = TurnSource(
-            [Conversation(request) for request in requests], records, handler, self._comm, on_finished, on_step
+            [Conversation(request) for request in requests], records, handler, self._comm, on_finished, on_step, encode
         )
         engine.generate(
             requests, sampling, seed=seed, step=step, source=source, on_finished=source.turn_ended, on_step=on_step

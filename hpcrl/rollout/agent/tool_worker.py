@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
+from hpcrl.data.pictures import as_png, open_picture
 from hpcrl.rollout.agent.conversation import Interaction
 from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools
 from hpcrl.runtime.exits import InputError
@@ -19,15 +20,18 @@ from hpcrl.sandbox.worker import Outcome, Ready, answer_in_turn, describe, use_o
 
 MAX_CHARACTERS = 2**16  # of an answer sent to the rank, which truncates it to tokens
 MAX_METRICS = 64  # of one answer
+PARTS = {"text", "image", "metrics"}  # of a tool's result
 
 
 @dataclass(frozen=True)
 class AgentSource:
-    """The files of a tool process; either may be None."""
+    """The files of a tool process; either may be None. max_image_pixels: of a picture that a tool returns; 0: the model
+    takes none."""
 
     tools: str | None
     interaction: str | None = None
     interaction_name: str = "Interaction"
+    max_image_pixels: int = 0
     topic: ClassVar[str] = "rollout.multi_turn"
 
     def serve(self, pipe: Connection, memory_limit_mb: int | None, log: str | None) -> None:
@@ -43,11 +47,12 @@ class AgentSource:
 
 
 class ToolAnswer(NamedTuple):
-    """The answer of a tool. rejected: the tool was not called, and `text` is the reason."""
+    """The answer of a tool. rejected: the tool was not called, and `text` is the reason. images: PNG each, in RGB."""
 
     text: str
     metrics: dict[str, float]
     rejected: bool = False
+    images: tuple[bytes, ...] = ()
 
 
 class UserAnswer(NamedTuple):
@@ -71,7 +76,8 @@ def work(pipe: Connection, source: AgentSource) -> None:
     def answer(request: dict[str, Any]) -> Outcome:
         try:
             if "tool" in request:
-                return Outcome("ok", run_tool(tools, request["tool"], request["arguments"], request["record"]))
+                call = request["tool"], request["arguments"], request["record"]
+                return Outcome("ok", run_tool(tools, *call, source.max_image_pixels))
             assert user is not None
             return Outcome("ok", call_user(user, request["state"], request["record"], request["messages"]))
         except BaseException as error:
@@ -92,7 +98,11 @@ def load_user(path: str, name: str) -> Interaction:
 
 
 def run_tool(
-    tools: Mapping[str, Tool], name: str, arguments: dict[str, Any], record: Mapping[str, Any] | None
+    tools: Mapping[str, Tool],
+    name: str,
+    arguments: dict[str, Any],
+    record: Mapping[str, Any] | None,
+    max_image_pixels: int = 0,
 ) -> ToolAnswer:
     """Call a tool. An unknown name or bad arguments return a rejected answer; the tool's exceptions are raised."""
     if name not in tools:
@@ -108,12 +118,29 @@ def run_tool(
         values["extra_info"] = (record or {}).get("extra_info") or {}
     result = found.function(**values)
     metrics: dict[str, float] = {}
-    if isinstance(result, dict) and "text" in result and result.keys() <= {"text", "metrics"}:
+    images: tuple[bytes, ...] = ()
+    if isinstance(result, dict) and result.keys() & {"text", "image"} and result.keys() <= PARTS:
         metrics = {str(key): float(value) for key, value in (result.get("metrics") or {}).items()}
-        result = result["text"]
+        images = images_of(result.get("image"), max_image_pixels)
+        result = result.get("text", "")
     kept = {key: value for key, value in metrics.items() if math.isfinite(value)}
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    return ToolAnswer(bounded(text), dict(list(kept.items())[:MAX_METRICS]))
+    return ToolAnswer(bounded(text), dict(list(kept.items())[:MAX_METRICS]), images=images)
+
+
+def images_of(value: Any, max_pixels: int) -> tuple[bytes, ...]:
+    """Return the pictures of a tool's result, PNG each, in RGB. Raises ValueError for what is no picture."""
+    images = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    if images and not max_pixels:
+        raise ValueError("the tool returned a picture; expected text, because the model has no vision tower")
+    return tuple(as_png(open_picture(_as_source(image), "", max_pixels)) for image in images)
+
+
+def _as_source(value: Any) -> Any:
+    """A picture of Pillow as bytes, as in a data file; other values as they are."""
+    if not hasattr(value, "has_transparency_data"):
+        return value
+    return as_png(value.convert("RGBA" if value.has_transparency_data else "RGB"))
 
 
 def call_user(

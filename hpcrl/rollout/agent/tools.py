@@ -31,8 +31,9 @@ def tool(function: F) -> F:
 
     The prompt describes its name, its docstring up to `Args:`, and each parameter: type hint, default and description
     under `Args:`. A parameter `extra_info` is left out: it gets that column of the prompt's row. The function returns
-    text, or another JSON value, or {"text": ..., "metrics": {name: number}}. It runs in a separate process, one call at
-    a time, and may raise: the model reads the error. Every rank imports the file, too, for the schemas.
+    text, or another JSON value, or {"text": ..., "metrics": {name: number}}; for a vision-language model it may also
+    return "image", a picture of Pillow, its bytes or its path, or a list of them. It runs in a separate process, one
+    call at a time, and may raise: the model reads the error. Every rank imports the file, too, for the schemas.
     """
     setattr(function, MARK, True)
     return function

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Min, Sum
-from hpcrl.rollout.agent.conversation import Conversation, Message, TurnTemplate
+from hpcrl.rollout.agent.conversation import Answer, Conversation, Message, TurnTemplate
 from hpcrl.rollout.agent.tool_worker import ToolAnswer
 from hpcrl.rollout.agent.tools import BadCall, Call, Parser
 from hpcrl.rollout.protocol import FinishReason, Trajectory
@@ -30,11 +30,11 @@ Record = Mapping[str, Any]
 
 
 class TurnResult(NamedTuple):
-    """What follows a turn of the model: `answer`, int32 (n,), and another turn; or None, and the conversation has ended
-    with `finish_reason`."""
+    """What follows a turn of the model: `answer` and another turn; or None, and the conversation has ended with
+    `finish_reason`."""
 
     conversation: int
-    answer: np.ndarray | None
+    answer: Answer | None
     finish_reason: FinishReason = "stop"
     num_tool_calls: int = 0
     turn_scores: tuple[float, ...] = ()
@@ -155,28 +155,29 @@ class TurnHandler:
         if not answers:
             self._end(number, "stop")
             return
-        tokens = self.template.tokens(answers)
-        if dialog.conversation.num_tokens + len(tokens) >= self.max_tokens:  # no room for a token of the model
+        answer = self.template.answer(answers)
+        if dialog.conversation.num_tokens + len(answer.token_ids) >= self.max_tokens:  # no room for the model
             self._end(number, "length")
             return
-        dialog.messages += answers
+        dialog.messages += map(_as_text, answers)
         dialog.num_answers += 1
-        self._results.append(TurnResult(number, tokens))
+        self._results.append(TurnResult(number, answer))
 
     def _tool_message(self, outcome: Outcome | str) -> Message:
-        text = outcome if isinstance(outcome, str) else self._tool_text(outcome)
+        text, images = (outcome, ()) if isinstance(outcome, str) else self._tool_answer(outcome)
         limit, side = self.cfg.max_tool_response_length, self.cfg.tool_response_truncate_side
-        return {"role": "tool", "content": self.template.shortened(text, limit, side)}
+        return {"role": "tool", "content": self.template.shortened(text, limit, side), "images": images}
 
-    def _tool_text(self, outcome: Outcome) -> str:
+    def _tool_answer(self, outcome: Outcome) -> tuple[str, tuple[bytes, ...]]:
+        """Text and pictures."""
         if outcome.fate != "ok":
             self._count_failure("call of a tool", outcome.fate, outcome.why)
-            return f"error: {outcome.result or outcome.why}"
+            return f"error: {outcome.result or outcome.why}", ()
         answer: ToolAnswer = outcome.result
         for name, value in answer.metrics.items():
             self.tool_metrics.setdefault(name, []).append(value)
         self.counts["rejected"] += answer.rejected
-        return f"error: {answer.text}" if answer.rejected else answer.text
+        return f"error: {answer.text}" if answer.rejected else answer.text, answer.images
 
     def _user_messages(self, dialog: _Dialog, outcome: Outcome | str) -> list[Message]:
         """Return the simulated user's message; an empty list ends the conversation."""
@@ -198,6 +199,11 @@ class TurnHandler:
     def _end(self, number: int, finish_reason: FinishReason) -> None:
         dialog = self._dialogs.pop(number)
         self._results.append(TurnResult(number, None, finish_reason, dialog.num_tool_calls, tuple(dialog.turn_scores)))
+
+
+def _as_text(message: Message) -> Message:
+    """The message with `<image>` for each picture, for the simulated user."""
+    return {"role": message["role"], "content": "<image>" * len(message.get("images", ())) + message["content"]}
 
 
 COUNTS = ("calls", "timeouts", "crashes", "errors", "rejected", "user_failures")

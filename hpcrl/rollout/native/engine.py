@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
-from hpcrl.model.tower import Division, Pixels, encode_divided
+from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.native.attention import PagedAttention
 from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
@@ -56,7 +56,7 @@ class NativeEngine:
         tp = TensorParallel(tp_group, tp_rank, tp_size, exact)
         if kv_cache_bytes is None:
             kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
-        self._generating = False
+        self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
         self._decoder = Decoder(shape, tp, dtype, device)
         self._cache = KVCache(
             shape.num_layers,
@@ -88,12 +88,17 @@ class NativeEngine:
         self._decoder.adopt(name, tensor)
         self._clear_graphs()
 
+    def share(self, grids: np.ndarray) -> list[int]:
+        """Return the numbers of the pictures that this rank encodes of those with these `grids`, int (n, 3)."""
+        return divide(grids, self._decoder.tp.size)[self._decoder.tp.rank]
+
     @torch.no_grad()
     def encode(
         self, grids: np.ndarray, patches: Callable[[list[int]], list[np.ndarray]], *, divided: bool = True
     ) -> list[Tensor]:
         """Return the vision tower's features of each picture, fp32 (tokens, width) on the CPU. Collective over the
-        tensor-parallel ranks, which divide the pictures, if `divided`.
+        tensor-parallel ranks, which divide the pictures, if `divided`. At most as many tokens as in a prefill are
+        encoded at a time.
 
         grids: int (n, 3), patches in time, height and width. patches: from the numbers of this rank's pictures to fp32
         (patches, patch width) each.
@@ -107,7 +112,11 @@ class NativeEngine:
             return Pixels(found, torch.from_numpy(grids[numbers].astype(np.int64)))
 
         divisions = [Division(decoder.tp.group, is_split=False)] if divided and decoder.tp.group is not None else []
-        features = encode_divided(decoder.tower, decoder.vision, grids, pixels, divisions)
+        most = self._max_encoded_tokens * decoder.vision.merge_size**2
+        is_frozen = decoder.vision.train == "none"  # then features are kept for later steps
+        features = encode_divided(
+            decoder.tower, decoder.vision, grids, pixels, divisions, one_by_one=is_frozen, max_patches=most
+        )
         return list(features.float().cpu().split([decoder.vision.num_tokens(tuple(grid)) for grid in grids.tolist()]))
 
     @contextmanager

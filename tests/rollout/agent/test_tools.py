@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from PIL import Image
 
 from hpcrl.rollout.agent.tool_worker import bounded, run_tool
 from hpcrl.rollout.agent.tools import BadArguments, Tool, load_tools, tool, tool_schemas
@@ -99,6 +101,34 @@ def test_answers_are_text_or_json_or_text_with_metrics() -> None:
     assert answering({"text": 3, "metrics": {"hits": 2, "bad": float("nan")}})[:2] == ("3", {"hits": 2.0})
     assert answering({"text": 3, "other": 1}).text == '{"text": 3, "other": 1}'
     assert len(bounded("x" * 10**6)) < 10**5
+
+
+def test_pictures_of_a_tool_are_rgb(tmp_path: Path) -> None:
+    red = Image.new("RGB", (6, 4), (255, 0, 0))
+    red.save(tmp_path / "red.bmp")
+    clear, ink = Image.new("RGBA", (6, 4), (255, 0, 0, 0)), Image.new("CMYK", (6, 4), (0, 255, 255, 0))
+
+    def show(result: Any, max_pixels: int = 24) -> list[Any]:
+        def made() -> Any:
+            return result
+
+        answer = run_tool({"made": Tool.of(made)}, "made", {}, None, max_pixels)
+        images = [Image.open(io.BytesIO(png)) for png in answer.images]
+        assert all(image.format == "PNG" and image.mode == "RGB" and image.size == (6, 4) for image in images)
+        return [answer.text, *(image.getpixel((0, 0)) for image in images)]
+
+    path = str(tmp_path / "red.bmp")
+    whole = show({"text": "look", "image": [red, clear, ink, path, (tmp_path / "red.bmp").read_bytes()]})
+    assert whole == ["look", (255, 0, 0), (255, 255, 255), (255, 0, 0), (255, 0, 0), (255, 0, 0)]
+    assert show({"image": red}) == ["", (255, 0, 0)]
+    for result, max_pixels, why in (
+        ({"image": red}, 0, "no vision tower"),
+        ({"image": red}, 23, "max_image_pixels=23"),
+        ({"image": b"no picture"}, 24, "expected a picture"),
+        ({"image": str(tmp_path / "none.png")}, 24, "no file"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            show(result, max_pixels)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ WITHOUT_TOOLS = (
 
 
 def text_of(tokenizer: Any, template: TurnTemplate, *messages: dict[str, str]) -> str:
-    return tokenizer.decode(template.tokens(messages))
+    return tokenizer.decode(template.answer(messages).token_ids)
 
 
 def test_the_shipped_template(tokenizer: Any) -> None:
@@ -49,7 +49,7 @@ def test_answers_and_turns_together_are_the_template_s_whole_conversation(tokeni
         ids += tokenizer(turn, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         conversation += [{"role": "assistant", "content": turn}, *answers]
         if answers:
-            ids += template.tokens(answers).tolist()
+            ids += template.answer(answers).token_ids.tolist()
     whole = tokenizer.apply_chat_template(conversation, chat_template=CHATML, tokenize=False)
     # Where a generation prompt adds something, a turn that is rendered later lacks it; so does the end, its space.
     assert tokenizer.decode(ids).replace("[assistant]=", "[assistant]") + " " == whole
