@@ -22,6 +22,7 @@ from hpcrl.runtime.exits import InputError
 from hpcrl.workers.preference import PreferencePolicy
 from hpcrl.workers.supervised import PreferenceDataWorker
 from hpcrl.workers.team import Inputs
+from tests.rollout.small_model import SHAPE
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +69,7 @@ def job_on(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, run: Any 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(**own)
     job = Preference(None, config, Preference.check(config, 1), None)  # type: ignore[arg-type]
-    job.inputs = Inputs(None, tokenizer)  # type: ignore[arg-type]
+    job.inputs = Inputs(SHAPE, tokenizer)
     job.inputs.pairs["train"] = job.read_pairs(job.inputs, [str(path)], -1)
     job.check_answers(job.inputs.pairs["train"])
     job.set_up(run)
