@@ -23,7 +23,7 @@ import checkout  # noqa: F401
 import numpy as np
 import torch
 import transformers
-from torch.nn.functional import linear
+from matrix_products import product_seconds
 
 from hpcrl.model.hf.directory import Safetensors
 from hpcrl.model.hf.families import hf_config
@@ -144,23 +144,10 @@ class Sides:
         """Seconds of the matrix products alone: all prompts at once, then each step with the rows that still run."""
         weights = [weight for name, weight in self.engine(False).weights().items() if "norm" not in name]
         weights = weights[1:]  # the embedding is looked up
-
-        def seconds(rows: int) -> float:
-            inputs = {weight.size(1): torch.randn(rows, weight.size(1), dtype=weight.dtype) for weight in weights}
-            times = []
-            for _ in range(10):
-                start = time.perf_counter()
-                for weight in weights:
-                    linear(inputs[weight.size(1)], weight)
-                times.append(time.perf_counter() - start)
-            return float(np.median(times))
-
-        head = weights.pop()
-        prefill = seconds(sum(map(len, work.prompts)))
-        weights.append(head)
+        prefill = product_seconds(weights[:-1], sum(map(len, work.prompts)))  # without the head
         running = (work.lengths[:, None] > np.arange(work.lengths.max())).sum(0)
         known = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= len(work.prompts)]
-        return prefill + float(np.interp(running, known, [seconds(n) for n in known]).sum())
+        return prefill + float(np.interp(running, known, [product_seconds(weights, n) for n in known]).sum())
 
 
 def serve(pipe: Connection, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import checkout  # noqa: F401
 import numpy as np
 import yaml
+from matrix_products import product_seconds
 from peer_venv import TRL, VLLM, NoPeer, last_line, peer_python
+
+from hpcrl.sandbox.process_tree import descendants_of, proportional_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps of a job that are not counted
@@ -179,24 +183,7 @@ def run_side(command: list[str | Path], environ: dict[str, str], log: Path) -> i
 
 def tree_bytes(root: int) -> int:
     """Proportional set size of a process and its descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    total, left = 0, [root]
-    while left:
-        pid = left.pop()
-        left += children.get(pid, [])
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return total
+    return sum(map(proportional_bytes, [root, *descendants_of(root)]))
 
 
 @dataclass
@@ -239,7 +226,7 @@ class Hpcrl:
         template.write_text(yaml.safe_dump(self._config(work, steps, folder, data)))
         name = f"{self.ranks}x{self.threads}"
         run = folder / "runs" / name
-        subprocess.run(["rm", "-rf", run], check=True)
+        shutil.rmtree(run, ignore_errors=True)
         mpiexec = Path(sys.executable).with_name("mpiexec")
         command = [mpiexec, "-n", str(self.ranks), sys.executable, "-m", "hpcrl", "train", template]
         command += [f"run.name={name}", *self.overrides]
@@ -283,28 +270,16 @@ class Hpcrl:
 def floors(work: Work, tokens: float) -> tuple[float, float]:
     """Seconds of the bare matrix products of a rollout and of an update, on both cores, of samples of equal lengths."""
     import torch
-    from torch.nn.functional import linear
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
-    modules = [it for it in model.modules() if isinstance(it, torch.nn.Linear)]
+    weights = [it.weight for it in model.modules() if isinstance(it, torch.nn.Linear)]
     samples = len(work.prompts) * work.n
-
-    @torch.no_grad()
-    def seconds(rows: int) -> float:
-        inputs = {it.in_features: torch.randn(rows, it.in_features) for it in modules}
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for it in modules:
-                linear(inputs[it.in_features], it.weight)
-            times.append(time.perf_counter() - start)
-        return median(times)
-
     whole = tokens + samples * len(work.prompt_ids[0])
-    rollout = tokens / samples * seconds(samples) + seconds(sum(map(len, work.prompt_ids)))
-    return rollout, 3 * whole / 4096 * seconds(4096)
+    prefill = product_seconds(weights, sum(map(len, work.prompt_ids)))
+    rollout = tokens / samples * product_seconds(weights, samples) + prefill
+    return rollout, 3 * whole / 4096 * product_seconds(weights, 4096)
 
 
 def compare(name: str, variable: bool, options: argparse.Namespace, folder: Path) -> None:

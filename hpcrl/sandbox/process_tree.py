@@ -70,7 +70,7 @@ def descendants_of(pid: int, most: int | None = None) -> list[int]:
 
 def memory_exceeds(size: int, pids: list[int]) -> bool:
     """Whether the resident memory of these processes exceeds `size` bytes. Shared pages count once."""
-    return sum(map(_resident, pids)) > size and sum(map(_proportional, pids)) > size
+    return sum(map(_resident, pids)) > size and sum(map(proportional_bytes, pids)) > size
 
 
 def kill_tree(pid: int) -> None:
@@ -161,7 +161,7 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def _proportional(pid: int) -> int:
+def proportional_bytes(pid: int) -> int:
     """Resident bytes, with this process's share of shared pages. The same as `_resident` before Linux 4.14."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
