@@ -9,9 +9,11 @@ import difflib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -230,9 +232,14 @@ def submit(arguments: list[str]) -> NoReturn:
     from hpcrl.slurm import submit
 
     def check_on_login_node(job: JobDescription, config: Config, ranks: int) -> None:
-        """Check what the job checks first, without torch, which takes seconds to import."""
+        """Check what the job checks first; torch, which takes seconds to import, only for losses of plugins."""
         load_plugins(config)  # they may register what `check` looks up
-        job.check(job.prepare(config), ranks)
+        if config.run.plugins and find_spec("torch") and find_spec("megatron"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # megatron's, about what a login node lacks
+                job.check_with_torch(job.prepare(config), ranks)
+        else:
+            job.check(job.prepare(config), ranks)
 
     can_be_submitted = [name for name in job_names() if load_job(name).can_be_submitted]
     submit.main(arguments, load_job, check_on_login_node, can_be_submitted)
