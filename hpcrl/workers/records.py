@@ -14,6 +14,7 @@ from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.roles import ARCHIVE, GENERATIONS
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
+from hpcrl.runtime.job import run_directory
 from hpcrl.telemetry.archive import PictureFolder, RolloutLog, log_path
 from hpcrl.telemetry.writer import json_line
 from hpcrl.workers.scorer import response_text, responses_of
@@ -50,11 +51,17 @@ class InputsWorker(Worker):
 class ArchiveWorker(InputsWorker):
     spec = ARCHIVE
 
-    def __init__(self, layout: Layout, rank: int, inputs: Inputs) -> None:
+    def __init__(self, layout: Layout, rank: int, inputs: Inputs, pictures: PictureFolder) -> None:
+        """pictures: the run's, also of samples that go into a checkpoint."""
         super().__init__(layout, rank, inputs)
-        self.prompts = inputs.prompts["train"]
+        self.prompts, self.pictures = inputs.prompts["train"], pictures
         self.sources = self.prompts.source_of_rows()
-        self._pictures: PictureFolder | None = None
+
+    @classmethod
+    def build(cls, team: Team, role: str) -> ArchiveWorker | None:
+        layout, rank = team.layouts[role], team.world.rank
+        pictures = PictureFolder(run_directory(team.config) / "rollouts", rank)
+        return cls(layout, rank, team.inputs, pictures) if rank in layout else None
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=(*(f"{name}?" for name in TOKENS), *SAMPLES), leader_only=True)
     def write(self, batch: DataProto, folder: str) -> tuple[int | None, str, str] | None:
@@ -70,8 +77,7 @@ class ArchiveWorker(InputsWorker):
         return None
 
     def _write(self, batch: DataProto, path: Path) -> None:
-        log, pictures = RolloutLog(path), self._pictures or PictureFolder(path.parent, self.rank)
-        self._pictures = pictures
+        log = RolloutLog(path)
         columns = {name: batch.fetch(name) for name in batch.tokens}
         for index in range(len(batch)):
             samples = {name: column[index] for name, column in batch.samples.items()}
@@ -83,18 +89,18 @@ class ArchiveWorker(InputsWorker):
             }
             tokens = {name: column.row(index) for name, column in columns.items()}
             if self.inputs.images is not None:
-                samples["pictures"] = json.dumps(self._keep_pictures(row, pictures))
+                samples["pictures"] = json.dumps(self._keep_pictures(row))
             if "verdicts" in tokens:
                 samples["verdicts"] = tokens.pop("verdicts").tobytes().decode("utf-8")
             log.append_sample(tokens, samples)
         log.close()
 
-    def _keep_pictures(self, row: int, folder: PictureFolder) -> list[str]:
-        """Return the names of a prompt's pictures, of which `folder` gets thumbnails."""
+    def _keep_pictures(self, row: int) -> list[str]:
+        """Keep thumbnails of a prompt's pictures; returns their names."""
         names = []
         for index, item in enumerate(self.prompts.media(row)):
             names.append(f"{item.key:016x}.png")
-            folder.keep(names[-1], partial(self.prompts.thumbnail, row, index))
+            self.pictures.keep(names[-1], partial(self.prompts.thumbnail, row, index))
         return names
 
 

@@ -135,6 +135,7 @@ class RolloutWorker(Worker):
         self.on_response: Callable[[], None] | None = None  # called when a response of `generate` is finished
         self.config = config
         self.recalled_version: int | None = None  # of the weights that drew the responses in the journal
+        self.picture_folder = PictureFolder(run_directory(config) / "rollouts", rank)
         self.stream = ResponseStream(self)
 
     @classmethod
@@ -230,7 +231,7 @@ class RolloutWorker(Worker):
         if self.agent is not None:
             columns.samples["tool_pictures"] = np.array([tool_pictures.to_text(answer) for answer in answers], object)
             if "weight_version" in meta:  # training, whose samples are archived
-                tool_pictures.keep(PictureFolder(run_directory(self.config) / "rollouts", self.rank), returned)
+                tool_pictures.keep(self.picture_folder, returned)
         counts = {"perf/pictures": float(len(shown.features)), "perf/pictures_encoded": float(shown.num_encoded)}
         if flops := self.pictures.flops(column):
             counts["perf/tower_flops"] = flops
@@ -356,7 +357,7 @@ class RolloutWorker(Worker):
         work: dict[str, np.ndarray] = {}
         if self.pictures is not None:
             # Samples of a checkpoint have their pictures in the run's folder.
-            folders = [PictureFolder(each) for each in (folder, run_directory(self.config) / "rollouts")]
+            folders = PictureFolder(folder), self.picture_folder
             texts = samples["tool_pictures"][rows] if "tool_pictures" in samples else ["[]"] * len(rows)
             answers = [tool_pictures.of_text(text, *folders) for text in texts]
             columns["pictures"] = column = self.pictures.pixels("train", samples["row"][rows].tolist(), answers)
