@@ -22,6 +22,12 @@ class Picture(NamedTuple):
     grid: tuple[int, int, int]
     interval: float = 1.0
 
+    @classmethod
+    def of(cls, start: int, grid: Sequence[int], interval: float) -> Picture:
+        """From numbers of an array or a file."""
+        time, height, width = grid
+        return cls(int(start), (int(time), int(height), int(width)), float(interval))
+
 
 @dataclass(frozen=True, eq=False)
 class PicturePlaces:
@@ -38,8 +44,8 @@ class PicturePlaces:
     grids: np.ndarray
     intervals: np.ndarray
 
-    @classmethod
-    def of_samples(cls, samples: Sequence[Sequence[tuple[int, Picture]]]) -> PicturePlaces:
+    @staticmethod
+    def of_samples(samples: Sequence[Sequence[tuple[int, Picture]]]) -> PicturePlaces:
         """samples: the key and the place of each picture of each sample. Equal keys are one picture; the distinct ones
         are in the order in which they come first."""
         found: dict[int, Picture] = {}
@@ -60,11 +66,13 @@ class PicturePlaces:
 
     def of_row(self, row: int) -> list[tuple[int, Picture]]:
         """Return the pictures of a sample, in order, each with its number among the distinct ones."""
-        found = []
-        for item, start in zip(self.items.row(row).tolist(), self.starts.row(row).tolist(), strict=True):
-            time, height, width = self.grids[item].tolist()
-            found.append((item, Picture(start, (time, height, width), float(self.intervals[item]))))
-        return found
+        pairs = zip(self.items.row(row).tolist(), self.starts.row(row).tolist(), strict=True)
+        return [(item, Picture.of(start, self.grids[item], self.intervals[item])) for item, start in pairs]
+
+    def samples(self) -> list[list[tuple[int, Picture]]]:
+        """Return what `of_samples` makes these places from."""
+        keys = self.keys.tolist()
+        return [[(keys[item], picture) for item, picture in self.of_row(row)] for row in range(len(self))]
 
 
 @dataclass(frozen=True, eq=False)

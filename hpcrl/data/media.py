@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpcrl.batch.pictures import Picture
 from hpcrl.data.images import Entry, Grid, ImageProcessor, Kind, Source
 from hpcrl.data.pictures import BadImage
 from hpcrl.data.row_file import RowFile
@@ -40,6 +41,10 @@ class MediaItem(NamedTuple):
     start: int
     grid: Grid
     interval: float
+
+    @property
+    def picture(self) -> Picture:
+        return Picture(self.start, self.grid, self.interval)
 
 
 class Opened(NamedTuple):

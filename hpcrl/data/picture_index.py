@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcrl.batch.pictures import Picture, PicturePlaces
+from hpcrl.batch.pictures import PicturePlaces
 
 if TYPE_CHECKING:
     from hpcrl.data.media import MediaItem
@@ -35,8 +35,8 @@ def index_pictures(dataset: MediaRows, rows: Sequence[int]) -> PictureIndex:
     for row, items in zip(rows, media, strict=True):
         for index, item in enumerate(items):
             sources.setdefault(item.key, (row, index))
-    places = [[(item.key, Picture(item.start, item.grid, item.interval)) for item in items] for items in media]
-    return PictureIndex(PicturePlaces.of_samples(places), list(sources.values()))
+    places = PicturePlaces.of_samples([[(item.key, item.picture) for item in items] for items in media])
+    return PictureIndex(places, list(sources.values()))
 
 
 def tower_tokens(dataset: MediaRows, rows: np.ndarray, shape: ModelShape) -> np.ndarray:

@@ -80,8 +80,7 @@ class Stepwise(RolloutSource):
     def _load_ahead(self, size: int) -> None:
         """Have the pictures of the next step's prompts decoded in processes, meanwhile."""
         config = self.context.config
-        rows = self.context.sampler.rows_ahead(size)
-        if config.data.image_workers > 0 and len(rows):
+        if config.data.image_workers > 0 and len(rows := self.context.sampler.rows_ahead(size)):
             batch = DataProto({}, {"row": np.repeat(rows, config.rollout.n)}, {"split": "train"})
             self.context.controller["rollout"].load_ahead(batch)
 

@@ -118,8 +118,7 @@ class PromptPictures:
         loader = self._loaders[split]
         places, sources = index_pictures(loader.dataset, rows)
         keys = places.keys.tolist()
-        of_rows = [[(keys[item], picture) for item, picture in places.of_row(row)] for row in range(len(places))]
-        shown = EncodedPictures(of_rows, patches=None if self._is_frozen or not self._is_leader else {})
+        shown = EncodedPictures(places.samples(), patches=None if self._is_frozen or not self._is_leader else {})
 
         def decode(numbers: Sequence[int]) -> list[np.ndarray]:
             return loader.load([sources[number] for number in numbers])
@@ -146,11 +145,9 @@ class PromptPictures:
         column = self._loaders[split].column(rows)
         if not any(answers):
             return column
-        keys = column.keys.tolist()
-        of_rows = [[(keys[item], picture) for item, picture in column.of_row(row)] for row in range(len(column))]
-        values = {key: column.values.row(number) for number, key in enumerate(keys)}
+        values = {key: column.values.row(number) for number, key in enumerate(column.keys.tolist())}
         values |= {picture.key: self._patches_of(picture) for answer in answers for picture in answer}
-        places = PicturePlaces.of_samples(with_answers(of_rows, answers))
+        places = PicturePlaces.of_samples(with_answers(column.samples(), answers))
         return PictureColumn.of(places, [values[key] for key in places.keys.tolist()])
 
     def work_of(self, column: PictureColumn) -> dict[str, np.ndarray]:

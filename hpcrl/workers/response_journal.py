@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -150,14 +150,9 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory | None:
             num_tool_calls=int(record["num_tool_calls"]),
             turn_scores=tuple(float(score) for score in record["turn_scores"]),
             routed_experts=experts,
-            pictures=tuple(_picture(*values) for values in record["pictures"]),
+            pictures=tuple(ToolPicture(key, Picture.of(*place), png) for key, *place, png in record["pictures"]),
         )
         is_whole = len({len(array) for array in arrays.values()}) == 1 and done.finish_reason in FINISH_REASONS
     except (KeyError, TypeError, ValueError):
         return None
     return done if is_whole else None
-
-
-def _picture(key: int, start: int, grid: Sequence[int], interval: float, png: bytes) -> ToolPicture:
-    time, height, width = grid
-    return ToolPicture(key, Picture(start, (time, height, width), interval), png)

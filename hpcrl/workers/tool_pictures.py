@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from hpcrl.batch.pictures import Picture
 from hpcrl.rollout.protocol import ToolPicture
@@ -48,10 +49,6 @@ def _name(picture: ToolPicture) -> str:
     return f"{picture.key:016x}.whole.png"
 
 
-def _picture(
-    folders: Sequence[PictureFolder], name: str, start: int, grid: Sequence[int], interval: float
-) -> ToolPicture:
-    time, height, width = grid
-    place = Picture(int(start), (int(time), int(height), int(width)), float(interval))
+def _picture(folders: Sequence[PictureFolder], name: str, **place: Any) -> ToolPicture:
     folder = next((folder for folder in folders if folder.has(name)), folders[0])
-    return ToolPicture(int(name.partition(".")[0], 16), place, folder.read(name))
+    return ToolPicture(int(name.partition(".")[0], 16), Picture.of(**place), folder.read(name))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from hpcrl.batch.pictures import Picture
 from hpcrl.data.chat import folded
 from hpcrl.data.images import Entry, Kind, Source
 from hpcrl.data.pictures import BadImage
@@ -203,10 +202,7 @@ class TurnTemplate:
             raise InputError(
                 f"the chat template does not render a tool's pictures: {error}; use one that does (data.chat_template)"
             ) from None
-        found = [
-            ToolPicture(item.key, Picture(item.start, item.grid, item.interval), png)
-            for item, png in zip(items, pictures, strict=True)
-        ]
+        found = [ToolPicture(item.key, item.picture, png) for item, png in zip(items, pictures, strict=True)]
         return Answer(np.repeat(np.asarray(ids, np.int32), repeats), tuple(found))
 
     def _spelled(self, message: Message) -> str:
