@@ -154,7 +154,7 @@ class _ChunkedHead(torch.autograd.Function):
                 len(weight),
             ).to(weight.dtype)
             del log_p
-            torch.matmul(grad, weight, out=grad_hidden[rows])
+            grad_hidden[rows] = grad @ weight
             if grad_weight is not None and grad_weight.dtype == weight.dtype:
                 grad_weight.addmm_(grad.T, hidden[rows])
             elif grad_weight is not None:
