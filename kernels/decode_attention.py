@@ -48,14 +48,19 @@ class PagedRows(NamedTuple):
 
     @classmethod
     def of(
-        cls, blocks: Tensor, starts: Tensor, lengths: Tensor, width: int, size: int, cut: Cut, num_rows: Tensor
+        cls, keys: Tensor, blocks: Tensor, starts: Tensor, lengths: Tensor, width: int, cut: Cut, num_rows: Tensor
     ) -> PagedRows:
-        """Cut rows, of blocks of `size` tokens, into parts of similar length; only the lengths matter.
+        """Cut rows, whose blocks hold the tokens of `keys`, into parts of similar length; only the lengths matter.
 
         Rows from `num_rows` (1,) on must be equal to the first one, whose parts they share. There are always n +
         `cut.wanted` parts.
         """
-        parts, parts_of = cut_rows(starts, lengths, size, cut, num_rows)
+        if use_triton("cut_rows", keys):
+            from hpcrl.kernels.decode_attention_triton import cut_rows as fused
+
+            parts, parts_of = fused(starts, lengths, keys.size(-1), *cut, num_rows)
+        else:
+            parts, parts_of = cut_rows(starts, lengths, keys.size(-1), cut, num_rows)
         return cls(blocks, starts, lengths, width, parts, parts_of)
 
 

@@ -16,6 +16,7 @@ from hpcrl.kernels.decode_attention import (
     decode_attention,
     is_fused,
 )
+from hpcrl.kernels.decode_attention_triton import cut_rows as fused_cut_rows
 from hpcrl.model.sizes import CachedHeads
 from hpcrl.rollout.native.attention import DecodeAttention, NewTokens, PagedAttention
 from hpcrl.rollout.native.engine import NativeEngine
@@ -71,7 +72,7 @@ def make(shape: Shape, dtype: torch.dtype, device: torch.device, least: int = 64
     queries = torch.randn(len(lengths), shape.groups, shape.per_head, shape.key, device=device).to(dtype)
     places = blocks, counts.cumsum() - counts, lengths, np.array([len(lengths)])
     table, starts, tokens, num_rows = (torch.from_numpy(part.astype(np.int32)).to(device) for part in places)
-    rows = PagedRows.of(table, starts, tokens, int(counts.max()), SIZE, Cut(WANTED, least), num_rows)
+    rows = PagedRows.of(keys, table, starts, tokens, int(counts.max()), Cut(WANTED, least), num_rows)
     return Cache(queries, keys, values, rows)
 
 
@@ -115,7 +116,7 @@ def test_it_does_not_matter_how_rows_are_cut(device: torch.device) -> None:
 def make_cut(cache: Cache, least: int) -> Cache:
     rows = cache.rows
     num_rows = rows.lengths.new_tensor([len(LENGTHS)])
-    cut = PagedRows.of(rows.blocks, rows.starts, rows.lengths, rows.width, SIZE, Cut(WANTED, least), num_rows)
+    cut = PagedRows.of(cache.keys, rows.blocks, rows.starts, rows.lengths, rows.width, Cut(WANTED, least), num_rows)
     return cache._replace(rows=cut)
 
 
@@ -134,7 +135,7 @@ def test_rows_that_repeat_the_first(device: torch.device, monkeypatch: pytest.Mo
     cache = make(SHAPES[0], torch.float32, device)
     rows, num_rows = cache.rows, cache.rows.lengths.new_tensor([len(LENGTHS)])
     starts, lengths = (torch.cat([part, part[:1].expand(2)]) for part in (rows.starts, rows.lengths))
-    padded = PagedRows.of(rows.blocks, starts, lengths, rows.width, SIZE, Cut(WANTED, 64), num_rows)
+    padded = PagedRows.of(cache.keys, rows.blocks, starts, lengths, rows.width, Cut(WANTED, 64), num_rows)
     queries = torch.cat([cache.queries, cache.queries[:1].expand(2, -1, -1, -1)])
     for choice in ("triton", "torch"):
         monkeypatch.setenv("HPCRL_KERNELS", choice)
@@ -145,10 +146,11 @@ def test_rows_that_repeat_the_first(device: torch.device, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("shape", [(8, 4, 128), (1, 16, 512), (1, 128, 512), (128, 1, 64)])
-def test_parts_hold_each_token_once_and_stay_in_bounds(shape: tuple[int, int, int]) -> None:
+def test_parts_hold_each_token_once_and_stay_in_bounds(device: torch.device, shape: tuple[int, int, int]) -> None:
+    """The kernel and torch cut in the same way."""
     generator = np.random.default_rng()
     cut = Cut.of(*shape)
-    for _ in range(50):
+    for number in range(50):
         lengths = generator.integers(1, 10 ** generator.integers(1, 6), generator.integers(1, 300))
         counts = -(-lengths // SIZE)
         starts = counts.cumsum() - counts
@@ -156,8 +158,12 @@ def test_parts_hold_each_token_once_and_stay_in_bounds(shape: tuple[int, int, in
         lengths[num_rows:] = lengths[0]
         starts[num_rows:] = starts[0]
         arrays = starts, lengths, np.array([num_rows])
-        on_device = [torch.from_numpy(array.astype(np.int32)) for array in arrays]
-        parts, parts_of = cut_rows(*on_device[:2], SIZE, cut, on_device[2])
+        given = [torch.from_numpy(array.astype(np.int32)) for array in arrays]
+        parts, parts_of = cut_rows(*given[:2], SIZE, cut, given[2])
+        if number < 5:
+            on_device = [part.to(device) for part in given]
+            fused, fused_of = fused_cut_rows(*on_device[:2], SIZE, *cut, on_device[2])
+            assert torch.equal(fused.cpu(), parts * (parts[:, 2:3] > 0)) and torch.equal(fused_of.cpu(), parts_of)
         assert len(parts) == len(lengths) + cut.wanted
         assert parts_of[num_rows:].tolist() == parts_of[:1].tolist() * (len(lengths) - num_rows)
         for row, (first, count) in enumerate(parts_of[:num_rows].tolist()):

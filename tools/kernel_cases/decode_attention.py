@@ -41,7 +41,7 @@ def _case(
     cut = Cut.of(groups, per_head, values.size(-1))
     places = (blocks, counts.cumsum() - counts, lengths, np.array([len(lengths)]))
     table, starts, tokens, num_rows = (torch.from_numpy(part.astype(np.int32)).to(DEVICE) for part in places)
-    rows = PagedRows.of(table, starts, tokens, int(counts.max()), SIZE, cut, num_rows)
+    rows = PagedRows.of(keys, table, starts, tokens, int(counts.max()), cut, num_rows)
     runs: dict[str, Callable[[], object]] = {
         "hpcrl": lambda: decode_attention(queries, keys, values, rows, scale=width**-0.5)
     }

@@ -76,7 +76,7 @@ class PagedAttention:
         # int64, to which every write would convert them
         self.new = StoredTokens(cache, cached, of_tokens.long(), (cached % size).long(), rope_positions)
         cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
-        self._rows = PagedRows.of(blocks, starts, cached + 1, width, size, cut, num_rows)
+        self._rows = PagedRows.of(cache.keys[0], blocks, starts, cached + 1, width, cut, num_rows)
 
     @staticmethod
     def fits(cache: KVCache) -> bool:
