@@ -90,7 +90,7 @@ class GenerateCall:
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _num_requests: int = field(default=0, init=False)
     _groups: dict[bytes, int] = field(default_factory=dict, init=False)  # hash of a context -> its first request
-    # The paged decode step whose tokens have not been read: it has all rows of the batch, and is read before rows join.
+    # The paged step whose tokens have not been read. It has all rows of the batch: it is read before rows join.
     _in_flight: StepInFlight | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -123,12 +123,10 @@ class GenerateCall:
     def step(self) -> None:
         """Prefill the sequences that can be admitted; if there are none, decode one token of all running sequences."""
         if self._scheduler.can_admit(self._batch.num_rows, self.cache.pool.num_free):
-            self._read()
-        groups = set(self._batch.groups[self._batch.rows].tolist())
-        admission = self._scheduler.schedule(groups, self._batch.num_rows, self.cache.pool.num_free)
-        if len(admission):
             with annotated("prefill"):
-                self._prefill(admission)
+                self._read()
+                groups = set(self._batch.groups[self._batch.rows].tolist())
+                self._prefill(self._scheduler.schedule(groups, self._batch.num_rows, self.cache.pool.num_free))
         else:
             with annotated("decode"):
                 if self.paged is None:
@@ -187,7 +185,7 @@ class GenerateCall:
         return row
 
     def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """As `BlockPool.grow`."""
+        """Assign blocks as `BlockPool.grow` does, on the device too."""
         pool = self.cache.pool
         blocks = pool.grow(rows, num_tokens)
         if self.paged is not None:
@@ -240,8 +238,10 @@ class GenerateCall:
         batch.append(token_ids.cpu().numpy(), log_probs.cpu().numpy(), _experts(chosen))
 
     def _decode_paged(self, paged: PagedDecode) -> None:
-        """Launch a step, and only then read the tokens of the one before, so that the device need not wait for the
-        host. A sequence that has stopped draws one more token, which is dropped.
+        """Launch a step, and only then read the tokens of the one before, so that the device does not wait for the host.
+
+        A sequence that has stopped draws one more token, which is dropped. One that reaches its limit does not, because
+        its last step is read at once.
         """
         batch, pool = self._batch, self.cache.pool
         if pool.missing(batch.rows, self._next_lengths()).sum() > pool.num_free:

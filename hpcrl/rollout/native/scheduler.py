@@ -104,7 +104,7 @@ class Scheduler:
         return waiting
 
     def can_admit(self, num_running: int, num_free_blocks: int) -> bool:
-        """Whether `schedule` would return any sequence."""
+        """Whether `schedule` returns a sequence."""
         if not self._waiting or num_running >= self._max_num_seqs:
             return False
         return num_free_blocks - self._num_blocks(self._waiting[0]) >= num_running
