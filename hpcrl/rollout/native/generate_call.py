@@ -238,7 +238,7 @@ class GenerateCall:
         batch.append(token_ids.cpu().numpy(), log_probs.cpu().numpy(), _experts(chosen))
 
     def _decode_paged(self, paged: PagedDecode) -> None:
-        """Launch a step, and only then read the tokens of the one before, so that the device does not wait for the host.
+        """Launch a step, and only then read the tokens of the step before: the device does not wait for the host.
 
         A sequence that has stopped draws one more token, which is dropped. One that reaches its limit does not, because
         its last step is read at once.
