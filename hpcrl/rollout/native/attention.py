@@ -13,8 +13,7 @@ attended latents are mapped to the heads' values afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from copy import copy
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -56,19 +55,28 @@ class ExactAttention:
 
 
 class PagedAttention:
-    """One token of each of rows 0..n-1, by the paged kernels."""
+    """One token of each of n rows, by the paged kernels, from tensors on the device only.
 
-    def __init__(self, new: NewTokens) -> None:
-        self.new = new
-        pool, heads = new.cache.pool, new.cache.heads
-        used = np.flatnonzero(pool.row_of[: pool.extent] != FREE)
-        starts = pool.count_of.cumsum() - pool.count_of
-        by_row = np.empty_like(used)
-        by_row[starts[pool.row_of[used]] + pool.order_of[used]] = used
-        self._cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
-        self._rows = PagedRows.of(
-            by_row, starts[new.rows], new.starts + 1, new.cache.block_size, self._cut, new.cache.device
-        )
+    All int32: `blocks` holds the rows' blocks, from place `starts` (n,) on, at most `width` each; `cached` (n,) are the
+    rows' cached tokens. Rows from `num_rows` (1,) on repeat the first one, and compute and store the same numbers.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        blocks: Tensor,
+        starts: Tensor,
+        width: int,
+        cached: Tensor,
+        num_rows: Tensor,
+        rope_positions: Tensor | None = None,
+    ) -> None:
+        heads, size = cache.heads, cache.block_size
+        of_tokens = blocks.index_select(0, starts + cached // size)
+        # int64, to which every write would convert them
+        self.new = StoredTokens(cache, cached, of_tokens.long(), (cached % size).long(), rope_positions)
+        cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
+        self._rows = PagedRows.of(cache.keys[0], blocks, starts, cached + 1, width, cut, num_rows)
 
     @staticmethod
     def fits(cache: KVCache) -> bool:
@@ -82,44 +90,35 @@ class PagedAttention:
             queries, cache.keys[layer], cache.values[layer], self._rows, scale=queries.size(-1) ** -0.5
         )
 
-    def with_room(self, rows: int) -> PagedAttention:
-        """Return a copy for `load`, whose tensors have room for `rows` rows of any lengths that the cache can hold."""
-        other = copy(self)
-        other.new = self.new.empty_like(rows)
-        other._rows = self._rows._replace(
-            blocks=self._rows.blocks.new_zeros(self.new.cache.num_blocks),
-            parts=self._rows.parts.new_zeros(rows + self._cut.wanted, 4),
-            parts_of=self._rows.parts_of.new_zeros(rows, 2),
-        )
-        return other
-
-    def load(self, other: PagedAttention) -> None:
-        """Copy the rows of `other`; the remaining rows repeat the first one, which is computed once."""
-        self._rows.blocks[: len(other._rows.blocks)] = other._rows.blocks
-        self._rows.parts[: len(other._rows.parts)] = other._rows.parts
-        self._rows.parts[len(other._rows.parts) :] = 0
-        fill(self._rows.parts_of, other._rows.parts_of)
-        for own, given in zip(self.new.tensors, other.new.tensors, strict=True):
-            fill(own, given)
-
-
-def fill(destination: Tensor, source: Tensor) -> None:
-    """Copy `of` into `to` and repeat its first row in the rest."""
-    destination[: len(source)] = source
-    destination[len(source) :] = source[0]
-
 
 MASKED = -1e30  # finite, so that the maximum of a fully masked block is finite
 # Softmax uses powers of 2 because torch's exp is slow on the CPU where it underflows.
 LOG2_E = math.log2(math.e)
 
 
-class NewTokens:
+class StoredTokens:
+    """The tokens of one call, flat (n,): their places `positions` in their sequences, and where the cache stores them,
+    `offsets` in `blocks`, all integers.
+
+    `rope_positions`, those of the rotary embedding, are the same as `positions` unless given: (n,), or (3, n) in time,
+    height and width.
+    """
+
+    def __init__(
+        self, cache: KVCache, positions: Tensor, blocks: Tensor, offsets: Tensor, rope_positions: Tensor | None = None
+    ) -> None:
+        self.cache = cache
+        self.positions, self._blocks, self._offsets = positions, blocks, offsets
+        self.rope_positions = positions if rope_positions is None else rope_positions
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.cache.write(layer, self._blocks, self._offsets, keys, values)
+
+
+class NewTokens(StoredTokens):
     """The tokens of one call, flat: `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
 
-    All int64 (sequences,). Rows have their blocks already. `positions` int64 (n,) are the tokens' places.
-    `rope_positions`, those of the rotary embedding, are the same unless given: int64 (n,), or (3, n) in time, height
-    and width.
+    All int64 (sequences,), on the host. Rows have their blocks already.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class NewTokens:
         lengths: np.ndarray,
         rope_positions: np.ndarray | None = None,
     ) -> None:
-        self.cache = cache
         self.rows, self.starts, self.lengths = rows, starts, lengths
         pool, size = cache.pool, cache.block_size
         if lengths.max() == 1 and (starts // size == pool.count_of[rows] - 1).all():
@@ -141,25 +139,13 @@ class NewTokens:
             positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
             blocks = pool.table(rows)[sequences, positions // size]
         own = () if rope_positions is None else (rope_positions,)
-        self._hold(torch.from_numpy(array).to(cache.device) for array in (positions, blocks, positions % size, *own))
-
-    def _hold(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = tuple(tensors)  # those that depend on the call, int64
-        self.positions, self._blocks, self._offsets, *own = self.tensors
-        self.rope_positions = own[0] if own else self.positions
-
-    def empty_like(self, rows: int) -> NewTokens:
-        """Return a copy for one token of each of `rows` rows, with tensors to be filled."""
-        other = copy(self)
-        other._hold(part.new_zeros(rows) for part in self.tensors)
-        return other
-
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.cache.write(layer, self._blocks, self._offsets, keys, values)
+        arrays = positions, blocks, positions % size, *own
+        super().__init__(cache, *(torch.from_numpy(array).to(cache.device) for array in arrays))
 
 
 class Attention(Protocol):
-    new: NewTokens
+    @property
+    def new(self) -> StoredTokens: ...
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
 

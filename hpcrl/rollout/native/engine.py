@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
+from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.native.attention import PagedAttention
-from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
+from hpcrl.rollout.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
 from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.paged_decode import PagedDecode
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")
@@ -67,14 +68,17 @@ class NativeEngine:
             dtype,
             device,
         )
-        # Not with experts: the host reads how many tokens each of them has.
-        graphed = device.type == "cuda" and not (enforce_eager or exact or shape.num_experts)
-        self._graphs = DecodeGraphs(self._decoder) if graphed and PagedAttention.fits(self._cache) else None
+        has_kernels, self._paged = PagedAttention.fits(self._cache), None
+        if not exact and (has_kernels or device.type != "cpu"):
+            # No graphs with experts: the host reads how many tokens each of them has.
+            graphed = device.type == "cuda" and has_kernels and not (enforce_eager or shape.num_experts)
+            width = blocks_for(max_model_len)
+            self._paged = PagedDecode(self._decoder, self._cache, max_num_seqs, width, is_graphed=graphed)
         self._begin = partial(
             GenerateCall,
             self._decoder,
             self._cache,
-            graphs=self._graphs,
+            paged=self._paged,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -134,8 +138,8 @@ class NativeEngine:
             self._cache.allocate()
 
     def _clear_graphs(self) -> None:
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self._paged is not None:
+            self._paged.clear_graphs()
 
     @torch.no_grad()
     def generate(

@@ -64,6 +64,8 @@ class BlockPool:
     def _take(self, count: int) -> np.ndarray:
         if count > self.num_free:
             raise RuntimeError(f"the KV cache has {self.num_free} free blocks; {count} are needed")
+        if not count:
+            return np.zeros(0, np.int64)
         holes = np.flatnonzero(self.row_of[: self.extent] == FREE)[:count]
         appended = np.arange(self.extent, self.extent + count - len(holes))
         self.extent += len(appended)
