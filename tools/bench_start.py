@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import checkout  # noqa: F401
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
