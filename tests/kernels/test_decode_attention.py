@@ -21,6 +21,7 @@ from hpcrl.model.sizes import CachedHeads
 from hpcrl.rollout.native.attention import DecodeAttention, NewTokens, PagedAttention
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.kernels.close import DTYPES, assert_near
 from tests.rollout.small_model import SHAPE, draw_weights
@@ -206,18 +207,24 @@ def test_what_the_engine_has_in_its_place_on_the_cpu(
         blocks = cache.pool.grow(rows, np.full(len(rows), tokens))
         table[cache.pool.row_of[blocks], cache.pool.order_of[blocks]] = blocks
     cache.pool.release(np.array([4]))
+    same = RowCache(2, 40, heads, SIZE, 4, 64, torch.float32)
+    for row in range(4):
+        for plane, number in ((same.keys, 0), (same.values, 1)):
+            [span] = cache.spans(row, int(lengths[row]), 64)
+            found = cache.read(1, span)[number]
+            plane[1, row, :, : found.size(1)] = found
     rows = np.arange(4)
-    new = NewTokens(cache, rows, lengths[:4] - 1, np.ones_like(rows))
-    queries = torch.randn(4, heads.groups, heads.queries, heads.key_dim, device=device)
-    keys = torch.randn(4, heads.groups, heads.key_dim, device=device)
+    new = NewTokens(same, rows, lengths[:4] - 1, np.ones_like(rows))
+    queries = torch.randn(4, heads.groups, heads.queries, heads.key_dim)
+    keys = torch.randn(4, heads.groups, heads.key_dim)
     values = keys[..., : heads.value_dim] if heads.value_in_key else torch.randn_like(keys)
     expected = DecodeAttention(new)(1, queries, keys, values)
-    assert PagedAttention.fits(cache)
+    assert PagedAttention.fits(heads, SIZE, torch.float32, device)
     arrays = table.ravel(), 4 * np.array([0, 1, 2, 3, 0]), lengths[[0, 1, 2, 3, 0]] - 1, np.array([4])
     places, starts, cached, num_rows = (torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays)
     paged = PagedAttention(cache, places, starts, 4, cached, num_rows)
-    found = paged(1, *(torch.cat([part, part[:1]]) for part in (queries, keys, values)))
-    assert_near(found, torch.cat([expected, expected[:1]]), torch.float32)
+    found = paged(1, *(torch.cat([part, part[:1]]).to(device) for part in (queries, keys, values)))
+    assert_near(found.cpu(), torch.cat([expected, expected[:1]]), torch.float32)
 
 
 @pytest.mark.slow

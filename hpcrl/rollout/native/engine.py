@@ -20,6 +20,7 @@ from hpcrl.rollout.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
 from hpcrl.rollout.native.kv_cache import KVCache
 from hpcrl.rollout.native.paged_decode import PagedDecode
+from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")
@@ -59,20 +60,16 @@ class NativeEngine:
             kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
         self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
         self._decoder = Decoder(shape, tp, dtype, device)
-        self._cache = KVCache(
-            shape.num_layers,
-            tp.smallest(num_blocks(shape, tp_size, dtype.itemsize, kv_cache_bytes, max_model_len)),
-            cached_heads(shape, tp_size),
-            BLOCK_SIZE,
-            max_num_seqs,
-            dtype,
-            device,
-        )
-        has_kernels, self._paged = PagedAttention.fits(self._cache), None
-        if not exact and (has_kernels or device.type != "cpu"):
+        heads, width = cached_heads(shape, tp_size), blocks_for(max_model_len)
+        size = tp.smallest(num_blocks(shape, tp_size, dtype.itemsize, kv_cache_bytes, max_model_len))
+        has_kernels, self._paged = PagedAttention.fits(heads, BLOCK_SIZE, dtype, device), None
+        self._cache: KVCache | RowCache
+        if exact or (device.type == "cpu" and not has_kernels):
+            self._cache = RowCache(shape.num_layers, size, heads, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
+        else:
+            self._cache = KVCache(shape.num_layers, size, heads, BLOCK_SIZE, max_num_seqs, dtype, device)
             # No graphs with experts: the host reads how many tokens each of them has.
             graphed = device.type == "cuda" and has_kernels and not (enforce_eager or shape.num_experts)
-            width = blocks_for(max_model_len)
             self._paged = PagedDecode(self._decoder, self._cache, max_num_seqs, width, is_graphed=graphed)
         self._begin = partial(
             GenerateCall,

@@ -18,10 +18,12 @@ from hpcrl.rollout.native.attention import (
     ExactAttention,
     NewTokens,
     PrefillAttention,
+    padded_tokens,
 )
 from hpcrl.rollout.native.decoder import Decoder, TokenFeatures
-from hpcrl.rollout.native.kv_cache import KVCache, Moves
+from hpcrl.rollout.native.kv_cache import KVCache
 from hpcrl.rollout.native.paged_decode import PagedDecode, StepInFlight
+from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.rollout.sampling import check_finite, request_key, sample, sample_sharded, uniforms
@@ -72,12 +74,16 @@ class PrefillTokens:
         return TokenFeatures(torch.from_numpy(self.rows).to(device), values)
 
 
+# Rows are sorted when they would be padded to so many times the tokens that they are padded to in order of length.
+MAX_PADDING = 1.25
+
+
 @dataclass(eq=False)
 class GenerateCall:
     """Runs steps until every sequence is complete; `completions` is by the index of the request."""
 
     decoder: Decoder
-    cache: KVCache
+    cache: KVCache | RowCache
     sampling: SamplingParams
     seed: int
     trainer_step: int
@@ -92,6 +98,7 @@ class GenerateCall:
     _groups: dict[bytes, int] = field(default_factory=dict, init=False)  # hash of a context -> its first request
     # The paged step whose tokens have not been read. It has all rows of the batch: it is read before rows join.
     _in_flight: StepInFlight | None = field(default=None, init=False)
+    _has_new_rows: bool = field(default=False, init=False)  # since the rows were sorted
 
     def __post_init__(self) -> None:
         self._scheduler = Scheduler(self.max_num_seqs, self.max_num_batched_tokens, self.cache.block_size)
@@ -131,6 +138,7 @@ class GenerateCall:
             with annotated("decode"):
                 if self.paged is None:
                     self._preempt()
+                    self._sort()
                     self._decode()
                     self._finish()
                 else:
@@ -145,7 +153,7 @@ class GenerateCall:
 
     def _prefill(self, admission: Admission) -> None:
         """Cache all tokens but the last of each sequence, which decoding starts from."""
-        pool, limit = self.cache.pool, self.max_num_batched_tokens
+        limit = self.max_num_batched_tokens
         if admission.prefilled:
             rows = np.array([self._add(sequence) for sequence in admission.prefilled])
             lengths = self._batch.cached[rows]
@@ -168,8 +176,8 @@ class GenerateCall:
             row = self._add(sequence)
             if sequence.num_to_cache:
                 assert source is not None
-                blocks = self._grow(np.array([row]), self._batch.cached[[row]])
-                self.cache.move(Moves(pool.blocks_of(source)[: len(blocks)], blocks))
+                self._grow(np.array([row]), self._batch.cached[[row]])
+                self.cache.copy_row(source, row, sequence.num_to_cache)
                 if self._records:
                     sequence.routed = self._batch.sequences[source].routed[:1]
 
@@ -180,17 +188,16 @@ class GenerateCall:
             assert self.decoder.vision is not None
             shift = int(sequence.rope_positions(self.decoder.vision)[0, -1]) - sequence.num_to_cache
         row = self._batch.add(sequence, shift)
+        self._has_new_rows = True
         if self.paged is not None:
             self.paged.state.join(self._batch, row)
         return row
 
-    def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Assign blocks as `BlockPool.grow` does, on the device too."""
-        pool = self.cache.pool
-        blocks = pool.grow(rows, num_tokens)
-        if self.paged is not None:
-            self.paged.state.grow(pool.row_of[blocks], pool.order_of[blocks], blocks)
-        return blocks
+    def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Assign blocks to `rows` as `BlockBudget.grow` does, on the device too."""
+        found = self.cache.pool.grow(rows, num_tokens)
+        if self.paged is not None and isinstance(self.cache, KVCache):
+            self.paged.state.grow(self.cache.pool.row_of[found], self.cache.pool.order_of[found], found)
 
     def _fill(self, tokens: PrefillTokens, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
@@ -214,6 +221,17 @@ class GenerateCall:
         if count:
             # Of these the one that joined first continues first.
             self._scheduler.put_back(self._remove(latest[:count][::-1]))
+
+    def _sort(self) -> None:
+        """Sort the rows by length, if `DecodeAttention` would pad them much otherwise."""
+        if not self._has_new_rows or not isinstance(self.cache, RowCache):
+            return
+        self._has_new_rows = False
+        lengths = self._batch.cached[self._batch.rows]
+        order = np.argsort(-lengths, kind="stable")
+        if padded_tokens(lengths) > MAX_PADDING * padded_tokens(lengths[order]):
+            self._batch.reorder(order)
+            self.cache.reorder(order)
 
     def _decode(self) -> None:
         batch = self._batch
@@ -289,14 +307,11 @@ class GenerateCall:
         if not len(rows):
             return []
         sequences, moves = self._batch.remove(rows)
-        self.cache.pool.release(rows)
-        self.cache.pool.renumber(*moves)
+        self.cache.remove(rows, moves)
         if self._in_flight is not None:
             self._in_flight.leave(moves, self._batch.num_rows)
         if self.paged is not None:
             self.paged.state.leave(rows, moves)
-        elif self.cache.pool.num_holes > self.cache.pool.extent // 8:
-            self.cache.move(self.cache.pool.compact())
         return sequences
 
 

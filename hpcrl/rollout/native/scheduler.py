@@ -239,9 +239,19 @@ class RunningBatch:
         stays = np.ones(self.num_rows, bool)
         stays[rows] = False
         moves = Moves(left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left]))
-        parts = self._part_ids, self._part_log_probs, self._part_experts
-        for column in (self.keys, self._numbers.T, self.sequences, *parts):
+        for column in self._columns:
             column[moves.targets] = column[moves.sources]
         self.sequences[left : self.num_rows] = None
         self.num_rows = left
         return sequences, moves
+
+    def reorder(self, order: np.ndarray) -> None:
+        """Make row `order[i]` row i, int64 (rows,)."""
+        for column in self._columns:
+            column[self.rows] = column[order]
+
+    @property
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        """All arrays, with a row of the batch as their first index."""
+        parts = self._part_ids, self._part_log_probs, self._part_experts
+        return self.keys, self._numbers.T, self.sequences, *parts
