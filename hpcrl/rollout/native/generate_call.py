@@ -26,7 +26,7 @@ from hpcrl.rollout.native.paged_decode import PagedDecode, StepInFlight
 from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
-from hpcrl.rollout.sampling import check_finite, request_key, sample, sample_sharded, uniforms
+from hpcrl.rollout.sampling import check_finite, request_key, sample, sample_sharded
 from hpcrl.runtime.accelerator import annotated
 
 
@@ -98,7 +98,7 @@ class GenerateCall:
     _groups: dict[bytes, int] = field(default_factory=dict, init=False)  # hash of a context -> its first request
     # The paged step whose tokens have not been read. It has all rows of the batch: it is read before rows join.
     _in_flight: StepInFlight | None = field(default=None, init=False)
-    _has_new_rows: bool = field(default=False, init=False)  # since the rows were sorted
+    _rows_changed: bool = field(default=False, init=False)  # since they were sorted
 
     def __post_init__(self) -> None:
         self._scheduler = Scheduler(self.max_num_seqs, self.max_num_batched_tokens, self.cache.block_size)
@@ -188,7 +188,7 @@ class GenerateCall:
             assert self.decoder.vision is not None
             shift = int(sequence.rope_positions(self.decoder.vision)[0, -1]) - sequence.num_to_cache
         row = self._batch.add(sequence, shift)
-        self._has_new_rows = True
+        self._rows_changed = True
         if self.paged is not None:
             self.paged.state.join(self._batch, row)
         return row
@@ -224,9 +224,9 @@ class GenerateCall:
 
     def _sort(self) -> None:
         """Sort the rows by length, if `DecodeAttention` would pad them much otherwise."""
-        if not self._has_new_rows or not isinstance(self.cache, RowCache):
+        if not self._rows_changed or not isinstance(self.cache, RowCache):
             return
-        self._has_new_rows = False
+        self._rows_changed = False
         lengths = self._batch.cached[self._batch.rows]
         order = np.argsort(-lengths, kind="stable")
         if padded_tokens(lengths) > MAX_PADDING * padded_tokens(lengths[order]):
@@ -244,7 +244,7 @@ class GenerateCall:
         chosen: list[torch.Tensor] | None = [] if self._records else None
         attention: Attention = ExactAttention(new) if self.decoder.tp.exact else DecodeAttention(new)
         logits = self.decoder.forward(token_ids, attention, chosen)
-        uniform = uniforms(batch.keys[rows], batch.positions, batch.sample_indices[rows], self.trainer_step)
+        uniform = batch.uniforms(self.trainer_step)
         tp, vocab_size = self.decoder.tp, self.decoder.vocab_size
         if self.decoder.tp.exact:
             logits = tp.gather_columns(logits)
@@ -308,6 +308,7 @@ class GenerateCall:
             return []
         sequences, moves = self._batch.remove(rows)
         self.cache.remove(rows, moves)
+        self._rows_changed = True
         if self._in_flight is not None:
             self._in_flight.leave(moves, self._batch.num_rows)
         if self.paged is not None:

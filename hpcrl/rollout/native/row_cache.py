@@ -65,6 +65,8 @@ class RowCache:
                 f"the system does not provide {nbytes:,} bytes of virtual memory for the KV cache ({error.strerror}); "
                 "lower rollout.max_num_seqs, or shorten prompts and responses"
             ) from None
+        if not self._is_overcommitted:
+            self._maps[-1].madvise(mmap.MADV_HUGEPAGE)  # decoding reads all of it in every step
         return torch.frombuffer(self._maps[-1], dtype=torch.uint8).view(self.dtype).view(size)
 
     def release(self) -> None:

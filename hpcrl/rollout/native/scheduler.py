@@ -12,6 +12,7 @@ from hpcrl.model.rope import rope_positions
 from hpcrl.model.vision import Vision
 from hpcrl.rollout.native.kv_cache import Moves
 from hpcrl.rollout.protocol import Completion, FinishReason, PromptPicture, SamplingParams
+from hpcrl.rollout.sampling import uniforms
 
 
 @dataclass(eq=False)
@@ -137,6 +138,7 @@ class Scheduler:
 
 
 FLUSH_TOKENS = 64  # tokens of a row in its buffer, before they are appended to its sequence
+MOST_AHEAD = 16  # tokens for which random numbers are drawn at once, in about the time of those of one
 
 
 class RunningBatch:
@@ -144,8 +146,7 @@ class RunningBatch:
 
     Rows 0..num_rows-1 are running. Per row: `cached` tokens in the KV cache, `num_drawn` tokens (the last one is not
     cached yet), the keys of the random numbers, and what the rotary embedding's position of the next token differs by
-    from its place. No array has the size of the longest response: drawn tokens are
-    flushed in parts. `routing_width` numbers record a token's experts, in all layers; 0: they are not recorded.
+    from its place. No array has the size of the longest response: drawn tokens are flushed in parts. `routing_width` numbers record a token's experts, in all layers; 0: they are not recorded.
     """
 
     def __init__(self, capacity: int, sampling: SamplingParams, routing_width: int = 0) -> None:
@@ -158,6 +159,8 @@ class RunningBatch:
         self._part_ids = np.zeros((capacity, FLUSH_TOKENS), np.int32)
         self._part_log_probs = np.zeros((capacity, FLUSH_TOKENS), np.float32)
         self._part_experts = np.zeros((capacity, FLUSH_TOKENS, routing_width), np.int16)
+        self._uniforms = np.zeros((capacity, MOST_AHEAD))
+        self._num_ahead = self._next_ahead = 0  # tokens that the batch has numbers for, and the next one's place
         self._stop_ids = np.array(() if sampling.ignore_eos else sampling.eos_token_ids, np.int64)
         self._num_started = 0
 
@@ -169,6 +172,22 @@ class RunningBatch:
     def positions(self) -> np.ndarray:
         """Response positions of the next token of each row, int64 (rows,)."""
         return self.first_positions[self.rows] + self.num_drawn[self.rows]
+
+    def uniforms(self, trainer_step: int) -> np.ndarray:
+        """Return the random numbers of the next token of each row, as `hpcrl.rollout.sampling.uniforms`.
+
+        They are drawn for 1, 2, 4 and so on tokens ahead, until a row joins.
+        """
+        rows = self.rows
+        if self._next_ahead == self._num_ahead:
+            self._num_ahead, self._next_ahead = min(max(1, 2 * self._num_ahead), MOST_AHEAD), 0
+            positions = self.positions[:, None] + np.arange(self._num_ahead)
+            of_row = self.keys[rows], self.sample_indices[rows]
+            keys, sample_indices = (part.repeat(self._num_ahead, 0) for part in of_row)
+            drawn = uniforms(keys, positions.ravel(), sample_indices, trainer_step)
+            self._uniforms[rows, : self._num_ahead] = drawn.reshape(positions.shape)
+        self._next_ahead += 1
+        return self._uniforms[rows, self._next_ahead - 1]
 
     def row_of_group(self, group: int) -> int | None:
         """Return a running row with this context."""
@@ -192,6 +211,7 @@ class RunningBatch:
         self._in_part[row] = 0
         self._started[row] = self._num_started
         self._num_started += 1
+        self._num_ahead = self._next_ahead = 0
         return row
 
     def append(self, token_ids: np.ndarray, log_probs: np.ndarray, experts: np.ndarray) -> None:
@@ -254,4 +274,4 @@ class RunningBatch:
     def _columns(self) -> tuple[np.ndarray, ...]:
         """All arrays, with a row of the batch as their first index."""
         parts = self._part_ids, self._part_log_probs, self._part_experts
-        return self.keys, self._numbers.T, self.sequences, *parts
+        return self.keys, self._numbers.T, self._uniforms, self.sequences, *parts
