@@ -272,7 +272,10 @@ def floors(work: Work, tokens: float) -> tuple[float, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from hpcrl.kernels.onednn import use_onednn
+
     torch.set_num_threads(2)
+    use_onednn()
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
     weights = [it.weight for it in model.modules() if isinstance(it, torch.nn.Linear)]
     samples = len(work.prompts) * work.n

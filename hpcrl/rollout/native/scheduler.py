@@ -146,7 +146,8 @@ class RunningBatch:
 
     Rows 0..num_rows-1 are running. Per row: `cached` tokens in the KV cache, `num_drawn` tokens (the last one is not
     cached yet), the keys of the random numbers, and what the rotary embedding's position of the next token differs by
-    from its place. No array has the size of the longest response: drawn tokens are flushed in parts. `routing_width` numbers record a token's experts, in all layers; 0: they are not recorded.
+    from its place. No array has the size of the longest response: drawn tokens are flushed in parts. `routing_width`
+    numbers record a token's experts, in all layers; 0: they are not recorded.
     """
 
     def __init__(self, capacity: int, sampling: SamplingParams, routing_width: int = 0) -> None:
