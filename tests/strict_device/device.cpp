@@ -1,5 +1,6 @@
 // A device in host memory whose tensors cannot be mixed with the CPU's, as CUDA's cannot: every operator first checks
-// where its tensors are, then runs the CPU's kernel on the same memory.
+// where its tensors are, then runs the CPU's kernel on the same memory. It counts what a host waits for and launches, and
+// a copy to the host that does not block has its content only after the host has synchronised.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -17,6 +18,21 @@ namespace {
 constexpr auto kKind = c10::DeviceType::PrivateUse1;
 const c10::Device kDevice(kKind, 0);
 
+// As `Counts` in load.py.
+struct Counts {
+  int64_t to_device, bytes_to_device, to_host, bytes_to_host, synchronisations, launches;
+};
+Counts counts{};
+
+// Copies to the host that have been queued: the host's tensor, and the content it will have.
+std::vector<std::pair<at::Tensor, at::Tensor>> queued;
+
+void synchronise() {
+  ++counts.synchronisations;
+  for (auto& [target, content] : queued) target.copy_(content);
+  queued.clear();
+}
+
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = bytes ? c10::alloc_cpu(bytes) : nullptr;
@@ -28,7 +44,7 @@ struct DeviceAllocator final : c10::Allocator {
 DeviceAllocator allocator;
 REGISTER_ALLOCATOR(kKind, &allocator);
 
-// One device, one stream, on which everything has ended by the time it is asked for.
+// One device, one stream.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kKind; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
@@ -45,7 +61,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeStream(const c10::Stream&) const override { synchronise(); }
+  void synchronizeEvent(void*) const override { synchronise(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronise(); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -120,11 +138,31 @@ void check(const std::string& name, const at::Tensor& tensor, bool is_index) {
   TORCH_CHECK(false, name, ": expected all tensors on ", kDevice, ", found one of shape ", tensor.sizes(), " on ", tensor.device());
 }
 
-void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// Operators whose result's size depends on numbers on the device, so that the host waits for them.
+const std::set<std::string> kWaits{"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+                                   "aten::bincount", "aten::equal", "aten::repeat_interleave"};
+
+// Counts a call of a kernel; a view is none.
+void count(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const auto& schema = op.schema();
   const auto& name = schema.operator_name().name;
-  const auto count = schema.arguments().size();
-  const auto first = stack->size() - count;
+  bool is_view = !schema.returns().empty();
+  for (const auto& result : schema.returns()) is_view = is_view && result.alias_info() && !result.alias_info()->isWrite();
+  if (is_view) return;
+  ++counts.launches;
+  bool waits = kWaits.count(name);
+  if (kTakesIndices.count(name))
+    for (const auto& index : stack[stack.size() - schema.arguments().size() + 1].toOptionalTensorVector())
+      waits = waits || (index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte));
+  if (waits) synchronise();
+}
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  count(op, *stack);
+  const auto& schema = op.schema();
+  const auto& name = schema.operator_name().name;
+  const auto num_arguments = schema.arguments().size();
+  const auto first = stack->size() - num_arguments;
   std::vector<at::Tensor> given, lent;  // device tensors among the arguments, and the CPU's on their memory
   std::vector<at::Tensor> written;      // by the order of arguments that are written to, lists flattened
   auto lend = [&](const at::Tensor& tensor, bool is_index, bool is_written) {
@@ -137,7 +175,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     lent.push_back(on_cpu(tensor));
     return lent.back();
   };
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < num_arguments; ++i) {
     auto& value = (*stack)[first + i];
     const auto* alias = schema.arguments()[i].alias_info();
     const bool writes = alias && alias->isWrite();
@@ -188,17 +226,43 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 }
 
 // The only operators that cross between the two.
-at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
-  on_cpu(self).copy_(on_cpu(source));
+void transfer(const at::Tensor& target, const at::Tensor& source, bool non_blocking) {
+  if (is_on_device(target) && is_on_device(source)) {
+    ++counts.launches;
+  } else if (is_on_device(target)) {
+    ++counts.to_device;
+    counts.bytes_to_device += target.nbytes();
+    if (!non_blocking) synchronise();
+  } else {
+    ++counts.to_host;
+    counts.bytes_to_host += target.nbytes();
+    if (!non_blocking) {
+      synchronise();
+    } else if (target.numel()) {
+      queued.emplace_back(target, on_cpu(source).clone());
+      target.view(at::kByte).fill_(0xff);
+      return;
+    }
+  }
+  on_cpu(target).copy_(on_cpu(source));
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  transfer(self, source, non_blocking);
   return self;
 }
 
-at::Tensor _copy_from(const at::Tensor& self, const at::Tensor& target, bool) {
-  on_cpu(target).copy_(on_cpu(self));
+at::Tensor _copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
+  transfer(target, self, non_blocking);
   return target;
 }
 
-at::Scalar _local_scalar_dense(const at::Tensor& self) { return at::_local_scalar_dense(on_cpu(self)); }
+at::Scalar _local_scalar_dense(const at::Tensor& self) {
+  ++counts.to_host;
+  counts.bytes_to_host += self.nbytes();
+  synchronise();
+  return at::_local_scalar_dense(on_cpu(self));
+}
 
 at::Tensor& set_storage(at::Tensor& self, at::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
   TORCH_CHECK(storage.device() == kDevice, "set_: a storage on ", storage.device(), " in a tensor on ", kDevice);
@@ -240,3 +304,7 @@ extern "C" void register_hooks() {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
 }
+
+extern "C" void read_counts(int64_t* into) { std::memcpy(into, &counts, sizeof(counts)); }
+
+extern "C" void synchronise_device() { synchronise(); }

@@ -10,8 +10,9 @@ import tempfile
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,13 +24,34 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("device.cpp")
 
 
+class Counts(NamedTuple):
+    """What the host had the device do: copies from and to the host and their bytes, waits for the device (a copy that
+    blocks is one), and kernels (a view is none, nor are those that the CPU's kernel calls inside)."""
+
+    to_device: int
+    bytes_to_device: int
+    to_host: int
+    bytes_to_host: int
+    synchronisations: int
+    launches: int
+
+    @classmethod
+    def now(cls) -> Counts:
+        """Return the counts since the start of the process."""
+        found = (ctypes.c_int64 * len(cls._fields))()
+        _library().read_counts(found)
+        return cls(*found)
+
+    def since(self, before: Counts) -> Counts:
+        return Counts(*(late - early for late, early in zip(self, before, strict=True)))
+
+
 def load() -> torch.device:
     """Compile the device where the cache does not have it yet, 10 to 30 seconds, and register it with torch."""
     if not hasattr(torch, "strict"):
-        library = _compiled()
-        torch.ops.load_library(library)
+        torch.ops.load_library(_compiled())
         torch.utils.rename_privateuse1_backend("strict")
-        ctypes.CDLL(str(library)).register_hooks()
+        _library().register_hooks()
         torch._register_device_module("strict", _module())
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     return torch.device("strict", 0)
@@ -50,6 +72,11 @@ def in_place_of_cuda(device: torch.device) -> Iterator[None]:
     # MPI is for one thread, and on a device backward would run in another.
     with platform.in_place_of_cuda(device), torch.autograd.set_multithreading_enabled(False):
         yield
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_compiled()))
 
 
 def _compiled() -> Path:
@@ -85,7 +112,7 @@ def _module() -> types.ModuleType:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda device=None: _library().synchronise_device(),
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16],
