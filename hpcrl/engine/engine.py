@@ -17,7 +17,7 @@ from torch import Tensor
 from hpcrl.algorithms.metrics import Metric, merge
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.engine.microbatch import MicroBatch, make_micro_batches, needed_count, recorded_experts
+from hpcrl.engine.microbatch import MicroBatch, column_of, make_micro_batches, needed_count, recorded_experts
 from hpcrl.engine.model_state import load_model_state, model_state, state_metadata
 from hpcrl.engine.offload import offload_of
 from hpcrl.engine.optim import (
@@ -401,10 +401,11 @@ class TrainEngine:
     def _router_losses(self, batch: DataProto) -> RouterLosses:
         """Losses normalised by the sequences and tokens of all replicas."""
         device, num_tokens = platform.device(), int(batch.fetch("input_ids").lengths.sum()) if len(batch) else 0
-        counts = torch.tensor([len(batch), num_tokens], device=device)
+        num_sequences = len(batch)
         if self.groups.layout.dp > 1:
+            counts = torch.tensor([num_sequences, num_tokens], device=device)
             dist.all_reduce(counts, group=self.groups.dp)
-        num_sequences, num_tokens = counts.tolist()
+            num_sequences, num_tokens = counts.tolist()
         return RouterLosses(
             len(self.shape.moe_layers),
             self.shape.num_experts,
@@ -426,8 +427,5 @@ class TrainEngine:
 
 def _columns(results: list[tuple[MicroBatch, Outputs]]) -> dict[str, Ragged]:
     """Return the outputs of all micro-batches on the host, in the batch's order."""
-    order = np.argsort(np.concatenate([micro.rows for micro, _ in results]))
-    return {
-        name: Ragged.concat([micro.ragged(outputs[name]) for micro, outputs in results]).take(order)
-        for name in results[0][1]
-    }
+    micros = [micro for micro, _ in results]
+    return {name: column_of(micros, [outputs[name] for _, outputs in results]) for name in results[0][1]}
