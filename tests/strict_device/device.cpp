@@ -27,10 +27,14 @@ Counts counts{};
 // Copies to the host that have been queued: the host's tensor, and the content it will have.
 std::vector<std::pair<at::Tensor, at::Tensor>> queued;
 
-void synchronise() {
-  ++counts.synchronisations;
+void finish_queued() {
   for (auto& [target, content] : queued) target.copy_(content);
   queued.clear();
+}
+
+void synchronise() {
+  ++counts.synchronisations;
+  finish_queued();
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -232,6 +236,7 @@ void transfer(const at::Tensor& target, const at::Tensor& source, bool non_block
   } else if (is_on_device(target)) {
     ++counts.to_device;
     counts.bytes_to_device += target.nbytes();
+    finish_queued();  // copies run in order, so this one may read what another writes
     if (!non_blocking) synchronise();
   } else {
     ++counts.to_host;
