@@ -48,6 +48,25 @@ struct DeviceAllocator final : c10::Allocator {
 DeviceAllocator allocator;
 REGISTER_ALLOCATOR(kKind, &allocator);
 
+// Host memory that the device can read while the host goes on.
+struct PinnedAllocator final : c10::Allocator {
+  static std::set<const void*>& addresses() {
+    static std::set<const void*> found;
+    return found;
+  }
+  static void free(void* data) {
+    addresses().erase(data);
+    c10::free_cpu(data);
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = c10::alloc_cpu(bytes ? bytes : 1);
+    addresses().insert(data);
+    return {data, data, &free, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+
 // One device, one stream.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kKind; }
@@ -82,6 +101,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static PinnedAllocator pinned;
+    return &pinned;
+  }
+  bool isPinnedPtr(const void* data) const override { return PinnedAllocator::addresses().count(data); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage.unsafeGetStorageImpl(), bytes);
   }
@@ -237,7 +261,7 @@ void transfer(const at::Tensor& target, const at::Tensor& source, bool non_block
     ++counts.to_device;
     counts.bytes_to_device += target.nbytes();
     finish_queued();  // copies run in order, so this one may read what another writes
-    if (!non_blocking) synchronise();
+    if (!non_blocking || !PinnedAllocator::addresses().count(source.storage().data())) synchronise();
   } else {
     ++counts.to_host;
     counts.bytes_to_host += target.nbytes();

@@ -26,7 +26,7 @@ SOURCE = Path(__file__).with_name("device.cpp")
 
 class Counts(NamedTuple):
     """What the host had the device do: copies from and to the host and their bytes, waits for the device (a copy that
-    blocks is one), and kernels (a view is none, nor are those that the CPU's kernel calls inside)."""
+    blocks is one, and one from memory that is not pinned), and kernels (a view is none, nor are those that the CPU's kernel calls inside)."""
 
     to_device: int
     bytes_to_device: int
