@@ -21,7 +21,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     # A copy from pageable memory would wait for all work queued on the device.
-    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type != "meta")
     for place, tensor in zip(host.split(sizes), tensors, strict=True):
         place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     parts = host.to(device, non_blocking=True).split(sizes)
