@@ -174,6 +174,22 @@ class RecomputeConfig(Section):
     )
 
 
+class DdpConfig(Section):
+    """Communication between the replicas of a trained model that overlaps with computation; Megatron's options."""
+
+    overlap_grad_reduce: bool | None = Field(
+        None, description="reduce gradients during the last micro-batch's backward pass; null: on GPUs, if possible"
+    )
+    overlap_param_gather: bool | None = Field(
+        None,
+        description="gather Adam's updated weights during the next mini-batch's forward pass; null: on GPUs, if "
+        "possible",
+    )
+    bucket_size: PositiveInt | None = Field(
+        None, description="parameters that are communicated at once; null: 40 million, or 1 million per replica if more"
+    )
+
+
 class TransformerEngineConfig(Section):
     """Transformer Engine's layers instead of megatron's own, on GPUs."""
 
@@ -275,6 +291,7 @@ class ModelConfig(Section):
     recompute: RecomputeConfig = Field(
         default_factory=RecomputeConfig, description="activations that training computes twice to save memory"
     )
+    ddp: DdpConfig = Field(default_factory=DdpConfig, description="communication between replicas during computation")
     transformer_engine: TransformerEngineConfig = Field(
         default_factory=TransformerEngineConfig, description="layers of NVIDIA's Transformer Engine"
     )

@@ -25,8 +25,9 @@ SOURCE = Path(__file__).with_name("device.cpp")
 
 
 class Counts(NamedTuple):
-    """What the host had the device do: copies from and to the host and their bytes, waits for the device (a copy that
-    blocks is one, and one from memory that is not pinned), and kernels (a view is none, nor are those that the CPU's kernel calls inside)."""
+    """What the host had the device do: copies from and to the host and their bytes; waits for the device, of which a
+    copy that blocks is one, and one from memory that is not pinned; and kernels, of which a view is none, and what the
+    CPU's kernel calls inside is none either."""
 
     to_device: int
     bytes_to_device: int
