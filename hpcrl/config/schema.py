@@ -291,6 +291,11 @@ class ModelConfig(Section):
     recompute: RecomputeConfig = Field(
         default_factory=RecomputeConfig, description="activations that training computes twice to save memory"
     )
+    gradient_accumulation_fusion: bool | None = Field(
+        None,
+        description="add bfloat16 weights' gradients to their float32 sum over micro-batches without rounding; null: "
+        "on GPUs",
+    )
     ddp: DdpConfig = Field(default_factory=DdpConfig, description="communication between replicas during computation")
     transformer_engine: TransformerEngineConfig = Field(
         default_factory=TransformerEngineConfig, description="layers of NVIDIA's Transformer Engine"

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import has_nccl
 from hpcrl.runtime.exits import InputError
@@ -19,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hpcrl.config.schema import DdpConfig
+    from hpcrl.config.schema import DdpConfig, OptimConfig
     from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.gpt import PackedGPT
     from hpcrl.model.shape import ModelShape
@@ -58,6 +60,14 @@ class Overlap(NamedTuple):
                 raise InputError(f"model.ddp.{key}=true, but {problem}; set it to null")
             found.append(value if value is not None else by_default and problem is None)
         return cls(found[0], found[1], None if cfg is None else cfg.bucket_size)
+
+
+def sums_weight_gradients(asked: bool | None, optim: OptimConfig | None, dtype: torch.dtype) -> bool:
+    """Whether the gradients of bf16 weights are added to the fp32 sum over micro-batches without being rounded to bf16
+    first. By default on GPUs: a CPU would compute these products in fp32."""
+    if optim is None or dtype is torch.float32:
+        return False
+    return platform.device().type == "cuda" if asked is None else asked
 
 
 class DataParallelChunks:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpcrl.algorithms.metrics import Metric, merge
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.engine.data_parallel import DataParallelChunks, Overlap
+from hpcrl.engine.data_parallel import DataParallelChunks, Overlap, sums_weight_gradients
 from hpcrl.engine.microbatch import MicroBatch, column_of, make_micro_batches, needed_count, recorded_experts
 from hpcrl.engine.model_state import load_model_state, model_state, state_metadata
 from hpcrl.engine.offload import offload_of
@@ -87,13 +87,15 @@ class TrainEngine:
         offload: Collection[Part] = (),
         moe: MoeConfig | None = None,
         ddp: DdpConfig | None = None,
+        gradient_accumulation_fusion: bool | None = None,
         on_micro_batch: Callable[[], None] | None = None,
     ) -> None:
         """`optim` None makes a frozen model. `total_steps` counts the optimizer steps of the whole run. `exact`:
         log-probs have the bits of the native engine's exact mode. `sequence_parallel`, `recompute` and `te` are those
         of `build_model`. With `lora` only the adapters are trained. `head_chunk_tokens` is that of `VocabularyOutputs`.
-        `moe` has the coefficients of the router's losses. `ddp` is that of `Overlap.of`. `offload` names the parts that
-        are on the device only while they are in use. `on_micro_batch()` is called at the start of each micro-batch."""
+        `moe` has the coefficients of the router's losses. `ddp` is that of `Overlap.of`,
+        `gradient_accumulation_fusion` that of `sums_weight_gradients`. `offload` names the parts that are on the device
+        only while they are in use. `on_micro_batch()` is called at the start of each micro-batch."""
         self.shape, self.groups, self.head, self.dtype, self.lora = shape, groups, head, dtype, lora
         self.optim, self.total_steps = optim, total_steps
         self.steps = 0  # optimizer steps done
@@ -110,6 +112,7 @@ class TrainEngine:
             recompute=recompute,
             te=te,
             lora=lora,
+            fp32_gradients=sums_weight_gradients(gradient_accumulation_fusion, optim, dtype),
         )
         self.config = self.chunks[0].config
         self.config.timers = MegatronRanges()

@@ -98,6 +98,7 @@ class ModelWorker(Worker):
             te=config.model.transformer_engine,
             moe=config.model.moe if optim is not None else None,
             ddp=config.model.ddp,
+            gradient_accumulation_fusion=config.model.gradient_accumulation_fusion,
             lora=lora,
             head_chunk_tokens=config.trainer.head_chunk_tokens,
             offload=offloaded(config, spec),

@@ -53,7 +53,7 @@ def assert_same_bits(
 CASES = {
     "dp2": ("dp2", SHAPE, {"optim": ADAM}),
     "cp2": ("cp2", SHAPE, {"optim": ADAM}),
-    "dp2-tied-bf16": ("dp2", TIED, {"optim": ADAM, "dtype": torch.bfloat16}),
+    "dp2-tied-bf16": ("dp2", TIED, {"optim": ADAM, "dtype": torch.bfloat16, "gradient_accumulation_fusion": True}),
     "dp2-offload": ("dp2", SHAPE, {"optim": ADAM, "offload": ("parameters", "gradients", "optimizer")}),
     "ep2": ("ep2", MIXTURE, {"optim": ADAM}),
     "tp2dp2": ("tp2dp2", TIED, {"optim": ADAM}),

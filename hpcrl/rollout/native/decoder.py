@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
-from hpcrl.kernels.linear_log_prob import product
 from hpcrl.model.exact import exact_linear, exact_sum
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, engine_layout, shards
 from hpcrl.model.rope import rope_cos_sin
