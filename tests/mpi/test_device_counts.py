@@ -20,6 +20,7 @@ from hpcrl.config.derive import check
 from hpcrl.config.schema import Config, OptimConfig
 from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
+from hpcrl.kernels.grouped_experts import Experts, mixture
 from hpcrl.model.shape import ModelShape
 from hpcrl.workers.actor_objective import ActorObjective
 from tests.mpi.layouts import SGD, SHAPE
@@ -106,6 +107,19 @@ def test_transfers_and_waits_do_not_depend_on_samples_and_layers(counted):
     assert launches[Work(2, 1)] == launches[Work(6, 1)]
     for one, two, four in zip(*(launches[Work(2 * micros, micros)] for micros in (1, 2, 4)), strict=True):
         assert four - two == 2 * (two - one)
+
+
+def test_a_mixture_of_experts_in_rollout_waits_in_torchs_product_only(device):
+    """Where torch has no kernel for grouped products, as here, it reads the 8 ends of the groups, once per product."""
+    fc1, fc2 = torch.zeros(8, 64, 16, device=device), torch.zeros(8, 16, 32, device=device)
+    experts = Experts.of(fc1.unbind(), fc2.unbind())
+    x, weights, ids = torch.ones(5, 16), torch.ones(5, 2), torch.arange(10).view(5, 2) % 8
+    on_device = [each.to(device) for each in (x, weights, ids)]
+    assert experts is not None
+    begin = Counts.now()
+    assert mixture(*on_device, experts).shape == x.shape
+    found = Counts.now().since(begin)
+    assert found.to_device == 0 and found.synchronisations == found.to_host == 2 and found.bytes_to_host == 2 * 8 * 4
 
 
 def test_adam_waits_as_often_as_sgd(counted):
