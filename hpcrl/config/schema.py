@@ -186,7 +186,9 @@ class DdpConfig(Section):
         "possible",
     )
     bucket_size: PositiveInt | None = Field(
-        None, description="parameters that are communicated at once; null: 40 million, or 1 million per replica if more"
+        None,
+        description="with overlap_grad_reduce, parameters that are communicated at once; null: 40 million, or 1 "
+        "million per replica if more",
     )
 
 
