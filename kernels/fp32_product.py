@@ -29,8 +29,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (fp32) += a @ b."""
-    if a.dtype == torch.float32:
+    """total (fp32, or fp64 if the operands are) += a @ b."""
+    if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda" and _has_fp32_addmm():
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
-from hpcrl.kernels.fp32_product import added, product, slices, sums_in_fp32
+from hpcrl.kernels.fp32_product import add_product, added, product, slices, sums_in_fp32
 from hpcrl.kernels.vocabulary import RowSums, SplitSoftmax, vocab_parallel_topk_ids
 
 if TYPE_CHECKING:
@@ -135,10 +135,10 @@ class _ChunkedHead(torch.autograd.Function):
             ).to(weight.dtype)
             del log_p
             torch.matmul(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None and grad_weight.dtype == weight.dtype:
-                grad_weight.addmm_(grad.T, hidden[rows])
+            if grad_weight is not None and (into_sum or grad_weight.dtype == weight.dtype):
+                add_product(grad_weight, grad.T, hidden[rows])
             elif grad_weight is not None:
-                grad_weight.add_(product(grad.T, hidden[rows]) if into_sum else grad.T @ hidden[rows])
+                grad_weight.add_(grad.T @ hidden[rows])
             del grad
         if grad_weight is not None:
             grad_weight = added(weight) if into_sum else grad_weight.to(weight.dtype)

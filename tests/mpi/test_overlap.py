@@ -13,6 +13,7 @@ from hpcrl.engine.engine import TrainEngine
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.runtime.exits import InputError
+from tests.mpi.lab import metrics, on
 from tests.mpi.layouts import MIXTURE, ROUTER_LOSSES, SGD, SHAPE, TIED, make_batch, part_of, policy_loss
 
 ADAM = OptimConfig(lr=1e-2)
@@ -78,6 +79,16 @@ def test_buckets_of_one_parameter_change_no_weight(groups):
     assert_same_bits(groups["dp2"], ONE_AT_A_TIME | gather, SHAPE, same_norms=False, optim=NOT_CLIPPED)
     assert_same_bits(groups["dp2"], ONE_AT_A_TIME, SHAPE, same_norms=False, optim=SGD)
     assert_same_bits(groups["dp2"], ONE_AT_A_TIME, SHAPE, same_norms=False, optim=NOT_CLIPPED, lora=LORA)
+
+
+@pytest.mark.ci_world(2)
+def test_a_job_with_overlap_is_the_job_without(lab):
+    """Several mini-batches per step, after which the rollout reads the actor's weights."""
+    sections = {"algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False}, "rollout": {"n": 2}}
+    expected = metrics(lab.run("after_computation", on(2), **sections))
+    found = metrics(lab.run("during_computation", on(2), model={"ddp": BOTH}, **sections))
+    assert found == expected
+    assert len(found) == 2 and found[2]["actor/grad_norm"] > 0
 
 
 def test_what_cannot_overlap_is_an_error(groups):
