@@ -107,6 +107,9 @@ def test_transfers_and_waits_do_not_depend_on_samples_and_layers(counted):
     assert launches[Work(2, 1)] == launches[Work(6, 1)]
     for one, two, four in zip(*(launches[Work(2 * micros, micros)] for micros in (1, 2, 4)), strict=True):
         assert four - two == 2 * (two - one)
+    # of a layer and micro-batch, by the plain operations of which kernels run several in one launch on a GPU
+    per_layer = [(deep - flat) // 2 for deep, flat in zip(launches[WORKS[-1]], launches[WORKS[0]], strict=True)]
+    assert per_layer[0] <= 170 and per_layer[1] <= 60
 
 
 def test_a_mixture_of_experts_in_rollout_waits_in_torchs_product_only(device):
