@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,37 +32,62 @@ class Cut(NamedTuple):
 
 
 class PagedRows(NamedTuple):
-    """Places of n rows' tokens.
+    """Places of n rows' tokens, all int32 on the device, so that decoding launches without the host.
 
-    Row i has `lengths[i]` tokens, at least 1, in the blocks `blocks[starts[i]]`, `blocks[starts[i] + 1]` and so on, all
-    full except the last. The kernels use `parts` int32 (m, 4): the place in `blocks` of a part's first block, its row,
-    its tokens (0: skip), and 0; and `parts_of` int32 (n, 2): a row's first part and its number of parts. `blocks` is
-    int32 (any,); `starts` and `lengths` are int64 (n,), on the host.
+    Row i has `lengths[i]` tokens, at least 1, in the blocks `blocks[starts[i]]`, `blocks[starts[i] + 1]` and so on, at
+    most `width`, all full except the last. The kernels use `parts` (m, 4): the place in `blocks` of a part's first
+    block, its row, its tokens (0: skip), and 0; and `parts_of` (n, 2): a row's first part and its number of parts.
     """
 
     blocks: Tensor
-    starts: np.ndarray
-    lengths: np.ndarray
+    starts: Tensor
+    lengths: Tensor
+    width: int
     parts: Tensor
     parts_of: Tensor
 
     @classmethod
     def of(
-        cls, blocks: np.ndarray, starts: np.ndarray, lengths: np.ndarray, size: int, cut: Cut, device: torch.device
+        cls, keys: Tensor, blocks: Tensor, starts: Tensor, lengths: Tensor, width: int, cut: Cut, num_rows: Tensor
     ) -> PagedRows:
-        """Cut rows, of blocks of `size` tokens, into parts of similar length; only the lengths matter."""
-        longest = max(cut.least, -(-int(lengths.sum()) // cut.wanted))
-        counts = -(-lengths // longest)
-        tokens = size * -(-lengths // (size * counts))  # of a part, except the last of a row
-        counts = -(-lengths // tokens)
-        firsts = counts.cumsum() - counts
-        rows = np.arange(len(lengths)).repeat(counts)
-        begins = (np.arange(len(rows)) - firsts[rows]) * tokens[rows]
-        taken = np.minimum(tokens[rows], lengths[rows] - begins)
-        parts = np.stack([starts[rows] + begins // size, rows, taken, np.zeros_like(rows)], 1)
-        arrays = blocks, parts, np.stack([firsts, counts], 1)
-        found = [torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays]
-        return cls(found[0], starts, lengths, found[1], found[2])
+        """Cut rows, whose blocks hold the tokens of `keys`, into parts of similar length; only the lengths matter.
+
+        Rows from `num_rows` (1,) on must be equal to the first one, whose parts they share. There are always n +
+        `cut.wanted` parts.
+        """
+        if use_triton("cut_rows", keys):
+            from hpcrl.kernels.decode_attention_triton import cut_rows as fused
+
+            parts, parts_of = fused(starts, lengths, keys.size(-1), *cut, num_rows)
+        else:
+            parts, parts_of = cut_rows(starts, lengths, keys.size(-1), cut, num_rows)
+        return cls(blocks, starts, lengths, width, parts, parts_of)
+
+
+def cut_rows(starts: Tensor, lengths: Tensor, size: int, cut: Cut, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `parts` and `parts_of` of `PagedRows`. Takes 16 bytes per part."""
+    n = len(lengths)
+    rows = torch.arange(n, dtype=torch.int32, device=lengths.device)
+    is_real = rows < num_rows
+    lengths = lengths * is_real
+    longest = _ceil(lengths.sum(dtype=torch.int32), cut.wanted).clamp(min=cut.least)
+    counts = _ceil(lengths, longest)
+    tokens = _ceil(lengths, size * counts.clamp(min=1)) * size  # of a part, except the last of a row
+    counts = _ceil(lengths, tokens.clamp(min=1))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    firsts = ends - counts
+    numbers = torch.arange(n + cut.wanted, dtype=torch.int32, device=lengths.device)
+    owners = torch.searchsorted(ends, numbers, right=True, out_int32=True).clamp_(max=n - 1)
+    first, of_part, length, start = torch.stack([firsts, tokens, lengths, starts]).index_select(1, owners)
+    begins = (numbers - first) * of_part
+    taken = (length - begins).minimum(of_part).clamp_(min=0)
+    parts = torch.stack([start + begins // size, owners, taken, torch.zeros_like(owners)], 1)
+    parts_of = torch.stack([firsts, counts], 1)
+    return parts, torch.where(is_real[:, None], parts_of, parts_of[:1])
+
+
+def _ceil(x: Tensor, unit: Tensor | int) -> Tensor:
+    return (x + (unit - 1)) // unit
 
 
 def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
@@ -106,10 +130,11 @@ def first_width(keys: Tensor, values: Tensor) -> int:
 
 
 def reference(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scale: float) -> Tensor:
-    outputs = []
-    for query, start, length in zip(queries.float(), rows.starts.tolist(), rows.lengths.tolist(), strict=True):
-        blocks = rows.blocks[start : start - -length // keys.size(-1)]
-        key = keys[blocks].float().permute(1, 2, 0, 3).flatten(2)[..., :length]
-        value = values[blocks].float().transpose(0, 1).flatten(1, 2)[:, :length]
-        outputs.append((query @ key * scale).softmax(-1) @ value)
-    return torch.stack(outputs).to(queries.dtype)
+    """Gathers all rows, padded to `width` blocks."""
+    places = rows.starts[:, None] + torch.arange(rows.width, dtype=torch.int32, device=keys.device)
+    blocks = rows.blocks[places.clamp_(max=len(rows.blocks) - 1)]
+    key = keys[blocks].permute(0, 2, 3, 1, 4).flatten(3).float()
+    value = values[blocks].transpose(1, 2).flatten(2, 3).float()
+    is_after = torch.arange(key.size(-1), device=keys.device) >= rows.lengths[:, None]
+    scores = (queries.float() @ key * scale).masked_fill_(is_after[:, None, None], -torch.inf)
+    return (scores.softmax(-1) @ value).to(queries.dtype)

@@ -120,6 +120,34 @@ def combine(
     tl.store(outputs + program * VALUE + column, (total / total_weight).to(outputs.dtype.element_ty), column < VALUE)
 
 
+@triton.jit
+def cut(
+    starts, lengths, num_rows, parts, parts_of, n, num_parts, wanted, least, SIZE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """`hpcrl.kernels.decode_attention.cut_rows`, by one program."""
+    row = tl.arange(0, ROWS)
+    inside = row < n
+    real = row < tl.load(num_rows)
+    start = tl.load(starts + row, mask=inside, other=0)
+    length = tl.load(lengths + row, mask=inside & real, other=0)
+    longest = tl.maximum(tl.cdiv(tl.sum(length, 0), wanted), least)
+    unit = SIZE * tl.maximum(tl.cdiv(length, longest), 1)
+    tokens = tl.cdiv(length, unit) * SIZE
+    counts = tl.cdiv(length, tl.maximum(tokens, 1))
+    firsts = tl.cumsum(counts, 0) - counts
+    count_of_first_row = tl.sum(tl.where(row == 0, counts, 0), 0)
+    tl.store(parts_of + row * 2, tl.where(real, firsts, 0), mask=inside)
+    tl.store(parts_of + row * 2 + 1, tl.where(real, counts, count_of_first_row), mask=inside)
+    for number in range(tl.max(counts, 0)):
+        at, valid, begin = parts + (firsts + number) * 4, number < counts, number * tokens
+        tl.store(at, start + begin // SIZE, mask=valid)
+        tl.store(at + 1, row, mask=valid)
+        tl.store(at + 2, tl.minimum(tokens, length - begin), mask=valid)
+        tl.store(at + 3, tl.zeros_like(row), mask=valid)
+    for first in range(tl.sum(counts, 0) * 4, num_parts * 4, ROWS):
+        tl.store(parts + first + row, tl.zeros_like(row), mask=first + row < num_parts * 4)
+
+
 class Launch(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
@@ -168,3 +196,15 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedR
         totals, maxima, sums, rows.parts_of, outputs, **launch.constants, num_warps=launch.num_warps
     )
     return outputs
+
+
+def cut_rows(
+    starts: Tensor, lengths: Tensor, size: int, wanted: int, least: int, num_rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    n = len(lengths)
+    parts, parts_of = lengths.new_empty((n + wanted, 4)), lengths.new_empty((n, 2))
+    rows = triton.next_power_of_2(n)
+    cut[(1,)](
+        starts, lengths, num_rows, parts, parts_of, n, len(parts), wanted, least, SIZE=size, ROWS=rows, num_warps=4
+    )
+    return parts, parts_of

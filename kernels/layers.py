@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from hpcrl.kernels.layers_triton import RMSNorm
 
         return RMSNorm.apply(x, weight, eps)
-    return functional.rms_norm(x, (x.size(-1),), weight, eps)
+    return _torch_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,7 +41,42 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
         return fused(x, residual, weight, eps)
     residual += x
-    return functional.rms_norm(residual, (residual.size(-1),), weight, eps)
+    return _torch_norm(residual, weight, eps)
+
+
+def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:
+        return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _norm(x, weight, eps)[0]
+    return functional.rms_norm(x, (x.size(-1),), weight, eps)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm, and 1 / sqrt(mean(x^2) + eps), (..., 1)."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = length.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight), scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Reads and writes memory half as often as torch's own on the CPU, which is a sequence of operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, scale = _norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With n = x scale and g = grad weight: scale (g - n mean(g n)), and the sum of grad n over rows."""
+        x, weight, scale = ctx.saved_tensors
+        width = x.size(-1)
+        unit = x * scale
+        product = (grad * unit).reshape(-1, width)
+        grad_weight = product.sum(0)
+        negative_mean = torch.mv(product, weight).view(scale.shape).div_(-width)
+        grad_x = torch.mul(grad, weight, out=product.view(grad.shape)).addcmul_(unit, negative_mean).mul_(scale)
+        return grad_x, grad_weight, None
 
 
 def _norm_reason(x: Tensor) -> str:

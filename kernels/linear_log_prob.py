@@ -134,7 +134,7 @@ class _ChunkedHead(torch.autograd.Function):
                 len(weight),
             ).to(weight.dtype)
             del log_p
-            torch.matmul(grad, weight, out=grad_hidden[rows])
+            grad_hidden[rows] = grad @ weight
             if grad_weight is not None and (into_sum or grad_weight.dtype == weight.dtype):
                 add_product(grad_weight, grad.T, hidden[rows])
             elif grad_weight is not None:

@@ -1,6 +1,7 @@
 """Sampling of one token per row of logits, with one uniform number each.
 
-The token is the first id whose cumulative probability, summed in fp64 in id order, exceeds the uniform number.
+The token is the first id whose cumulative probability, summed in id order, exceeds the uniform number: in fp64, of
+probabilities and, in torch, of fp32 sums of 64 of them.
 """
 
 from __future__ import annotations
@@ -91,14 +92,16 @@ def partials(logits: Tensor, vocab_size: int, temperature: float = 1.0) -> Parti
 def _first_above(weights: Tensor, share: Tensor) -> Tensor:
     """Return the first id (n, 1) at which the sum of `weights` fp32 (n, ids) exceeds its `share` fp64 (n, 1)."""
     blocks = _blocks(weights)
-    sums = blocks.sum(-1, dtype=torch.float64)
+    sums = blocks.sum(-1).double()  # fp64 sums of all weights would take as long as the softmax
     ends = sums.cumsum(-1)
     # The total, because filter and rounding change it.
     bounds = share * ends[:, -1:]
-    # Both searches may exceed the end: the first with NaN, the second by rounding.
-    block = torch.searchsorted(ends, bounds, right=True).clamp_(max=ends.size(-1) - 1)
-    inside = _take(blocks, block).double().cumsum(-1) + (ends - sums).gather(-1, block)
-    return block * _BLOCK + torch.searchsorted(inside, bounds, right=True).clamp_(max=_BLOCK - 1)
+    block = torch.searchsorted(ends, bounds, right=True).clamp_(max=ends.size(-1) - 1)  # NaN exceeds the end
+    inside = _take(blocks, block).double().cumsum(-1)
+    # The sums of a block in fp32 and in fp64 differ: the rest of the share is kept below the latter.
+    rest = bounds - (ends - sums).gather(-1, block)
+    rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-53))
+    return block * _BLOCK + torch.searchsorted(inside, rest, right=True).clamp_(max=_BLOCK - 1)
 
 
 def _blocks(x: Tensor) -> Tensor:

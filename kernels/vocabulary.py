@@ -6,6 +6,7 @@ padding and have probability 0. Every function is collective over `group`, whose
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+LOG2_E = math.log2(math.e)
 
 
 def vocab_parallel_topk_ids(logits: Tensor, k: int, *, group: ProcessGroup, vocab_size: int) -> Tensor:
@@ -92,6 +95,12 @@ class OwnSums(NamedTuple):
     here: Tensor  # (R, K) bool: targets in these columns
 
 
+def fast_exp(x: Tensor) -> Tensor:
+    """Return exp(x) as a power of 2, which torch's CPU kernel computes four times faster; with the error of a rounded
+    x log2(e), 6e-8 |x| in fp32."""
+    return (x * LOG2_E).exp2_() if x.device.type == "cpu" else x.exp()
+
+
 @dataclass(frozen=True)
 class SplitSoftmax:
     """p = softmax(x / T) of logits x (R, V / tp), of which this rank's v columns below `vocab_size` count."""
@@ -110,11 +119,11 @@ class SplitSoftmax:
         top = x.amax(dim=1) if valid else x.new_full((rows,), -torch.inf)
         if parallel:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        x = (x - top.unsqueeze(1)).div_(self.temperature)
+        x = self._scaled(x - top.unsqueeze(1))
 
         # One all-reduce for all sums over the vocabulary: exp, targets, exp * x, exp^2.
         sums = x.new_zeros(1 + num_targets + entropy + sum_pi_squared, rows)
-        exponentials = x.exp()
+        exponentials = fast_exp(x)
         torch.sum(exponentials, dim=1, out=sums[0])
         if valid:
             column, here = self.columns_of(targets, width)
@@ -153,7 +162,7 @@ class SplitSoftmax:
     def log_p(self, logits: Tensor, top: Tensor, log_sum: Tensor) -> Tensor:
         """Return log p (R, v), bitwise as in `sums`; on this rank only."""
         x = logits[:, : self.num_columns(logits.size(1))].to(top.dtype)
-        return (x - top.unsqueeze(1)).div_(self.temperature).sub_(log_sum.unsqueeze(1))
+        return self._scaled(x - top.unsqueeze(1)).sub_(log_sum.unsqueeze(1))
 
     def gradient(
         self,
@@ -173,15 +182,19 @@ class SplitSoftmax:
         if grad_entropies is not None:
             assert entropies is not None
             factor = (log_p + entropies.unsqueeze(1)).mul_(-grad_entropies.unsqueeze(1)).add_(factor)
-        grad = log_p.exp().mul_(factor)
+        grad = fast_exp(log_p).mul_(factor)
         if grad_log_probs is not None and grad.size(1):
             column, here = self.columns_of(targets, width)
             # In two steps: the first target may be among the others, and the order of additions must be fixed.
             at_targets = grad_log_probs * here
             for part in (slice(0, 1), slice(1, None)):
                 grad.scatter_add_(1, column[:, part], at_targets[:, part])
-        grad.div_(self.temperature)
+        grad = self._scaled(grad)
         return torch.nn.functional.pad(grad, (0, width - grad.size(1))) if grad.size(1) < width else grad
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Divide `x` by the temperature in place."""
+        return x if self.temperature == 1 else x.div_(self.temperature)
 
     def num_columns(self, width: int) -> int:
         return max(0, min(width, self.vocab_size - self.group.rank() * width))

@@ -71,7 +71,14 @@ class Section(BaseModel):
     an instance of them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        defer_build=True,  # only rank 0 validates, and only with the class that `extended` returns
+    )
     null_is_default: ClassVar[frozenset[str]] = frozenset()  # keys that verl's templates may hold as null
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -48,6 +48,7 @@ def _each(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Resu
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 ROWS_PER_BATCH = 4096
+ROWS_PER_CHUNK = 2**17  # of a table in memory
 CACHE_BYTES = 2**28  # of row groups of a large column, per rank
 
 log = logging.getLogger(__name__)
@@ -117,11 +118,13 @@ class ParquetRows:
     def __init__(self, path: str, large: Collection[str] = ()) -> None:
         import pyarrow.parquet
 
-        with readable_parquet(path):
-            self.columns: list[str] = list(pyarrow.parquet.read_schema(path).names)
+        with readable_parquet(path), pyarrow.parquet.ParquetFile(path) as file:
+            self.columns: list[str] = list(file.schema_arrow.names)
             self._large = {name: RowGroups(path, name) for name in self.columns if name in large}
             small = [name for name in self.columns if name not in large] if self._large else None
-            self._table = pyarrow.parquet.read_table(path, columns=small, partitioning=None)
+            # `read_table` would import pyarrow.dataset, and `file.read` fails for nested columns of more than 2 GiB
+            batches = list(file.iter_batches(ROWS_PER_CHUNK, columns=small))
+            self._table = pyarrow.Table.from_batches(batches) if batches else file.read(columns=small)
 
     def __len__(self) -> int:
         return self._table.num_rows

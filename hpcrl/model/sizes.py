@@ -130,14 +130,10 @@ def cached_heads(shape: ModelShape, tp_size: int) -> CachedHeads:
 
 
 def block_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of `BLOCK_SIZE` tokens in all layers on one rank, and of decoding's scratch
-    memory."""
+    """Return the bytes of keys and values of `BLOCK_SIZE` tokens in all layers on one rank."""
     heads = cached_heads(shape, tp_size)
     width = heads.key_dim if heads.value_in_key else heads.key_dim + heads.value_dim
-    kept = shape.num_layers * heads.groups * BLOCK_SIZE * width * itemsize
-    queries = heads.groups * heads.queries
-    scratch = queries * (heads.key_dim + heads.value_dim + BLOCK_SIZE) * itemsize + (queries + 1) * BLOCK_SIZE * 4
-    return kept + scratch
+    return shape.num_layers * heads.groups * BLOCK_SIZE * width * itemsize
 
 
 def max_kv_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int) -> int:

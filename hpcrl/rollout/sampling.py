@@ -84,41 +84,54 @@ def sample(logits: Tensor, uniform: np.ndarray, vocab_size: int, sampling: Sampl
 
 
 def checked(drawn: Sampled) -> Sampled:
-    if not bool(drawn.log_probs.isfinite().all()):
-        raise FloatingPointError("the policy's logits are not finite: resume from an earlier checkpoint")
+    check_finite(bool(drawn.log_probs.isfinite().all()))
     return drawn
+
+
+def check_finite(is_finite: bool) -> None:
+    if not is_finite:
+        raise FloatingPointError("the policy's logits are not finite: resume from an earlier checkpoint")
 
 
 def sample_sharded(
     logits: Tensor, uniform: np.ndarray, vocab_size: int, sampling: SamplingParams, tp: TensorParallel
 ) -> Sampled:
-    """Return `sample` of `logits` (n, padded vocabulary / tp), which start at id rank * width, without gathering them.
-    Collective; all ranks get the same result.
+    """Return `draw_sharded` with `uniform` fp64 (n,) of the host, checked as `sample` checks it."""
+    numbers = torch.from_numpy(uniform).to(logits.device)
+    return checked(draw_sharded(logits, numbers, vocab_size, sampling, tp))
+
+
+def draw_sharded(
+    logits: Tensor, uniform: Tensor, vocab_size: int, sampling: SamplingParams, tp: TensorParallel
+) -> Sampled:
+    """Draw one token per row of `logits` (n, padded vocabulary / tp), which start at id rank * width, without gathering
+    them, with `uniform` fp64 (n,). Collective; all ranks get the same result. Does not synchronise.
 
     Each rank sends two numbers a row, its largest score and its sum of weights, and the owner of the token two more.
     Their fp64 sums are combined in rank order, so the token equals that of gathered logits unless u lies within 1e-6 of
     a boundary, because the fp32 exponentials are relative to different maxima. Logits are gathered if a filter needs
     all of them, and where there are no kernels, so that results do not depend on the layout there.
     """
-    filtered = sampling.temperature != 0 and (sampling.top_k != -1 or sampling.top_p < 1)
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    filtered = temperature != 0 and (top_k != -1 or top_p < 1)
     if tp.size == 1 or filtered or not use_triton("sampling", logits):
-        return sample(tp.gather_columns(logits), uniform, vocab_size, sampling)
+        return Sampled(*kernels.sample(tp.gather_columns(logits), uniform, vocab_size, temperature, top_k, top_p))
     first = tp.rank * logits.size(1)
     own_size = min(max(vocab_size - first, 0), logits.size(1))
-    partials = kernels.partials(logits, own_size, sampling.temperature)
+    partials = kernels.partials(logits, own_size, temperature)
     gathered = tp.gather_columns(torch.stack([part.double() for part in partials.whole()], 1))
     maxima, sums = gathered.view(len(gathered), -1, 2).unbind(-1)
     highest = maxima.amax(1, keepdim=True)
     masses = sums * (maxima - highest.masked_fill(highest == -torch.inf, 0)).exp()
     ends = torch.stack(list(accumulate(masses.unbind(1))), 1)  # CUDA's cumsum is not deterministic
-    bounds = torch.from_numpy(uniform).to(ends.device).unsqueeze(1) * ends[:, -1:]
-    owns = maxima == highest if sampling.temperature == 0 else (ends > bounds) & (masses > 0)
+    bounds = uniform.unsqueeze(1) * ends[:, -1:]
+    owns = maxima == highest if temperature == 0 else (ends > bounds) & (masses > 0)
     owned = owns.int().argmax(1) == tp.rank  # the first owner
-    before = ends[:, [tp.rank - 1]] if tp.rank else torch.zeros_like(bounds)
+    before = ends[:, tp.rank - 1 : tp.rank] if tp.rank else torch.zeros_like(bounds)
     share = (bounds - before).squeeze(1) / masses[:, tp.rank]
-    share = torch.where(owned, share, 0.5).clamp_(0, 1 - 2**-53)
-    token_ids, log_probs = kernels.sample(logits, share, own_size, sampling.temperature, partials=partials)
+    share = share.masked_fill_(~owned, 0.5).clamp_(0, 1 - 2**-53)
+    token_ids, log_probs = kernels.sample(logits, share, own_size, temperature, partials=partials)
     log_probs = log_probs.double() + (masses[:, tp.rank] / ends[:, -1]).log()
     answer = torch.stack([(token_ids + first).double(), log_probs], 1).masked_fill_(~owned.unsqueeze(1), 0)
     answer = tp.sum(answer)
-    return checked(Sampled(answer[:, 0].long(), answer[:, 1].float()))
+    return Sampled(answer[:, 0].long(), answer[:, 1].float())

@@ -7,11 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.kernels.decode_attention import MAX_WIDTH, NUM_PROGRAMS, Cut, PagedRows, decode_attention, is_fused
+from hpcrl.kernels.decode_attention import (
+    MAX_WIDTH,
+    NUM_PROGRAMS,
+    Cut,
+    PagedRows,
+    cut_rows,
+    decode_attention,
+    is_fused,
+)
+from hpcrl.kernels.decode_attention_triton import cut_rows as fused_cut_rows
 from hpcrl.model.sizes import CachedHeads
 from hpcrl.rollout.native.attention import DecodeAttention, NewTokens, PagedAttention
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.kernels.close import DTYPES, assert_near
 from tests.rollout.small_model import SHAPE, draw_weights
@@ -19,6 +29,7 @@ from tests.rollout.small_model import SHAPE, draw_weights
 SIZE = 16
 # more blocks than fit in a tile, ends inside a block, at its end and in the first
 LENGTHS = (1, 16, 150, 33)
+WANTED = 20  # parts; the interpreter takes its time for each, with or without tokens
 
 
 class Shape(NamedTuple):
@@ -60,7 +71,9 @@ def make(shape: Shape, dtype: torch.dtype, device: torch.device, least: int = 64
     if shape.value_in_key:
         values = keys[:, :, : shape.value].transpose(2, 3)
     queries = torch.randn(len(lengths), shape.groups, shape.per_head, shape.key, device=device).to(dtype)
-    rows = PagedRows.of(blocks, counts.cumsum() - counts, lengths, SIZE, Cut(1000, least), device)
+    places = blocks, counts.cumsum() - counts, lengths, np.array([len(lengths)])
+    table, starts, tokens, num_rows = (torch.from_numpy(part.astype(np.int32)).to(device) for part in places)
+    rows = PagedRows.of(keys, table, starts, tokens, int(counts.max()), Cut(WANTED, least), num_rows)
     return Cache(queries, keys, values, rows)
 
 
@@ -103,7 +116,8 @@ def test_it_does_not_matter_how_rows_are_cut(device: torch.device) -> None:
 
 def make_cut(cache: Cache, least: int) -> Cache:
     rows = cache.rows
-    cut = PagedRows.of(rows.blocks.cpu().numpy(), rows.starts, rows.lengths, SIZE, Cut(1000, least), rows.blocks.device)
+    num_rows = rows.lengths.new_tensor([len(LENGTHS)])
+    cut = PagedRows.of(cache.keys, rows.blocks, rows.starts, rows.lengths, rows.width, Cut(WANTED, least), num_rows)
     return cache._replace(rows=cut)
 
 
@@ -117,39 +131,52 @@ def test_large_scores(device: torch.device) -> None:
     assert_near(decode_attention(*cache, scale=1.0), exact(cache, 1.0), torch.float32)
 
 
-def test_rows_that_repeat_others_and_parts_without_tokens(device: torch.device) -> None:
+def test_rows_that_repeat_the_first(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a captured graph is given for fewer rows than it has."""
     cache = make(SHAPES[0], torch.float32, device)
-    expected = decode_attention(*cache, scale=1.0)
-    rows = cache.rows
-    padded = rows._replace(
-        parts=torch.cat([rows.parts, rows.parts.new_zeros(5, 4)]),
-        parts_of=torch.cat([rows.parts_of, rows.parts_of[:1].expand(2, 2)]),
-    )
-    queries = torch.cat([cache.queries, torch.full_like(cache.queries[:2], float("nan"))])
-    found = decode_attention(queries, cache.keys, cache.values, padded, scale=1.0)
-    assert torch.equal(found, torch.cat([expected, expected[:1].expand(2, -1, -1, -1)]))
+    rows, num_rows = cache.rows, cache.rows.lengths.new_tensor([len(LENGTHS)])
+    starts, lengths = (torch.cat([part, part[:1].expand(2)]) for part in (rows.starts, rows.lengths))
+    padded = PagedRows.of(cache.keys, rows.blocks, starts, lengths, rows.width, Cut(WANTED, 64), num_rows)
+    queries = torch.cat([cache.queries, cache.queries[:1].expand(2, -1, -1, -1)])
+    for choice in ("triton", "torch"):
+        monkeypatch.setenv("HPCRL_KERNELS", choice)
+        expected = decode_attention(*cache, scale=1.0)
+        found = decode_attention(queries, cache.keys, cache.values, padded, scale=1.0)
+        assert_near(found, torch.cat([expected, expected[:1].expand(2, -1, -1, -1)]), torch.float32)
+    assert padded.parts_of[4:].tolist() == padded.parts_of[:1].tolist() * 2
 
 
 @pytest.mark.parametrize("shape", [(8, 4, 128), (1, 16, 512), (1, 128, 512), (128, 1, 64)])
-def test_parts_hold_each_token_once_and_stay_in_bounds(shape: tuple[int, int, int]) -> None:
+def test_parts_hold_each_token_once_and_stay_in_bounds(device: torch.device, shape: tuple[int, int, int]) -> None:
+    """The kernel and torch cut in the same way."""
     generator = np.random.default_rng()
     cut = Cut.of(*shape)
-    for _ in range(50):
+    for number in range(50):
         lengths = generator.integers(1, 10 ** generator.integers(1, 6), generator.integers(1, 300))
         counts = -(-lengths // SIZE)
         starts = counts.cumsum() - counts
-        rows = PagedRows.of(np.arange(counts.sum()), starts, lengths, SIZE, cut, torch.device("cpu"))
-        assert len(rows.parts) <= len(lengths) + cut.wanted
-        for row, (first, count) in enumerate(rows.parts_of.tolist()):
+        num_rows = generator.integers(1, len(lengths) + 1)
+        lengths[num_rows:] = lengths[0]
+        starts[num_rows:] = starts[0]
+        arrays = starts, lengths, np.array([num_rows])
+        given = [torch.from_numpy(array.astype(np.int32)) for array in arrays]
+        parts, parts_of = cut_rows(*given[:2], SIZE, cut, given[2])
+        if number < 5:
+            on_device = [part.to(device) for part in given]
+            fused, fused_of = fused_cut_rows(*on_device[:2], SIZE, *cut, on_device[2])
+            assert torch.equal(fused.cpu(), parts * (parts[:, 2:3] > 0)) and torch.equal(fused_of.cpu(), parts_of)
+        assert len(parts) == len(lengths) + cut.wanted
+        assert parts_of[num_rows:].tolist() == parts_of[:1].tolist() * (len(lengths) - num_rows)
+        for row, (first, count) in enumerate(parts_of[:num_rows].tolist()):
             place = starts[row]
-            for start, owner, tokens, _ in rows.parts[first : first + count].tolist():
+            for start, owner, tokens, _ in parts[first : first + count].tolist():
                 assert (start, owner) == (place, row)
                 assert tokens > 0
                 place += -(-tokens // SIZE)
-            taken = rows.parts[first : first + count, 2]
+            taken = parts[first : first + count, 2]
             assert taken.sum() == lengths[row]
             assert (taken[:-1] % SIZE == 0).all()
+        assert parts[:, 2].sum() == lengths[:num_rows].sum()
     assert cut.wanted <= NUM_PROGRAMS
 
 
@@ -163,35 +190,41 @@ def test_what_the_kernel_does_not_take_goes_to_torch(device: torch.device, caplo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [CachedHeads(2, 3, 32, 32), CachedHeads(1, 4, 40, 24, value_in_key=True)])
-def test_what_the_engine_has_in_its_place_on_the_cpu(device: torch.device, heads: CachedHeads) -> None:
-    """And a graph's, which has room for more rows than it is given, and was filled before."""
+def test_what_the_engine_has_in_its_place_on_the_cpu(
+    device: torch.device, heads: CachedHeads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with a row that repeats the first one, as a graph has."""
+    monkeypatch.setattr("hpcrl.kernels.decode_attention.NUM_PROGRAMS", 16)
     cache = KVCache(2, 40, heads, SIZE, 5, torch.float32, device)
     cache.keys.normal_()
     if not heads.value_in_key:
         cache.values.normal_()
     # Blocks in no order: rows grow in turns, and one goes.
     lengths = np.array([20, 33, 1, 64, 50])
+    table = np.zeros((5, 4), np.int32)
     for tokens in range(1, 65):
         rows = np.flatnonzero(lengths >= tokens)
-        cache.pool.grow(rows, np.full(len(rows), tokens))
+        blocks = cache.pool.grow(rows, np.full(len(rows), tokens))
+        table[cache.pool.row_of[blocks], cache.pool.order_of[blocks]] = blocks
     cache.pool.release(np.array([4]))
+    same = RowCache(2, 40, heads, SIZE, 4, 64, torch.float32)
+    for row in range(4):
+        for plane, number in ((same.keys, 0), (same.values, 1)):
+            [span] = cache.spans(row, int(lengths[row]), 64)
+            found = cache.read(1, span)[number]
+            plane[1, row, :, : found.size(1)] = found
     rows = np.arange(4)
-    new = NewTokens(cache, rows, lengths[:4] - 1, np.ones_like(rows))
-    queries = torch.randn(4, heads.groups, heads.queries, heads.key_dim, device=device)
-    keys = torch.randn(4, heads.groups, heads.key_dim, device=device)
+    new = NewTokens(same, rows, lengths[:4] - 1, np.ones_like(rows))
+    queries = torch.randn(4, heads.groups, heads.queries, heads.key_dim)
+    keys = torch.randn(4, heads.groups, heads.key_dim)
     values = keys[..., : heads.value_dim] if heads.value_in_key else torch.randn_like(keys)
     expected = DecodeAttention(new)(1, queries, keys, values)
-    paged = PagedAttention(new)
-    assert PagedAttention.fits(cache)
-    assert_near(paged(1, queries, keys, values), expected, torch.float32)
-    room = paged.with_room(6)
-    room.load(paged)
-    fewer = PagedAttention(NewTokens(cache, rows[:3], lengths[:3] - 1, np.ones_like(rows[:3])))
-    room.load(fewer)
-    more = [torch.cat([part[:3], part[:1].expand(3, *part.shape[1:])]) for part in (queries, keys, values)]
-    found = room(1, *more)
-    assert_near(found[:3], expected[:3], torch.float32)
-    assert torch.equal(found[3:], found[:1].expand(3, -1, -1, -1))
+    assert PagedAttention.fits(heads, SIZE, torch.float32, device)
+    arrays = table.ravel(), 4 * np.array([0, 1, 2, 3, 0]), lengths[[0, 1, 2, 3, 0]] - 1, np.array([4])
+    places, starts, cached, num_rows = (torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays)
+    paged = PagedAttention(cache, places, starts, 4, cached, num_rows)
+    found = paged(1, *(torch.cat([part, part[:1]]).to(device) for part in (queries, keys, values)))
+    assert_near(found.cpu(), torch.cat([expected, expected[:1]]), torch.float32)
 
 
 @pytest.mark.slow
@@ -201,6 +234,7 @@ def test_a_generation_draws_what_it_draws_without_kernels(
 ) -> None:
     """Rows cross blocks of the cache and are cut, end at different times, and others take their places."""
     monkeypatch.setattr("hpcrl.kernels.decode_attention.MIN_PART_TOKENS", 1)
+    monkeypatch.setattr("hpcrl.kernels.decode_attention.NUM_PROGRAMS", 16)
     generator = np.random.default_rng(1)
     prompts = [generator.integers(0, SHAPE.vocab_size, length) for length in (31, 3, 34)]
     requests = [Request(prompt, f"file:{len(prompt)}:0", sample) for prompt in prompts for sample in range(2)]

@@ -28,6 +28,7 @@ from tests.model.vision_models import (
     save_vision_model,
     their_log_probs,
 )
+from tests.strict_device.load import load
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
@@ -87,7 +88,8 @@ def test_what_experts_in_one_tensor_do_not_allow_is_an_error() -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_decoding_equals_prefill_and_both_equal_transformers(name: str, tmp_path: Path) -> None:
-    """Responses that go on from any of their tokens, which are prefilled with the prompt and its pictures then."""
+    """Responses that go on from any of their tokens, which are prefilled with the prompt and its pictures then; on the
+    CPU, and on a device, where decoding is another."""
     theirs = make_vision_model(name)
     with torch.no_grad():  # a drawn placeholder is a token here, and an error there
         theirs.lm_head.weight[IMAGE:] = 0.0
@@ -109,6 +111,11 @@ def test_decoding_equals_prefill_and_both_equal_transformers(name: str, tmp_path
         whole = sample._replace(ids=[*request.prompt_ids, *done.token_ids.tolist()], num_response=9)
         with torch.no_grad():
             np.testing.assert_allclose(done.log_probs, their_log_probs(theirs, whole), rtol=0, atol=1e-4)
+    elsewhere = NativeEngine(shape, None, 0, 1, torch.float32, **options, device=load())
+    Safetensors(tmp_path).load(shape, shards(shape), elsewhere.weights())
+    for found, done in zip(elsewhere.generate(requests, sampling, seed=0, step=0), decoded, strict=True):
+        assert found.token_ids.tolist() == done.token_ids.tolist()
+        np.testing.assert_allclose(found.log_probs, done.log_probs, rtol=0, atol=1e-5)
     for first in (1, 4, 8):
         parts = [replace(it, prefix_ids=done.token_ids[:first]) for it, done in zip(requests, decoded, strict=True)]
         for part, done in zip(engine.generate(parts, sampling, seed=0, step=0), decoded, strict=True):

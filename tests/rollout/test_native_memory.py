@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import tracemalloc
 from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import block_bytes, kv_cache_bytes, max_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from hpcrl.runtime.exits import InputError
 
@@ -91,8 +95,8 @@ def peak_bytes(max_model_len: int, sampling: SamplingParams, **sizes: int) -> tu
     finally:
         tracemalloc.stop()
     cache = engine._cache
-    constant = [*engine.weights().values(), *cache.scratch]
-    with LiveTensors([*constant, cache.keys, cache.values]) as tensors:  # the latter two are numpy's
+    constant = list(engine.weights().values())
+    with LiveTensors([*constant, cache.keys, cache.values]) as tensors:
         completions = engine.generate(make_requests(), sampling, seed=0, step=0)
     return sum(tensor.nbytes for tensor in constant) + tensors.peak + others, completions
 
@@ -134,11 +138,36 @@ def test_the_cache_takes_its_share_of_what_is_free_and_no_more_than_the_job_can_
     assert max_kv_bytes(SHAPE, 2, torch.bfloat16.itemsize, **sizes) == pytest.approx(most / 4, rel=0.2)
 
 
-@pytest.mark.parametrize("max_model_len", [80, 1280])
-def test_the_cache_has_the_size_that_it_is_told(max_model_len: int) -> None:
-    cache = make_engine(max_model_len, kv_cache_bytes=3_000_000)._cache
-    size = sum(part.nbytes for part in (cache.keys, cache.values, *cache.scratch))
-    assert 0 <= 3_000_000 - size < block_bytes(SHAPE, 1, torch.float32.itemsize)
+def resident_bytes(cache: RowCache) -> int:
+    """Bytes that the system has provided for the mappings of keys and values."""
+    total, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            first, end = (int(address, 16) for address in name.split("-"))
+            is_inside = any(first <= plane.data_ptr() < end for plane in (cache.keys, cache.values))
+        elif name == "Rss:" and is_inside:
+            total += int(values[0]) * 1024
+    return total
+
+
+def test_the_cache_takes_no_more_than_it_is_told() -> None:
+    """Each of 8 rows has room for all 24 blocks that there is memory for, and long sequences have run in all rows."""
+    engine = make_engine(NUM_BLOCKS * 32)
+    cache, found, steps = engine._cache, [], count()
+    assert isinstance(cache, RowCache)
+
+    def watch() -> None:
+        if next(steps) % 50 == 0:
+            found.append(resident_bytes(cache))
+
+    engine.generate(make_requests(), SamplingParams(300, ignore_eos=True), seed=0, step=0, on_step=watch)
+    allowed = NUM_BLOCKS * block_bytes(SHAPE, 1, torch.float32.itemsize)
+    assert cache.keys.nbytes + cache.values.nbytes == 8 * allowed
+    most_edges = 2 * 2 * SHAPE.num_layers * 8 * mmap.PAGESIZE  # pages that belong to two rows
+    assert 0.5 * allowed < max(found) < allowed + most_edges
+    engine.sleep()
+    assert not cache.is_allocated
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused_at_start() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from hpcrl.model.sizes import block_bytes
+from hpcrl.rollout.native import attention, generate_call
 from hpcrl.rollout.native.decoder import Decoder
 from hpcrl.rollout.native.engine import NativeEngine
+from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.native.scheduler import Scheduler
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
 from tests.rollout.small_model import SHAPE, draw_weights, make_requests
@@ -58,6 +60,22 @@ def test_sequences_that_do_not_fit_start_again_with_the_same_result(
     monkeypatch.setattr(Scheduler, "put_back", count)
     assert_same(make_engine(num_blocks).generate(REQUESTS, SAMPLING, seed=1, step=2), expected)
     assert max(put_back) > 0
+
+
+def test_the_order_of_rows_does_not_matter(expected: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are sorted by length and cut wherever that saves a token of padding."""
+    sorted_rows: list[int] = []
+    original = RowCache.reorder
+
+    def reorder(self: RowCache, order: np.ndarray) -> None:
+        sorted_rows.append(len(order))
+        original(self, order)
+
+    monkeypatch.setattr(RowCache, "reorder", reorder)
+    monkeypatch.setattr(attention, "MIN_SAVED", 1)
+    monkeypatch.setattr(generate_call, "MAX_PADDING", 1.0)
+    assert_same(make_engine(max_num_seqs=7).generate(REQUESTS, SAMPLING, seed=1, step=2), expected)
+    assert len(sorted_rows) > 3
 
 
 @pytest.mark.parametrize("limit", [1, 7, 64])

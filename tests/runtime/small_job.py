@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -42,6 +43,7 @@ def load() -> SimpleNamespace:
 
 
 def main(world: World, config: SimpleNamespace) -> int:
+    assert gc.isenabled()  # it is not while a rank imports
     if MODE == "requeue":
         return 85
     if MODE == "log":

@@ -30,9 +30,10 @@ def graphs(world: World) -> str:
         same = list(one.token_ids) == list(other.token_ids)
         gap = float(abs(one.log_probs - other.log_probs).max()) if same else 0.0
         require(same and gap == 0.0, f"after sleep and wake tokens are equal: {same}, log-probs differ by {gap:.1e}")
-    captured = "no graphs on this device" if engine._graphs is None else f"{len(engine._graphs._graphs)} graphs"
-    require(world.device.type != "cuda" or engine._graphs is not None, "no CUDA graphs were used; expected some")
-    return f"{line}; the same after sleep and wake ({captured})"
+    captured = None if engine._paged is None else engine._paged._graphs
+    require(world.device.type != "cuda" or captured is not None, "no CUDA graphs were used; expected some")
+    number = "no graphs on this device" if captured is None else f"{len(captured._graphs)} graphs"
+    return f"{line}; the same after sleep and wake ({number})"
 
 
 def on_the_cpu() -> list[Completion]:

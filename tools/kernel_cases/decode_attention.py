@@ -39,19 +39,21 @@ def _case(
         values = torch.randn(len(blocks), groups, SIZE, width, dtype=DTYPE, device=DEVICE)
     queries = torch.randn(len(lengths), groups, per_head, width, dtype=DTYPE, device=DEVICE)
     cut = Cut.of(groups, per_head, values.size(-1))
-    rows = PagedRows.of(blocks, counts.cumsum() - counts, lengths, SIZE, cut, DEVICE)
+    places = (blocks, counts.cumsum() - counts, lengths, np.array([len(lengths)]))
+    table, starts, tokens, num_rows = (torch.from_numpy(part.astype(np.int32)).to(DEVICE) for part in places)
+    rows = PagedRows.of(keys, table, starts, tokens, int(counts.max()), cut, num_rows)
     runs: dict[str, Callable[[], object]] = {
         "hpcrl": lambda: decode_attention(queries, keys, values, rows, scale=width**-0.5)
     }
     if peers:
         runs |= _peers(queries, int(lengths[0]))
-    tokens = int(lengths.sum()) * groups
-    read = tokens * (width if latent else 2 * width) * keys.element_size()
+    num_read = int(lengths.sum()) * groups
+    read = num_read * (width if latent else 2 * width) * keys.element_size()
     return Case(
         f"decode {name}",
         runs,
         read + queries.nbytes + queries.nbytes // width * values.size(-1),
-        2 * tokens * per_head * (width + values.size(-1)),
+        2 * num_read * per_head * (width + values.size(-1)),
     )
 
 

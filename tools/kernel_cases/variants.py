@@ -16,6 +16,7 @@ from hpcrl.kernels import (
     layers_triton,
     linear_log_prob_triton,
     pack_triton,
+    philox_triton,
     sampling_triton,
 )
 
@@ -105,6 +106,10 @@ def _decode_attention_variants() -> list[KernelVariant]:
                 f"{name} combine", decode_attention_triton.combine, pointers, launch.constants, launch.num_warps
             )
         )
+    pointers = dict.fromkeys(("starts", "lengths", "num_rows", "parts", "parts_of"), "*i32")
+    integers = dict.fromkeys(("n", "num_parts", "wanted", "least"), "i32")
+    sizes = {"SIZE": 32, "ROWS": 1024}
+    found.append(KernelVariant("decode_attention cut", decode_attention_triton.cut, pointers | integers, sizes))
     return found
 
 
@@ -245,6 +250,9 @@ def _sampling_variants() -> list[KernelVariant]:
             flags = {"GREEDY": False, "FILTERED": filtered}
             title = f"sampling draw {name}" + " filtered" * filtered
             found.append(KernelVariant(title, sampling_triton.draw, drawn, sizes | flags, 8))
+    pointers = dict.fromkeys(("keys", "positions", "sample_indices", "step"), "*i32") | {"numbers": "*fp64"}
+    sizes = {"BLOCK": philox_triton.BLOCK}
+    found.append(KernelVariant("sampling philox", philox_triton.draw_uniforms, pointers | {"n": "i32"}, sizes))
     return found
 
 

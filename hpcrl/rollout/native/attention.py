@@ -13,14 +13,12 @@ attended latents are mapped to the heads' values afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from copy import copy
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
 from hpcrl.kernels.decode_attention import Cut, PagedRows, decode_attention, is_fused
 from hpcrl.kernels.layers import rms_norm
@@ -29,84 +27,71 @@ from hpcrl.model.exact import exact_attention
 from hpcrl.model.layers import LATENT_NORM_EPS
 from hpcrl.model.rope import deinterleave
 from hpcrl.model.shape import LatentAttention, ModelShape
-from hpcrl.rollout.native.kv_cache import FREE, KVCache, Scratch
+from hpcrl.model.sizes import CachedHeads
+from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.row_cache import RowCache
 
 
 class ExactAttention:
     """Gathers everything that a row has cached and masks it after each query's own token. Slow; used in exact mode."""
 
     def __init__(self, new: NewTokens) -> None:
-        self.new = new
-        device = new.cache.device
+        assert isinstance(new.cache, RowCache)
+        self.new, self._cache = new, new.cache
         longest = int(new.lengths.max())
-        rows = np.arange(len(new.rows)).repeat(new.lengths)
-        starts = torch.from_numpy(new.starts).to(device)
-        self._rows = torch.from_numpy(rows).to(device)
-        self._places = new.positions - starts[self._rows]  # among the row's new tokens
-        self._positions = starts[:, None] + torch.arange(longest, device=device)
-        self._table = torch.from_numpy(new.cache.pool.table(new.rows)).to(device)
+        starts = torch.from_numpy(new.starts)
+        self._sequences = torch.from_numpy(np.arange(len(new.rows)).repeat(new.lengths))
+        self._places = new.positions - starts[self._sequences]  # among the row's new tokens
+        self._positions = starts[:, None] + torch.arange(longest)
+        self._rows, self._most = torch.from_numpy(new.rows), int((new.starts + new.lengths).max())
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
         padded = queries.new_zeros((*self._positions.shape, *queries.shape[1:]))
-        padded[self._rows, self._places] = queries
-        cached_keys, cached_values = self.new.cache.read(layer, self._table)
+        padded[self._sequences, self._places] = queries
+        cached_keys = self._cache.keys[layer, self._rows, :, : self._most]
+        cached_values = self._cache.values[layer, self._rows, :, : self._most]
         outputs = exact_attention(padded.transpose(1, 2), cached_keys, cached_values, self._positions)
-        return outputs.transpose(1, 2)[self._rows, self._places]
+        return outputs.transpose(1, 2)[self._sequences, self._places]
 
 
 class PagedAttention:
-    """One token of each of rows 0..n-1, by the paged kernels."""
+    """One token of each of n rows, by the paged kernels, from tensors on the device only.
 
-    def __init__(self, new: NewTokens) -> None:
-        self.new = new
-        pool, heads = new.cache.pool, new.cache.heads
-        used = np.flatnonzero(pool.row_of[: pool.extent] != FREE)
-        starts = pool.count_of.cumsum() - pool.count_of
-        by_row = np.empty_like(used)
-        by_row[starts[pool.row_of[used]] + pool.order_of[used]] = used
-        self._cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
-        self._rows = PagedRows.of(
-            by_row, starts[new.rows], new.starts + 1, new.cache.block_size, self._cut, new.cache.device
-        )
+    All int32: `blocks` holds the rows' blocks, from place `starts` (n,) on, at most `width` each; `cached` (n,) are the
+    rows' cached tokens. Rows from `num_rows` (1,) on repeat the first one, and compute and store the same numbers.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        blocks: Tensor,
+        starts: Tensor,
+        width: int,
+        cached: Tensor,
+        num_rows: Tensor,
+        rope_positions: Tensor | None = None,
+    ) -> None:
+        heads, size = cache.heads, cache.block_size
+        of_tokens = blocks.index_select(0, starts + cached // size)
+        # int64, to which every write would convert them
+        self.new = StoredTokens(cache, cached, of_tokens.long(), (cached % size).long(), rope_positions)
+        self._cache = cache
+        cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
+        self._rows = PagedRows.of(cache.keys[0], blocks, starts, cached + 1, width, cut, num_rows)
 
     @staticmethod
-    def fits(cache: KVCache) -> bool:
-        """Whether kernels exist for this cache."""
-        return is_fused(cache.keys[0], cache.values[0])
+    def fits(heads: CachedHeads, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether kernels exist for such a cache."""
+        block = KVCache(1, 1, heads, block_size, 1, dtype, device)
+        return is_fused(block.keys[0], block.values[0])
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
-        cache = self.new.cache
+        cache = self._cache
         return decode_attention(
             queries, cache.keys[layer], cache.values[layer], self._rows, scale=queries.size(-1) ** -0.5
         )
-
-    def with_room(self, rows: int) -> PagedAttention:
-        """Return a copy for `load`, whose tensors have room for `rows` rows of any lengths that the cache can hold."""
-        other = copy(self)
-        other.new = self.new.empty_like(rows)
-        other._rows = self._rows._replace(
-            blocks=self._rows.blocks.new_zeros(self.new.cache.num_blocks),
-            parts=self._rows.parts.new_zeros(rows + self._cut.wanted, 4),
-            parts_of=self._rows.parts_of.new_zeros(rows, 2),
-        )
-        return other
-
-    def load(self, other: PagedAttention) -> None:
-        """Copy the rows of `other`; the remaining rows repeat the first one, which is computed once."""
-        self._rows.blocks[: len(other._rows.blocks)] = other._rows.blocks
-        self._rows.parts[: len(other._rows.parts)] = other._rows.parts
-        self._rows.parts[len(other._rows.parts) :] = 0
-        fill(self._rows.parts_of, other._rows.parts_of)
-        for own, given in zip(self.new.tensors, other.new.tensors, strict=True):
-            fill(own, given)
-
-
-def fill(destination: Tensor, source: Tensor) -> None:
-    """Copy `of` into `to` and repeat its first row in the rest."""
-    destination[: len(source)] = source
-    destination[len(source) :] = source[0]
 
 
 MASKED = -1e30  # finite, so that the maximum of a fully masked block is finite
@@ -114,52 +99,59 @@ MASKED = -1e30  # finite, so that the maximum of a fully masked block is finite
 LOG2_E = math.log2(math.e)
 
 
-class NewTokens:
-    """The tokens of one call, flat: `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
+class StoredTokens:
+    """The tokens of one call, flat (n,): their places `positions` in their sequences, and where the cache stores them,
+    `offsets` in its `units`, blocks or rows, all integers.
 
-    All int64 (sequences,). Rows have their blocks already. `positions` int64 (n,) are the tokens' places.
-    `rope_positions`, those of the rotary embedding, are the same unless given: int64 (n,), or (3, n) in time, height
-    and width.
+    `rope_positions`, those of the rotary embedding, are the same as `positions` unless given: (n,), or (3, n) in time,
+    height and width.
     """
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: KVCache | RowCache,
+        positions: Tensor,
+        units: Tensor,
+        offsets: Tensor,
+        rope_positions: Tensor | None = None,
+    ) -> None:
+        self.cache = cache
+        self.positions, self._units, self._offsets = positions, units, offsets
+        self.rope_positions = positions if rope_positions is None else rope_positions
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.cache.write(layer, self._units, self._offsets, keys, values)
+
+
+class NewTokens(StoredTokens):
+    """The tokens of one call, flat: `lengths` tokens of each of `rows`, after `starts` tokens that are cached.
+
+    All int64 (sequences,), on the host. Rows have their blocks already.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache | RowCache,
         rows: np.ndarray,
         starts: np.ndarray,
         lengths: np.ndarray,
         rope_positions: np.ndarray | None = None,
     ) -> None:
-        self.cache = cache
         self.rows, self.starts, self.lengths = rows, starts, lengths
-        pool, size = cache.pool, cache.block_size
-        if lengths.max() == 1 and (starts // size == pool.count_of[rows] - 1).all():
-            positions, blocks = starts, pool.tail_of[rows]
+        if lengths.max() == 1:
+            positions, row_of = starts, rows
         else:
             ends = lengths.cumsum()
-            sequences = np.arange(len(rows)).repeat(lengths)
+            row_of = rows.repeat(lengths)
             positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
-            blocks = pool.table(rows)[sequences, positions // size]
         own = () if rope_positions is None else (rope_positions,)
-        self._hold(torch.from_numpy(array).to(cache.device) for array in (positions, blocks, positions % size, *own))
-
-    def _hold(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = tuple(tensors)  # those that depend on the call, int64
-        self.positions, self._blocks, self._offsets, *own = self.tensors
-        self.rope_positions = own[0] if own else self.positions
-
-    def empty_like(self, rows: int) -> NewTokens:
-        """Return a copy for one token of each of `rows` rows, with tensors to be filled."""
-        other = copy(self)
-        other._hold(part.new_zeros(rows) for part in self.tensors)
-        return other
-
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.cache.write(layer, self._blocks, self._offsets, keys, values)
+        arrays = positions, *cache.places(row_of, positions), *own
+        super().__init__(cache, *(torch.from_numpy(array).to(cache.device) for array in arrays))
 
 
 class Attention(Protocol):
-    new: NewTokens
+    @property
+    def new(self) -> StoredTokens: ...
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
 
@@ -176,64 +168,93 @@ class PrefillAttention:
         return packed_attention(queries.flatten(1, 2), keys, values, self._sequences).unflatten(1, queries.shape[1:3])
 
 
-class DecodeAttention:
-    """One token of each of rows 0..n-1.
+MIN_SAVED = 512  # tokens of a row that a cut must save, about the time of one cut's operations
 
-    Every block in use is one item of a batched product with the queries of its row, so nothing is padded to the longest
-    sequence; the softmax of a row combines the maxima and sums of its blocks.
-    """
+
+def cut_by_length(lengths: np.ndarray) -> list[slice]:
+    """Cut rows of `lengths` int64 (n,) into runs that are each padded to their longest row, so that padding and cuts
+    together cost little."""
+    longest = int(lengths.max())
+    if (len(lengths) - 1) * (longest - int(lengths.min())) < MIN_SAVED:
+        return [slice(0, len(lengths))]
+    counts = np.arange(1, len(lengths))
+    before = counts * np.maximum.accumulate(lengths)[:-1]
+    after = counts[::-1] * np.maximum.accumulate(lengths[::-1])[-2::-1]
+    place = int((before + after).argmin())
+    if len(lengths) * longest - int(before[place] + after[place]) < MIN_SAVED:
+        return [slice(0, len(lengths))]
+    first = place + 1
+    later = cut_by_length(lengths[first:])
+    return cut_by_length(lengths[:first]) + [slice(part.start + first, part.stop + first) for part in later]
+
+
+def padded_tokens(lengths: np.ndarray) -> int:
+    """Return the tokens that decoding computes for rows of `lengths`, with padding."""
+    return sum((part.stop - part.start) * int(lengths[part].max()) for part in cut_by_length(lengths))
+
+
+class _Run(NamedTuple):
+    """Rows that are padded to `width` tokens; `bias` (rows x KV heads, 1, width) is -inf on padding, None without."""
+
+    rows: slice
+    width: int
+    bias: Tensor | None
+
+
+class DecodeAttention:
+    """One token of each of rows 0..n-1: two batched products over the keys and values of a run of rows."""
 
     def __init__(self, new: NewTokens) -> None:
-        self.new = new
-        cache, pool = new.cache, new.cache.pool
-        self._num_rows = len(new.rows)
-        owners = pool.row_of[: pool.extent]
-        filled = np.where(owners == FREE, 0, cache.block_size)
-        filled[pool.tail_of[new.rows]] = new.starts % cache.block_size + 1
-        # Blocks ordered by row, for sums by row.
-        by_row = owners.argsort(kind="stable")[pool.num_holes :]
-        starts = np.searchsorted(owners[by_row], new.rows)
-        self._owners, self._blocks, self._starts, counts = (
-            torch.from_numpy(array).to(cache.device) for array in (np.maximum(owners, 0), by_row, starts, filled)
-        )
-        self._scratch = Scratch(*(part[: pool.extent] for part in cache.scratch))
-        places = torch.arange(cache.block_size, device=cache.device)
-        of_count = torch.where(places < torch.arange(cache.block_size + 1, device=cache.device)[:, None], 0.0, MASKED)
-        torch.index_select(of_count, 0, counts, out=self._scratch.bias.squeeze(1))
+        assert isinstance(new.cache, RowCache)
+        self.new, self._cache = new, new.cache
+        lengths = new.starts + 1
+        self._runs = [self._run(rows, lengths[rows]) for rows in cut_by_length(lengths)]
+
+    def _run(self, rows: slice, lengths: np.ndarray) -> _Run:
+        width = int(lengths.max())
+        if (lengths == width).all():
+            return _Run(rows, width, None)
+        is_padding = torch.arange(width) >= torch.from_numpy(lengths)[:, None]
+        bias = torch.zeros(is_padding.shape).masked_fill_(is_padding, -torch.inf)
+        return _Run(rows, width, bias.repeat_interleave(self._cache.heads.groups, 0).unsqueeze(1))
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
-        heads, per_head, key_dim = queries.shape[1:]
-        cached_keys, cached_values = self.new.cache.used(layer)
-        at = self._scratch
-        torch.index_select(queries.reshape(self._num_rows, -1, key_dim), 0, self._owners, out=at.queries)
-        scores = at.scores.view(len(cached_keys), per_head, -1)
-        torch.bmm(at.queries.view(-1, per_head, key_dim), cached_keys, out=scores)
-        weights = torch.add(at.bias, at.scores, alpha=LOG2_E * key_dim**-0.5, out=at.weights)
-        maxima = self._by_row(weights.amax(-1), "max")
-        weights.sub_(maxima.index_select(0, self._owners).unsqueeze(-1)).exp2_()
-        sums = self._by_row(weights.sum(-1), "sum")
-        if at.scores.dtype != weights.dtype:
-            weights = at.scores.copy_(weights)
-        torch.bmm(weights.view(scores.shape), cached_values, out=at.products.view(-1, per_head, values.size(-1)))
-        outputs = self._by_row(at.products.flatten(1), "sum").view(-1, heads, per_head, values.size(-1))
-        return (outputs / sums.view(*queries.shape[:-1], 1)).to(queries.dtype)
+        cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
+        scale = queries.size(-1) ** -0.5
+        parts = []
+        for rows, width, bias in self._runs:
+            of_run = queries[rows].flatten(0, 1)
+            run_keys, run_values = (plane[rows, :, :width].flatten(0, 1) for plane in (cached_keys, cached_values))
+            weights = self._scores(of_run, run_keys.transpose(1, 2), bias, scale).softmax(-1)
+            parts.append(torch.bmm(weights.to(values.dtype), run_values))
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return output.view(*queries.shape[:-1], -1)
 
-    def _by_row(self, of_block: Tensor, mode: str) -> Tensor:
-        """(blocks, m) -> (rows, m) by embedding_bag, torch's fastest segment reduction on the CPU."""
-        return embedding_bag(self._blocks, of_block, self._starts, mode=mode)
+    @staticmethod
+    def _scores(queries: Tensor, keys: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """fp32 (items, queries of a head, width)."""
+        if queries.dtype != torch.float32:
+            scores = torch.bmm(queries, keys).float().mul_(scale)
+            return scores if bias is None else scores.add_(bias)
+        if bias is None:
+            return torch.bmm(queries * scale, keys)
+        return torch.baddbmm(bias, queries, keys, alpha=scale)
+
+
+PART_TOKENS = 64  # cached tokens that a part of a long prompt attends to at a time
 
 
 class ContinuedAttention:
     """The next part of one sequence that is too long for one prefill call.
 
-    Processes a few of the sequence's blocks at a time, so that its memory depends on the part and not on the sequence.
+    Processes a few of the sequence's cached tokens at a time, so that its memory depends on the part and not on the
+    sequence.
     """
 
-    def __init__(self, new: NewTokens, blocks_at_once: int = 2) -> None:
+    def __init__(self, new: NewTokens) -> None:
         self.new = new
-        blocks = new.cache.pool.table(new.rows)[0]
-        self._blocks = torch.from_numpy(blocks).to(new.cache.device).split(blocks_at_once)
+        self._spans = new.cache.spans(int(new.rows[0]), int(new.starts[0] + new.lengths[0]), PART_TOKENS)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the parts of the cache."""
@@ -245,8 +266,8 @@ class ContinuedAttention:
         maxima = outputs.new_full((*rows.shape[:2], 1), MASKED)
         sums = torch.zeros_like(maxima)
         place = 0
-        for blocks in self._blocks:
-            part_keys, part_values = (part[0] for part in self.new.cache.read(layer, blocks[None]))
+        for span in self._spans:
+            part_keys, part_values = self.new.cache.read(layer, span)
             scores = torch.bmm(rows, part_keys.transpose(1, 2)).float()
             places = torch.arange(place, place + scores.size(-1), device=scores.device)
             place += scores.size(-1)

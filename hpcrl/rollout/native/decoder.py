@@ -1,4 +1,4 @@
-"""The model's forward pass in rollout over weights in Megatron's layout, and CUDA graphs of its decode step."""
+"""The model's forward pass in rollout over weights in Megatron's layout."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ from hpcrl.model.tower import build_tower
 from hpcrl.rollout.native.attention import (
     Attention,
     LatentWeights,
-    NewTokens,
-    PagedAttention,
-    fill,
     queries_and_keys,
     values_of,
 )
@@ -340,65 +337,3 @@ class Decoder:
         elsewhere = (local < 0) | (local >= rows)
         found = embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self.tp.sum(found.masked_fill_(elsewhere[:, None], 0))
-
-
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    token_ids: Tensor
-    attention: PagedAttention
-    logits: Tensor
-
-
-class DecodeGraphs:
-    """CUDA graphs of the decode step, which replace hundreds of launches by one. Not yet run on a GPU.
-
-    There is one graph per power of 2 of rows, captured on first use. A step with fewer rows repeats its first row,
-    which computes and stores the same numbers once more. Graphs do not depend on lengths: their attention has programs
-    for the largest number of parts that rows of any lengths can be cut into, and programs without a part return at
-    once. Graphs keep the addresses of weights and KV cache: call `clear` when one of these moves.
-    """
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self._graphs: dict[int, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        # Shared by all captures, because cuBLAS keeps a workspace of 32 MiB per stream.
-        self._stream = torch.cuda.Stream()
-
-    def clear(self) -> None:
-        """Drop all graphs and start a new memory pool.
-
-        cuBLAS's workspace may keep the old pool in use, and torch does not capture into a pool that is in use without a
-        graph.
-        """
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, token_ids: Tensor, new: NewTokens) -> Tensor:
-        """Return logits as `Decoder.forward` does, of one more token of each of rows 0..n-1."""
-        attention = PagedAttention(new)
-        rows = 1 << (len(token_ids) - 1).bit_length()
-        if rows not in self._graphs:
-            self._graphs[rows] = self._capture(rows, token_ids, attention)
-        graph = self._graphs[rows]
-        _load(graph, token_ids, attention)
-        graph.graph.replay()
-        return graph.logits[: len(token_ids)]
-
-    def _capture(self, rows: int, token_ids: Tensor, attention: PagedAttention) -> _Graph:
-        graph = _Graph(torch.cuda.CUDAGraph(), token_ids.new_zeros(rows), attention.with_room(rows), token_ids)
-        _load(graph, token_ids, attention)
-        # A warm-up run outside the capture compiles kernels and creates communicators.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._decoder.forward(graph.token_ids, graph.attention)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        # Graphs run one at a time, so they can share memory. thread_local: other threads may call CUDA.
-        with torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            logits = self._decoder.forward(graph.token_ids, graph.attention)
-        return graph._replace(logits=logits)
-
-
-def _load(graph: _Graph, token_ids: Tensor, attention: PagedAttention) -> None:
-    fill(graph.token_ids, token_ids)
-    graph.attention.load(attention)

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from hpcrl.model.exact import check_exact
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import BLOCK_SIZE, cached_heads, max_kv_bytes, num_blocks
+from hpcrl.model.sizes import BLOCK_SIZE, blocks_for, cached_heads, max_kv_bytes, num_blocks
 from hpcrl.model.tower import Division, Pixels, divide, encode_divided
 from hpcrl.rollout.native.attention import PagedAttention
-from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TensorParallel
+from hpcrl.rollout.native.decoder import Decoder, TensorParallel
 from hpcrl.rollout.native.generate_call import GenerateCall
 from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.paged_decode import PagedDecode
+from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.protocol import Completion, Request, RequestSource, SamplingParams, WeightFormat
 
 CPU = torch.device("cpu")
@@ -58,23 +60,22 @@ class NativeEngine:
             kv_cache_bytes = max_kv_bytes(shape, tp_size, dtype.itemsize, max_num_seqs, max_model_len)
         self._generating, self._max_encoded_tokens = False, max_num_batched_tokens
         self._decoder = Decoder(shape, tp, dtype, device)
-        self._cache = KVCache(
-            shape.num_layers,
-            tp.smallest(num_blocks(shape, tp_size, dtype.itemsize, kv_cache_bytes, max_model_len)),
-            cached_heads(shape, tp_size),
-            BLOCK_SIZE,
-            max_num_seqs,
-            dtype,
-            device,
-        )
-        # Not with experts: the host reads how many tokens each of them has.
-        graphed = device.type == "cuda" and not (enforce_eager or exact or shape.num_experts)
-        self._graphs = DecodeGraphs(self._decoder) if graphed and PagedAttention.fits(self._cache) else None
+        heads, width = cached_heads(shape, tp_size), blocks_for(max_model_len)
+        size = tp.smallest(num_blocks(shape, tp_size, dtype.itemsize, kv_cache_bytes, max_model_len))
+        has_kernels, self._paged = PagedAttention.fits(heads, BLOCK_SIZE, dtype, device), None
+        self._cache: KVCache | RowCache
+        if exact or (device.type == "cpu" and not has_kernels):
+            self._cache = RowCache(shape.num_layers, size, heads, BLOCK_SIZE, max_num_seqs, width * BLOCK_SIZE, dtype)
+        else:
+            self._cache = KVCache(shape.num_layers, size, heads, BLOCK_SIZE, max_num_seqs, dtype, device)
+            # No graphs with experts: the host reads how many tokens each of them has.
+            graphed = device.type == "cuda" and has_kernels and not (enforce_eager or shape.num_experts)
+            self._paged = PagedDecode(self._decoder, self._cache, max_num_seqs, width, is_graphed=graphed)
         self._begin = partial(
             GenerateCall,
             self._decoder,
             self._cache,
-            graphs=self._graphs,
+            paged=self._paged,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -134,8 +135,8 @@ class NativeEngine:
             self._cache.allocate()
 
     def _clear_graphs(self) -> None:
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self._paged is not None:
+            self._paged.clear_graphs()
 
     @torch.no_grad()
     def generate(

@@ -17,14 +17,16 @@ from hpcrl.rollout.native.attention import (
     DecodeAttention,
     ExactAttention,
     NewTokens,
-    PagedAttention,
     PrefillAttention,
+    padded_tokens,
 )
-from hpcrl.rollout.native.decoder import DecodeGraphs, Decoder, TokenFeatures
-from hpcrl.rollout.native.kv_cache import KVCache, Moves
+from hpcrl.rollout.native.decoder import Decoder, TokenFeatures
+from hpcrl.rollout.native.kv_cache import KVCache
+from hpcrl.rollout.native.paged_decode import PagedDecode, StepInFlight
+from hpcrl.rollout.native.row_cache import RowCache
 from hpcrl.rollout.native.scheduler import Admission, RunningBatch, Scheduler, Sequence
 from hpcrl.rollout.protocol import Completion, Request, SamplingParams
-from hpcrl.rollout.sampling import request_key, sample, sample_sharded, uniforms
+from hpcrl.rollout.sampling import check_finite, request_key, sample, sample_sharded, uniforms
 from hpcrl.runtime.accelerator import annotated
 
 
@@ -72,16 +74,20 @@ class PrefillTokens:
         return TokenFeatures(torch.from_numpy(self.rows).to(device), values)
 
 
+# Rows are sorted when they would be padded to so many times the tokens that they are padded to in order of length.
+MAX_PADDING = 1.25
+
+
 @dataclass(eq=False)
 class GenerateCall:
     """Runs steps until every sequence is complete; `completions` is by the index of the request."""
 
     decoder: Decoder
-    cache: KVCache
+    cache: KVCache | RowCache
     sampling: SamplingParams
     seed: int
     trainer_step: int
-    graphs: DecodeGraphs | None
+    paged: PagedDecode | None  # None: decode on the CPU or in exact mode
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -90,6 +96,9 @@ class GenerateCall:
     completions: dict[int, Completion] = field(default_factory=dict, init=False)
     _num_requests: int = field(default=0, init=False)
     _groups: dict[bytes, int] = field(default_factory=dict, init=False)  # hash of a context -> its first request
+    # The paged step whose tokens have not been read. It has all rows of the batch: it is read before rows join.
+    _in_flight: StepInFlight | None = field(default=None, init=False)
+    _has_new_rows: bool = field(default=False, init=False)  # since the rows were sorted
 
     def __post_init__(self) -> None:
         self._scheduler = Scheduler(self.max_num_seqs, self.max_num_batched_tokens, self.cache.block_size)
@@ -97,6 +106,8 @@ class GenerateCall:
         width = self.decoder.routing_width if self._records else 0
         self._batch = RunningBatch(self.max_num_seqs, self.sampling, width)
         self.cache.clear()
+        if self.paged is not None:
+            self.paged.state.clear(self.trainer_step)
 
     @property
     def has_work(self) -> bool:
@@ -118,30 +129,35 @@ class GenerateCall:
 
     def step(self) -> None:
         """Prefill the sequences that can be admitted; if there are none, decode one token of all running sequences."""
-        groups = set(self._batch.groups[self._batch.rows].tolist())
-        admission = self._scheduler.schedule(groups, self._batch.num_rows, self.cache.pool.num_free)
-        if len(admission):
+        if self._scheduler.can_admit(self._batch.num_rows, self.cache.pool.num_free):
             with annotated("prefill"):
-                self._prefill(admission)
+                self._read()
+                groups = set(self._batch.groups[self._batch.rows].tolist())
+                self._prefill(self._scheduler.schedule(groups, self._batch.num_rows, self.cache.pool.num_free))
         else:
             with annotated("decode"):
-                self._preempt()
-                self._decode()
-                self._finish()
+                if self.paged is None:
+                    self._preempt()
+                    self._sort()
+                    self._decode()
+                    self._finish()
+                else:
+                    self._decode_paged(self.paged)
 
     def abort(self) -> None:
         """End all sequences."""
+        self._read()
         running, _ = self._batch.remove(np.arange(self._batch.num_rows))
         for sequence in [*running, *self._scheduler.take_all()]:
             self.completions[sequence.index] = sequence.completion("abort")
 
     def _prefill(self, admission: Admission) -> None:
         """Cache all tokens but the last of each sequence, which decoding starts from."""
-        pool, limit = self.cache.pool, self.max_num_batched_tokens
+        limit = self.max_num_batched_tokens
         if admission.prefilled:
             rows = np.array([self._add(sequence) for sequence in admission.prefilled])
             lengths = self._batch.cached[rows]
-            pool.grow(rows, lengths)
+            self._grow(rows, lengths)
             tokens = PrefillTokens.of(admission.prefilled, self.decoder.vision)
             if len(rows) > 1:
                 experts = self._fill(tokens, rows, np.zeros_like(lengths), lengths)
@@ -160,18 +176,28 @@ class GenerateCall:
             row = self._add(sequence)
             if sequence.num_to_cache:
                 assert source is not None
-                blocks = pool.grow(np.array([row]), self._batch.cached[[row]])
-                self.cache.move(Moves(pool.blocks_of(source)[: len(blocks)], blocks))
+                self._grow(np.array([row]), self._batch.cached[[row]])
+                self.cache.copy_row(source, row, sequence.num_to_cache)
                 if self._records:
                     sequence.routed = self._batch.sequences[source].routed[:1]
 
     def _add(self, sequence: Sequence) -> int:
         """Add a row for `sequence` to the running batch."""
-        if not sequence.pictures:
-            return self._batch.add(sequence)
-        assert self.decoder.vision is not None
-        last = int(sequence.rope_positions(self.decoder.vision)[0, -1])
-        return self._batch.add(sequence, last - sequence.num_to_cache)
+        shift = 0
+        if sequence.pictures:
+            assert self.decoder.vision is not None
+            shift = int(sequence.rope_positions(self.decoder.vision)[0, -1]) - sequence.num_to_cache
+        row = self._batch.add(sequence, shift)
+        self._has_new_rows = True
+        if self.paged is not None:
+            self.paged.state.join(self._batch, row)
+        return row
+
+    def _grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Assign blocks to `rows` as `BlockBudget.grow` does, on the device too."""
+        found = self.cache.pool.grow(rows, num_tokens)
+        if self.paged is not None and isinstance(self.cache, KVCache):
+            self.paged.state.grow(self.cache.pool.row_of[found], self.cache.pool.order_of[found], found)
 
     def _fill(self, tokens: PrefillTokens, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens, if they are recorded."""
@@ -182,15 +208,6 @@ class GenerateCall:
         features = tokens.token_features(self.cache.dtype, device)
         self.decoder.fill(torch.from_numpy(tokens.ids).to(device), attention, chosen, features)
         return _experts(chosen)
-
-    def _forward(self, token_ids: torch.Tensor, new: NewTokens, chosen: list[torch.Tensor] | None) -> torch.Tensor:
-        if self.graphs is not None:  # never for models with experts
-            return self.graphs(token_ids, new)
-        if self.decoder.tp.exact:
-            attention: Attention = ExactAttention(new)
-        else:
-            attention = PagedAttention(new) if PagedAttention.fits(self.cache) else DecodeAttention(new)
-        return self.decoder.forward(token_ids, attention, chosen)
 
     def _preempt(self) -> None:
         """Preempt the sequences that joined last, until the next tokens of the others fit."""
@@ -205,6 +222,17 @@ class GenerateCall:
             # Of these the one that joined first continues first.
             self._scheduler.put_back(self._remove(latest[:count][::-1]))
 
+    def _sort(self) -> None:
+        """Sort the rows by length, if `DecodeAttention` would pad them much otherwise."""
+        if not self._has_new_rows or not isinstance(self.cache, RowCache):
+            return
+        self._has_new_rows = False
+        lengths = self._batch.cached[self._batch.rows]
+        order = np.argsort(-lengths, kind="stable")
+        if padded_tokens(lengths) > MAX_PADDING * padded_tokens(lengths[order]):
+            self._batch.reorder(order)
+            self.cache.reorder(order)
+
     def _decode(self) -> None:
         batch = self._batch
         rows = np.arange(batch.num_rows)
@@ -214,7 +242,8 @@ class GenerateCall:
         new = NewTokens(self.cache, rows, places, np.ones_like(rows), shifted)
         token_ids = torch.from_numpy(batch.last_tokens[rows]).to(self.cache.device)
         chosen: list[torch.Tensor] | None = [] if self._records else None
-        logits = self._forward(token_ids, new, chosen)
+        attention: Attention = ExactAttention(new) if self.decoder.tp.exact else DecodeAttention(new)
+        logits = self.decoder.forward(token_ids, attention, chosen)
         uniform = uniforms(batch.keys[rows], batch.positions, batch.sample_indices[rows], self.trainer_step)
         tp, vocab_size = self.decoder.tp, self.decoder.vocab_size
         if self.decoder.tp.exact:
@@ -225,6 +254,45 @@ class GenerateCall:
         else:
             token_ids, log_probs = sample_sharded(logits, uniform, vocab_size, self.sampling, tp)
         batch.append(token_ids.cpu().numpy(), log_probs.cpu().numpy(), _experts(chosen))
+
+    def _decode_paged(self, paged: PagedDecode) -> None:
+        """Launch a step, and only then read the tokens of the step before: the device does not wait for the host.
+
+        A sequence that has stopped draws one more token, which is dropped. One that reaches its limit does not, because
+        its last step is read at once.
+        """
+        batch, pool = self._batch, self.cache.pool
+        if pool.missing(batch.rows, self._next_lengths()).sum() > pool.num_free:
+            self._read()  # what stopped frees its blocks, and a preempted sequence continues from its last token
+            self._preempt()
+        if not batch.num_rows:
+            return
+        self._grow(np.arange(batch.num_rows), self._next_lengths())
+        launched = paged.launch(batch.num_rows, self.sampling)
+        earlier, self._in_flight = self._in_flight, launched
+        if earlier is not None:
+            self._append(earlier)
+        if batch.at_limit(num_ahead=1).any():
+            self._read()
+
+    def _next_lengths(self) -> np.ndarray:
+        """Return the cached tokens of each row after the next step, int64 (rows,)."""
+        return self._batch.cached[self._batch.rows] + (1 if self._in_flight is None else 2)
+
+    def _read(self) -> None:
+        """Wait for the tokens of the step in flight, if there is one."""
+        if self._in_flight is not None:
+            step, self._in_flight = self._in_flight, None
+            self._append(step)
+
+    def _append(self, step: StepInFlight) -> None:
+        """Append the tokens of `step` to its rows, and finish sequences."""
+        if not self._batch.num_rows:
+            return
+        drawn = step.wait()
+        check_finite(bool(np.isfinite(drawn.log_probs).all()))
+        self._batch.append(*drawn)
+        self._finish()
 
     def _finish(self) -> None:
         stopped, at_limit = self._batch.stopped(), self._batch.at_limit()
@@ -239,10 +307,11 @@ class GenerateCall:
         if not len(rows):
             return []
         sequences, moves = self._batch.remove(rows)
-        self.cache.pool.release(rows)
-        self.cache.pool.renumber(*moves)
-        if self.cache.pool.num_holes > self.cache.pool.extent // 8:
-            self.cache.move(self.cache.pool.compact())
+        self.cache.remove(rows, moves)
+        if self._in_flight is not None:
+            self._in_flight.leave(moves, self._batch.num_rows)
+        if self.paged is not None:
+            self.paged.state.leave(rows, moves)
         return sequences
 
 

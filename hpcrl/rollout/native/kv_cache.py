@@ -1,9 +1,9 @@
-"""The KV cache: its blocks, the block table of each sequence, and the keys and values."""
+"""The KV cache on a device: its blocks, the block table of each sequence, and the keys and values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,59 +15,78 @@ FREE = -1
 
 
 class Moves(NamedTuple):
-    """Blocks whose content must be copied from `sources` to `targets`, int64 (n,) each."""
+    """Rows `sources` that become rows `targets`, int64 (n,) each."""
 
     sources: np.ndarray
     targets: np.ndarray
 
 
-class BlockPool:
-    """Blocks of `block_size` tokens, assigned to the rows of the running batch.
-
-    The blocks in use are nearly dense, 0..`extent`-1 with few holes, so that attention on the CPU reads one slice
-    without gathering. All int64: `row_of` (blocks,) is the row that has a block, or FREE; `order_of` (blocks,) the part
-    of the row's tokens that it holds; `tail_of` (rows,) a row's last block; `count_of` (rows,) its number of blocks.
-    """
+class BlockBudget:
+    """How many of `num_blocks` blocks of `block_size` tokens the rows of the running batch have: `count_of` int64
+    (rows,)."""
 
     def __init__(self, num_blocks: int, block_size: int, num_rows: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.extent = 0
         self.num_free = num_blocks
-        self.row_of = np.full(num_blocks, FREE, np.int64)
-        self.order_of = np.zeros(num_blocks, np.int64)
-        self.tail_of = np.zeros(num_rows, np.int64)
         self.count_of = np.zeros(num_rows, np.int64)
-
-    @property
-    def num_holes(self) -> int:
-        return self.extent - (self.num_blocks - self.num_free)
 
     def missing(self, rows: np.ndarray | slice, num_tokens: np.ndarray) -> np.ndarray:
         """Return how many blocks each of `rows` lacks to hold `num_tokens`, int64 (n,) both."""
         return np.maximum(-(-num_tokens // self.block_size) - self.count_of[rows], 0)
 
     def grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Assign to each of `rows` the blocks it lacks to hold `num_tokens`. Return the new blocks, int64 (n,)."""
+        """Assign to each of `rows` the blocks it lacks to hold `num_tokens`. Return how many, int64 (n,)."""
         missing = self.missing(rows, num_tokens)
+        count = int(missing.sum())
+        if count > self.num_free:
+            raise RuntimeError(f"the KV cache has {self.num_free} free blocks; {count} are needed")
+        self.num_free -= count
+        self.count_of[rows] += missing
+        return missing
+
+    def release(self, rows: np.ndarray) -> None:
+        self.num_free += int(self.count_of[rows].sum())
+        self.count_of[rows] = 0
+
+    def renumber(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Rename rows `sources` to `targets`, which have no blocks."""
+        self.count_of[targets] = self.count_of[sources]
+        self.count_of[sources] = 0
+
+
+class BlockPool(BlockBudget):
+    """Blocks that are assigned to the rows of the running batch.
+
+    All int64: `row_of` (blocks,) is the row that has a block, or FREE; `order_of` (blocks,) the part of the row's
+    tokens that it holds; `tail_of` (rows,) a row's last block. Blocks from `extent` on are free.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_rows: int) -> None:
+        super().__init__(num_blocks, block_size, num_rows)
+        self.extent = 0
+        self.row_of = np.full(num_blocks, FREE, np.int64)
+        self.order_of = np.zeros(num_blocks, np.int64)
+        self.tail_of = np.zeros(num_rows, np.int64)
+
+    def grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """As `BlockBudget.grow`, but return the new blocks, int64 (m,)."""
+        before = self.count_of[rows]
+        missing = super().grow(rows, num_tokens)
         blocks = self._take(int(missing.sum()))
         ends = missing.cumsum()
         self.row_of[blocks] = rows.repeat(missing)
-        self.order_of[blocks] = (
-            self.count_of[rows].repeat(missing) + np.arange(len(blocks)) - (ends - missing).repeat(missing)
-        )
-        self.count_of[rows] += missing
+        self.order_of[blocks] = before.repeat(missing) + np.arange(len(blocks)) - (ends - missing).repeat(missing)
         grown = missing > 0
         self.tail_of[rows[grown]] = blocks[ends[grown] - 1]
         return blocks
 
     def _take(self, count: int) -> np.ndarray:
-        if count > self.num_free:
-            raise RuntimeError(f"the KV cache has {self.num_free} free blocks; {count} are needed")
+        if not count:
+            return np.zeros(0, np.int64)
         holes = np.flatnonzero(self.row_of[: self.extent] == FREE)[:count]
         appended = np.arange(self.extent, self.extent + count - len(holes))
         self.extent += len(appended)
-        self.num_free -= count
         return np.concatenate([holes, appended])
 
     def blocks_of(self, row: int) -> np.ndarray:
@@ -84,49 +103,18 @@ class BlockPool:
         return table
 
     def release(self, rows: np.ndarray) -> None:
-        freed = np.flatnonzero(np.isin(self.row_of[: self.extent], rows))
-        self.row_of[freed] = FREE
-        self.num_free += len(freed)
-        self.count_of[rows] = 0
+        super().release(rows)
+        self.row_of[: self.extent][np.isin(self.row_of[: self.extent], rows)] = FREE
 
     def renumber(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Rename rows `sources` to `targets`, which have no blocks."""
+        super().renumber(sources, targets)
         new_row = np.arange(-1, len(self.tail_of))  # by old row + 1, as FREE is -1
         new_row[sources + 1] = targets
         self.row_of[: self.extent] = new_row[self.row_of[: self.extent] + 1]
         self.tail_of[targets] = self.tail_of[sources]
-        self.count_of[targets] = self.count_of[sources]
-        self.count_of[sources] = 0
-
-    def compact(self) -> Moves:
-        """Move the last blocks in use into the holes."""
-        used = self.num_blocks - self.num_free
-        sources = used + np.flatnonzero(self.row_of[used : self.extent] != FREE)
-        targets = np.flatnonzero(self.row_of[:used] == FREE)
-        rows = self.row_of[sources]
-        was_tail = self.tail_of[rows] == sources
-        self.row_of[targets], self.order_of[targets] = rows, self.order_of[sources]
-        self.row_of[sources] = FREE
-        self.tail_of[rows[was_tail]] = targets[was_tail]
-        self.extent = used
-        return Moves(sources, targets)
 
 
 MOVED_AT_ONCE = 8
-
-
-class Scratch(NamedTuple):
-    """Temporary tensors of decoding, per block in use. They are part of the cache, so that memory stays constant.
-
-    `queries` (blocks, heads, key_dim), `scores` (blocks, heads, block size), `weights` the same but fp32, `products`
-    (blocks, heads, value_dim), `bias` (blocks, 1, block size) fp32.
-    """
-
-    queries: Tensor
-    scores: Tensor
-    weights: Tensor
-    products: Tensor
-    bias: Tensor
 
 
 @dataclass(eq=False)
@@ -160,22 +148,10 @@ class KVCache:
             self.values = self.keys[..., : heads.value_dim, :].transpose(-1, -2)
         else:
             self.values = _zeros((*size, self.block_size, heads.value_dim), self.dtype, self.device)
-        num_queries = heads.groups * heads.queries
-        self.scratch = Scratch(
-            queries=self._empty(num_queries, heads.key_dim),
-            scores=self._empty(num_queries, self.block_size),
-            weights=self._empty(num_queries, self.block_size, dtype=torch.float32),
-            products=self._empty(num_queries, heads.value_dim),
-            bias=self._empty(1, self.block_size, dtype=torch.float32),
-        )
         self.clear()
-
-    def _empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty((self.num_blocks, *size), dtype=dtype or self.dtype, device=self.device)
 
     def release(self) -> None:
         self.keys = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
-        del self.scratch
 
     def clear(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.block_size, self.num_rows)
@@ -187,29 +163,37 @@ class KVCache:
         if not self.heads.value_in_key:
             self.values[layer].transpose(1, 2)[blocks, offsets] = values
 
-    def used(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return views of keys (items, key_dim, block size) and values (items, block size, value_dim).
+    def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both."""
+        distinct, number = np.unique(rows, return_inverse=True)
+        return self.pool.table(distinct)[number, positions // self.block_size], positions % self.block_size
 
-        An item is a KV head of a block, all heads of a block in a row, up to the last block in use.
-        """
-        extent = self.pool.extent
-        return self.keys[layer, :extent].flatten(0, 1), self.values[layer, :extent].flatten(0, 1)
+    def spans(self, row: int, num_tokens: int, at_once: int) -> list[Any]:
+        """Return the parts of a row's tokens, about `at_once` in each, for `read`. The last may have tokens more, with
+        arbitrary but finite values."""
+        blocks = self.pool.blocks_of(row)[: -(-num_tokens // self.block_size)]
+        return list(torch.from_numpy(blocks).to(self.device).split(max(1, at_once // self.block_size)))
 
-    def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies (rows, KV heads, blocks of the table x block size, key_dim or value_dim) for a
-        `BlockPool.table`, int64.
+    def read(self, layer: int, span: Any) -> tuple[Tensor, Tensor]:
+        """Return copies of keys (KV heads, tokens, key_dim) and values (KV heads, tokens, value_dim)."""
+        keys = self.keys[layer][span].permute(1, 0, 3, 2).flatten(1, 2)
+        return keys, self.values[layer][span].transpose(0, 1).flatten(1, 2)
 
-        Values after a row's last token are arbitrary, but finite.
-        """
-        keys = self.keys[layer][table].permute(0, 2, 1, 4, 3).flatten(2, 3)
-        return keys, self.values[layer][table].transpose(1, 2).flatten(2, 3)
-
-    def move(self, moves: Moves) -> None:
-        """Copy blocks; no block is both source and target. A few at a time, because copies go through a buffer."""
-        both = [torch.from_numpy(blocks).to(self.device).split(MOVED_AT_ONCE) for blocks in moves]
+    def copy_row(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first tokens of row `source`, a few blocks at a time, because copies go through a buffer."""
+        count = -(-num_tokens // self.block_size)
+        both = [
+            torch.from_numpy(self.pool.blocks_of(row)[:count]).to(self.device).split(MOVED_AT_ONCE)
+            for row in (source, target)
+        ]
         for sources, targets in zip(*both, strict=True):
             for plane in (self.keys,) if self.heads.value_in_key else (self.keys, self.values):
                 plane[:, targets] = plane[:, sources]
+
+    def remove(self, rows: np.ndarray, moves: Moves) -> None:
+        """Free the blocks of `rows`; `moves` are those of rows that take their places."""
+        self.pool.release(rows)
+        self.pool.renumber(*moves)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -103,14 +103,24 @@ class Scheduler:
         self._waiting.clear()
         return waiting
 
+    def can_admit(self, num_running: int, num_free_blocks: int) -> bool:
+        """Whether `schedule` returns a sequence."""
+        if not self._waiting or num_running >= self._max_num_seqs:
+            return False
+        return num_free_blocks - self._num_blocks(self._waiting[0]) >= num_running
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        """Return how many blocks `sequence` needs to join."""
+        return sequence.num_to_cache // self._block_size + 1
+
     def schedule(self, running_groups: set[int], num_running: int, num_free_blocks: int) -> Admission:
         """Return the sequences that can join `num_running` sequences with contexts `running_groups`."""
         admission, groups, longest = Admission(), set(running_groups), 0
         while self._waiting and num_running < self._max_num_seqs:
             sequence = self._waiting[0]
             tokens = sequence.num_to_cache
-            num_free_blocks -= tokens // self._block_size + 1
-            if num_free_blocks < (num_running if num_running else 0):
+            num_free_blocks -= self._num_blocks(sequence)
+            if num_free_blocks < num_running:
                 break
             if tokens == 0 or (not sequence.drawn and sequence.group in groups):
                 admission.joined.append(sequence)
@@ -213,9 +223,9 @@ class RunningBatch:
         """Return which rows have drawn an end-of-sequence token, bool (rows,)."""
         return np.isin(self.last_tokens[self.rows], self._stop_ids)
 
-    def at_limit(self) -> np.ndarray:
-        """Return which rows have drawn all their tokens, bool (rows,)."""
-        return self.num_drawn[self.rows] == self._limits[self.rows]
+    def at_limit(self, num_ahead: int = 0) -> np.ndarray:
+        """Return which rows have drawn all their tokens after `num_ahead` more, bool (rows,)."""
+        return self.num_drawn[self.rows] + num_ahead == self._limits[self.rows]
 
     def latest_first(self) -> np.ndarray:
         """Return the rows, latest to join first, int64 (rows,)."""
@@ -229,9 +239,19 @@ class RunningBatch:
         stays = np.ones(self.num_rows, bool)
         stays[rows] = False
         moves = Moves(left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left]))
-        parts = self._part_ids, self._part_log_probs, self._part_experts
-        for column in (self.keys, self._numbers.T, self.sequences, *parts):
+        for column in self._columns:
             column[moves.targets] = column[moves.sources]
         self.sequences[left : self.num_rows] = None
         self.num_rows = left
         return sequences, moves
+
+    def reorder(self, order: np.ndarray) -> None:
+        """Make row `order[i]` row i, int64 (rows,)."""
+        for column in self._columns:
+            column[self.rows] = column[order]
+
+    @property
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        """All arrays, with a row of the batch as their first index."""
+        parts = self._part_ids, self._part_log_probs, self._part_experts
+        return self.keys, self._numbers.T, self.sequences, *parts

@@ -1,0 +1,137 @@
+"""The KV cache on the CPU: the keys and values of a sequence in one piece."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcrl.model.sizes import CachedHeads
+from hpcrl.rollout.native.kv_cache import BlockBudget, Moves
+from hpcrl.runtime.exits import InputError
+
+NO_RESERVE = 0x4000  # MAP_NORESERVE; the module has it from Python 3.13 on
+
+
+@dataclass(eq=False)
+class RowCache:
+    """`keys` are (layers, rows, KV heads, row_tokens, key_dim), and `values` (layers, rows, KV heads, row_tokens,
+    value_dim), which may be a view of the keys. Rows are those of the running batch.
+
+    Every row has room for the longest sequence, in virtual memory: the system provides a page when it is first written.
+    `pool` keeps what is written below `num_blocks` blocks in all, and pages of rows that have left are returned.
+    """
+
+    num_layers: int
+    num_blocks: int
+    heads: CachedHeads
+    block_size: int
+    num_rows: int
+    row_tokens: int
+    dtype: torch.dtype
+
+    device = torch.device("cpu")
+
+    def __post_init__(self) -> None:
+        self._is_overcommitted = self.num_rows * self.row_tokens > self.num_blocks * self.block_size
+        self.allocate()
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.keys.numel() > 0
+
+    def allocate(self) -> None:
+        size = self.num_layers, self.num_rows, self.heads.groups, self.row_tokens
+        self._maps: list[mmap.mmap] = []
+        self.keys = self._zeros(*size, self.heads.key_dim)
+        if self.heads.value_in_key:
+            self.values = self.keys[..., : self.heads.value_dim]
+        else:
+            self.values = self._zeros(*size, self.heads.value_dim)
+        self.clear()
+
+    def _zeros(self, *size: int) -> Tensor:
+        """Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN."""
+        nbytes = int(np.prod(size)) * self.dtype.itemsize
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        try:
+            self._maps.append(mmap.mmap(-1, nbytes, flags=flags))
+        except OSError as error:
+            raise InputError(
+                f"the system does not provide {nbytes:,} bytes of virtual memory for the KV cache ({error.strerror}); "
+                "lower rollout.max_num_seqs, or shorten prompts and responses"
+            ) from None
+        return torch.frombuffer(self._maps[-1], dtype=torch.uint8).view(self.dtype).view(size)
+
+    def release(self) -> None:
+        self.keys = self.values = torch.empty(0, dtype=self.dtype)
+        self._maps.clear()
+
+    def clear(self) -> None:
+        self.pool = BlockBudget(self.num_blocks, self.block_size, self.num_rows)
+
+    def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both."""
+        return rows, positions
+
+    def write(self, layer: int, rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `places`."""
+        self.keys[layer].transpose(1, 2)[rows, positions] = keys
+        if not self.heads.value_in_key:
+            self.values[layer].transpose(1, 2)[rows, positions] = values
+
+    def spans(self, row: int, num_tokens: int, at_once: int) -> list[Any]:
+        """Return the parts of a row's tokens, `at_once` at most in each, for `read`."""
+        firsts = range(0, num_tokens, at_once)
+        return [(row, slice(first, min(first + at_once, num_tokens))) for first in firsts]
+
+    def read(self, layer: int, span: Any) -> tuple[Tensor, Tensor]:
+        """Return views of keys (KV heads, tokens, key_dim) and values (KV heads, tokens, value_dim)."""
+        row, tokens = span
+        return self.keys[layer, row, :, tokens], self.values[layer, row, :, tokens]
+
+    def copy_row(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first tokens of row `source`."""
+        for plane in self._planes:
+            plane[:, target, :, :num_tokens] = plane[:, source, :, :num_tokens]
+
+    def remove(self, rows: np.ndarray, moves: Moves) -> None:
+        """Free `rows`; `moves` are those of rows that take their places."""
+        self.pool.release(rows)
+        if self._is_overcommitted:
+            self._return_pages(rows)
+        for source, target in zip(*moves, strict=True):
+            self.copy_row(source, target, int(self.pool.count_of[source]) * self.block_size)
+        if self._is_overcommitted:
+            self._return_pages(moves.sources)
+        self.pool.renumber(*moves)
+
+    def reorder(self, order: np.ndarray) -> None:
+        """Make row `order[i]` row i, for int64 (n,), a permutation of the first n rows."""
+        num_tokens = int(self.pool.count_of[order].max(initial=0)) * self.block_size
+        taken = torch.from_numpy(order)
+        for plane in self._planes:
+            for layer in plane:
+                used = layer[: len(order), :, :num_tokens]
+                used.copy_(used[taken])
+        self.pool.count_of[: len(order)] = self.pool.count_of[order]
+
+    @property
+    def _planes(self) -> tuple[Tensor, ...]:
+        return (self.keys,) if self.heads.value_in_key else (self.keys, self.values)
+
+    def _return_pages(self, rows: np.ndarray) -> None:
+        """Return the whole pages of `rows` to the system."""
+        for memory in self._maps:
+            row_bytes = len(memory) // (self.num_layers * self.num_rows)
+            for layer in range(self.num_layers):
+                for row in rows:
+                    start = (layer * self.num_rows + int(row)) * row_bytes
+                    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+                    end = (start + row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+                    if first < end:
+                        memory.madvise(mmap.MADV_DONTNEED, first, end - first)
