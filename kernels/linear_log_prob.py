@@ -7,31 +7,17 @@ because the loss is not part of the operation.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.fp32_product import add_product, added, product, slices, sums_in_fp32
 from hpcrl.kernels.vocabulary import RowSums, SplitSoftmax, vocab_parallel_topk_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed import ProcessGroup
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b of (n, k) and (k, m), without gradients: fp32, or fp64 if the operands are fp64.
-
-    Rounded to the operands' dtype on CUDA with torch older than 2.8. A CPU converts the operands first.
-    """
-    if a.dtype in (torch.float32, torch.float64):
-        return a @ b
-    if a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=torch.float32) if _has_fp32_output() else a @ b
-    return a.float() @ b.float()
 
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -40,15 +26,6 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     On a CPU in the dtype of the operands, because their conversion made decoding in bf16 11 to 33% slower.
     """
     return product(hidden, weight.T) if hidden.device.type == "cuda" else hidden @ weight.T
-
-
-@functools.cache
-def _has_fp32_output() -> bool:
-    one = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
-    try:
-        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
-    except (TypeError, RuntimeError):
-        return False
 
 
 MAX_TARGETS = 8  # of a row, in Triton, which compares every column with each of them
@@ -140,7 +117,10 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, top, log_sum, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=top.dtype) if ctx.needs_input_grad[1] else None
+        into_sum = sums_in_fp32(weight)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight.main_grad if into_sum else torch.zeros_like(weight, dtype=top.dtype)
         for rows in slices(len(hidden), ctx.chunk_rows):
             logits = logits_of(hidden[rows], weight)
             log_p = ctx.softmax.log_p(logits, top[rows], log_sum[rows])
@@ -155,14 +135,11 @@ class _ChunkedHead(torch.autograd.Function):
             ).to(weight.dtype)
             del log_p
             grad_hidden[rows] = grad @ weight
-            if grad_weight is not None and grad_weight.dtype == weight.dtype:
-                grad_weight.addmm_(grad.T, hidden[rows])
+            if grad_weight is not None and (into_sum or grad_weight.dtype == weight.dtype):
+                add_product(grad_weight, grad.T, hidden[rows])
             elif grad_weight is not None:
                 grad_weight.add_(grad.T @ hidden[rows])
             del grad
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
-
-
-def slices(count: int, size: int) -> Iterator[slice]:
-    """Yield slices of `size` over `count` rows or columns."""
-    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+        if grad_weight is not None:
+            grad_weight = added(weight) if into_sum else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 6

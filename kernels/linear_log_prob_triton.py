@@ -7,7 +7,6 @@ summed. Logits and their sums are fp32, also for bf16 operands: products return 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
-from hpcrl.kernels.linear_log_prob import product, slices
+from hpcrl.kernels.fp32_product import add_product, added, product, slices, sums_in_fp32
 from hpcrl.kernels.vocabulary import OwnSums, SplitSoftmax
 
 MAX_COLUMNS, MIN_COLUMNS = 16384, 256  # of a chunk: a program processes a row; products need some width
 BLOCK = 1024  # columns per step of a program
-SLICE = 2048  # rows of a temporary product
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -129,7 +127,8 @@ class LinearLogProbs(torch.autograd.Function):
         upstream_grads = [None if grad is None else grad.contiguous() for grad in (grad_log_probs, grad_entropies)]
         first, valid = softmax.group.rank() * len(weight), softmax.num_columns(len(weight))
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        into_sum = sums_in_fp32(weight)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] and not into_sum else None
         if grad_weight is not None:  # the other columns only pad the vocabulary
             grad_weight[valid if rows else 0 :] = 0
         for columns in _chunks(rows, valid, HEAD_CHUNKS):
@@ -147,7 +146,11 @@ class LinearLogProbs(torch.autograd.Function):
                 add_product(grad_hidden, grad, part)
             if grad_weight is not None:
                 torch.mm(grad.T, hidden, out=grad_weight[columns])
+            elif ctx.needs_input_grad[1]:
+                add_product(weight.main_grad[columns], grad.T, hidden)
             del grad, place
+        if ctx.needs_input_grad[1] and into_sum:
+            grad_weight = added(weight)
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, *[None] * 4
 
 
@@ -176,25 +179,3 @@ def _chunks(rows: int, columns: int, times: int = 1) -> Iterator[slice]:
     width = HEAD_CHUNK_BYTES // (4 * max(rows, 1)) // MIN_COLUMNS * MIN_COLUMNS
     width = times * min(max(width, MIN_COLUMNS), MAX_COLUMNS)
     return slices(columns if rows else 0, width)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (fp32) += a @ b."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.device.type == "cuda" and _has_fp32_addmm():
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        for part_columns in slices(len(a), SLICE):
-            total[part_columns] += product(a[part_columns], b)
-
-
-@functools.cache
-def _has_fp32_addmm() -> bool:
-    """Whether addmm accepts a sum in fp32; torch 2.8 and some later versions require the operands' dtype."""
-    one, total = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16), torch.ones(16, 16, device="cuda")
-    try:
-        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
-    except (TypeError, RuntimeError):
-        return False
-    return bool((total == 17).all())

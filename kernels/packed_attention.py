@@ -3,6 +3,7 @@ arXiv:2307.08691) if there is one."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -20,6 +21,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from hpcrl.kernels.dispatch import VARIABLE
 
 MAX_WIDTH = 256  # of a head in FlashAttention
+HOPPER = 9  # major compute capability, for which FlashAttention 3 is built
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +95,18 @@ def _reason(choice: str, device: str, dtype: torch.dtype, width: int) -> str:
     elif torch.cuda.get_device_capability()[0] < 8:
         reason = "the GPU is older than an A100"
     elif _library() is None:
-        reason = "neither torch 2.11 nor flash_attn is installed"
+        reason = "neither torch 2.11 nor FlashAttention is installed"
     log.info("packed_attention on %s, %s: %s", device, dtype, f"padded, {reason}" if reason else "a library")
     return reason
 
 
 @functools.cache
 def _library() -> Library | None:
-    """Return torch's function, from 2.11 on, the first version with a scale; else that of the package flash_attn."""
+    """Return the function of FlashAttention 3 on Hopper, where it is installed; else torch's, from 2.11 on, the first
+    version with a scale; else that of the package flash_attn."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER:
+        with contextlib.suppress(ImportError):
+            return of_flash_attention(importlib.import_module("flash_attn_interface"))
     name = "torch.nn.attention.varlen"
     varlen_attn: Any = getattr(importlib.import_module(name), "varlen_attn", None) if find_spec(name) else None
     parameters = inspect.signature(varlen_attn).parameters if varlen_attn else {}
@@ -114,16 +120,24 @@ def _library() -> Library | None:
 
         return of_torch
     try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+        return of_flash_attention(importlib.import_module("flash_attn"))
     except ImportError:
         return None
 
-    def of_package(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
+
+def of_flash_attention(package: Any) -> Library:
+    """The function of `flash_attn`, FlashAttention 2, or of `flash_attn_interface`, FlashAttention 3. Both take the
+    arguments that are used here by the same names; the first versions of FlashAttention 3 return the log-sum-exp too.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
         exact = {"deterministic": torch.are_deterministic_algorithms_enabled()}
         sizes = bounds, bounds, longest, longest
-        return flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=True, **exact)
+        found = package.flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=True, **exact)
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output
 
-    return of_package
+    return attend
 
 
 def _as_wide(value: Tensor, key: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Number: TypeAlias = "float | Tensor"  # a 0-d tensor stays on its device until `to_floats`
@@ -61,12 +62,14 @@ class Max(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor) -> Max:
-        chosen = x.detach()[mask.bool()]
-        return cls(chosen.max().double() if chosen.numel() else -math.inf)
+        kept = x.detach().double().masked_fill(mask == 0, -math.inf)
+        return cls(kept.max() if kept.numel() else -math.inf)
 
     def merge(self, other: Max) -> Max:
         a, b = self.value, other.value
-        return Max(a if a >= b or a != a else b)
+        if isinstance(a, float) and isinstance(b, float):
+            return Max(a if a >= b or a != a else b)
+        return Max(b.clamp(min=a) if isinstance(a, float) else a.clamp(min=b))  # type: ignore[union-attr,arg-type]
 
     def finish(self) -> float:
         value = float(self.value)
@@ -80,12 +83,14 @@ class Min(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor) -> Min:
-        chosen = x.detach()[mask.bool()]
-        return cls(chosen.min().double() if chosen.numel() else math.inf)
+        kept = x.detach().double().masked_fill(mask == 0, math.inf)
+        return cls(kept.min() if kept.numel() else math.inf)
 
     def merge(self, other: Min) -> Min:
         a, b = self.value, other.value
-        return Min(a if a <= b or a != a else b)
+        if isinstance(a, float) and isinstance(b, float):
+            return Min(a if a <= b or a != a else b)
+        return Min(b.clamp(max=a) if isinstance(a, float) else a.clamp(max=b))  # type: ignore[union-attr,arg-type]
 
     def finish(self) -> float:
         value = float(self.value)
@@ -249,8 +254,18 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
 
 
 def to_floats(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """The same metrics with Python floats inside, to be sent or kept."""
-    return {key: _floats(metric) for key, metric in metrics.items()}
+    """The same metrics with Python floats inside, to be sent or kept. One copy from each device."""
+    tensors: dict[torch.device, dict[int, Tensor]] = {}
+    for number in _numbers(metrics.values()):
+        if not isinstance(number, int | float):
+            tensors.setdefault(number.device, {})[id(number)] = number
+    read: dict[int, float] = {}
+    for on_device in tensors.values():
+        import torch
+
+        stacked = torch.stack([tensor.double().reshape(()) for tensor in on_device.values()])
+        read |= zip(on_device, stacked.tolist(), strict=True)
+    return {key: _floats(metric, read) for key, metric in metrics.items()}
 
 
 def finish(metrics: dict[str, Metric]) -> dict[str, float]:
@@ -281,8 +296,19 @@ def _over_steps(metrics: list[Metric]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _floats(value: Any) -> Any:
-    return type(value)(*map(_floats, value)) if isinstance(value, tuple) else float(value)
+def _numbers(values: Iterable[Any]) -> Iterator[Number]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _numbers(value)
+        else:
+            yield value
+
+
+def _floats(value: Any, read: dict[int, float]) -> Any:
+    """`value` with the numbers of tensors in `read`, by the tensor's id."""
+    if isinstance(value, tuple):
+        return type(value)(*(_floats(each, read) for each in value))
+    return read[id(value)] if id(value) in read else float(value)
 
 
 def _fp64(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Columns as tensors, as losses take them: on the CPU in the memory of the column, on a GPU as a copy.
+"""Columns as tensors, as losses take them: on the CPU in the memory of the column, on a GPU as a copy, made in one
+transfer.
 
 torch is imported when a tensor is made: a batch is handled on login nodes too.
 """
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpcrl.batch.transfer import to_device
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -20,30 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TensorColumn:
-    """Rows of different lengths, end to end. values: (sum of lengths,), on any device; lengths: int64 (N,), on the
-    host, so that padding does not wait for the device."""
+    """Rows of different lengths, end to end. values: (sum of lengths,), on any device; places: int64 of that shape,
+    where they are in padded rows; lengths: int64 (N,), on the host, so that padding does not wait for the device."""
 
     values: Tensor
+    places: Tensor
     lengths: np.ndarray
 
     @classmethod
-    def of(cls, column: Ragged, device: torch.device | None = None) -> TensorColumn:
-        """`column` on `device`; None: on the CPU."""
+    def of(cls, column: Ragged) -> TensorColumn:
+        """`column` on the CPU."""
         import torch
 
-        values = torch.from_numpy(column.values)
-        return cls(values if device is None else values.to(device), column.lengths)
+        return cls(torch.from_numpy(column.values), padded_places(column.lengths), column.lengths)
 
     def padded(self, fill: float = 0) -> Tensor:
         """Right-padded rows (N, longest row), in memory of their own, on the device of the values."""
         import torch
 
         size, longest = len(self.lengths), int(self.lengths.max(initial=0))
-        starts = self.lengths.cumsum() - self.lengths
-        places = np.arange(len(self.values)) + np.repeat(np.arange(size) * longest - starts, self.lengths)
-        device = self.values.device
-        out = torch.full((size * longest,), fill, dtype=self.values.dtype, device=device)
-        return out.index_copy_(0, torch.from_numpy(places).to(device), self.values).view(size, longest)
+        out = torch.full((size * longest,), fill, dtype=self.values.dtype, device=self.values.device)
+        return out.index_copy_(0, self.places, self.values).view(size, longest)
 
     def padded_vectors(self, width: int) -> Tensor:
         """Right-padded rows of a column that holds `width` numbers per token, end to end: (N, longest row, width)."""
@@ -57,13 +57,33 @@ class TensorColumn:
         return padded.view(len(padded), padded.shape[1] // width, width)
 
 
+def padded_places(lengths: np.ndarray) -> Tensor:
+    """Return the places of rows of these lengths, end to end, in right-padded rows: int64 (sum of lengths,)."""
+    import torch
+
+    longest, starts = int(lengths.max(initial=0)), lengths.cumsum() - lengths
+    return torch.from_numpy(np.arange(lengths.sum()) + np.repeat(np.arange(len(lengths)) * longest - starts, lengths))
+
+
+FOR_MODEL = ("pictures", "routed_experts")  # columns that losses do not take
+
+
 class TensorBatch:
     """The samples of a micro-batch as a loss takes them. tokens: its token-level columns, on one device; samples and
     meta_info: those of the batch, on the host."""
 
     def __init__(self, batch: DataProto, device: torch.device) -> None:
-        names = [name for name in batch.tokens if name != "pictures"]  # which are for the model only
-        self.tokens = {name: TensorColumn.of(batch.fetch(name), device) for name in names}
+        import torch
+
+        columns = {name: batch.fetch(name) for name in batch.tokens if name not in FOR_MODEL}
+        lengths = {column.lengths.tobytes(): column.lengths for column in columns.values()}
+        values = [torch.from_numpy(column.values) for column in columns.values()]
+        copies = to_device([*values, *map(padded_places, lengths.values())], device)
+        places = dict(zip(lengths, copies[len(values) :], strict=True))
+        self.tokens = {
+            name: TensorColumn(copy, places[column.lengths.tobytes()], column.lengths)
+            for (name, column), copy in zip(columns.items(), copies[: len(values)], strict=True)
+        }
         self.samples = batch.samples
         self.meta_info = batch.meta_info
 

@@ -181,6 +181,24 @@ class RecomputeConfig(Section):
     )
 
 
+class DdpConfig(Section):
+    """Communication between the replicas of a trained model that overlaps with computation; Megatron's options."""
+
+    overlap_grad_reduce: bool | None = Field(
+        None, description="reduce gradients during the last micro-batch's backward pass; null: on GPUs, if possible"
+    )
+    overlap_param_gather: bool | None = Field(
+        None,
+        description="gather Adam's updated weights during the next mini-batch's forward pass; null: on GPUs, if "
+        "possible",
+    )
+    bucket_size: PositiveInt | None = Field(
+        None,
+        description="with overlap_grad_reduce, parameters that are communicated at once; null: 40 million, or 1 "
+        "million per replica if more",
+    )
+
+
 class TransformerEngineConfig(Section):
     """Transformer Engine's layers instead of megatron's own, on GPUs."""
 
@@ -282,6 +300,12 @@ class ModelConfig(Section):
     recompute: RecomputeConfig = Field(
         default_factory=RecomputeConfig, description="activations that training computes twice to save memory"
     )
+    gradient_accumulation_fusion: bool | None = Field(
+        None,
+        description="add bfloat16 weights' gradients to their float32 sum over micro-batches without rounding; null: "
+        "on GPUs",
+    )
+    ddp: DdpConfig = Field(default_factory=DdpConfig, description="communication between replicas during computation")
     transformer_engine: TransformerEngineConfig = Field(
         default_factory=TransformerEngineConfig, description="layers of NVIDIA's Transformer Engine"
     )

@@ -17,7 +17,8 @@ from torch import Tensor
 from hpcrl.algorithms.metrics import Metric, merge
 from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch
-from hpcrl.engine.microbatch import MicroBatch, make_micro_batches, needed_count, recorded_experts
+from hpcrl.engine.data_parallel import DataParallelChunks, Overlap, sums_weight_gradients
+from hpcrl.engine.microbatch import MicroBatch, column_of, make_micro_batches, needed_count, recorded_experts
 from hpcrl.engine.model_state import load_model_state, model_state, state_metadata
 from hpcrl.engine.offload import offload_of
 from hpcrl.engine.optim import (
@@ -40,14 +41,13 @@ from hpcrl.model.transformer_engine import FP8_ROWS
 from hpcrl.runtime import platform
 from hpcrl.runtime.accelerator import MegatronRanges, annotated
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
     from hpcrl.config.roles import Part
-    from hpcrl.config.schema import MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
+    from hpcrl.config.schema import DdpConfig, MoeConfig, OptimConfig, RecomputeConfig, TransformerEngineConfig
     from hpcrl.grid.groups import RoleGroups
     from hpcrl.model.shape import ModelShape
 
@@ -86,13 +86,16 @@ class TrainEngine:
         head_chunk_tokens: int | None = 1024,
         offload: Collection[Part] = (),
         moe: MoeConfig | None = None,
+        ddp: DdpConfig | None = None,
+        gradient_accumulation_fusion: bool | None = None,
         on_micro_batch: Callable[[], None] | None = None,
     ) -> None:
         """`optim` None makes a frozen model. `total_steps` counts the optimizer steps of the whole run. `exact`:
         log-probs have the bits of the native engine's exact mode. `sequence_parallel`, `recompute` and `te` are those
         of `build_model`. With `lora` only the adapters are trained. `head_chunk_tokens` is that of `VocabularyOutputs`.
-        `moe` has the coefficients of the router's losses. `offload` names the parts that are on the device only while
-        they are in use. `on_micro_batch()` is called at the start of each micro-batch."""
+        `moe` has the coefficients of the router's losses. `ddp` is that of `Overlap.of`,
+        `gradient_accumulation_fusion` that of `sums_weight_gradients`. `offload` names the parts that are on the device
+        only while they are in use. `on_micro_batch()` is called at the start of each micro-batch."""
         self.shape, self.groups, self.head, self.dtype, self.lora = shape, groups, head, dtype, lora
         self.optim, self.total_steps = optim, total_steps
         self.steps = 0  # optimizer steps done
@@ -109,26 +112,26 @@ class TrainEngine:
             recompute=recompute,
             te=te,
             lora=lora,
+            fp32_gradients=sums_weight_gradients(gradient_accumulation_fusion, optim, dtype),
         )
         self.config = self.chunks[0].config
         self.config.timers = MegatronRanges()
         self.models: list[torch.nn.Module] = [*self.chunks]  # called by the schedule
         self.optimizer = None
+        self._replicated: DataParallelChunks | None = None
+        self._in_update = False
         if optim is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         else:
             self.config.finalize_model_grads_func = sum_gradients
+            sharded = uses_distributed_optimizer(optim)
+            overlap = Overlap.of(ddp, shape, groups, sharded=sharded, has_adapters=lora is not None)
             with platform.cpu_bridge():
-                ddp_config = DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=uses_distributed_optimizer(optim)
-                )
-                self.models = [
-                    DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=groups.pgc)
-                    for chunk in self.chunks
-                ]
+                replicated = DataParallelChunks(self.chunks, self.config, groups, overlap, sharded=sharded)
                 tower_lr = shape.vision.lr if shape.vision is not None and shape.vision.train != "none" else None
-                self.optimizer = build_optimizer(self.models, optim, groups, dtype, tower_lr)
+                self.optimizer = build_optimizer(replicated.models, optim, groups, dtype, tower_lr)
+            self._replicated, self.models = replicated, [*replicated.models]
         self._vocabulary = VocabularyOutputs(
             self.chunks[-1], groups.tp, shape.vocab_size, chunk_rows=head_chunk_tokens, exact=exact
         )
@@ -210,7 +213,7 @@ class TrainEngine:
         (before clipping), 'lr', 'skipped_updates' (1 if the norm is not finite and the weights were not changed), and
         `RouterLosses.metrics` for a model with experts.
         """
-        if self.optim is None or self.optimizer is None:
+        if self.optim is None or self.optimizer is None or self._replicated is None:
             raise RuntimeError("this engine was built without an optimizer; pass optim=... to train it")
         compute: Compute = values if self.head == "value" else scores
         if self.head == "lm":
@@ -234,18 +237,32 @@ class TrainEngine:
             if micro.packed.routing is not None:
                 micro.packed.routing.losses = losses
         with self.offload.on_device("parameters", "gradients", "optimizer"):
-            for model in self.models:
-                model.zero_grad_buffer()  # type: ignore[operator]
+            self._replicated.zero_gradients()
             # Else the gradients of FP32Optimizer's last step, aliases of the buffer, would be counted twice.
             self.optimizer.zero_grad()
             results = self._run(micros, compute, consume, forward_only=False)
             found = self._step()
+            if not self._in_update:
+                self._replicated.gather_weights()
         merged: dict[str, Any] = dict(merge(part for part, _, _ in results))
         if columns is not None and results:
             columns |= _columns([(micro, kept) for _, micro, kept in results])
         if losses is not None:
             merged |= losses.metrics(self.groups.pgc.intra_dist_opt)
         return merged | found
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Context of several optimizer steps, with everything on the device. Only `train` may read the weights inside:
+        those of a step may be gathered in the next one's forward pass. Collective."""
+        with self.offload.on_device("parameters", "gradients", "optimizer"):
+            self._in_update = True
+            try:
+                yield
+            finally:
+                self._in_update = False
+            if self._replicated is not None:
+                self._replicated.gather_weights()
 
     def named_shards(self) -> dict[str, Tensor]:
         """Return global parameter name -> this rank's part, aliasing the parameters, in the model's order.
@@ -376,6 +393,8 @@ class TrainEngine:
         training)."""
 
         def outputs_of(micro: MicroBatch, raw: Tensor) -> Outputs:
+            if self._replicated is not None and self.head == "lm":
+                self._replicated.wait_for(self.chunks[-1].output_weight())
             return gather_outputs(micro, compute(micro, raw), self.groups.pgc.cp)
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -401,10 +420,11 @@ class TrainEngine:
     def _router_losses(self, batch: DataProto) -> RouterLosses:
         """Losses normalised by the sequences and tokens of all replicas."""
         device, num_tokens = platform.device(), int(batch.fetch("input_ids").lengths.sum()) if len(batch) else 0
-        counts = torch.tensor([len(batch), num_tokens], device=device)
+        num_sequences = len(batch)
         if self.groups.layout.dp > 1:
+            counts = torch.tensor([num_sequences, num_tokens], device=device)
             dist.all_reduce(counts, group=self.groups.dp)
-        num_sequences, num_tokens = counts.tolist()
+            num_sequences, num_tokens = counts.tolist()
         return RouterLosses(
             len(self.shape.moe_layers),
             self.shape.num_experts,
@@ -426,8 +446,5 @@ class TrainEngine:
 
 def _columns(results: list[tuple[MicroBatch, Outputs]]) -> dict[str, Ragged]:
     """Return the outputs of all micro-batches on the host, in the batch's order."""
-    order = np.argsort(np.concatenate([micro.rows for micro, _ in results]))
-    return {
-        name: Ragged.concat([micro.ragged(outputs[name]) for micro, outputs in results]).take(order)
-        for name in results[0][1]
-    }
+    micros = [micro for micro, _ in results]
+    return {name: column_of(micros, [outputs[name] for _, outputs in results]) for name in results[0][1]}

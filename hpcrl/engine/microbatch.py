@@ -6,7 +6,8 @@ layer in turn, in any order; `NOT_RECORDED` where there is no record.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from hpcrl.batch.packing import micro_batches
 from hpcrl.batch.ragged import Ragged
+from hpcrl.batch.tensors import padded_places
+from hpcrl.batch.transfer import moved
 from hpcrl.engine.pictures import packed_pictures, tokens_of_towers
 from hpcrl.model.packed import PackedTokens, pack, places, tokens_of
 from hpcrl.model.router import NOT_RECORDED, Routing
@@ -102,6 +105,10 @@ class OutputGather:
         """Return the rows of this rank's outputs, of one row per output; the first row if there are none."""
         return values[self.own] if len(self.own) else values[:1]
 
+    def map(self, move: Callable[[Tensor], Tensor]) -> OutputGather:
+        """Return a copy with `move` of each tensor."""
+        return replace(self, order=move(self.order), own=move(self.own))
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -114,7 +121,8 @@ class MicroBatch:
     rows: np.ndarray  # (n,) int64: which samples of the batch
     packed: PackedTokens
     targets: Tensor  # (R,) int64: the response token that each output row predicts; unused for last tokens
-    output_lengths: Tensor  # (n,) int64, sum R: head outputs of each sample, its response tokens or 1
+    places: Tensor  # (R,) int64: of the outputs in rows of a sample each, padded to the longest; () for a dummy
+    output_lengths: np.ndarray  # (n,) int64, sum R: head outputs of each sample, its response tokens or 1
     output_gather: OutputGather | None = None  # only with context parallelism
 
     def __len__(self) -> int:
@@ -125,21 +133,30 @@ class MicroBatch:
         """R; 0 if the one output row is a dummy."""
         return int(self.output_lengths.sum())
 
-    def ragged(self, outputs: Tensor) -> Ragged:
-        """Convert head outputs (R,) to a column, in response space or with one entry per row; (R, K) gives K numbers
-        per output."""
-        values = outputs[: self.num_outputs].reshape(-1)
-        lengths = self.output_lengths * outputs.shape[1:].numel()
-        return Ragged.from_lengths(values.cpu().numpy(), lengths.numpy())
-
     def padded(self, outputs: Tensor) -> Tensor:
         """Pad head outputs (R, ...), R at least 1, to (n, most outputs of a sample, ...) with 0. Differentiable."""
         longest = int(self.output_lengths.max())
-        sequence = torch.repeat_interleave(self.output_lengths)
-        starts = self.output_lengths.cumsum(0) - self.output_lengths
-        place = torch.arange(len(sequence)) + (sequence * longest - starts[sequence])
         flat = outputs.new_zeros(len(self) * longest, *outputs.shape[1:])
-        return flat.index_copy(0, place.to(outputs.device), outputs).unflatten(0, (len(self), longest))
+        return flat.index_copy(0, self.places, outputs).unflatten(0, (len(self), longest))
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return a copy with `move` of each tensor."""
+        return replace(
+            self,
+            packed=self.packed.map(move),
+            targets=move(self.targets),
+            places=move(self.places),
+            output_gather=self.output_gather and self.output_gather.map(move),
+        )
+
+
+def column_of(micros: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Ragged:
+    """Return head outputs (R,) of each micro-batch as a column of all samples in the batch's order, in response space
+    or with one entry per row; (R, K) gives K numbers per output. One copy to the host."""
+    values = torch.cat([part[: micro.num_outputs] for micro, part in zip(micros, outputs, strict=True)])
+    lengths = np.concatenate([micro.output_lengths for micro in micros]) * values.shape[1:].numel()
+    order = np.argsort(np.concatenate([micro.rows for micro in micros]))
+    return Ragged.from_lengths(values.reshape(-1).cpu().numpy(), lengths).take(order)
 
 
 def needed_count(batch: DataProto, max_tokens: int, unit: int = 1, shape: ModelShape | None = None) -> int:
@@ -191,7 +208,6 @@ def make_micro_batches(
             shape,
             size=size,
             output_rows=output_rows,
-            device=device,
             cp_rank=cp_rank,
             cp_size=cp_size,
             **in_tokens,
@@ -201,7 +217,9 @@ def make_micro_batches(
             is_replayed = "routed_experts" in batch.tokens and len(rows) > 0
             experts = batch.fetch("routed_experts").take(rows) if is_replayed else None
             packed.routing = make_routing(lengths[: len(rows)], size, local_tokens, shape, experts)
-        micros.append(MicroBatch(rows, packed.to(device), targets.to(device), output_lengths, output_gather))
+        of_samples = output_lengths.numpy()
+        micro = MicroBatch(rows, packed, targets, padded_places(of_samples), of_samples, output_gather)
+        micros.append(moved(micro.map, device))
     return micros
 
 

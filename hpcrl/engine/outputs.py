@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.batch.transfer import to_device
 from hpcrl.engine.microbatch import MicroBatch, OutputGather
 from hpcrl.kernels.linear_log_prob import HeadOutputs, linear_log_probs
 from hpcrl.kernels.vocabulary import SplitSoftmax, vocab_parallel_topk_ids
@@ -107,12 +108,12 @@ class _GatherOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, output_gather: OutputGather, group: ProcessGroup) -> Tensor:
-        ctx.own, ctx.size = output_gather.own.to(output.device), len(output)
+        ctx.own, ctx.size = output_gather.own, len(output)
         padded = output.new_zeros(output_gather.most, *output.shape[1:])
         padded[: len(output_gather.own)] = output[: len(output_gather.own)]
         parts = output.new_empty(group.size() * output_gather.most, *output.shape[1:])
         dist.all_gather_into_tensor(parts, padded, group=group)
-        return parts.index_select(0, output_gather.order.to(output.device))
+        return parts.index_select(0, output_gather.order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -150,7 +151,8 @@ class VocabularyOutputs:
         if topk_ids is not None:
             ids = torch.zeros_like(targets)  # for a dummy output
             if micro.num_outputs:
-                ids = torch.from_numpy(topk_ids.take(micro.rows).values).view(micro.num_outputs, -1).to(ids)
+                (ids,) = to_device([torch.from_numpy(topk_ids.take(micro.rows).values)], targets.device)
+                ids = ids.view(micro.num_outputs, -1).to(targets.dtype)
                 ids = ids if micro.output_gather is None else micro.output_gather.own_of(ids)
             targets = torch.cat([targets, ids], dim=1)
         wanted = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}

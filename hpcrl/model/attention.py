@@ -82,7 +82,7 @@ class PackedAttention(torch.nn.Module):
 
     def rotate(self, heads: Tensor, packed: PackedTokens) -> Tensor:
         """Apply the rotary embedding: (S, heads, d) -> the same shape."""
-        return apply_rope(heads, packed.cos, packed.sin)
+        return apply_rope(heads, *packed.angles)
 
     def _attend_from_tails(self, query: Tensor, gathered: Tensor, tails: tuple[Tail, ...]) -> Iterator[Tensor]:
         """Yield (queries, heads, d) of each tail, from `query` (queries of all tails, heads, d) and `gathered` (S of
@@ -254,8 +254,8 @@ class LatentSelfAttention(Attention):
         keys, values = heads.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim)).split(
             [mla.qk_nope_head_dim, mla.v_head_dim], -1
         )
-        rotary_queries = apply_rope(deinterleave(rotary_queries), packed.cos, packed.sin)
-        rotary_key = apply_rope(deinterleave(rotary_key.unsqueeze(1)), packed.cos, packed.sin)
+        rotary_queries = apply_rope(deinterleave(rotary_queries), *packed.angles)
+        rotary_key = apply_rope(deinterleave(rotary_key.unsqueeze(1)), *packed.angles)
         rotary_keys = rotary_key.expand(-1, keys.size(1), -1)
         return torch.cat([queries, rotary_queries], -1), torch.cat([keys, rotary_keys], -1), values
 

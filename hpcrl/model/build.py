@@ -53,6 +53,7 @@ def build_model(
     recompute: RecomputeConfig | None = None,
     te: TransformerEngineConfig | None = None,
     lora: Lora | None = None,
+    fp32_gradients: bool = False,
     device: torch.device | None = None,
 ) -> list[PackedGPT]:
     """Build this rank's part of a model with random weights, on `device` or this process's own: its tensor-parallel
@@ -62,7 +63,8 @@ def build_model(
     bitwise equal to the native engine's exact mode (see hpcrl.model.exact). `sequence_parallel`: tensor-parallel ranks
     split the tokens between layers (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2); exact models never do,
     because the order of summation differs. `te`: see hpcrl.model.transformer_engine. `lora`: the model is frozen and
-    has adapters.
+    has adapters. `fp32_gradients`: linear layers and the head of the vocabulary add the gradients of their weights to
+    `main_grad`, which megatron's wrapper gives them.
     """
     platform.install()
     if exact:
@@ -74,7 +76,9 @@ def build_model(
     local = local_shards(shape, groups, head, lora)
     device = device or platform.device()
     uses_te = transformer_engine.is_used(te, device, shape, exact=exact, has_adapters=lora is not None)
-    config = transformer_config(shape, groups, dtype, sequence_parallel and not exact, recompute, te)
+    config = transformer_config(
+        shape, groups, dtype, sequence_parallel and not exact, recompute, te, fp32_gradients=fp32_gradients
+    )
     with platform.meta_bridge() if device.type == "meta" else platform.cpu_bridge():
         with device:
             chunks = [
@@ -135,6 +139,8 @@ def _chunk(
         # `PackedGPT` gathers the head's input and sums the gradient of it.
         model.output_layer.sequence_parallel = model.output_layer.allreduce_dgrad = False
         model.output_layer.disable_grad_reduce = True
+        if config.gradient_accumulation_fusion:
+            model.output_weight().sums_in_fp32 = True  # type: ignore[attr-defined]  # see hpcrl.kernels.fp32_product
     if exact:
         use_exact_linear(model)
     if lora is not None:
@@ -154,6 +160,8 @@ def transformer_config(
     sequence_parallel: bool = False,
     recompute: RecomputeConfig | None = None,
     te: TransformerEngineConfig | None = None,
+    *,
+    fp32_gradients: bool = False,
 ) -> TransformerConfig:
     """Megatron's description of the model: no dropout, no biases except of queries, keys and values."""
     layout = groups.layout
@@ -184,7 +192,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=_stages(shape, groups),
         perform_initialization=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fp32_gradients,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         # The layer spec's kernel if it is available; else megatron's operations, whose memory `plan` counts.

@@ -11,7 +11,9 @@ them for itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -140,8 +142,8 @@ class PackedTokens(PackedSeqParams):
 
     input_ids: Tensor  # (1, S) int64
     position_ids: Tensor  # (1, S) int64
-    cos: Tensor  # (S, rope_dim / 2) fp32
-    sin: Tensor  # (S, rope_dim / 2) fp32
+    rope_positions: Tensor  # (S,) or (3, S) int64, as in `rope_cos_sin`
+    rope: Callable[[Tensor], tuple[Tensor, Tensor]]  # cosine and sine, each (S, rope_dim / 2) fp32, of these positions
     buckets: tuple[Bucket, ...]  # padded arrays of attention
     slots: Tensor  # (T,) int64: place of token t in them
     sources: Tensor  # (places,) int64: token at that place; arbitrary for padding
@@ -156,16 +158,22 @@ class PackedTokens(PackedSeqParams):
         """T, without padding."""
         return self.slots.numel()
 
-    def to(self, device: torch.device) -> PackedTokens:
-        if self.slots.device == device:
-            return self
-        tensors: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        tails = self.tails and tuple(Tail(tail.queries, tail.keys.to(device)) for tail in self.tails)
-        routing = self.routing and self.routing.to(device)
-        pictures = self.pictures and self.pictures.to(device)
-        return replace(self, **tensors, tails=tails, routing=routing, pictures=pictures)
+    @cached_property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the rotary embedding, the largest tensors here, computed once on the device."""
+        return self.rope(self.rope_positions)
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> PackedTokens:
+        """Return a copy with `move` of each index tensor; see `hpcrl.batch.transfer.moved`."""
+        tensors: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        found: PackedTokens = replace(
+            self,
+            **tensors,
+            tails=self.tails and tuple(Tail(tail.queries, move(tail.keys)) for tail in self.tails),
+            routing=self.routing and self.routing.map(move),
+            pictures=self.pictures and self.pictures.map(move),
+        )
+        return found
 
 
 def pack(
@@ -177,7 +185,6 @@ def pack(
     output_rows: Tensor | None = None,
     rope_positions: Tensor | None = None,
     pictures: PackedPictures | None = None,
-    device: torch.device | None = None,
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> PackedTokens:
@@ -185,9 +192,8 @@ def pack(
 
     `input_ids` (T,) holds the sequences one after the other, `lengths` (N,) int64 their lengths (at least 1 each),
     `size` is the S of all ranks, at least T. `output_rows` are this rank's own. `rope_positions` (3, T) int64 are those
-    of sequences with `pictures`, whose rows are packed tokens. Index tensors are computed once here and used by every
-    layer. All are on the CPU, for `PackedTokens.to`, except those of the rotary embedding, the largest, which are
-    computed on `device`.
+    of sequences with `pictures`, whose rows are packed tokens. Index tensors are computed once here, on the CPU, and
+    used by every layer.
     """
     total = input_ids.numel()
     starts = lengths.cumsum(0) - lengths
@@ -214,17 +220,20 @@ def pack(
     else:
         runs, tails = places_of(starts, lengths), None
         bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    position_ids = position_ids.to(device)
-    turning = position_ids if axes is None else turning.to(device)
-    cos, sin = rope_cos_sin(turning, shape.rope_dim, shape.rope_theta, shape.rope_scaling, axes)
     return PackedTokens(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         max_seqlen_q=None if bounds is None else int(lengths.max()),
         input_ids=padded_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
-        cos=cos,
-        sin=sin,
+        rope_positions=turning,
+        rope=partial(
+            rope_cos_sin,
+            head_dim=shape.rope_dim,
+            theta=shape.rope_theta,
+            scaling=shape.rope_scaling,
+            axes=axes,
+        ),
         output_rows=output_rows,
         tails=tails,
         pictures=pictures,

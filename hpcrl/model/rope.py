@@ -61,7 +61,7 @@ def rope_cos_sin(
     if axes is None:
         turning = turning.unsqueeze(-1)
     else:
-        turning = turning.index_select(0, torch.tensor(axes, device=turning.device)).movedim(0, -1)
+        turning = torch.stack([turning[axis] for axis in axes], dim=-1)  # an index would be a copy from the host
     angles = turning * frequencies
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.attention_factor != 1.0:

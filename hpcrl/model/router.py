@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +81,10 @@ class Routing:
     losses: RouterLosses | None = None
     recorded: dict[int, Tensor] | None = None
 
-    def to(self, device: torch.device) -> Routing:
-        replayed = None if self.replayed is None else self.replayed.to(device)
-        return replace(self, sequences=self.sequences.to(device), lengths=self.lengths.to(device), replayed=replayed)
+    def map(self, move: Callable[[Tensor], Tensor]) -> Routing:
+        """Return a copy with `move` of each index tensor."""
+        replayed = None if self.replayed is None else move(self.replayed)
+        return replace(self, sequences=move(self.sequences), lengths=move(self.lengths), replayed=replayed)
 
 
 class RouterLosses:
@@ -113,9 +115,10 @@ class RouterLosses:
         imbalance: the largest expert's load over the mean, by layer. Collective over the role's ranks, `group`."""
         totals = torch.cat([self.aux.view(1), self.z.view(1), self.load.flatten()])
         dist.all_reduce(totals, group=group)
+        totals = totals.cpu()
         aux, z = totals[:2].tolist()
-        load = totals[2:].view_as(self.load)
-        imbalance = (load.amax(1) / load.mean(1).clamp(min=1e-9)).cpu()
+        load = totals[2:].view(self.load.shape)
+        imbalance = load.amax(1) / load.mean(1).clamp(min=1e-9)
         found = {"moe_load_imbalance/mean": float(imbalance.mean()), "moe_load_imbalance/max": float(imbalance.max())}
         if self.aux_coeff:
             found["moe_aux_loss"] = aux / len(load)

@@ -171,8 +171,9 @@ class PackedPictures:
     features: Tensor | None
     pixels: Pixels | None
 
-    def to(self, device: torch.device) -> PackedPictures:
-        return replace(self, rows=self.rows.to(device), sources=self.sources.to(device))
+    def map(self, move: Callable[[Tensor], Tensor]) -> PackedPictures:
+        """Return a copy with `move` of each index tensor."""
+        return replace(self, rows=move(self.rows), sources=move(self.sources))
 
     def within(self, first: int, stop: int) -> PackedPictures:
         """Those of the tokens [first, stop), counted from `first`."""

@@ -82,11 +82,15 @@ def install() -> None:
     _installed = True
     if not torch.cuda.is_available():
         _install_on_cpu()
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
 
+    from hpcrl.kernels.fp32_product import FusedWeightGradient
     from hpcrl.runtime import megatron_versions
 
     megatron_versions.install()
+    if not layers._grad_accum_fusion_available:  # Apex is not installed
+        layers._grad_accum_fusion_available = True
+        layers.fused_weight_gradient_mlp_cuda = FusedWeightGradient  # type: ignore[attr-defined]
     # no layer draws random numbers, because there is no dropout, so there are no random states to save and restore
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoRandomStates(), True
     random._get_all_rng_states = lambda: ()  # type: ignore[assignment,return-value]

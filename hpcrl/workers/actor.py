@@ -196,7 +196,7 @@ class ActorWorker(ModelWorker):
         metrics of `compute_log_prob`.
         """
         outputs: dict[str, Ragged] | None = None if "old_log_probs" in batch.tokens else {}
-        with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
+        with self.engine.update():
             updates = [
                 self.train(
                     mini,

@@ -45,7 +45,7 @@ class CriticWorker(ModelWorker):
     )
     def update_critic(self, batch: DataProto) -> list[dict[str, Metric]]:
         """All optimizer steps of a training step; metrics of each mini-batch."""
-        with self.engine.offload.on_device("parameters", "gradients", "optimizer"):
+        with self.engine.update():
             return [
                 self.train(mini, self._objective, loss_scale_factor=self.loss_scale_factor, max_tokens=self.max_tokens)
                 for mini in self.updates.mini_batches(batch)

@@ -97,6 +97,8 @@ class ModelWorker(Worker):
             recompute=config.model.recompute if optim is not None else None,
             te=config.model.transformer_engine,
             moe=config.model.moe if optim is not None else None,
+            ddp=config.model.ddp,
+            gradient_accumulation_fusion=config.model.gradient_accumulation_fusion,
             lora=lora,
             head_chunk_tokens=config.trainer.head_chunk_tokens,
             offload=offloaded(config, spec),

@@ -8,7 +8,7 @@ import torch
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.engine.microbatch import make_micro_batches, needed_count
+from hpcrl.engine.microbatch import column_of, make_micro_batches, needed_count
 from hpcrl.model.shape import ModelShape
 
 SHAPE = ModelShape(
@@ -58,14 +58,14 @@ def test_output_rows_predict_response_tokens():
     assert padded.tolist() == [[0, 1, 0], [2, 3, 4]]
     (padded * torch.tensor([[1.0, 2, 9], [3, 4, 5]])).sum().backward()
     assert outputs.grad.tolist() == [1, 2, 3, 4, 5]
-    assert [row.tolist() for row in map(micro.ragged(outputs.detach()).row, range(2))] == [[0, 1], [2, 3, 4]]
+    assert [row.tolist() for row in map(column_of([micro], [outputs.detach()]).row, range(2))] == [[0, 1], [2, 3, 4]]
 
 
 def test_several_outputs_of_each_token():
     (micro,) = make([[1, 2], [5]], [[3], [6, 7]], count=1)
     outputs = torch.arange(6.0).view(3, 2)
     assert micro.padded(outputs).tolist() == [[[0, 1], [0, 0]], [[2, 3], [4, 5]]]
-    assert torch.equal(micro.ragged(outputs).padded_vectors(2), micro.padded(outputs))
+    assert torch.equal(column_of([micro], [outputs]).padded_vectors(2), micro.padded(outputs))
 
 
 def test_last_tokens_need_no_response():
@@ -73,7 +73,7 @@ def test_last_tokens_need_no_response():
     assert micro.packed.output_rows.tolist() == [3, 4]
     outputs = torch.tensor([0.5, -1.0])
     assert micro.padded(outputs).tolist() == [[0.5], [-1.0]]
-    assert micro.ragged(outputs).lengths.tolist() == [1, 1]
+    assert column_of([micro], [outputs]).lengths.tolist() == [1, 1]
 
 
 def test_pairs_are_never_parted():
@@ -100,7 +100,7 @@ def test_empty_micro_batches_are_one_dummy_token():
     empty = [micro for micro in micros if len(micro) == 0]
     assert len(empty) == 2
     assert all(micro.num_outputs == 0 and micro.packed.num_tokens == 1 for micro in empty)
-    assert all(len(micro.ragged(torch.ones(1))) == 0 for micro in empty)
+    assert len(column_of(empty, [torch.ones(1)] * 2)) == 0
     nothing = DataProto({})
     assert needed_count(nothing, 10) == 1
 
@@ -108,7 +108,7 @@ def test_empty_micro_batches_are_one_dummy_token():
 def test_samples_without_response_have_no_outputs():
     (micro,) = make([[1, 2], [3]], [[], []], count=1)
     assert micro.num_outputs == 0
-    assert micro.ragged(torch.ones(1)).lengths.tolist() == [0, 0]
+    assert column_of([micro], [torch.ones(1)]).lengths.tolist() == [0, 0]
 
 
 def test_sample_without_prompt_is_refused():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcrl.kernels.linear_log_prob import logits_of, product
+from hpcrl.kernels.fp32_product import product
+from hpcrl.kernels.linear_log_prob import logits_of
 from tests.kernels.close import assert_near
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

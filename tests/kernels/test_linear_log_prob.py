@@ -182,3 +182,22 @@ def test_what_triton_does_not_do_goes_to_torch(device: torch.device) -> None:
     given = [tensor.to(device) for tensor in inputs(3, 8, 32, 32)]
     found = linear_log_probs(*given, chunk_rows=2, vocab_size=32, k=2, **WANTED)
     assert found.topk_ids is not None and found.topk_ids.shape == (3, 2)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_the_gradient_of_the_weight_is_added_to_its_sum(
+    kernels: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As megatron's layers do it: what was there stays, and nothing is rounded to bf16."""
+    monkeypatch.setenv("HPCRL_KERNELS", kernels)
+    made = [each.detach().to(device) for each in inputs(13, 16, 32, 32, dtype=torch.bfloat16)]
+    states, weight, targets = made[0].requires_grad_(), made[1].requires_grad_(), made[2]
+    exact = [states.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    loss_of(*plain(*exact, targets, vocab_size=32)[:2]).backward()
+    rounded = loss_of(*linear_log_probs(states, weight, targets, chunk_rows=4, vocab_size=32, **WANTED)[:2])
+    (expected,) = torch.autograd.grad(rounded, weight)
+    weight.sums_in_fp32, weight.main_grad = True, torch.full_like(weight, 2.0, dtype=torch.float32)
+    loss_of(*linear_log_probs(states, weight, targets, chunk_rows=4, vocab_size=32, **WANTED)[:2]).backward()
+    assert weight.grad_added_to_main_grad
+    found, truth = weight.main_grad.double() - 2, exact[1].grad
+    assert (found - truth).norm() < (expected.double() - truth).norm() < 0.01 * truth.norm()

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -84,3 +87,37 @@ def test_training_with_a_library_is_training_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernel, "_library", lambda: library)
     for one, other in zip(run(), expected, strict=True):
         assert_near(one, other, torch.float32)
+
+
+class Flash3(ModuleType):
+    """Has the signature of FlashAttention 3, as far as it is used, and computes on the CPU."""
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        deterministic: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+        return exact(q, k, v, cu_seqlens_q.diff().numpy(), softmax_scale or 1.0), torch.zeros(1)
+
+
+def test_flash_attention_3_comes_first_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", Flash3("flash_attn_interface"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    query, key, value = (part.detach().cpu() for part in made(torch.float32, 4, 2, 8, 8, int(LENGTHS.sum())))
+    sequences = Sequences.of(LENGTHS, torch.device("cpu"))
+    for capability, is_first in (((9, 0), True), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        library = kernel._library.__wrapped__()
+        assert (library is not None and "of_flash_attention" in library.__qualname__) == is_first
+        if is_first:
+            found = library(query, key, value, sequences.bounds, sequences.longest, 0.3)
+            assert torch.equal(found, exact(query, key, value, LENGTHS, 0.3))

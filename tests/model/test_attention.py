@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from hpcrl.batch.transfer import moved
 from hpcrl.kernels.layers import apply_rope, rms_norm
 from hpcrl.model.attention import PackedAttention
 from hpcrl.model.packed import pack
@@ -76,12 +77,13 @@ def test_pack_places_every_token():
 
 def test_the_rotary_embedding_of_packed_tokens_is_computed_on_the_device():
     ids, lengths = torch.tensor([7, 8, 9, 5, 6], dtype=torch.int32), torch.tensor([3, 2])
+    packed = pack(ids, lengths, SHAPE, size=8)
     for device in (torch.device("cpu"), torch.device("meta")):
-        packed = pack(ids, lengths, SHAPE, size=8, device=device)
-        assert packed.cos.device == packed.sin.device == device and packed.slots.device.type == "cpu"
-        assert packed.cos.shape == packed.sin.shape == (8, SHAPE.rope_dim // 2)
+        cos, sin = moved(packed.map, device).angles
+        assert cos.device == sin.device == device
+        assert cos.shape == sin.shape == (8, SHAPE.rope_dim // 2)
     assert torch.equal(
-        pack(ids, lengths, SHAPE, size=8).sin[[1, 4]],
+        packed.angles[1][[1, 4]],
         rope_cos_sin(torch.tensor([1, 1]), SHAPE.rope_dim, SHAPE.rope_theta)[1],
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.fp32_product import product
+from hpcrl.kernels.grouped_experts import Experts, mixture
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
-from hpcrl.kernels.linear_log_prob import product
 from hpcrl.model.exact import exact_linear, exact_sum
-from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, engine_layout, shards
+from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, engine_layout, shards
 from hpcrl.model.rope import rope_cos_sin
 from hpcrl.model.router import by_expert, route
 from hpcrl.model.shape import ModelShape
@@ -100,14 +102,16 @@ class FastRope(PlainRope):
 
 
 class _Layer(NamedTuple):
-    """fc1, fc2: of the layer, or one per expert. shared_fc1, shared_fc2: of the shared experts of all tokens.
-    next_norm: the next layer's first norm, or the final one. Either qkv or latent is set."""
+    """fc1, fc2: of the layer, or one per expert. experts: these weights for grouped products, if possible. shared_fc1,
+    shared_fc2: of the shared experts of all tokens. next_norm: the next layer's first norm, or the final one. Either
+    qkv or latent is set."""
 
     proj: Tensor
     mlp_norm: Tensor
     next_norm: Tensor
     fc1: list[Tensor]
     fc2: list[Tensor]
+    experts: Experts | None = None
     router: Tensor | None = None
     router_bias: Tensor | None = None
     shared_fc1: Tensor | None = None
@@ -127,6 +131,18 @@ class TokenFeatures(NamedTuple):
     values: tuple[Tensor, ...]
 
 
+def _zeros(owned: Sequence[Shard], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Return zeros for each shard by name; those of a layer's experts are in one tensor, for `Experts`."""
+    stacks: dict[str, list[Shard]] = {}
+    for shard in owned:
+        stacks.setdefault(re.sub(r"local_experts\.\d+", "local_experts", shard.name), []).append(shard)
+    found: dict[str, Tensor] = {}
+    for members in stacks.values():
+        stack = torch.zeros(len(members), *members[0].local_shape, dtype=dtype, device=device)
+        found |= {shard.name: weight for shard, weight in zip(members, stack, strict=True)}
+    return {shard.name: found[shard.name] for shard in owned}
+
+
 class Decoder:
     """The model's forward pass. `weights` maps global parameter names to this rank's shards."""
 
@@ -138,10 +154,7 @@ class Decoder:
         self._rotation = PlainRope if tp.exact else FastRope
         self._num_groups = shape.num_query_groups // tp.size
         layout = engine_layout(shape, tp.size)
-        self.weights = {
-            shard.name: torch.zeros(shard.local_shape, dtype=dtype, device=device)
-            for shard in shards(shape, layout, tp.rank)
-        }
+        self.weights = _zeros(shards(shape, layout, tp.rank), dtype, device)
         self.vision, self.tower = shape.vision, None
         if shape.vision is not None:
             with device:
@@ -159,7 +172,8 @@ class Decoder:
         self.weights[name] = tensor.detach()
         self._bind()
 
-    def _bind(self) -> None:
+    @cached_property
+    def _layers(self) -> list[_Layer]:
         names = {"proj": "self_attention.linear_proj.weight", "mlp_norm": "pre_mlp_layernorm.weight"}
         if self._shape.mla is None:
             names["qkv"] = "self_attention.linear_qkv.weight"
@@ -167,7 +181,10 @@ class Decoder:
             names["qkv_bias"] = "self_attention.linear_qkv.bias"
         if self._shape.qk_norm:
             names |= {f"{head}_norm": f"self_attention.{head}_layernorm.weight" for head in "qk"}
-        self._layers = [self._layer(layer, names) for layer in range(self._shape.num_layers)]
+        return [self._layer(layer, names) for layer in range(self._shape.num_layers)]
+
+    def _bind(self) -> None:
+        vars(self).pop("_layers", None)
         self._embedding = self.weights[EMBEDDING]
         self._head = self.weights[EMBEDDING if self._shape.tie_word_embeddings else OUTPUT_LAYER]
         self._first_norm = self.weights["decoder.layers.0.input_layernorm.weight"]
@@ -191,13 +208,13 @@ class Decoder:
             parts["router_bias"] = weight("mlp.router.expert_bias")
         if shape.moe_shared_ffn_hidden_size:
             parts |= {f"shared_{fc}": weight(f"mlp.shared_experts.linear_{fc}.weight") for fc in ("fc1", "fc2")}
-        experts = [f"mlp.experts.local_experts.{number}." for number in range(shape.num_experts)]
-        return _Layer(
-            **parts,
-            fc1=[weight(f"{expert}linear_fc1.weight") for expert in experts],
-            fc2=[weight(f"{expert}linear_fc2.weight") for expert in experts],
-            router=weight("mlp.router.weight"),
+        fc1, fc2 = (
+            [weight(f"mlp.experts.local_experts.{number}.linear_{fc}.weight") for number in range(shape.num_experts)]
+            for fc in ("fc1", "fc2")
         )
+        # A CPU does not wait for counts, and its grouped product also takes time for experts without tokens.
+        experts = None if fc1[0].device.type == "cpu" else Experts.of(fc1, fc2)
+        return _Layer(**parts, fc1=fc1, fc2=fc2, router=weight("mlp.router.weight"), experts=experts)
 
     @property
     def routing_width(self) -> int:
@@ -287,17 +304,19 @@ class Decoder:
 
     def _mixture(self, x: Tensor, weights: Tensor, ids: Tensor, layer: _Layer) -> Tensor:
         """Return this rank's part of the weighted sum of each token's experts, `weights` and `ids` (n, topk)."""
-        shape = self._shape
-        places, counts = by_expert(ids, shape.num_experts)
-        rows = places // shape.moe_topk
-        outputs = [
-            self._mlp(part, fc1, fc2)
-            for part, fc1, fc2 in zip(x[rows].split(counts), layer.fc1, layer.fc2, strict=True)
-            if len(part)
-        ]
-        weighted = x.new_empty(len(places), x.size(1))
-        weighted[places] = torch.cat(outputs)
-        mixed = (weighted.unflatten(0, weights.shape) * weights.unsqueeze(-1).to(x.dtype)).sum(1)
+        if layer.experts is not None:
+            mixed = mixture(x, weights, ids, layer.experts)
+        else:
+            places, counts = by_expert(ids, self._shape.num_experts)
+            rows = places // self._shape.moe_topk
+            outputs = [
+                self._mlp(part, fc1, fc2)
+                for part, fc1, fc2 in zip(x[rows].split(counts), layer.fc1, layer.fc2, strict=True)
+                if len(part)
+            ]
+            weighted = x.new_empty(len(places), x.size(1))
+            weighted[places] = torch.cat(outputs)
+            mixed = (weighted.unflatten(0, weights.shape) * weights.unsqueeze(-1).to(x.dtype)).sum(1)
         if layer.shared_fc1 is not None and layer.shared_fc2 is not None:
             mixed += self._mlp(x, layer.shared_fc1, layer.shared_fc2)
         return mixed
