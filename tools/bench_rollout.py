@@ -25,6 +25,7 @@ import torch
 import transformers
 from matrix_products import product_seconds
 
+from hpcrl.kernels.onednn import use_onednn
 from hpcrl.model.hf.directory import Safetensors
 from hpcrl.model.hf.families import hf_config
 from hpcrl.model.params import shards
@@ -32,6 +33,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.heap import keep_freed_memory
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -152,6 +154,8 @@ class Sides:
 
 def serve(pipe: Connection, dtype: torch.dtype) -> None:
     """A process that does what it is told: (method, threads, arguments) -> result."""
+    use_onednn()  # for both sides, as a rank does
+    keep_freed_memory()
     sides = Sides(dtype)
     while (order := pipe.recv()) is not None:
         method, threads, arguments = order

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hpcrl.model.shape import ModelShape
 
 # A matrix product with at least 16 rows and 16 columns computes a row bitwise alike for any place and number of rows
-# (observed with MKL on Intel's and AMD's AVX-512, sums of 3 to 8192 terms; below 16 rows it splits sums differently,
-# and on AMD the result depends on a row's place below 12 columns). `check_exact` tests it.
+# (observed with oneDNN on AMD's AVX-512, and with MKL on Intel's and AMD's, sums of 3 to 8192 terms; below 16 rows MKL
+# splits sums differently, and on AMD the result depends on a row's place below 12 columns). `check_exact` tests it.
 ROWS, COLUMNS = 16, 16
 # Keys per block: a sum over keys is taken inside each block and then over the blocks in order, so that blocks without
 # visible keys add zeros at the end.
