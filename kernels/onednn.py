@@ -43,7 +43,7 @@ def use_onednn() -> bool:
         _library().impl("mm", _mm, "CPU", allow_override=True)
         _library().impl("addmm", _addmm, "CPU", allow_override=True)
         _library().impl("addmm_", _add_product, "CPU", allow_override=True)
-    log.info("fp32 matrix products by oneDNN: this CPU has AVX-512 and is not Intel's")
+    log.debug("fp32 matrix products by oneDNN: this CPU has AVX-512 and is not Intel's")
     return True
 
 

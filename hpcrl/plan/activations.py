@@ -238,13 +238,13 @@ class Pass:
 
     @property
     def _norm_keeps_input(self) -> bool:
-        """Whether a norm keeps its input itself; otherwise it keeps a copy in fp32."""
+        """Whether a norm is one function, which keeps its input; otherwise it is several, which keep copies in fp32."""
         return self.on_gpu or self.model.itemsize == FP32
 
     def _norm(self, rows: int, width: int) -> int:
-        """Input, scale and output of an RMSNorm; the CPU's also keeps the normalised input, in fp32 as its input, for
-        the gradient of its weight."""
-        inside = self.model.itemsize * width if self.on_gpu else self._norm_copies * FP32 * width
+        """Input, scale and output of an RMSNorm; the CPU's in bf16 keeps its input in fp32, and the normalised input too
+        for the gradient of its weight."""
+        inside = self.model.itemsize * width if self._norm_keeps_input else self._norm_copies * FP32 * width
         return rows * (inside + FP32 + self.model.itemsize * width)
 
     @property
@@ -313,8 +313,7 @@ class Pass:
         if shape.qk_norm:
             # The inputs are parts of the projection's output, which stays whole; the rest is as in `_norm`.
             both, whole = query + key, (query + 2 * key) * itemsize
-            inside = whole if self._norm_keeps_input else both * FP32
-            inside += 0 if self.on_gpu else (self._norm_copies - 1) * both * FP32
+            inside = whole if self._norm_keeps_input else self._norm_copies * both * FP32
             total += self.tokens * (inside + (heads + groups) * FP32)
         return total + (self._latents(shape.mla) if shape.mla else 0)
 
@@ -338,12 +337,12 @@ class Pass:
         return queries + self._norm(self._local, mla.kv_lora_rank) + shared_key
 
     def _attention_forward(self) -> int:
-        """Bytes of an attention's forward pass with the projection's output; the CPU's norm of queries has four copies
-        of them in fp32."""
+        """Bytes of an attention's forward pass with the projection's output; the CPU's norm of queries in bf16 has four
+        copies of them in fp32."""
         shape, tp = self.model.shape, self.model.layout.tp
         query, key = (n // tp * shape.head_dim for n in (shape.num_attention_heads, shape.num_query_groups))
         projected = self.tokens * (query + 2 * key) * self.model.itemsize
-        norm = 4 * self.tokens * query * FP32 if shape.qk_norm and not self.on_gpu else 0
+        norm = 4 * self.tokens * query * FP32 if shape.qk_norm and not self._norm_keeps_input else 0
         inside = self.tokens * (3 * query + 2 * key) * self.model.itemsize
         if shape.mla:
             # Queries, keys, and the product that values and a part of the keys are taken from; the packed output.
