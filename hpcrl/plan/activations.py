@@ -242,8 +242,8 @@ class Pass:
         return self.on_gpu or self.model.itemsize == FP32
 
     def _norm(self, rows: int, width: int) -> int:
-        """Input, scale and output of an RMSNorm; the CPU's in bf16 keeps its input in fp32, and the normalised input too
-        for the gradient of its weight."""
+        """Input, scale and output of an RMSNorm; the CPU's in bf16 keeps its input in fp32, and for the gradient of its
+        weight the normalised input too."""
         inside = self.model.itemsize * width if self._norm_keeps_input else self._norm_copies * FP32 * width
         return rows * (inside + FP32 + self.model.itemsize * width)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from hpcrl.kernels.decode_attention import Cut, PagedRows, decode_attention, is_fused
 from hpcrl.kernels.layers import rms_norm
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
+from hpcrl.kernels.vocabulary import LOG2_E
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.layers import LATENT_NORM_EPS
 from hpcrl.model.rope import deinterleave
@@ -92,11 +93,6 @@ class PagedAttention:
         return decode_attention(
             queries, cache.keys[layer], cache.values[layer], self._rows, scale=queries.size(-1) ** -0.5
         )
-
-
-MASKED = -1e30  # finite, so that the maximum of a fully masked block is finite
-# Softmax uses powers of 2 because torch's exp is slow on the CPU where it underflows.
-LOG2_E = math.log2(math.e)
 
 
 class StoredTokens:
@@ -243,6 +239,7 @@ class DecodeAttention:
 
 
 PART_TOKENS = 64  # cached tokens that a part of a long prompt attends to at a time
+MASKED = -1e30  # finite, so that the maximum of a fully masked part is finite
 
 
 class ContinuedAttention:
@@ -257,7 +254,8 @@ class ContinuedAttention:
         self._spans = new.cache.spans(int(new.rows[0]), int(new.starts[0] + new.lengths[0]), PART_TOKENS)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the parts of the cache."""
+        """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the parts of the cache, in powers of 2,
+        because torch's exp is slow on the CPU where it underflows."""
         self.new.store(layer, keys, values)
         tokens, heads, per_head, key_dim = queries.shape
         rows = (queries * (LOG2_E * key_dim**-0.5)).transpose(0, 1).reshape(heads, -1, key_dim)
