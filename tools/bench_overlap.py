@@ -2,7 +2,7 @@
 
     .venv/bin/python tools/bench_overlap.py [key=value ...] [--model 4m] [--rounds 2] [--steps 6]
 
-A GRPO job on five ranks: one leads, two train, two generate. Responses end with their end-of-sequence token, after 128
+A GRPO job on five ranks: one leads, two train, two generate. Responses end with their end-of-sequence token, after 64
 tokens at the latest, and a score arrives 2 s after its response, as from a judge behind a network. The modes run in
 turn; the first two steps of a job are not counted. On two cores generation and training compete for time, so what the
 asynchronous modes save is the waiting.
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8, help="of a prompt")
     parser.add_argument("--prompt-length", type=int, default=32)
-    parser.add_argument("--longest", type=int, default=128, help="tokens of a response at most")
+    parser.add_argument("--longest", type=int, default=64, help="tokens of a response at most")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench_overlap_") as name:
         folder = Path(name)
