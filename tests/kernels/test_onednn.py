@@ -26,7 +26,7 @@ def test_which_cpus_have_a_slow_mkl(cpuinfo: str, expected: bool) -> None:
     assert has_slow_mkl(cpuinfo) == expected
 
 
-@pytest.mark.parametrize("rows", [1, 7, 40, 300])
+@pytest.mark.parametrize("rows", [1, 3, 7, 40, 300])
 def test_products_and_both_gradients_are_those_of_mkl(rows: int) -> None:
     x, weight = torch.randn(rows, 96), torch.randn(200, 96)
     assert weight.numel() >= MIN_ELEMENTS
@@ -40,5 +40,5 @@ def test_products_and_both_gradients_are_those_of_mkl(rows: int) -> None:
 def test_a_row_does_not_depend_on_the_number_of_rows() -> None:
     x, weight = torch.randn(300, 96), torch.randn(200, 96)
     whole = product(x, weight.T)
-    for rows in (2, 8, 13, 64, 255, 256):
+    for rows in (2, 3, 4, 8, 13, 64, 255, 256):
         assert torch.equal(product(x[:rows], weight.T), whole[:rows]), rows
