@@ -80,10 +80,8 @@ def run(tokens: int, requests: list[Request], attention: AttentionTime) -> None:
     first = len(attended) // 8  # later steps have compiled kernels
     of_attention = 1e6 * float(np.mean(attended[first:])) / len(requests)
     whole = 1e6 * float(np.mean(np.diff(ends)[first:])) / len(requests)
-    print(
-        f"{tokens} tokens: {whole:.1f} us a token, {of_attention:.1f} of them attention, {whole - of_attention:.1f} the "
-        f"rest; memory {memory:.0f} MiB"
-    )
+    parts = f"{of_attention:.1f} of attention, {whole - of_attention:.1f} of the rest"
+    print(f"{tokens} tokens: {whole:.1f} us a token, {parts}; memory {memory:.0f} MiB")
 
 
 def main() -> None:
