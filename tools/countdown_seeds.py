@@ -2,6 +2,8 @@
 
     .venv/bin/python tools/countdown_seeds.py [key=value ...] [--seeds 0 1 2] [--algorithms ppo grpo]
 
+`one_step_off` and `bounded_staleness` are GRPO in the asynchronous modes.
+
 Runs SFT and then each algorithm for every seed under mpiexec (runs that are complete are not repeated); overrides that
 begin with sft. are SFT's, the others the algorithm's. Prints a table and writes runs/seeds/curves.png. Takes 3 to 12
 minutes per seed on two cores.
@@ -15,7 +17,10 @@ STUDY = Study(
         "data/countdown/train.parquet": "tools/prepare_countdown.py --out data/countdown",
     },
     sft="configs/sft_countdown_cpu.yaml",
-    algorithms={name: f"configs/{name}_countdown_cpu.yaml" for name in ("ppo", "grpo")},
+    algorithms={
+        **{name: f"configs/{name}_countdown_cpu.yaml" for name in ("ppo", "grpo", "one_step_off")},
+        "bounded_staleness": "configs/async_countdown_cpu.yaml",
+    },
     tasks=("countdown",),
     curves=(),
     ranks=4,
