@@ -22,7 +22,7 @@ from hpcrl.kernels.dispatch import VARIABLE
 # Below, MKL starts faster than oneDNN computes. The size of the second factor decides, which in a linear layer is the
 # weight, so that a row's result hardly depends on the number of rows; one or two rows only read the weight.
 MIN_ELEMENTS, MIN_ROWS, MIN_ELEMENTS_OF_FEW_ROWS = 2**14, 3, 2**20
-# oneDNN compiles a kernel for each number of rows, in about 0.5 ms. Decoding pads its rows, to need fewer.
+# oneDNN compiles a kernel for each number of rows, in about 0.5 ms. Products of few rows are padded, to need fewer.
 ROW_MULTIPLE, MAX_PADDED_ROWS = 8, 256
 
 log = logging.getLogger(__name__)
@@ -67,21 +67,21 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if b.numel() < MIN_ELEMENTS or not _fits(a, b) or beta != 1 or alpha != 1:
+    if b.numel() < MIN_ELEMENTS or not _fits(a, b, bias) or beta != 1 or alpha != 1:
         empty = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype)
         return torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=empty)
     return product(a, b).add_(bias)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if b.numel() < MIN_ELEMENTS or not _fits(a, b) or beta != 1 or alpha != 1:
+    if b.numel() < MIN_ELEMENTS or not _fits(a, b, total) or beta != 1 or alpha != 1:
         return torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
-    return total.add_(product(a, b))
+    return total.add_(_product(a, b))
 
 
-def _fits(a: Tensor, b: Tensor) -> bool:
+def _fits(a: Tensor, b: Tensor, added: Tensor | None = None) -> bool:
     has_work = a.shape[0] >= MIN_ROWS or (a.shape[0] > 0 and b.numel() >= MIN_ELEMENTS_OF_FEW_ROWS)
-    return has_work and a.dtype == b.dtype == torch.float32
+    return has_work and all(x is None or x.dtype == torch.float32 for x in (a, b, added))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -89,9 +89,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     If `a` is contiguous, a row depends on the same row of `a` and not on their number, if that is 2 or more, bitwise.
     """
+    return _product(a, b).contiguous()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
     # oneDNN copies a first factor that is not contiguous, so the smaller one becomes the first.
     if not a.is_contiguous() and b.numel() < a.numel():
-        return _by_rows(b.t(), a).t().contiguous()
+        return _by_rows(b.t(), a).t()
     return _by_rows(a, b.t())
 
 

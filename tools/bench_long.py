@@ -1,7 +1,7 @@
 """Time per token and memory of long responses beside short ones: `python tools/bench_long.py [--tokens 64 2048]`.
 
 64 prompts of 32 tokens with 4 samples each on the native engine, 4 layers of 256, fp32, two threads. Attention grows
-with the tokens that it looks at, and is timed apart; the rest should take as long for every token. `memory` is what the
+with the tokens that it attends to, and is timed apart; the rest should take as long for every token. `memory` is what the
 process has resident at most, without the KV cache.
 """
 
@@ -25,7 +25,7 @@ from hpcrl.runtime.heap import keep_freed_memory
 
 NUM_PROMPTS, SAMPLES, PROMPT_TOKENS = 64, 4, 32
 MEBI = 2**20
-LOOK_EVERY = 64  # steps between two looks at the memory
+STEPS_BETWEEN = 64  # measurements of memory
 
 
 class AttentionTime:
@@ -72,7 +72,7 @@ def run(tokens: int, requests: list[Request], attention: AttentionTime) -> None:
         nonlocal memory
         ends.append(time.perf_counter())
         attended.append(attention.take())
-        if len(attended) % LOOK_EVERY == 0:
+        if len(attended) % STEPS_BETWEEN == 0:
             cached = len(requests) * (PROMPT_TOKENS + len(attended)) * of_token
             memory = max(memory, (process.memory_info().rss - cached) / MEBI)
 

@@ -1,5 +1,4 @@
-"""Megatron's wrapper of a model's chunks: gradients in fp32, and what of the communication between replicas overlaps
-with computation.
+"""Megatron's wrapper of a model's chunks. Gradients are fp32; communication between replicas overlaps with computation.
 
 The gradients of a bucket are reduced while the last micro-batch's backward pass computes those of the next bucket. The
 distributed optimizer's weights of a bucket are gathered while the next forward pass computes the layers before it.

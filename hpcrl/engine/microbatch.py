@@ -121,7 +121,7 @@ class MicroBatch:
     rows: np.ndarray  # (n,) int64: which samples of the batch
     packed: PackedTokens
     targets: Tensor  # (R,) int64: the response token that each output row predicts; unused for last tokens
-    places: Tensor  # (R,) int64: of the outputs in rows of a sample each, padded to the longest; () for a dummy
+    places: Tensor  # (R,) int64: of the outputs in rows of a sample each, padded to the longest; (0,) for a dummy
     output_lengths: np.ndarray  # (n,) int64, sum R: head outputs of each sample, its response tokens or 1
     output_gather: OutputGather | None = None  # only with context parallelism
 

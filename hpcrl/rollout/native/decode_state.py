@@ -37,7 +37,7 @@ class DecodeState:
     capacity + 1) are the sequences' numbers by slot; the last slot belongs to no sequence. `blocks` (capacity x width,)
     are their blocks in the KV cache, `width` places per slot. `trainer_step` is (1,).
 
-    The host notes what it changes, and `push` copies all of it in one transfer. What a step updates is not copied back:
+    The host records its changes, and `push` copies all of it in one transfer. What a step updates is not copied back:
     there the host's copy is out of date.
     """
 
@@ -53,7 +53,7 @@ class DecodeState:
         self.clear(0)
 
     def clear(self, trainer_step: int) -> None:
-        """Forget all sequences."""
+        """Clear all sequences."""
         self._slot_of = np.zeros(self.capacity, np.int64)  # by row
         self._free = list(range(self.capacity))
         self._change(np.array([1]), np.array([trainer_step], np.uint32).view(np.int32))

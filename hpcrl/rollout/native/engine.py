@@ -1,4 +1,4 @@
-"""The native generation engine: continuous batching over a paged KV cache, in torch, with tensor parallelism."""
+"""The native generation engine: continuous batching over a KV cache, in torch, with tensor parallelism."""
 
 from __future__ import annotations
 

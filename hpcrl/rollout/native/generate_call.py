@@ -74,7 +74,7 @@ class PrefillTokens:
         return TokenFeatures(torch.from_numpy(self.rows).to(device), values)
 
 
-# Rows are sorted when they would be padded to so many times the tokens that they are padded to in order of length.
+# Rows are sorted when their padded tokens exceed those of sorted rows by this factor.
 MAX_PADDING = 1.25
 
 
@@ -224,7 +224,7 @@ class GenerateCall:
 
     def _sort(self) -> None:
         """Sort the rows by length, if `DecodeAttention` would pad them much otherwise."""
-        if not self._rows_changed or not isinstance(self.cache, RowCache):
+        if not self._rows_changed or self.decoder.tp.exact or not isinstance(self.cache, RowCache):
             return
         self._rows_changed = False
         lengths = self._batch.cached[self._batch.rows]

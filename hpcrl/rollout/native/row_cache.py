@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,9 @@ class RowCache:
                 f"the system does not provide {nbytes:,} bytes of virtual memory for the KV cache ({error.strerror}); "
                 "lower rollout.max_num_seqs, or shorten prompts and responses"
             ) from None
-        if not self._is_overcommitted:
-            self._maps[-1].madvise(mmap.MADV_HUGEPAGE)  # decoding reads all of it in every step
+        # Decoding reads all of it in every step; but a huge page that is written in part takes memory as a whole.
+        with suppress(OSError):  # of kernels without huge pages
+            self._maps[-1].madvise(mmap.MADV_NOHUGEPAGE if self._is_overcommitted else mmap.MADV_HUGEPAGE)
         return torch.frombuffer(self._maps[-1], dtype=torch.uint8).view(self.dtype).view(size)
 
     def release(self) -> None:
@@ -74,6 +76,9 @@ class RowCache:
         self._maps.clear()
 
     def clear(self) -> None:
+        if self._is_overcommitted:
+            for memory in self._maps:
+                memory.madvise(mmap.MADV_DONTNEED)
         self.pool = BlockBudget(self.num_blocks, self.block_size, self.num_rows)
 
     def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,36 +109,51 @@ class RowCache:
     def remove(self, rows: np.ndarray, moves: Moves) -> None:
         """Free `rows`; `moves` are those of rows that take their places."""
         self.pool.release(rows)
-        if self._is_overcommitted:
-            self._return_pages(rows)
+        self._drop(rows)
         for source, target in zip(*moves, strict=True):
             self.copy_row(source, target, int(self.pool.count_of[source]) * self.block_size)
-        if self._is_overcommitted:
-            self._return_pages(moves.sources)
+        self._drop(moves.sources)
         self.pool.renumber(*moves)
 
     def reorder(self, order: np.ndarray) -> None:
         """Make row `order[i]` row i, for int64 (n,), a permutation of the first n rows."""
-        num_tokens = int(self.pool.count_of[order].max(initial=0)) * self.block_size
-        taken = torch.from_numpy(order)
-        for plane in self._planes:
-            for layer in plane:
-                used = layer[: len(order), :, :num_tokens]
-                used.copy_(used[taken])
+        num_tokens = self.pool.count_of[order] * self.block_size
+        for layer in range(self.num_layers):
+            for plane, memory in zip(self._planes, self._maps, strict=True):
+                if self._is_overcommitted:
+                    self._reorder_within_budget(plane[layer], layer, memory, order, num_tokens)
+                else:
+                    used = plane[layer, : len(order), :, : num_tokens.max(initial=0)]
+                    used.copy_(used[torch.from_numpy(order)])
         self.pool.count_of[: len(order)] = self.pool.count_of[order]
+
+    def _reorder_within_budget(
+        self, rows: Tensor, layer: int, memory: mmap.mmap, order: np.ndarray, num_tokens: np.ndarray
+    ) -> None:
+        """Reorder the rows of a layer without writing what has no token."""
+        moved = np.flatnonzero(order != np.arange(len(order)))
+        parts = [rows[order[row], :, : num_tokens[row]].clone() for row in moved]
+        self._return_pages(memory, layer, moved)
+        for row, part in zip(moved, parts, strict=True):
+            rows[row, :, : part.size(1)] = part
 
     @property
     def _planes(self) -> tuple[Tensor, ...]:
         return (self.keys,) if self.heads.value_in_key else (self.keys, self.values)
 
-    def _return_pages(self, rows: np.ndarray) -> None:
-        """Return the whole pages of `rows` to the system."""
-        for memory in self._maps:
-            row_bytes = len(memory) // (self.num_layers * self.num_rows)
-            for layer in range(self.num_layers):
-                for row in rows:
-                    start = (layer * self.num_rows + int(row)) * row_bytes
-                    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-                    end = (start + row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-                    if first < end:
-                        memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+    def _drop(self, rows: np.ndarray) -> None:
+        """Return the memory of `rows`, if there is not enough for all."""
+        if self._is_overcommitted:
+            for memory in self._maps:
+                for layer in range(self.num_layers):
+                    self._return_pages(memory, layer, rows)
+
+    def _return_pages(self, memory: mmap.mmap, layer: int, rows: np.ndarray) -> None:
+        """Return the whole pages of `rows` in one layer to the system."""
+        row_bytes = len(memory) // (self.num_layers * self.num_rows)
+        for row in rows:
+            start = (layer * self.num_rows + int(row)) * row_bytes
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (start + row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < end:
+                memory.madvise(mmap.MADV_DONTNEED, first, end - first)

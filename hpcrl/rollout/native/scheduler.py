@@ -138,7 +138,7 @@ class Scheduler:
 
 
 FLUSH_TOKENS = 64  # tokens of a row in its buffer, before they are appended to its sequence
-MOST_AHEAD = 16  # tokens for which random numbers are drawn at once, in about the time of those of one
+MOST_AHEAD = 16  # tokens whose random numbers are drawn at once; this takes about as long as for one
 
 
 class RunningBatch:
