@@ -1,8 +1,8 @@
 """Time per token and memory of long responses beside short ones: `python tools/bench_long.py [--tokens 64 2048]`.
 
 64 prompts of 32 tokens with 4 samples each on the native engine, 4 layers of 256, fp32, two threads. Attention grows
-with the tokens that it attends to, and is timed apart; the rest should take as long for every token. `memory` is what the
-process has resident at most, without the KV cache.
+with the tokens that it attends to, and is timed apart; the rest should take as long for every token. `memory` is what
+the process has resident at most, without the KV cache.
 """
 
 from __future__ import annotations
