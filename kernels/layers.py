@@ -68,14 +68,16 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With n = x scale and g = grad weight: scale (g - n mean(g n)), and the sum of grad n over rows."""
+        """scale (g - x scale^2 mean(g x)) with g = grad weight, and the sum of grad x scale over rows.
+
+        One tensor of the size of x exists besides those given.
+        """
         x, weight, scale = ctx.saved_tensors
         width = x.size(-1)
-        unit = x * scale
-        product = (grad * unit).reshape(-1, width)
-        grad_weight = product.sum(0)
-        negative_mean = torch.mv(product, weight).view(scale.shape).div_(-width)
-        grad_x = torch.mul(grad, weight, out=product.view(grad.shape)).addcmul_(unit, negative_mean).mul_(scale)
+        product = (grad * x).reshape(-1, width)
+        grad_weight = torch.mv(product.t(), scale.flatten())
+        shrunk = torch.mv(product, weight).view(scale.shape).mul_(scale.square()).div_(-width)
+        grad_x = torch.mul(grad, weight, out=product.view(grad.shape)).addcmul_(x, shrunk).mul_(scale)
         return grad_x, grad_weight, None
 
 

@@ -121,7 +121,9 @@ class Pass:
         is_moe = self.model.shape.is_moe_layer
         if self._parts_again:
             last = is_moe(self._layers(piece)[-1])
-            return max(self._attention() - self._kept_of_attention(), self._mlp(last) - self._kept_of_mlp(last))
+            # and the gradient of its output
+            parts = max(self._attention() - self._kept_of_attention(), self._mlp(last) - self._kept_of_mlp(last))
+            return parts + self._hidden
         units, whole = self._units(piece)
         largest = max((self._kept_of_layers(unit) for unit in units), default=0)
         return max(0, largest - self._hidden - self._kept_of_layers(whole))

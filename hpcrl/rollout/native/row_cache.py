@@ -66,9 +66,8 @@ class RowCache:
                 f"the system does not provide {nbytes:,} bytes of virtual memory for the KV cache ({error.strerror}); "
                 "lower rollout.max_num_seqs, or shorten prompts and responses"
             ) from None
-        # Decoding reads all of it in every step; but a huge page that is written in part takes memory as a whole.
-        with suppress(OSError):  # of kernels without huge pages
-            self._maps[-1].madvise(mmap.MADV_NOHUGEPAGE if self._is_overcommitted else mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # of kernels without huge pages, which take memory as a whole when a part is written
+            self._maps[-1].madvise(mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(self._maps[-1], dtype=torch.uint8).view(self.dtype).view(size)
 
     def release(self) -> None:
