@@ -28,24 +28,26 @@ ROW_MULTIPLE, MAX_PADDED_ROWS = 8, 256
 log = logging.getLogger(__name__)
 
 
+_overrides = torch.library.Library("aten", "IMPL")
+
+
 @functools.cache
-def use_onednn() -> bool:
-    """If MKL is slow on this CPU, replace torch's `mm`, `addmm` and `addmm_` there in this process. Return whether.
+def use_onednn() -> None:
+    """If MKL is slow on this CPU, replace torch's `mm`, `addmm` and `addmm_` there in this process.
 
     HPCRL_KERNELS=torch keeps torch's own.
     """
     cpuinfo = Path("/proc/cpuinfo")
     if os.environ.get(VARIABLE) == "torch" or not cpuinfo.exists() or not has_slow_mkl(cpuinfo.read_text()):
-        return False
+        return
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return False
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that an operator is replaced
-        _library().impl("mm", _mm, "CPU", allow_override=True)
-        _library().impl("addmm", _addmm, "CPU", allow_override=True)
-        _library().impl("addmm_", _add_product, "CPU", allow_override=True)
+        _overrides.impl("mm", _mm, "CPU", allow_override=True)
+        _overrides.impl("addmm", _addmm, "CPU", allow_override=True)
+        _overrides.impl("addmm_", _add_product, "CPU", allow_override=True)
     log.debug("fp32 matrix products by oneDNN: this CPU has AVX-512 and is not Intel's")
-    return True
 
 
 def has_slow_mkl(cpuinfo: str) -> bool:
@@ -55,33 +57,30 @@ def has_slow_mkl(cpuinfo: str) -> bool:
     return values.get("vendor_id", "GenuineIntel") != "GenuineIntel" and "avx512f" in values.get("flags", "").split()
 
 
-@functools.cache
-def _library() -> torch.library.Library:
-    return torch.library.Library("aten", "IMPL")
-
-
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    if b.numel() < MIN_ELEMENTS or not _fits(a, b):
+    if not _fits(a, b):
         return torch.mm(a, b, out=torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype))
     return product(a, b)
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if b.numel() < MIN_ELEMENTS or not _fits(a, b, bias) or beta != 1 or alpha != 1:
+    if not _fits(a, b, bias) or beta != 1 or alpha != 1:
         empty = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype)
         return torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=empty)
     return product(a, b).add_(bias)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if b.numel() < MIN_ELEMENTS or not _fits(a, b, total) or beta != 1 or alpha != 1:
+    if not _fits(a, b, total) or beta != 1 or alpha != 1:
         return torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
     return total.add_(_product(a, b))
 
 
 def _fits(a: Tensor, b: Tensor, added: Tensor | None = None) -> bool:
-    has_work = a.shape[0] >= MIN_ROWS or (a.shape[0] > 0 and b.numel() >= MIN_ELEMENTS_OF_FEW_ROWS)
-    return has_work and all(x is None or x.dtype == torch.float32 for x in (a, b, added))
+    rows, elements = a.shape[0], b.numel()
+    if elements < MIN_ELEMENTS or not rows or (rows < MIN_ROWS and elements < MIN_ELEMENTS_OF_FEW_ROWS):
+        return False
+    return all(x is None or x.dtype == torch.float32 for x in (a, b, added))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor
 from hpcrl.kernels.dispatch import use_triton
 
 ROUNDS = 10
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 
 
@@ -33,7 +33,7 @@ def reference(keys: Tensor, positions: Tensor, sample_indices: Tensor, step: Ten
     words = torch.stack([positions, step.expand_as(zero), sample_indices, zero]).long() & _LOW
     multiplied, mixed = words.view(2, 2, -1)
     # Filled on the device: torch.tensor would copy.
-    multipliers, weyl = (_pair(*pair, like=words) for pair in (_MULTIPLIERS, _WEYL))
+    multipliers, weyl = (_pair(*pair, like=words) for pair in (MULTIPLIERS, WEYL))
     round_key = keys.long() & _LOW
     for _ in range(ROUNDS):
         # Products may exceed int64 and wrap, which leaves their 64 bits as they are.

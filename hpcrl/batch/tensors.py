@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TensorColumn:
-    """Rows of different lengths, end to end. values: (sum of lengths,), on any device; places: int64 of that shape,
-    where they are in padded rows; lengths: int64 (N,), on the host, so that padding does not wait for the device."""
+    """Rows of different lengths, end to end. Both (sum of lengths,), on one device: values; places int64, where the
+    values are in padded rows. lengths: int64 (N,), on the host, so that padding does not wait for the device."""
 
     values: Tensor
     places: Tensor

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from hpcrl.kernels import sampling as kernels
 from hpcrl.kernels.dispatch import use_triton
+from hpcrl.kernels.philox import MULTIPLIERS, ROUNDS, WEYL
 from hpcrl.rollout.protocol import SamplingParams
 
 if TYPE_CHECKING:
     from hpcrl.rollout.native.decoder import TensorParallel
 
-_MULTIPLIERS = np.array((0xD2511F53, 0xCD9E8D57), np.uint64)
-_WEYL = np.array((0x9E3779B9, 0xBB67AE85), np.uint64)
-_ROUNDS = 10
+_MULTIPLIERS = np.array(MULTIPLIERS, np.uint64)
+_WEYL = np.array(WEYL, np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
@@ -36,7 +36,7 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     shape = (2, *(1,) * (lanes.ndim - 1))
     multipliers, weyl = _MULTIPLIERS.reshape(shape), _WEYL.reshape(shape)
     round_key = np.moveaxis(key.astype(np.uint64), -1, 0)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         product = multiplied * multipliers
         multiplied, mixed = (product[::-1] >> _HALF) ^ mixed ^ round_key, product[::-1] & _LOW
         round_key = (round_key + weyl) & _LOW

@@ -21,7 +21,7 @@ def check(pool: BlockPool, lengths: list[int], content: np.ndarray, names: list[
         assert table[row, : len(blocks)].tolist() == blocks.tolist()
         assert content[blocks].tolist() == [[name, order] for order in range(-(-length // SIZE))]
         if length:
-            assert pool.tail_of[row] == blocks[-1]
+            assert table[row, pool.count_of[row] - 1] == blocks[-1]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "grow", "remove"]), st.integers(0, 2**16)), max_size=60))

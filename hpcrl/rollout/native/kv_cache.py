@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +59,8 @@ class BlockBudget:
 class BlockPool(BlockBudget):
     """Blocks that are assigned to the rows of the running batch.
 
-    All int64: `row_of` (blocks,) is the row that has a block, or FREE; `order_of` (blocks,) the part of the row's
-    tokens that it holds; `tail_of` (rows,) a row's last block. Blocks from `extent` on are free.
+    Both int64 (blocks,): `row_of` is the row that has a block, or FREE; `order_of` the part of the row's tokens that it
+    holds. Blocks from `extent` on are free.
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_rows: int) -> None:
@@ -67,7 +68,6 @@ class BlockPool(BlockBudget):
         self.extent = 0
         self.row_of = np.full(num_blocks, FREE, np.int64)
         self.order_of = np.zeros(num_blocks, np.int64)
-        self.tail_of = np.zeros(num_rows, np.int64)
 
     def grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """As `BlockBudget.grow`, but return the new blocks, int64 (m,)."""
@@ -77,8 +77,6 @@ class BlockPool(BlockBudget):
         ends = missing.cumsum()
         self.row_of[blocks] = rows.repeat(missing)
         self.order_of[blocks] = before.repeat(missing) + np.arange(len(blocks)) - (ends - missing).repeat(missing)
-        grown = missing > 0
-        self.tail_of[rows[grown]] = blocks[ends[grown] - 1]
         return blocks
 
     def _take(self, count: int) -> np.ndarray:
@@ -108,10 +106,9 @@ class BlockPool(BlockBudget):
 
     def renumber(self, sources: np.ndarray, targets: np.ndarray) -> None:
         super().renumber(sources, targets)
-        new_row = np.arange(-1, len(self.tail_of))  # by old row + 1, as FREE is -1
+        new_row = np.arange(-1, len(self.count_of))  # by old row + 1, as FREE is -1
         new_row[sources + 1] = targets
         self.row_of[: self.extent] = new_row[self.row_of[: self.extent] + 1]
-        self.tail_of[targets] = self.tail_of[sources]
 
 
 MOVED_AT_ONCE = 8
@@ -143,11 +140,12 @@ class KVCache:
     def allocate(self) -> None:
         # Zeros, because a masked position still multiplies its value by 0, and memory as found may hold NaN.
         heads, size = self.heads, (self.num_layers, self.num_blocks, self.heads.groups)
-        self.keys = _zeros((*size, heads.key_dim, self.block_size), self.dtype, self.device)
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        self.keys = zeros(*size, heads.key_dim, self.block_size)
         if heads.value_in_key:
             self.values = self.keys[..., : heads.value_dim, :].transpose(-1, -2)
         else:
-            self.values = _zeros((*size, self.block_size, heads.value_dim), self.dtype, self.device)
+            self.values = zeros(*size, self.block_size, heads.value_dim)
         self.clear()
 
     def release(self) -> None:
@@ -194,10 +192,3 @@ class KVCache:
         """Free the blocks of `rows`; `moves` are those of rows that take their places."""
         self.pool.release(rows)
         self.pool.renumber(*moves)
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    # Unlike torch's, numpy's zeros are pages that the system allocates when they are first written.
-    return torch.from_numpy(np.zeros(int(np.prod(size)) * dtype.itemsize, np.uint8)).view(dtype).view(size)
