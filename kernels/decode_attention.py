@@ -14,7 +14,9 @@ from hpcrl.kernels.dispatch import use_triton
 
 MAX_WIDTH = 512  # of a value, and of a key's largest power of 2
 NUM_PROGRAMS = 4096  # target number of programs: some dozen per multiprocessor of a GPU
-MIN_PART_TOKENS = 256  # minimum tokens of a part, because its output is moved as well
+# Minimum tokens of a part, because its output is moved as well. Parts of 64 tokens, where there are few, were no faster
+# on an H200.
+MIN_PART_TOKENS = 256
 WIDE = 2048  # numbers of a KV head's output; for a multiple of it there are fewer parts
 
 
@@ -58,7 +60,7 @@ class PagedRows(NamedTuple):
         if use_triton("cut_rows", keys):
             from hpcrl.kernels.decode_attention_triton import cut_rows as fused
 
-            parts, parts_of = fused(starts, lengths, keys.size(-1), *cut, num_rows)
+            parts, parts_of = fused(starts, lengths, keys.size(-1), cut, num_rows)
         else:
             parts, parts_of = cut_rows(starts, lengths, keys.size(-1), cut, num_rows)
         return cls(blocks, starts, lengths, width, parts, parts_of)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcrl.kernels.decode_attention import PagedRows, first_width, values_are_keys
+from hpcrl.kernels.decode_attention import Cut, PagedRows, first_width, values_are_keys
 
 MASKED = tl.constexpr(-1e30)  # finite, so that differences are not NaN
 LOG2_E = math.log2(math.e)
@@ -19,6 +19,7 @@ SMALLEST_DOT = 16  # minimum rows and columns of a product
 MOST_OUTPUTS = 16384  # maximum outputs of a program, in registers
 TILE_BYTES = 36864  # of keys and values in one step, two of which are in flight
 PARTS_AT_ONCE = 16
+CUT_AT_ONCE = 1024  # minimum rows, because as many numbers of unused parts are cleared at once
 
 
 @triton.jit
@@ -121,7 +122,7 @@ def combine(
 
 
 @triton.jit
-def cut(
+def cut_kernel(
     starts, lengths, num_rows, parts, parts_of, n, num_parts, wanted, least, SIZE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """`hpcrl.kernels.decode_attention.cut_rows`, by one program."""
@@ -198,13 +199,9 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: PagedR
     return outputs
 
 
-def cut_rows(
-    starts: Tensor, lengths: Tensor, size: int, wanted: int, least: int, num_rows: Tensor
-) -> tuple[Tensor, Tensor]:
+def cut_rows(starts: Tensor, lengths: Tensor, size: int, cut: Cut, num_rows: Tensor) -> tuple[Tensor, Tensor]:
     n = len(lengths)
-    parts, parts_of = lengths.new_empty((n + wanted, 4)), lengths.new_empty((n, 2))
-    rows = triton.next_power_of_2(n)
-    cut[(1,)](
-        starts, lengths, num_rows, parts, parts_of, n, len(parts), wanted, least, SIZE=size, ROWS=rows, num_warps=4
-    )
+    parts, parts_of = lengths.new_empty((n + cut.wanted, 4)), lengths.new_empty((n, 2))
+    rows = max(CUT_AT_ONCE, triton.next_power_of_2(n))
+    cut_kernel[(1,)](starts, lengths, num_rows, parts, parts_of, n, len(parts), *cut, SIZE=size, ROWS=rows, num_warps=4)
     return parts, parts_of

@@ -35,12 +35,14 @@ WARM_UP_MS, REPEAT_MS = 50, 300
 WIDTHS = (40, 16, 8, 6, 7, 8, 9)
 COLUMNS = ("case", "implementation", "ms", "GB/s", "TFLOP/s", "of floor", "extra MiB")
 SMALL: dict[str, dict[str, Any]] = {  # constants of the case modules in a rehearsal
+    "checksum": {"ROWS": 32, "COLS": 48},
     "decode_attention": {"DIVISOR": 64},
     "linear_log_prob": {"ROWS": 16, "HIDDEN": 32, "VOCABULARY": 300, "CHUNK_ROWS": 8},
     "pack": {"LAYERS": 2, "HIDDEN": 64},
     "rms_norm": {"ROWS": 16, "WIDTH": 64},
     "rope": {"TOKENS": 32},
     "sampling": {"VOCABULARY": 512, "BATCHES": (4,)},
+    "store_heads": {"ROWS": 4, "BLOCKS": 8},
     "swiglu": {"ROWS": 2, "WIDTHS": (96, 24)},
 }
 

@@ -1,4 +1,4 @@
-"""Verification of a refit: checksums of weights that compose over shards of any layout."""
+"""Verification of a refit by checksums of weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.grid.layout import Layout
+from hpcrl.kernels.checksum import add_checksum
 from hpcrl.model.params import Box, Shard
 from hpcrl.reshard.messages import Weights
 from hpcrl.reshard.pieces import ShardGroup
@@ -21,52 +22,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcrl.reshard.planner import Resharding
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROWS, _COLS = 0x2545F4914F6CDD1D, 0x9E3779B97F4A7C15  # so that row n and column n have different hashes
-_COLS_AT_ONCE = 1024
-SCRATCH_PER_ELEMENT = 48  # bytes of temporary memory per element that is worked on at once, at most
-
-
-def odd_hashes(start: int, stop: int, salt: int, device: torch.device) -> Tensor:
-    """Return int64 (stop - start,): an odd hash of each index, by the finaliser of splitmix64 (Steele et al. 2014)."""
-    x = torch.arange(start, stop, device=device) * _signed(0x9E3779B97F4A7C15) + _signed(salt)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
-    return (x ^ _shifted(x, 31)) | 1
-
-
-def checksum(values: Tensor, row: int, col: int, dtype: torch.dtype, scratch_bytes: int = 2**20) -> int:
-    """Return the sum over elements of bits(x) times an odd hash of the global index, modulo 2^64.
-
-    `values` (rows, cols) are the part of a global tensor that starts at (row, col); the bits are taken after rounding
-    to `dtype`. The hash of an index is the product of its row's and its column's. A change of any bit of one element
-    always changes the sum.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    at_once = max(1, scratch_bytes // SCRATCH_PER_ELEMENT)
-    width = min(values.size(1), _COLS_AT_ONCE, at_once)
-    height = max(1, at_once // width)
-    bits = _BITS[dtype.itemsize]
-    for left in range(0, values.size(1), width):
-        block = values[:, left : left + width]
-        of_col = odd_hashes(col + left, col + left + block.size(1), _COLS, values.device)
-        for top in range(0, values.size(0), height):
-            part = block[top : top + height]
-            of_row = odd_hashes(row + top, row + top + part.size(0), _ROWS, values.device)
-            words = part.to(dtype).view(bits).to(torch.int64, copy=True)
-            total += (words.mul_(of_col).sum(1) * of_row).sum()
-    return int(total) % 2**64
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 Extents = tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # global rows and columns of each box
@@ -149,12 +104,18 @@ class Verifier:
 
     def _sum(self, regions: list[_Region], weights: Weights) -> np.ndarray:
         """uint64 (totals,)."""
-        sums = [0] * self._num_totals
+        sums: dict[torch.device, Tensor] = {}
         for part in regions:
             tensor = weights[part.tensor]
             values = tensor.view(tensor.size(0), -1)[part.row : part.row + part.rows, part.col : part.col + part.cols]
-            sums[part.total] += checksum(values, part.global_row, part.global_col, self._dtype, self._scratch_bytes)
-        return np.array([total % 2**64 for total in sums], np.uint64)
+            if tensor.device not in sums:
+                sums[tensor.device] = torch.zeros(self._num_totals, dtype=torch.int64, device=tensor.device)
+            total = sums[tensor.device][part.total]
+            add_checksum(total, values, part.global_row, part.global_col, self._dtype, self._scratch_bytes)
+        found = torch.zeros(self._num_totals, dtype=torch.int64)
+        for of_device in sums.values():
+            found += of_device.cpu()
+        return found.numpy().view(np.uint64)
 
     def _message(self, wrong: dict[int, list[str]]) -> str:
         tensors = Counter(name for names in wrong.values() for name in names)

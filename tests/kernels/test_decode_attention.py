@@ -163,7 +163,7 @@ def test_parts_hold_each_token_once_and_stay_in_bounds(device: torch.device, sha
         parts, parts_of = cut_rows(*given[:2], SIZE, cut, given[2])
         if number < 5:
             on_device = [part.to(device) for part in given]
-            fused, fused_of = fused_cut_rows(*on_device[:2], SIZE, *cut, on_device[2])
+            fused, fused_of = fused_cut_rows(*on_device[:2], SIZE, cut, on_device[2])
             assert torch.equal(fused.cpu(), parts * (parts[:, 2:3] > 0)) and torch.equal(fused_of.cpu(), parts_of)
         assert len(parts) == len(lengths) + cut.wanted
         assert parts_of[num_rows:].tolist() == parts_of[:1].tolist() * (len(lengths) - num_rows)

@@ -1,23 +1,26 @@
 # What correct.sh, speed.sh and job.sh share, to be sourced first: options, environment, and checks that write a report.
-#   tools/gpu/SCRIPT.sh [--rehearse] [-o REPORT.md]
+#   tools/gpu/SCRIPT.sh [--rehearse] [--only PATTERN] [-o REPORT.md]
+# PATTERN is an extended regular expression: checks with other titles are left out.
 # PYTHON names the interpreter (.venv/bin/python, else python3), WHEELS the folder that wheels.sh filled (.wheels).
 # Exit code: 0 all checks passed, 1 one of them failed, 2 there is no GPU or a wrong argument.
+# LOGS names a folder that keeps the output of each check.
 # It sets: rehearsal (yes, no), python, one and two (commands that start a program on as many ranks; two may be empty).
 set -euo pipefail
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 script=$(basename "$0" .sh)
-usage="expected tools/gpu/$script.sh [--rehearse] [-o REPORT.md]"
+usage="expected tools/gpu/$script.sh [--rehearse] [--only PATTERN] [-o REPORT.md]"
 die() { printf '%s: error: %s\n' "$script" "$*" >&2; exit 2; }
 
 rehearsal=no
+only=
 report=gpu_$script.md
 while (($#)); do
     case $1 in
     --rehearse) rehearsal=yes ;;
-    -o)
-        (($# > 1)) || die "-o has no value; $usage"
-        report=$2
+    -o | --only)
+        (($# > 1)) || die "$1 has no value; $usage"
+        if [[ $1 == -o ]]; then report=$2; else only=$2; fi
         shift
         ;;
     *) die "unknown argument '$1'; $usage" ;;
@@ -74,6 +77,18 @@ budget=520 # seconds for all checks
 work=$(mktemp -d) # for logs, runs and data
 trap 'rm -rf "$work"' EXIT
 
+logs=${LOGS:-$work}
+mkdir -p "$logs"
+
+# beside COMMAND...: start it in the background, when fewer than `lanes` are running.
+lanes=$(($(nproc) - 2))
+[[ $rehearsal == no ]] || lanes=1
+((lanes > 0)) || lanes=1
+beside() {
+    while (($(jobs -rp | wc -l) >= lanes)); do wait -n || true; done
+    "$@" &
+}
+
 line() { printf '%s\n' "$*" | tee -a "$report"; } # at once, as checks may run side by side
 
 # check TITLE SECONDS COMMAND...: run COMMAND for at most SECONDS and note how it ended. Its last line `pass: ...`,
@@ -81,11 +96,12 @@ line() { printf '%s\n' "$*" | tee -a "$report"; } # at once, as checks may run s
 check() {
     local title=$1 limit=$2 started=$SECONDS code=0 outcome=pass said left=$((budget - SECONDS)) log
     shift 2
+    [[ $title =~ $only ]] || return 0
     if ((left < 5)); then
         line "- **fail** $title: not run: the time of all checks is used up"
         return
     fi
-    log=$(mktemp -p "$work")
+    log=$logs/$script.${title//[^[:alnum:]]/_}.log
     [[ $rehearsal == no ]] || limit=$((10 * limit))
     ((limit <= left)) || limit=$left
     timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1 </dev/null || code=$?

@@ -6,8 +6,8 @@ the kernels of a step, by torch's profiler; host time is the rest of the step.
 
 from __future__ import annotations
 
-import gc
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -43,13 +43,18 @@ class Step(NamedTuple):
 
 
 def native(world: World) -> str:
-    """All rows and contexts, with graphs and without."""
-    top, best = bandwidth(world.device), 0.0
+    """All rows and contexts, with graphs."""
+    return of_native(world, eager=False)
+
+
+def native_eager(world: World) -> str:
+    return of_native(world, eager=True)
+
+
+def of_native(world: World, *, eager: bool) -> str:
+    top = bandwidth(world.device)
     print_head()
-    for eager in (False, True):
-        best = max(best, native_steps(world, eager, top))
-        gc.collect()
-        accelerator.release_cached_memory(world.device)
+    best = native_steps(world, eager, top)
     return f"a copy moves {top / 1e9:.0f} GB/s; the best step is at {best:.0%} of its floor"
 
 
@@ -58,9 +63,10 @@ def native_steps(world: World, eager: bool, top: float) -> float:
     engine, shares = made(world, eager), []
     weights = sum(weight.nbytes for weight in engine.weights().values())
     for context, rows in itertools.product(CONTEXTS, ROWS):
-        step = measured(world, partial(native_generate, engine, rows, context))
+        kind = "eager" if eager else "CUDA graphs"
+        step = measured(world, partial(native_generate, engine, rows, context), f"{kind.split()[-1]}.{rows}.{context}")
         least = floor(weights, rows, context, top)
-        print_step("eager" if eager else "CUDA graphs", rows, context, step, least)
+        print_step(kind, rows, context, step, least)
         shares.append(least / step.seconds)
     return max(shares)
 
@@ -84,7 +90,7 @@ def hugging_face(world: World) -> str:
     print_head()
     for context, rows in itertools.product(CONTEXTS, HF_ROWS):
         try:
-            step = measured(world, partial(hf_generate, model, rows, context))
+            step = measured(world, partial(hf_generate, model, rows, context), f"transformers.{rows}.{context}")
         except torch.OutOfMemoryError:
             failed.append(f"{rows} rows of {context}")
             accelerator.release_cached_memory(world.device)
@@ -146,8 +152,11 @@ def made(world: World, eager: bool) -> NativeEngine:
     return engine
 
 
-def measured(world: World, generate: Generate) -> Step:
-    """The median of the last half of the steps: once to warm up, once for the time, once under the profiler."""
+def measured(world: World, generate: Generate, name: str) -> Step:
+    """The median of the last half of the steps: once to warm up, once for the time, once under the profiler.
+
+    The folder LOGS of the environment keeps the profile as `name`.
+    """
     generate(lambda: None)
     ends: list[float] = []
     generate(lambda: ends.append(time.perf_counter()))
@@ -167,6 +176,8 @@ def measured(world: World, generate: Generate) -> Step:
             profiler.stop()
 
     generate(on_step)
+    if folder := os.environ.get("LOGS"):
+        profiler.export_chrome_trace(f"{folder}/decode.{name}.json.gz")
     kernels = [
         each for each in profiler.events() if each.device_type == DeviceType.CUDA and not each.is_user_annotation
     ]

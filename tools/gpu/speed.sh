@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # How fast are hpcrl's kernels, its decode step and its refit on this machine's GPU, beside what the hardware allows?
-#   tools/gpu/speed.sh [--rehearse] [-o REPORT.md]      options, variables and exit code: common.sh
+#   tools/gpu/speed.sh [--rehearse] [--only PATTERN] [-o REPORT.md]   options, variables and exit code: common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 run() { check "$1" "$2" "${one[@]}" -m tools.gpu.check "tools.gpu.$3" "$4"; }
 
 run "refit of 1.5B weights in bf16" 60 refit speed
 run "decode of 1.5B in bf16" 180 decode native
+run "decode of 1.5B in bf16, without graphs" 120 decode native_eager
 run "decode of 1.5B in bf16, transformers" 120 decode hugging_face
 bench=(tools/bench_kernels.py)
 if [[ $rehearsal == yes ]]; then
     bench+=(--rehearse)
     export HPCRL_KERNELS=triton # in its interpreter
 fi
-for kernel in decode_attention linear_log_prob sampling rms_norm rope swiglu pack; do # one may end its process
+for kernel in decode_attention linear_log_prob sampling rms_norm rope store_heads swiglu pack checksum; do # one may end its process
     check "$kernel" 60 "${one[@]}" "${bench[@]}" "$kernel"
 done
 finish

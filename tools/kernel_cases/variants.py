@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcrl.kernels import (
+    checksum_triton,
     decode_attention_triton,
     layers_triton,
     linear_log_prob_triton,
     pack_triton,
     philox_triton,
     sampling_triton,
+    store_heads_triton,
 )
 
 CHIPS = {80: "A100", 90: "H100, H200", 100: "B200"}  # by compute capability x 10
@@ -109,7 +111,7 @@ def _decode_attention_variants() -> list[KernelVariant]:
     pointers = dict.fromkeys(("starts", "lengths", "num_rows", "parts", "parts_of"), "*i32")
     integers = dict.fromkeys(("n", "num_parts", "wanted", "least"), "i32")
     sizes = {"SIZE": 32, "ROWS": 1024}
-    found.append(KernelVariant("decode_attention cut", decode_attention_triton.cut, pointers | integers, sizes))
+    found.append(KernelVariant("decode_attention cut", decode_attention_triton.cut_kernel, pointers | integers, sizes))
     return found
 
 
@@ -175,6 +177,31 @@ def _rope_variants() -> list[KernelVariant]:
                 | {"BLOCK_TOKENS": tile.tokens, "BLOCK_HEADS": tile.heads, "BLOCK": tile.block},
             )
         )
+    return found
+
+
+def _checksum_variants() -> list[KernelVariant]:
+    """A matrix that is rounded first, and a vector as one column."""
+    found = []
+    for name, width in (("bf16", 1536), ("fp32", 1536), ("fp32", 1)):
+        numbers = dict.fromkeys(("height", "width", "stride"), "i32") | dict.fromkeys(("row", "col"), "i64")
+        pointers = {"total": "*i64", "values": f"*{name}"}
+        sizes = checksum_triton.constants(width, torch.bfloat16)
+        title = f"checksum {name} {width} wide"
+        found.append(KernelVariant(title, checksum_triton.add, pointers | numbers, sizes))
+    return found
+
+
+def _store_heads_variants() -> list[KernelVariant]:
+    """Qwen2.5's heads, with a bias, and Qwen3's, with norms."""
+    found = []
+    for groups, per_head, bias in ((2, 6, True), (8, 4, False)):
+        names = ("mixed", "bias", "query_norm", "key_norm", "queries", "keys", "values")
+        pointers = dict.fromkeys(names, "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
+        sizes = {"BIAS": bias, "NORM": not bias} | store_heads_triton.constants(groups, per_head, 128, 32)
+        numbers = dict.fromkeys(("blocks", "offsets"), "*i64") | {"stride": "i32", "eps": "fp32"}
+        title = f"store_heads {groups} x {per_head} of 128"
+        found.append(KernelVariant(title, store_heads_triton.store, pointers | numbers, sizes))
     return found
 
 
@@ -262,6 +289,8 @@ def kernel_variants() -> list[KernelVariant]:
         *_rms_norm_variants(),
         *_swiglu_variants(),
         *_rope_variants(),
+        *_store_heads_variants(),
+        *_checksum_variants(),
         *_linear_log_prob_variants(),
         *_pack_variants(),
         *_sampling_variants(),

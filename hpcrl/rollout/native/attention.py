@@ -23,6 +23,7 @@ from torch import Tensor
 from hpcrl.kernels.decode_attention import Cut, PagedRows, decode_attention, is_fused
 from hpcrl.kernels.layers import rms_norm
 from hpcrl.kernels.packed_attention import Sequences, packed_attention
+from hpcrl.kernels.store_heads import CacheSlots, HeadWeights, store_heads
 from hpcrl.kernels.vocabulary import LOG2_E
 from hpcrl.model.exact import exact_attention
 from hpcrl.model.layers import LATENT_NORM_EPS
@@ -89,10 +90,17 @@ class PagedAttention:
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.new.store(layer, keys, values)
-        cache = self._cache
-        return decode_attention(
-            queries, cache.keys[layer], cache.values[layer], self._rows, scale=queries.size(-1) ** -0.5
-        )
+        return self._attend(layer, queries)
+
+    def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:
+        """The same from the product of queries, keys and values, with the arguments of `store_heads`."""
+        cache, new = self._cache, self.new
+        slots = CacheSlots(cache.keys[layer], cache.values[layer], new.units, new.offsets)
+        return self._attend(layer, store_heads(mixed, weights, cos, sin, slots))
+
+    def _attend(self, layer: int, queries: Tensor) -> Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        return decode_attention(queries, keys, values, self._rows, scale=queries.size(-1) ** -0.5)
 
 
 class StoredTokens:
@@ -112,11 +120,11 @@ class StoredTokens:
         rope_positions: Tensor | None = None,
     ) -> None:
         self.cache = cache
-        self.positions, self._units, self._offsets = positions, units, offsets
+        self.positions, self.units, self.offsets = positions, units, offsets
         self.rope_positions = positions if rope_positions is None else rope_positions
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.cache.write(layer, self._units, self._offsets, keys, values)
+        self.cache.write(layer, self.units, self.offsets, keys, values)
 
 
 class NewTokens(StoredTokens):

@@ -17,6 +17,7 @@ from hpcrl.kernels.dispatch import use_triton
 from hpcrl.kernels.fp32_product import product
 from hpcrl.kernels.grouped_experts import Experts, mixture
 from hpcrl.kernels.layers import add_rms_norm, apply_rope, rms_norm, swiglu
+from hpcrl.kernels.store_heads import HeadWeights
 from hpcrl.model.exact import exact_linear, exact_sum
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER, TOWER, Shard, engine_layout, shards
 from hpcrl.model.rope import rope_cos_sin
@@ -26,6 +27,7 @@ from hpcrl.model.tower import build_tower
 from hpcrl.rollout.native.attention import (
     Attention,
     LatentWeights,
+    PagedAttention,
     queries_and_keys,
     values_of,
 )
@@ -80,6 +82,11 @@ class PlainRope:
 
     def __call__(self, heads: Tensor) -> Tensor:
         return apply_rope(heads, self._cos, self._sin)
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 (n, head_dim / 2)."""
+        return self._cos.squeeze(1), self._sin.squeeze(1)
 
 
 class FastRope(PlainRope):
@@ -259,14 +266,12 @@ class Decoder:
             hidden[features.rows] = features.values[0]
         normed = rms_norm(hidden, self._first_norm, eps)
         for number, layer in enumerate(self._layers):
-            queries, keys, values = self._heads(normed, layer, rotate)
             is_last = cache_only and number == len(self._layers) - 1
             if is_last and (chosen is None or layer.router is None):
+                _, keys, values = self._heads(normed, layer, rotate)
                 attention.new.store(number, keys, values)
                 break
-            attended = attention(number, queries, keys, values)
-            if layer.latent is not None and self._shape.mla is not None:
-                attended = values_of(attended, layer.latent, self._shape.mla)
+            attended = self._attended(number, normed, layer, attention, rotate)
             attended = self.tp.sum(self._linear(attended.flatten(1), layer.proj))
             normed = add_rms_norm(attended, hidden, layer.mlp_norm, eps)
             if layer.router is None:
@@ -284,6 +289,16 @@ class Decoder:
                 output[features.rows] += features.values[number + 1]
             normed = add_rms_norm(output, hidden, layer.next_norm, eps)
         return normed
+
+    def _attended(self, number: int, x: Tensor, layer: _Layer, attention: Attention, rotate: PlainRope) -> Tensor:
+        """Return what the heads of layer `number` attend to, (n, KV heads, queries of a head, value_dim)."""
+        if layer.qkv is not None and isinstance(attention, PagedAttention):
+            weights = HeadWeights(layer.qkv_bias, layer.q_norm, layer.k_norm, self._shape.rms_norm_eps)
+            return attention.of_product(number, self._linear(x, layer.qkv), weights, *rotate.angles)
+        attended = attention(number, *self._heads(x, layer, rotate))
+        if layer.latent is None or self._shape.mla is None:
+            return attended
+        return values_of(attended, layer.latent, self._shape.mla)
 
     def _heads(self, x: Tensor, layer: _Layer, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values in the form of `hpcrl.rollout.native.attention`."""

@@ -7,9 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.reshard.verification import checksum, odd_hashes
+from hpcrl.kernels.checksum import add_checksum, odd_hashes
+from tests.kernels.close import DTYPES
 
 ROWS, COLS = 12, 1500  # more columns than are worked on at once
+
+
+def checksum(values: torch.Tensor, row: int, col: int, dtype: torch.dtype, scratch_bytes: int = 2**20) -> int:
+    total = torch.zeros((), dtype=torch.int64)
+    add_checksum(total, values, row, col, dtype, scratch_bytes)
+    return int(total) % 2**64
 
 
 def weights(seed: int = 0) -> torch.Tensor:
@@ -65,3 +72,19 @@ def test_hashes_are_odd_and_differ(start) -> None:
     hashes = odd_hashes(start, start + 10_000, 1, torch.device("cpu"))
     assert bool((hashes % 2 == 1).all()) and hashes.unique().numel() == 10_000
     assert torch.equal(hashes[500:600], odd_hashes(start + 500, start + 600, 1, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (300, 1), (5, 1030), (70, 33)])
+def test_the_kernel_has_the_same_sum(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Of numbers in fp32 that are rounded, whose rows lie apart, far into a tensor; nothing outside is read."""
+    wide = torch.full((shape[0], shape[1] + 3), torch.nan, device=device)
+    values = wide[:, : shape[1]].normal_()
+    totals = torch.full((3,), -5, dtype=torch.int64, device=device)
+    add_checksum(totals[1], values, 7, 2**33, dtype)
+    monkeypatch.setenv("HPCRL_KERNELS", "torch")
+    expected = torch.tensor(-5)
+    add_checksum(expected, values.cpu(), 7, 2**33, dtype)
+    assert totals.tolist() == [-5, int(expected), -5]
