@@ -1,5 +1,5 @@
 """Decode attention in Triton: one program per part of a row's tokens, KV head and group of queries; other programs
-combine the parts of a row. Not measured on a GPU yet."""
+combine the parts of a row."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """CUDA graphs of `run`, the decode step of a number of rows, which replace hundreds of launches by one. Not yet run
-    on a GPU.
+    """CUDA graphs of `run`, the decode step of a number of rows, which replace hundreds of launches by one.
 
     A graph is captured on first use. All that changes from step to step is in `state`, the memory of a `DecodeState`,
     which never moves. Graphs do not depend on lengths: their attention has programs for the largest number of parts
