@@ -83,7 +83,7 @@ def use_triton(name: str, x: Tensor, *, unless: str = "") -> bool:
     Triton on a CPU without the interpreter.
     """
     choice = os.environ.get(VARIABLE, "auto")
-    if x.device.type == "cpu" and choice == "auto":
+    if choice == "auto" and x.is_cpu:
         return False
     reason = unless or _reason(choice, x.device.type, x.dtype)
     _log_choice(name, x.device.type, x.dtype, reason)

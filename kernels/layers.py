@@ -3,6 +3,7 @@ position embedding (Su et al. 2021, arXiv:2104.09864) in the half-rotation form 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -53,8 +54,13 @@ def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm, and 1 / sqrt(mean(x^2) + eps), (..., 1)."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = length.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    scale = torch.addcmul(_constant(eps), length, length, value=1 / x.size(-1)).rsqrt_()
     return (x * scale).mul_(weight), scale
+
+
+@functools.cache
+def _constant(number: float) -> Tensor:
+    return torch.tensor(number)
 
 
 class _RMSNorm(torch.autograd.Function):

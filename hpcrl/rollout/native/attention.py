@@ -77,7 +77,7 @@ class PagedAttention:
         heads, size = cache.heads, cache.block_size
         of_tokens = blocks.index_select(0, starts + cached // size)
         # int64, to which every write would convert them
-        self.new = StoredTokens(cache, cached, of_tokens.long(), (cached % size).long(), rope_positions)
+        self.new = StoredTokens(cache, cached, (of_tokens.long(), (cached % size).long()), rope_positions)
         self._cache = cache
         cut = Cut.of(heads.groups, heads.queries, heads.value_dim)
         self._rows = PagedRows.of(cache.keys[0], blocks, starts, cached + 1, width, cut, num_rows)
@@ -95,7 +95,7 @@ class PagedAttention:
     def of_product(self, layer: int, mixed: Tensor, weights: HeadWeights, cos: Tensor, sin: Tensor) -> Tensor:
         """The same from the product of queries, keys and values, with the arguments of `store_heads`."""
         cache, new = self._cache, self.new
-        slots = CacheSlots(cache.keys[layer], cache.values[layer], new.units, new.offsets)
+        slots = CacheSlots(cache.keys[layer], cache.values[layer], *new.places)
         return self._attend(layer, store_heads(mixed, weights, cos, sin, slots))
 
     def _attend(self, layer: int, queries: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ class PagedAttention:
 
 
 class StoredTokens:
-    """The tokens of one call, flat (n,): their places `positions` in their sequences, and where the cache stores them,
-    `offsets` in its `units`, blocks or rows, all integers.
+    """The tokens of one call, flat (n,): `positions` in their sequences, integers, and `places` in the cache, as its
+    `places` returns them.
 
     `rope_positions`, those of the rotary embedding, are the same as `positions` unless given: (n,), or (3, n) in time,
     height and width.
@@ -115,16 +115,14 @@ class StoredTokens:
         self,
         cache: KVCache | RowCache,
         positions: Tensor,
-        units: Tensor,
-        offsets: Tensor,
+        places: tuple[Tensor, ...],
         rope_positions: Tensor | None = None,
     ) -> None:
-        self.cache = cache
-        self.positions, self.units, self.offsets = positions, units, offsets
+        self.cache, self.positions, self.places = cache, positions, places
         self.rope_positions = positions if rope_positions is None else rope_positions
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.cache.write(layer, self.units, self.offsets, keys, values)
+        self.cache.write(layer, self.places, keys, values)
 
 
 class NewTokens(StoredTokens):
@@ -148,9 +146,9 @@ class NewTokens(StoredTokens):
             ends = lengths.cumsum()
             row_of = rows.repeat(lengths)
             positions = np.arange(ends[-1]) - (ends - lengths - starts).repeat(lengths)
-        own = () if rope_positions is None else (rope_positions,)
-        arrays = positions, *cache.places(row_of, positions), *own
-        super().__init__(cache, *(torch.from_numpy(array).to(cache.device) for array in arrays))
+        places = tuple(torch.from_numpy(array).to(cache.device) for array in cache.places(row_of, positions))
+        own = None if rope_positions is None else torch.from_numpy(rope_positions).to(cache.device)
+        super().__init__(cache, torch.from_numpy(positions).to(cache.device), places, own)
 
 
 class Attention(Protocol):

@@ -154,15 +154,16 @@ class KVCache:
     def clear(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.block_size, self.num_rows)
 
-    def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `offsets` in
-        `blocks`, int64 (n,)."""
+    def write(self, layer: int, places: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
+        """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `places`."""
+        blocks, offsets = places
         self.keys[layer].permute(0, 3, 1, 2)[blocks, offsets] = keys
         if not self.heads.value_in_key:
             self.values[layer].transpose(1, 2)[blocks, offsets] = values
 
     def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both."""
+        """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both: their blocks, and the offsets in
+        these, int64 (n,)."""
         distinct, number = np.unique(rows, return_inverse=True)
         return self.pool.table(distinct)[number, positions // self.block_size], positions % self.block_size
 

@@ -80,15 +80,18 @@ class RowCache:
                 memory.madvise(mmap.MADV_DONTNEED)
         self.pool = BlockBudget(self.num_blocks, self.block_size, self.num_rows)
 
-    def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both."""
-        return rows, positions
+    def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray]:
+        """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both: int64 (n x KV heads,), places
+        of heads in a layer."""
+        heads = rows[:, None] * self.heads.groups + np.arange(self.heads.groups)
+        return ((heads * self.row_tokens + positions[:, None]).ravel(),)
 
-    def write(self, layer: int, rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, places: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
         """Store `keys` (n, KV heads, key_dim) and `values` (n, KV heads, value_dim) of n tokens at `places`."""
-        self.keys[layer].transpose(1, 2)[rows, positions] = keys
+        (places_of_heads,) = places
+        self.keys[layer].flatten(0, 2).index_copy_(0, places_of_heads, keys.reshape(-1, keys.size(-1)))
         if not self.heads.value_in_key:
-            self.values[layer].transpose(1, 2)[rows, positions] = values
+            self.values[layer].flatten(0, 2).index_copy_(0, places_of_heads, values.reshape(-1, values.size(-1)))
 
     def spans(self, row: int, num_tokens: int, at_once: int) -> list[Any]:
         """Return the parts of a row's tokens, `at_once` at most in each, for `read`."""
