@@ -162,8 +162,8 @@ class KVCache:
             self.values[layer].transpose(1, 2)[blocks, offsets] = values
 
     def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both: their blocks, and the offsets in
-        these, int64 (n,)."""
+        """Return where `write` stores tokens at `positions` of `rows`, int64 (n,) both: their blocks, and the offsets
+        in these, int64 (n,)."""
         distinct, number = np.unique(rows, return_inverse=True)
         return self.pool.table(distinct)[number, positions // self.block_size], positions % self.block_size
 
