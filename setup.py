@@ -15,6 +15,7 @@ COMMON = [
     "tokenizers",  # the tokenizer that a small model ships; transformers pins its version
     "argcomplete>=3.1",  # completion of the command line in shells
     "tqdm>=4.60",  # progress on a terminal
+    "rich>=13",  # samples in a terminal: colours that the terminal has, wrapped columns
     "matplotlib>=3.7",  # the PNG of the curves
     "pillow>=10.1",  # pictures of data files; transformers' image processors need it and do not require it
     "msgpack>=1.0",  # records of the append-only rollout logs
@@ -63,6 +64,17 @@ MATH = [
     "math-verify>=0.9,<0.10",  # the scorer of the same name; brings an ANTLR parser of LaTeX and sympy
 ]
 
+# Trackers, each in a process of its own (hpcrl/telemetry/trackers.py)
+WANDB = [
+    "wandb>=0.19",  # offline runs in the run's folder
+]
+
+MLFLOW = [
+    "mlflow-skinny>=3.1,<4",  # the client and the store; `mlflow` adds a server, pages and 30 further packages
+    "sqlalchemy>=2",  # the SQLite store, which mlflow-skinny does not require
+    "alembic>=1.10",  # makes the tables of that store
+]
+
 DOCS = [
     "mkdocs>=1.6,<2",  # builds the pages of docs/ and finds links that lead nowhere; its own themes need nothing more
 ]
@@ -70,11 +82,14 @@ DOCS = [
 TEST = [
     *MATH,
     *DOCS,
+    *WANDB,
+    *MLFLOW,
     "pytest>=8",
     "pytest-timeout>=2.3",  # a hung collective must end a session
     "pytest-xdist>=3.6",  # the tests without MPI on all cores
     "hypothesis>=6.100",  # property tests
     "peft>=0.21",  # reads the adapters that training writes
+    "selenium>=4.20",  # drives the Chromium that opens the pages of `hpcrl report`; a browser is no Python package
     "gguf>=0.17",  # reads the file of tools/prepare_smollm2.py
     "triton>=3.5; sys_platform == 'linux'",  # kernels in its interpreter and compiler, which need no GPU
     "ruff>=0.6",  # lint and format
@@ -104,13 +119,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["hpcrl", "hpcrl.*"]),
-    package_data={"hpcrl": ["**/*.json", "**/*.jinja"]},
+    package_data={"hpcrl": ["**/*.json", "**/*.jinja", "report/assets/*"]},
     install_requires=COMMON,
     extras_require={
         "cpu": CPU,
         "gpu": GPU,
         "trtllm": TRTLLM,
         "math": MATH,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
         "docs": DOCS,
         "test": TEST,
         "mutation": MUTATION,

@@ -132,7 +132,6 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
 
     if dry_run.requested(os.environ):
         dry_run.main(arguments, lambda: load_job(name))
-    from hpcrl.runtime.job import run_spmd
     from hpcrl.runtime.store import block_signals
 
     is_file = name.endswith(".py")
@@ -142,13 +141,20 @@ def run_job(name: str, arguments: list[str]) -> NoReturn:
         job = load_job(name)
     except InputError as error:
         exits.exit_with_error(error)
-    job.schema()
     parser = ArgumentParser(prog=f"hpcrl run {name}" if is_file else f"hpcrl {name}", description=job.__doc__)
     job.add_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
     config = getattr(parsed, "config", "")
     if "=" in config and not Path(config).exists():
         parser.error(f"found the override {config!r} in place of a YAML file")
+    run_on_ranks(job, parsed)
+
+
+def run_on_ranks(job: type[Job], parsed: argparse.Namespace) -> NoReturn:
+    """Run a job whose command line is parsed."""
+    from hpcrl.runtime.job import run_spmd
+
+    job.schema()
 
     def on_every_rank(world: World, config: Config) -> int:
         derived = print_derived(world, lambda: job.check_with_torch(config, world.size))
@@ -257,6 +263,38 @@ def status(arguments: list[str]) -> NoReturn:
     status.main(arguments)
 
 
+def samples(arguments: list[str]) -> NoReturn:
+    from hpcrl.viewer import samples_command
+
+    samples_command.main(arguments)
+
+
+def report(arguments: list[str]) -> NoReturn:
+    from hpcrl.report import command
+
+    command.main(arguments)
+
+
+def trace(arguments: list[str]) -> NoReturn:
+    from hpcrl.tracing import command
+
+    command.main(arguments)
+
+
+def replay(arguments: list[str]) -> NoReturn:
+    from hpcrl.run import replay
+
+    parser = ArgumentParser(prog="hpcrl replay", description=TOOLS["replay"][1])
+    replay.add_arguments(parser)
+    parsed = parser.parse_intermixed_args(arguments)
+    with exits.one_line_for_user_errors():
+        name = replay.job_of(Path(parsed.run), parsed.overrides)
+        if not name.endswith(".py") and name not in job_names():
+            fail(f"{parsed.run} is a run of `hpcrl {name}`, which this version does not have")
+        job = replay.replayed(load_job(name))
+    run_on_ranks(job, parsed)
+
+
 def fail(line: str) -> NoReturn:
     exits.exit_with_error(InputError(line))
 
@@ -267,5 +305,9 @@ TOOLS: dict[str, tuple[Callable[[list[str]], NoReturn], str]] = {
     "check": (check, "what is installed here, and what is wrong with it; with --job: the nodes of an allocation"),
     "data": (data, "datasets in verl's schema from downloaded files, and duplicates between training and validation"),
     "submit": (submit, "a Slurm job or a chain of them, checked and with all they read"),
-    "status": (status, "the state of a run, and of the other jobs of its chain"),
+    "status": (status, "the state of a run and its chain, or of several runs; --watch repeats it"),
+    "samples": (samples, "prompts and responses of a run: the worst, the best, by text, or of two runs"),
+    "report": (report, "runs as one HTML page: curves, times, slices, warnings, samples; needs neither torch nor MPI"),
+    "trace": (trace, "what every rank did in a step, as a file for Perfetto"),
+    "replay": (replay, "a recorded step of a run again, here: whether its numbers are those that the run logged"),
 }

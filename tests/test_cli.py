@@ -34,7 +34,8 @@ def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 
 
 COMMANDS = (
-    "convert, evaluate, generate, online_dpo, preference, rm, score, sft, train, run, plan, check, data, submit, status"
+    "convert, evaluate, generate, online_dpo, preference, rm, score, sft, train, "
+    "run, plan, check, data, submit, status, samples, report, trace, replay"
 )
 
 
@@ -60,8 +61,11 @@ COMMANDS = (
         (["data"], "data: the following arguments are required: NAME; usage: hpcrl data [-h] NAME"),
         (["data", "gsm8k"], "data: the following arguments are required: --from, --out; usage: hpcrl data gsm8k [-h]"),
         (["submit"], "submit: the following arguments are required: [COMMAND:]CONFIG; usage: hpcrl submit"),
-        (["status"], "status: the following arguments are required: RUN; usage: hpcrl status [-h] RUN"),
+        (["status", "--watch", "x"], "status: argument --watch: invalid float value: 'x'; usage: hpcrl status [-h]"),
+        (["replay"], "replay: the following arguments are required: --step; usage: hpcrl replay [-h] --step N"),
+        (["replay", "/none", "--step", "1"], "/none is no run's folder: it has no config.yaml; expected <run.dir>/"),
         (["status", "/none"], "/none is no run's folder; expected <run.dir>/<run.name> of a run"),
+        (["samples"], "samples: the following arguments are required: RUN; usage: hpcrl samples [-h]"),
         (["score", "m", "--tokens"], "score: argument --tokens: expected one argument; usage: hpcrl score"),
     ],
 )

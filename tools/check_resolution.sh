@@ -4,6 +4,7 @@
 #   tools/check_resolution.sh [3.10 3.11 3.12]
 # pip, which installs hpcrl, gives the same versions, but `pip install --dry-run` downloads 3.3 GB for each Python.
 # One resolution of all extras of the native engine shows that each of them resolves. `trtllm` is not on PyPI as a whole.
+# Only wheels count, for the C library of the oldest clusters (glibc 2.28), so tools/bundle_wheels.sh finds all files, too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,22 +20,26 @@ export UV_DEFAULT_INDEX UV_NO_CONFIG=1
 [[ -z ${PIP_CERT:-} ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$PIP_CERT}
 unset UV_FIND_LINKS UV_INDEX UV_EXTRA_INDEX_URL UV_INDEX_URL
 
+"$python" tools/requirements.py cpu,gpu,math,wandb,mlflow,test >"$folder/requirements.in"
 running=()
 for version in "$@"; do
-    "$folder/uv/bin/uv" pip compile -q --python "$python" --python-version "$version" --no-annotate --no-header \
-        --extra cpu --extra gpu --extra math --extra test -o "$folder/$version.txt" setup.py 2>"$folder/$version.err" &
-    running+=("$version:$!")
+    for machine in x86_64 aarch64; do
+        "$folder/uv/bin/uv" pip compile -q --python "$python" --python-version "$version" --no-annotate --no-header \
+            --only-binary :all: --python-platform "$machine-manylinux_2_28" "$folder/requirements.in" \
+            -o "$folder/$version-$machine.txt" 2>"$folder/$version-$machine.err" &
+        running+=("$version-$machine:$!")
+    done
 done
 failed=0
 for each in "${running[@]}"; do
-    version=${each%%:*}
+    name=${each%%:*}
     if wait "${each##*:}"; then
-        named=$(grep -E '^(torch|triton|megatron-core|numpy|transformers|mpi4py|mpich)==' "$folder/$version.txt" | paste -sd' ')
-        printf 'Python %s: %d packages: %s\n' "$version" "$(grep -c == "$folder/$version.txt")" "$named"
+        named=$(grep -E '^(torch|triton|megatron-core|numpy|transformers|mpi4py|mpich)==' "$folder/$name.txt" | paste -sd' ')
+        printf 'Python %s: %d packages: %s\n' "$name" "$(grep -c == "$folder/$name.txt")" "$named"
     else
         failed=1
-        printf 'check_resolution.sh: error: Python %s: PyPI alone cannot install it\n' "$version" >&2
-        tail -n 15 "$folder/$version.err" >&2
+        printf 'check_resolution.sh: error: Python %s: PyPI alone cannot install it\n' "$name" >&2
+        tail -n 15 "$folder/$name.err" >&2
     fi
 done
 exit "$failed"

@@ -368,6 +368,16 @@ FAULTS = [
         4,
         "tests/mpi/test_loss_splits.py::test_any_split_is_the_whole -k 'vanilla and token-mean'",
     ),
+    # Replay.
+    Fault(
+        "replay",
+        "replay: a changed advantage is found",
+        "telemetry/agreement.py",
+        "        elif worst.size > self.rtol:",
+        "        elif worst.size > 1e9:",
+        2,
+        "tests/mpi/test_replay.py::test_a_changed_advantage_of_the_record_is_found",
+    ),
     # Templates and dynamic sampling.
     Fault(
         "templates",
@@ -507,6 +517,25 @@ FAULTS = [
         0,
         "tests/run/test_hangs.py -k 'generate and spin'",
     ),
+    # Watching runs.
+    Fault(
+        "events-killed",
+        "a run whose rank 0 is killed runs the command of job.on_event",
+        "runtime/event_process.py",
+        'self._end(found.get("code"), found or {"error": "rank 0 was killed"})',
+        "self._give_up = time.monotonic()",
+        0,
+        "tests/run/test_events.py::test_a_run_that_is_killed",
+    ),
+    Fault(
+        "terminal-text",
+        "text of models reaches a terminal without what a terminal acts on",
+        "telemetry/printable.py",
+        "text = _SUSPECT.sub(_shown, text)",
+        "text = str(text)",
+        0,
+        "tests/viewer/test_samples_command.py::test_model_text_never_reaches_a_terminal_raw",
+    ),
     # Checkpoints.
     Fault(
         "damage-flipped",
@@ -634,6 +663,34 @@ FAULTS = [
         '        __import__("subprocess").run(["mkdir", "-p", self._path], check=True)\n',
         2,
         "tests/mpi/test_saving.py::test_no_process_is_started_by_a_save_and_all_ranks_write_as_much",
+    ),
+    # Trackers.
+    Fault(
+        "trackers-repeated",
+        "each step once, also after a kill",
+        "telemetry/tracker_mlflow.py",
+        "return last if same else None",
+        "return last",
+        0,
+        "tests/telemetry/test_trackers.py::test_the_slices_of_a_run_are_one_run_with_the_values_of_metrics_jsonl",
+    ),
+    Fault(
+        "trackers-disk",
+        "one that has no disk costs one warning",
+        "telemetry/tracker_wandb.py",
+        "if count != self._num_rows:",
+        "if False:",
+        0,
+        "tests/telemetry/test_trackers.py::test_a_full_disk_costs_a_warning_for_each_tracker",
+    ),
+    Fault(
+        "trackers-hang",
+        "one that hangs costs one warning",
+        "telemetry/trackers.py",
+        "process.join(max(0.0, deadline - time.monotonic()))",
+        "process.join()",
+        0,
+        "tests/telemetry/test_trackers.py::test_a_tracker_that_fails_costs_one_warning_and_no_time",
     ),
     # Pages.
     Fault(

@@ -2,8 +2,9 @@
 # Run the tests, and say what they cost: those without MPI on all cores, then one SPMD pytest session under mpiexec for each
 # of 4 and 2 ranks. Beside them, as tests wait for something a third of their time, run the sessions of 1 rank, of 3 for
 # the torch.distributed backend and, with --all, of 8 for the layouts that need as many, then the tests on a private Slurm,
-# which is installed where apt and root are there. At last, with --all, those that need a quiet machine.
-# Without a Slurm its tests are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 makes that a failure.
+# which is installed where apt and root are there, and those in a browser. At last, with --all, those that need a quiet machine.
+# Without a Slurm or a browser their tests are left out, and the summary says so; HPCRL_REQUIRE_SLURM=1 and
+# HPCRL_REQUIRE_BROWSER=1 make that a failure.
 #   tools/test.sh [--all | --exhaustive | --changed] [-k EXPR] [--write-budgets]
 # --all adds the tests marked slow, --exhaustive also those marked exhaustive; --changed runs only the files that test what
 # differs from HPCRL_BASE (origin/main, else the last commit). HPCRL_TEST_COSTS=DIR keeps what the tables are made of.
@@ -99,9 +100,10 @@ world() {
     return "$code"
 }
 
-mapfile -t plain < <(chosen tests tests/mpi tests/slurm)
+mapfile -t plain < <(chosen tests tests/mpi tests/slurm tests/report/browser)
 mapfile -t spmd < <(chosen tests/mpi)
 mapfile -t slurm < <(chosen tests/slurm)
+mapfile -t pages < <(chosen tests/report/browser)
 pytest=("$python" -m pytest -p tests.costs "${options[@]}")
 
 run_beside() {
@@ -114,6 +116,10 @@ run_beside() {
     if ((${#slurm[@]})); then
         why=$(tools/slurm_lab.sh install 2>&1) || printf '\n%s\n' "$why"
         part "Slurm" "${pytest[@]}" -n "$cores" --dist worksteal --timeout "$((3 * seconds))" -rs "${slurm[@]}"
+    fi
+    if [[ $all == yes ]] && ((${#pages[@]})); then
+        why=$(tools/browser.sh install 2>&1) || printf '\n%s\n' "$why"
+        part "browser" "${pytest[@]}" --timeout "$seconds" -rs "${pages[@]}"
     fi
 }
 beside=
@@ -133,7 +139,7 @@ run_beside >"$logs/beside" 2>&1 </dev/null &
 beside=$!
 set +m
 if ((${#plain[@]})); then
-    pytest+=(--ignore=tests/mpi --ignore=tests/slurm --timeout "$seconds")
+    pytest+=(--ignore=tests/mpi --ignore=tests/slurm --ignore=tests/report/browser --timeout "$seconds")
     HPCRL_QUIET=no part "without MPI" "${pytest[@]}" -n "$cores" --dist loadfile "${plain[@]}"
 fi
 if ((${#spmd[@]})); then

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,7 @@ from hpcrl.checkpoint.manifest import FileEntry, HashedFile, SavedPart, error_li
 from hpcrl.checkpoint.sharded_load import Engine
 from hpcrl.checkpoint.store import fsync
 from hpcrl.runtime import platform
+from hpcrl.runtime.spans import spans
 
 if TYPE_CHECKING:
     from hpcrl.grid.groups import RoleGroups
@@ -81,10 +83,12 @@ class ShardedSave:
         files: list[FileEntry] = []
         pieces: list[tuple[int, int]] = []
         problem = None
+        began = time.perf_counter()
         try:
             files, pieces = self._write(staged, small)
         except Exception as error:  # a failed save must not end the run
             problem = f"rank {self._groups.rank} on {socket.gethostname()}: {error_line(error)}"
+        spans.add_beside(f"save {self._path.name}", "write checkpoint", began, time.perf_counter())
         self._report(SavedPart(self._groups.rank, files, pieces, problem))
 
     def _write(self, staged: Staged, small: dict[str, bytes]) -> tuple[list[FileEntry], list[tuple[int, int]]]:

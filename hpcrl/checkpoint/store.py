@@ -122,6 +122,13 @@ class CheckpointStore:
         """Remove what a failed save has written; the next commit removes the rest."""
         shutil.rmtree(self.pending(step), ignore_errors=True)
 
+    def listed(self) -> list[tuple[int, Path]]:
+        """Return (step, folder) of each checkpoint, newest first, without verification."""
+        found: dict[int, Path] = {}
+        for step, folder in _candidates(self.root):
+            found.setdefault(step, folder)
+        return list(found.items())
+
     def newest(self) -> str | None:
         """Return the name of the newest checkpoint, without verification."""
         return next((folder.name for _, folder in _candidates(self.root)), None)

@@ -239,8 +239,6 @@ OF_VERL = {  # keys of verl that have no namesake here -> what to write
     "pipeline_model_parallel_size": LAYOUTS,
     "n_gpus_per_node": "the ranks are those that srun or mpiexec starts; job.ntasks_per_node is for batch templates",
     "nnodes": "the ranks are those that srun or mpiexec starts; job.nodes is for batch templates",
-    "project_name": "a run is known by run.name, under run.dir",
-    "experiment_name": "a run is known by run.name, under run.dir",
     "default_local_dir": "a run's files go to <run.dir>/<run.name>/",
     "tool_config_path": "tools are Python functions in one file: rollout.multi_turn.function_tool_path",
     "interaction_config_path": "a user is a class in a Python file: rollout.multi_turn.interaction_path",
@@ -254,7 +252,6 @@ OF_VERL = {  # keys of verl that have no namesake here -> what to write
     "global_profiler": "list the steps in trainer.profile_steps",
     "return_multi_modal_inputs": "the roles that need pictures always get them; leave it out",
     "freeze_vision_tower": "use model.vision.train: none, merger, tower or all",
-    "logger": "TensorBoard files and metrics.jsonl are always written; leave it out",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
@@ -53,8 +54,15 @@ def _each_once(values: list[int]) -> list[int]:
     raise ValueError(f"each step once, and {twice} is there {values.count(twice)} times")
 
 
+def _not_blank(value: str) -> str:
+    if value.strip():
+        return value
+    raise ValueError("a name that is not blank")
+
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 FolderName = Annotated[str, AfterValidator(_folder_name)]
+DisplayName = Annotated[str, AfterValidator(_not_blank)]
 PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
 
 
@@ -119,6 +127,7 @@ def _one_or_several(value: object) -> object:
 
 
 Files = Annotated[list[str], BeforeValidator(_one_or_several)]
+Loggers = Annotated[list[Literal["console", "tensorboard", "wandb", "mlflow"]], BeforeValidator(_one_or_several)]
 
 
 class WatchdogConfig(Section):
@@ -777,7 +786,7 @@ class CheckpointConfig(Section):
 
 
 class TrainerConfig(Section):
-    null_is_default = frozenset({"profile_steps"})
+    null_is_default = frozenset({"logger", "profile_steps", "project_name"})
 
     total_epochs: PositiveInt = Field(30, description="passes over the training prompts")
     total_training_steps: PositiveInt | None = Field(None, description="steps; null: by total_epochs")
@@ -790,6 +799,11 @@ class TrainerConfig(Section):
         None, description="rollout archive folder that feeds the steps, in place of rollout"
     )
     save_rollouts: bool = Field(True, description="write rollouts/step_*.h5")
+    record_update_steps: Annotated[list[PositiveInt], AfterValidator(_each_once)] = Field(
+        default_factory=list,
+        description="steps of train in whose rollouts/step_*.h5 the actor's update adds log-probs at and after the "
+        "update and loss_gradients, at the cost of one forward pass",
+    )
     reuse_rollouts: bool = Field(
         True,
         description="write finished responses through to rollouts/*.gen.log; a step that was cut short is resumed with "
@@ -798,6 +812,12 @@ class TrainerConfig(Section):
     max_ckpt_to_keep: PositiveInt | None = Field(None, description="newest checkpoints that stay; null: all")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="how checkpoints are written")
     resume_mode: Literal["auto", "disable"] = Field("auto", description="auto: resume from the newest valid checkpoint")
+    logger: Loggers = Field(
+        default=["console", "tensorboard"],
+        description="where metrics go; the console, TensorBoard and metrics.jsonl always have them",
+    )
+    project_name: DisplayName = Field("hpcrl", description="project of wandb, experiment of MLflow")
+    experiment_name: DisplayName | None = Field(None, description="name of the run in wandb and MLflow; null: run.name")
     log_val_generations: NonNegativeInt = Field(8, description="validation samples written as text to TensorBoard")
     validation_data_dir: FolderName | None = Field(
         None, description="name of a folder inside the run's for validation generations as JSONL; null: none"
@@ -811,6 +831,11 @@ class TrainerConfig(Section):
         default_factory=list,
         description="steps of train, sft and rm, as in [3, 4]: each rank writes a trace of torch's profiler to "
         "profile/*.json.gz",
+    )
+    trace_steps: Literal["all", "none"] | PositiveInt = Field(
+        "all",
+        description="steps whose trace each rank keeps in trace/, for `hpcrl trace`: all, every N-th, or none; at most "
+        "4 MiB per rank, beyond which older steps are thinned",
     )
     balance_batch: bool = Field(True, description="balance tokens over replicas inside each mini-batch")
     walltime_margin: NonNegativeFloat = Field(
@@ -835,6 +860,17 @@ class AsyncTrainingConfig(Section):
 
 
 # Both end up in lines that sbatch reads: no space but the one, no quote, no line break.
+def _shell_words(value: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"a command in the shell's notation ({error})") from None
+    if not words or not words[0]:
+        raise ValueError("a command, such as ./notify.sh")
+    return value
+
+
+ShellCommand = Annotated[str, AfterValidator(_shell_words)]
 SlurmValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:@+=&|*()\[\]/%-]+$")]
 SbatchOption = Annotated[str, Field(pattern=r"^--?[A-Za-z][A-Za-z0-9-]*([= ][A-Za-z0-9_.,:@+=&|*()\[\]/%-]+)?$")]
 
@@ -863,6 +899,11 @@ class JobConfig(Section):
     max_restarts: NonNegativeInt = Field(100, description="slices after the first at most")
     extra: list[SbatchOption] = Field(
         default_factory=list, description="further options of sbatch, such as --mail-type=END"
+    )
+    on_event: Annotated[list[ShellCommand], BeforeValidator(_one_or_several)] = Field(
+        default_factory=list,
+        description="command, or a list of them, that runs when the job has started, saved, left, is done, hangs or "
+        "has failed, such as ./notify.sh",
     )
 
     @property

@@ -12,6 +12,7 @@ import psutil
 
 from hpcrl.runtime import accelerator
 from hpcrl.runtime.mpi import WaitTime
+from hpcrl.runtime.spans import spans
 
 
 class MemoryUse(NamedTuple):
@@ -41,7 +42,11 @@ class MemoryLedger:
         outer = self._so_far.or_more(self._take())
         self._so_far = MemoryUse()
         yield
-        own = self._so_far.or_more(self._take())
+        now = self._take()
+        spans.add_counter("memory host", now.host)
+        if now.allocated:
+            spans.add_counter("memory allocated", now.allocated)
+        own = self._so_far.or_more(now)
         self._used[name] = own.or_more(self._used.get(name, MemoryUse()))
         self._so_far = outer.or_more(own)
 

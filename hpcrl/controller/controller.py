@@ -37,6 +37,7 @@ from hpcrl.controller.executor import (
     PROFILE,
     RESULTS,
     STOP,
+    TRACE,
     BatchResult,
     Command,
     Executor,
@@ -50,6 +51,7 @@ from hpcrl.runtime.accelerator import annotated
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World
+    from hpcrl.tracing.rank_trace import RankTrace
 
 T = TypeVar("T")
 
@@ -120,6 +122,10 @@ class Controller:
         self._results: dict[int, dict[int, Result]] = defaultdict(dict)
         self._stopped: set[int] = set()
         self._unreferenced: dict[int, list[int]] = defaultdict(list)  # rank -> blocks that it can free
+
+    @property
+    def world_size(self) -> int:
+        return self._wire.size
 
     def __getitem__(self, role: str) -> WorkerGroup:
         return self.groups[role]
@@ -196,10 +202,23 @@ class Controller:
             counter.clear()
         return {name: float(count) for name, count in found.items()}
 
-    def ask_busy(self) -> Future[list[BusyReport]]:
+    def ask_busy(self, step: int = 0) -> Future[list[BusyReport]]:
         """What every rank was busy with, and its memory. Ranks report between two commands, or in a method that calls
-        `Executor.poll`."""
-        return self._call_all_ranks(BUSY, BUSY)
+        `Executor.poll`. There they also write their trace of `step`."""
+        return self._call_all_ranks(BUSY, BUSY, step)
+
+    def end_trace_step(self, step: int) -> None:
+        """Write rank 0's trace of `step`."""
+        if self._executor.trace is not None:
+            self._executor.trace.end_step(step)
+
+    def align_clocks(self) -> None:
+        """Measure the clocks of all ranks for the trace, if the last time was long ago. For a time at which all ranks
+        wait for commands."""
+        if self._executor.trace is not None and self._executor.trace.is_alignment_due():
+            self._call_all_ranks(TRACE, "align", reports=False)
+            while self._own:
+                self._run_own()
 
     def begin_profile(self) -> None:
         """Every rank records a trace of torch's profiler: rank 0 from now on, the others between the commands before
@@ -406,6 +425,7 @@ def run_program(
     kinds: Mapping[str, type[Worker]],
     layouts: Mapping[str, Layout],
     program: Callable[[Controller], T],
+    trace: RankTrace | None = None,
 ) -> T | None:
     """Run `program` on rank 0 while the other ranks serve it. Returns its result on rank 0, None elsewhere.
 
@@ -413,8 +433,9 @@ def run_program(
         workers: this rank's worker of each role that it is in.
         kinds: worker class of every role, also of those that this rank is not in.
         layouts: layout of every role.
+        trace: where this rank's trace is written, if the job records one.
     """
-    executor = Executor(world, workers, layouts)
+    executor = Executor(world, workers, layouts, trace)
     result = None
     with world.status.within("controller", "program" if world.rank == 0 else "next command"):
         if world.rank == 0:

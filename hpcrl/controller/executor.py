@@ -6,6 +6,7 @@ call `Executor.poll`, and then commands that wait for no other rank run inside i
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,20 +20,23 @@ from hpcrl.controller.columns import ColumnStore, Read, merge_rows, receivers_of
 from hpcrl.controller.profiler import Profiler
 from hpcrl.controller.register import Worker, registration_of
 from hpcrl.controller.wire import Wire
-from hpcrl.runtime.accelerator import annotated
+from hpcrl.runtime.accelerator import profiler_range
 from hpcrl.runtime.launcher import node_name
 from hpcrl.runtime.mpi import broadcast_object, create_group, wait_time
+from hpcrl.runtime.spans import spans
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcrl.grid.layout import Layout
     from hpcrl.runtime.world import World
+    from hpcrl.tracing.rank_trace import RankTrace
 
 COMMANDS, RESULTS, ROWS = 1, 2, 3  # message tags
 FETCH = "fetch"
 BUSY = "busy"
 PROFILE = "profile"
+TRACE = "trace"
 STOP = "stop"
 
 
@@ -102,8 +106,16 @@ class Executor:
     """One rank's workers and columns. As `Worker.context` it is what a method can use while it runs: `poll`,
     `notify_controller`, `publish` and `broadcast`."""
 
-    def __init__(self, world: World, workers: Mapping[str, Worker], layouts: Mapping[str, Layout]) -> None:
+    def __init__(
+        self,
+        world: World,
+        workers: Mapping[str, Worker],
+        layouts: Mapping[str, Layout],
+        trace: RankTrace | None = None,
+    ) -> None:
+        """trace: where this rank's trace is written, if the job records one. Collective over the world."""
         self.world = world
+        self.trace = trace
         self.workers = workers
         self.layouts = layouts
         self.wire = Wire(world.comm)
@@ -115,6 +127,8 @@ class Executor:
         self._replicas = _replica_communicators(self.wire.comm, layouts)
         for worker in workers.values():
             worker.context, worker.status = self, world.status
+        if trace is not None:
+            trace.begin(self.wire.comm)
 
     def serve(self) -> None:
         """Run commands of rank 0 until STOP."""
@@ -128,7 +142,8 @@ class Executor:
     def run(self, command: Command) -> Result | None:
         """Run this rank's part of a command; the result, if this rank reports one."""
         here, row_bytes = self.world.status, self.wire.bytes_received[ROWS]
-        with here.within(command.role or "owner", command.method, command.id):
+        role = command.role or "owner"
+        with here.within(role, command.method, command.id), spans.span(f"{role}.{command.method}", command=command.id):
             here.step = command.meta.get("step", here.step)
             for block in command.free:
                 self.store.pop(block, None)
@@ -175,6 +190,8 @@ class Executor:
         for comm in self._replicas.values():
             comm.Free()
         self.wire.close()
+        if self.trace is not None:
+            self.trace.close()
 
     def _run_and_report(self, command: Command) -> None:
         result = self.run(command)
@@ -196,12 +213,16 @@ class Executor:
         if command.role == FETCH:
             return self._gather_rows(command)
         if command.role == BUSY:
+            if self.trace is not None and self.wire.rank != 0:  # rank 0's program ends its steps itself
+                self.trace.end_step(*command.args)
             buffers = sum(worker.host_buffers() for worker in self.workers.values())
             return BusyReport(self.wire.rank, node_name(), self._busy.collect(), self._memory.collect(), buffers)
         if command.role == PROFILE:
             return getattr(self._profiler, command.method)(*command.args)
+        if command.role == TRACE:
+            return self.trace.align() if self.trace is not None else None
         phase = f"{command.role}.{command.method}"
-        with annotated(phase), self._busy.phase(phase), self._memory.phase(phase):
+        with profiler_range(phase), self._busy.phase(phase), self._memory.phase(phase):
             return self._run_method(command)
 
     def _run_method(self, command: Command) -> Any:
@@ -241,7 +262,9 @@ class Executor:
                 self.store.rows(read.location, rows_between(read.location, command.destination, mine, receiver))
                 for read in command.reads
             ]
-            self.wire.send(columns, receiver, ROWS)
+            began = time.perf_counter()
+            nbytes = self.wire.send(columns, receiver, ROWS)
+            spans.add_transfer("columns", mine, receiver, nbytes, began, time.perf_counter())
 
     def _gather_rows(self, command: Command) -> dict[str, LocalColumn]:
         """Every column of the command, with the rows whose destination is this rank, in batch order."""
@@ -249,7 +272,7 @@ class Executor:
         mine, destination = self.wire.rank, command.destination
         if not command.reads:
             return {}
-        received = {sender: self.wire.receive(sender, ROWS) for sender in senders_of(command.reads, destination, mine)}
+        received = {sender: self._receive_rows(sender) for sender in senders_of(command.reads, destination, mine)}
         needed = np.flatnonzero(destination == mine)
         columns = {}
         for index, read in enumerate(command.reads):
@@ -261,6 +284,13 @@ class Executor:
             columns[read.column] = merge_rows(parts, positions)
             if read.moved_to is not None:
                 self.store[read.moved_to] = columns[read.column]
+        return columns
+
+    def _receive_rows(self, sender: int) -> list[LocalColumn]:
+        began, before = time.perf_counter(), self.wire.bytes_received[ROWS]
+        columns: list[LocalColumn] = self.wire.receive(sender, ROWS)
+        nbytes = self.wire.bytes_received[ROWS] - before
+        spans.add_transfer("columns", sender, self.wire.rank, nbytes, began, time.perf_counter())
         return columns
 
     def _replica_rows(self, command: Command, worker: Worker) -> dict[str, LocalColumn]:

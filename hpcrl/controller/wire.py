@@ -23,12 +23,13 @@ class Wire:
         self.bytes_received: Counter[int] = Counter()
         self._sends: list[tuple[MPI.Request, Any]] = []
 
-    def send(self, message: object, to: int, tag: int) -> None:
-        """Start a send; its buffer is kept until the send has completed."""
+    def send(self, message: object, to: int, tag: int) -> int:
+        """Start a send; its buffer is kept until the send has completed. Returns its bytes."""
         data = pickle.dumps(message, protocol=5)
         self._sends = [(request, held) for request, held in self._sends if not request.Test()]
         self.bytes_sent[tag] += len(data)
         self._sends.append((self.comm.Isend(data, dest=to, tag=tag), data))
+        return len(data)
 
     def receive(self, source: int | None, tag: int) -> Any:
         """Wait for the next message of `source` (None: of any rank) under `tag`.

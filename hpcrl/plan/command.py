@@ -29,7 +29,7 @@ from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import format_spans, is_first_launched
 
-RESPONSE_COLUMNS = 7  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
+RESPONSE_COLUMNS = 8  # of the rollout archive, in fp32 or int32, beside the reference's and the critic's
 
 
 def checkpoint_bytes(job: TrainingPlan) -> dict[str, int]:

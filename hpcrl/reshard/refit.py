@@ -17,6 +17,7 @@ from hpcrl.reshard.transports import make_transports
 from hpcrl.reshard.verification import Verifier
 from hpcrl.runtime import accelerator, platform
 from hpcrl.runtime.mpi import create_group
+from hpcrl.runtime.spans import spans
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,6 +84,9 @@ class Refit:
         self._copies = plan.copies(rank)
         self._repeated_copies = RepeatedCopies()
         self._traffic = plan.traffic(rank)
+        self._rank = rank
+        self._bytes_to = {peer: sum(move.nbytes for move in moves) for peer, moves in plan.sends(rank).items()}
+        self._bytes_from = {peer: sum(move.nbytes for move in moves) for peer, moves in plan.receives(rank).items()}
         self._scratch_bytes = scratch
         self._num_runs = 0
         self._transports = make_transports(
@@ -126,7 +130,12 @@ class Refit:
             transport.start(loop, source, destination)
         loop.run(self._copied(copies, source, destination))
         accelerator.synchronize(platform.device())
-        seconds = time.perf_counter() - start
+        ended = time.perf_counter()
+        seconds = ended - start
+        for peer, nbytes in self._bytes_to.items():
+            spans.add_transfer("refit", self._rank, peer, nbytes, start, ended)
+        for peer, nbytes in self._bytes_from.items():
+            spans.add_transfer("refit", peer, self._rank, nbytes, start, ended)
         self._num_runs += 1
         verifies = self._verify == "always" or (self._verify == "first" and self._num_runs <= NUM_VERIFIED)
         if verifies:

@@ -15,6 +15,7 @@ from hpcrl.algorithms.registry import LazyModule, Registry
 from hpcrl.rewards.registry import rule_for
 from hpcrl.rewards.score_worker import Source
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.spans import spans
 from hpcrl.sandbox.isolation import probe_in_child
 from hpcrl.sandbox.process_pool import ProcessPool, RateLimit
 from hpcrl.sandbox.worker import Outcome
@@ -119,7 +120,14 @@ class RewardManager:
     def make_pool(self, cfg: Scoring, log_path: str | None) -> ProcessPool:
         """The scoring processes."""
         source = source_of(cfg, is_batched=self.is_batched)
-        return ProcessPool(source, cfg.num_workers, cfg.timeout, memory_limit_mb=cfg.memory_limit_mb, log_path=log_path)
+        return ProcessPool(
+            source,
+            cfg.num_workers,
+            cfg.timeout,
+            memory_limit_mb=cfg.memory_limit_mb,
+            log_path=log_path,
+            on_answer=_record,
+        )
 
     def shape(self, result: dict[str, Any], request: ScoreRequest) -> None:
         """Change what the scorer returned for a response, in place: `score`, and further values."""
@@ -293,6 +301,7 @@ class RateLimitedRewardManager(RewardManager):
             memory_limit_mb=cfg.memory_limit_mb,
             limit=RateLimit(params.max_concurrent, params.max_rpm, params.max_tpm, params.estimated_tokens_per_request),
             log_path=log_path,
+            on_answer=_record,
         )
 
 
@@ -374,6 +383,11 @@ def _warn_of_failures(outcomes: Sequence[Outcome]) -> None:
         log.warning("reward: a response scored 0 (%s): %s", outcome.fate, outcome.why)
     if len(failed) > WARNINGS:
         log.warning("reward: %d more responses scored 0", len(failed) - WARNINGS)
+
+
+def _record(process: int, began: float, ended: float) -> None:
+    """Record the scoring of a response in this rank's trace."""
+    spans.add_beside(f"scorer {process}", "score", began, ended)
 
 
 def _arguments(request: ScoreRequest) -> dict[str, Any]:

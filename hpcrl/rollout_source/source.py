@@ -271,6 +271,8 @@ class SamplePool:
 
     def _warn_of_dropped(self, state: dict[str, Any], folder: Path, step: int) -> None:
         """Warn of prompts that only the checkpoint's mode would continue with: the sampler is past them."""
+        if self.context.config.trainer.rollouts_from is not None:
+            return  # the recording has the samples of every step
         mode = self.context.config.async_training.mode
         if "ahead" in state and mode != "one_step_off":
             before, dropped = "one_step_off", num_prompts(recorded_samples(folder / "ahead", step + 1))

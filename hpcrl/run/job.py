@@ -23,8 +23,9 @@ from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
 from hpcrl.run.job_config import with_presets
-from hpcrl.runtime.exits import DONE
+from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.world import World
+from hpcrl.telemetry.trackers import missing_packages
 
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from hpcrl.model.shape import ModelShape
     from hpcrl.run.run import Run
     from hpcrl.run.start import Start
+    from hpcrl.tracing.rank_trace import RankTrace
     from hpcrl.workers.team import Inputs, Team
 
 log = logging.getLogger(__name__)
@@ -134,12 +136,12 @@ class Job:
         """Run the job; returns the exit code. Collective over the world."""
         raise NotImplementedError(f"{type(self).__name__} has no main()")
 
-    def run_program(self, team: Team, program: Any) -> Any:
+    def run_program(self, team: Team, program: Any, trace: RankTrace | None = None) -> Any:
         """Run `program(controller)` on rank 0 while the other ranks serve its calls. Returns its result, None
-        elsewhere."""
+        elsewhere. trace: where this rank's trace is written."""
         from hpcrl.controller.controller import run_program
 
-        return run_program(self.world, team.workers, team.worker_classes, team.layouts, program)
+        return run_program(self.world, team.workers, team.worker_classes, team.layouts, program, trace)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +182,21 @@ class TrainingJob(Job):
     phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
 
     inputs: Inputs
+
+    @property
+    def last_step(self) -> int | None:
+        """The step after which the run ends, as if it were interrupted; None: after all steps."""
+        return None
+
+    @classmethod
+    def load(cls, arguments: argparse.Namespace) -> Config:
+        config = super().load(arguments)
+        if missing := missing_packages(config.trainer.logger):
+            raise InputError(
+                f"trainer.logger names {missing[0]}, which is not installed; install it with "
+                f"`pip install 'hpcrl[{missing[0]}]'`, or leave it out"
+            )
+        return config
 
     @classmethod
     def check_with_torch(cls, config: Config, num_ranks: int) -> RoleLayouts:
@@ -288,8 +305,18 @@ class TrainingJob(Job):
         def program(controller: Controller) -> int:
             return Run(world, controller, self, start, total).until_done(self.loop)
 
-        code = self.run_program(team, program)
+        code = self.run_program(team, program, self._trace(start.step + 1))
         return DONE if code is None else code  # rank 0 has it
+
+    def _trace(self, first_step: int) -> RankTrace | None:
+        from hpcrl.runtime.job import run_directory
+        from hpcrl.tracing.rank_trace import RankTrace
+
+        kept = self.config.trainer.trace_steps
+        if kept == "none":
+            return None
+        every = 1 if kept == "all" else kept
+        return RankTrace(run_directory(self.config), self.world.rank, first_step, every)
 
 
 class SupervisedConfig(Section):

@@ -148,11 +148,11 @@ class Stragglers:
     def observe(self, step: int) -> dict[str, float]:
         """Busy seconds and memory of the ranks since the last call, validation and saves included; {} while reports are
         missing. Logs each straggler once."""
-        asked = self._asked or self._controller.ask_busy()
+        asked = self._asked or self._controller.ask_busy(step)
         if not self._waits and not asked.is_ready:
             self._asked = asked
             return {}
-        self._asked = None if self._waits else self._controller.ask_busy()
+        self._asked = None if self._waits else self._controller.ask_busy(step)
         reports = asked.get()
         self._history.append(slow_ranks(reports, self._likeness))
         self._warn(step)

@@ -26,18 +26,24 @@ from hpcrl.runtime import accelerator
 from hpcrl.runtime.exits import DONE, OTHER, REQUEUE, write_exit
 from hpcrl.runtime.job import run_directory
 from hpcrl.runtime.launcher import version_of
+from hpcrl.runtime.spans import spans
 from hpcrl.runtime.watchdog import STRAGGLERS_FILE
 from hpcrl.runtime.world import World
 from hpcrl.telemetry.archive import discard_from
 from hpcrl.telemetry.progress import PhaseTimers, Progress
-from hpcrl.telemetry.writer import MetricsWriter, without_nan
+from hpcrl.telemetry.trackers import Status, Trackers
+from hpcrl.telemetry.writer import METRICS_FILE, MetricsWriter, without_nan
+from hpcrl.tracing.rank_trace import discard_other_ranks
+from hpcrl.tracing.records import FOLDER as TRACE_FOLDER
 
 if TYPE_CHECKING:
     from hpcrl.run.job import TrainingJob
 
 log = logging.getLogger(__name__)
 
-WRITTEN = ("metrics.jsonl", "tensorboard", "rollouts", PROFILE_FOLDER, STRAGGLERS_FILE)  # by a run as it proceeds
+# by a run as it proceeds
+WRITTEN = (METRICS_FILE, "tensorboard", "rollouts", TRACE_FOLDER, PROFILE_FOLDER, STRAGGLERS_FILE)
+STATUSES: dict[int, Status] = {DONE: "finished", REQUEUE: "requeued"}  # in trackers
 
 
 class StateAfterStep(NamedTuple):
@@ -54,6 +60,7 @@ class Run:
     def __init__(self, world: World, controller: Controller, job: TrainingJob, start: Start, total_steps: int) -> None:
         self.controller, self.job, self.config, self.start = controller, job, job.config, start
         self.total_steps = total_steps
+        self.last_step = total_steps if job.last_step is None else job.last_step
         self.folder = run_directory(self.config)
         self.step = start.step  # steps done: the weights have been trained for so many
         self.metrics: dict[str, float] = {}  # of this step
@@ -66,10 +73,21 @@ class Run:
         self.progress = Progress(total_steps, job.label, start.step + 1)
         self.timers = PhaseTimers(announce=controller.phase)
         trainer, is_sync = self.config.trainer, self.config.async_training.mode == "sync"
+        self.trackers = Trackers(
+            trainer.logger,
+            self.folder,
+            self.folder / METRICS_FILE,
+            project=trainer.project_name,
+            name=trainer.experiment_name or self.config.run.name,
+            parameters=flatten(self.config.model_dump()),
+        )
         self.stragglers = Stragglers(controller, self.folder, waits=is_sync)
         self.profiled = ProfiledSteps(controller, self.folder, trainer.profile_steps, waits=is_sync)
         saved_step = None if start.folder is None else start.step
-        self.saver = Saver(world.key_value_store, trainer, self.folder / "checkpoints", self.timers, saved_step)
+        self.events = world.events
+        self.saver = Saver(
+            world.key_value_store, trainer, self.folder / "checkpoints", self.timers, saved_step, self._on_saved
+        )
         self.budget = TimeBudget(
             self.folder,
             self.timers,
@@ -158,6 +176,7 @@ class Run:
     def until_done(self, loop: Callable[[Run], None]) -> int:
         """Restore, run the loop, and end. Returns the exit code: done, or to be continued by another slice."""
         self._restore()
+        self.events.emit("started", self.step, total_steps=self.total_steps)
         try:
             loop(self)
         except StopRequested as why:
@@ -177,9 +196,9 @@ class Run:
         final: dict[str, float] = {}
         if self.unlogged is not None:
             final = self._close_step(self.step)
-        if self.step < self.total_steps and not self.is_complete:
+        if self.step < self.last_step and not self.is_complete:
             log.info("step %d of %d begins", self.step + 1, self.total_steps)  # tools/bench_start.py searches for it
-        while self.step < self.total_steps and not self.is_complete:
+        while self.step < self.last_step and not self.is_complete:
             step, source = self.step + 1, self.rollouts
             can_repeat = source is not None and source.can_repeat
             self.budget.check("gen" if can_repeat else "step")
@@ -218,9 +237,11 @@ class Run:
             if core:
                 log.info("step %d: %s", step, ", ".join(f"{name} {value:.3f}" for name, value in core.items()))
         self.writer.log(step, self.unlogged | found | self.timers.collect())
+        self.trackers.poll()
         self.controller.collect_traffic()  # of validation: a step's traffic is that of training
         self.unlogged = None
         self.metrics |= found
+        self.events.at_step(step)
         if step > 0:
             self.progress.update(step, self.job.progress(self.metrics))
         return found
@@ -228,6 +249,9 @@ class Run:
     def _line(self, step: int) -> dict[str, float]:
         """Metrics, times and sizes of the step."""
         self.metrics |= self.controller.collect_traffic() | self.stragglers.observe(step)
+        self.controller.end_trace_step(step)
+        if self.config.async_training.mode == "sync":
+            self.controller.align_clocks()
         found, of_samples = self.timers.collect(), sum(self._lengths)
         for name in [name for name in found if name.startswith("timing_s/")] if of_samples else []:
             phase = name.removeprefix("timing_s/")
@@ -257,7 +281,8 @@ class Run:
                 bring_back(aside / "rollouts", self.folder / "rollouts")
         else:
             warn_of_changes(self.folder, config)
-        (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            discard_other_ranks(self.folder, start.step + 1, self.controller.world_size)
+        (self.folder / "config.yaml").write_text(f"# hpcrl {self.job.name}\n{dump_config(config)}", encoding="utf-8")
 
     def _restore(self) -> None:
         """Load weights, optimizers and counters of the start, and copy the weights to the rollout engine."""
@@ -315,6 +340,9 @@ class Run:
 
         self.saver.begin(self.controller, step, roles, state.metrics, write)
 
+    def _on_saved(self, step: int, folder: Path) -> None:
+        self.events.emit("saved", step, checkpoint=str(folder))
+
     def _poll_save(self) -> dict[str, float]:
         """Advance a save that is under way, without waiting. Returns metrics of saves that have ended."""
         if self.saver.step_under_way is not None:
@@ -327,6 +355,8 @@ class Run:
 
     def _stop(self, why: StopRequested) -> int:
         log.warning("stopping: %s", why)
+        self.events.at_end(reason=str(why)[:1000])
+        spans.add_instant(f"stopping: {why}")
         self._can_stop = False
         with self.timers("save_checkpoint"):
             self.saver.wait()
@@ -339,12 +369,14 @@ class Run:
 
     def _end(self, code: int) -> int:
         """Close all files. Returns OTHER in place of `code` if the last checkpoint could not be written."""
+        self.events.at_end(step=self.step)
         with self.timers("save_checkpoint"):
             is_saved = self.saver.wait()
         self.profiled.close()
         self.budget.write_times()
         self.writer.close()
         self.progress.close()
+        self.trackers.finish(STATUSES[code] if is_saved else "failed")
         if is_saved:
             return code
         line = "the last checkpoint could not be written, so the steps since the one before are lost; see the log"

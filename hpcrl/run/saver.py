@@ -21,6 +21,7 @@ from hpcrl.model.hf.files import ADAPTER_CONFIG, TokenizerFiles, adapter_config,
 from hpcrl.model.shape import Lora
 from hpcrl.plan.state import ITEMSIZE
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.spans import spans
 from hpcrl.runtime.store import KeyValueStore
 from hpcrl.telemetry.progress import PhaseTimers
 
@@ -62,10 +63,12 @@ class Saver:
         root: Path,
         timers: PhaseTimers,
         saved_step: int | None = None,
+        on_saved: Callable[[int, Path], None] | None = None,
     ) -> None:
-        """`saved_step`: step of the newest checkpoint."""
+        """`saved_step`: step of the newest checkpoint. `on_saved(step, folder)` is called once one is complete."""
         self._key_values = key_values
         self.saved_step = saved_step
+        self._on_saved = on_saved
         self._options = options = trainer.checkpoint
         self._timers = timers
         kept = trainer.max_ckpt_to_keep, options.keep_every, options.keep_best
@@ -148,7 +151,9 @@ class Saver:
         files = [entry for part in everyone for entry in part.files]
         for role, plans in save.plans.items():
             files.append(describe(save.folder / role, list(plans.values()), parts[role]))
+        began = time.perf_counter()
         self._store.commit(save.step, save.state, files, save.metric)
+        spans.add_beside("commit", f"commit checkpoint of step {save.step}", began, time.perf_counter())
         return time.perf_counter() - save.start
 
     def _part(self, save: Save, role: str, rank: int) -> SavedPart:
@@ -170,6 +175,8 @@ class Saver:
         self.saved_step, self._under_way, self._last_failed = save.step, None, False
         self._timers.took("save_checkpoint", self._seconds)  # of a save that the loop waits for
         log.info("saved %s", self._store.folder(save.step))
+        if self._on_saved is not None:
+            self._on_saved(save.step, self._store.folder(save.step))
 
     def _fail(self, step: int, problems: list[str]) -> None:
         self._store.discard(step)

@@ -3,7 +3,7 @@
 <run>/times.json    seconds that later allocations and `hpcrl submit` plan with: setup_s, step_s, save_s, and phases;
                     and the run's total_steps
 <run>/slices.json   the last slices (allocations): Slurm's job and restart; step of the newest checkpoint found, -1 for
-                    none
+                    none; end of the allocation, null if it has none
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_progress(
     job = environ.get("SLURM_JOB_ID")
     if job is not None:
         restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
-        this = {"job": job, "restart": restart, "step": found_step}
+        this = {"job": job, "restart": restart, "step": found_step, "ends_at": ends_at}
         # Of several attempts in one allocation, the last one counts.
         slices = [one for one in read_json(folder / SLICES_FILE, []) if (one["job"], one["restart"]) != (job, restart)]
         before = [(one["job"], one["step"]) for one in slices[-SLICES_WITHOUT_PROGRESS:]]

@@ -17,6 +17,7 @@ import psutil
 
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.rank_status import RankStatus
+from hpcrl.runtime.spans import spans
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def annotated(name: str) -> AbstractContextManager[object]:
+    """A named range in this rank's trace (`hpcrl.runtime.spans`) and in a profiler."""
+    inner = profiler_range(name)
+    return spans.span(name, None if inner is _NO_RANGE else inner)
+
+
+def profiler_range(name: str) -> AbstractContextManager[object]:
     """A named range: of torch's profiler while it records, otherwise of NVTX, for Nsight Systems.
 
     Both profilers use CUPTI, which serves one of them at a time.

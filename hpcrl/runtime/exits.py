@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -114,6 +114,20 @@ def write_exit(
             os.unlink(draft)
     except OSError:
         return True
+
+
+_before_kill: list[Callable[[], None]] = []
+
+
+def before_kill(wait: Callable[[], None]) -> None:
+    """Have this rank call `wait` when it ends the job with an error, after exit.json is written. It takes seconds at
+    most."""
+    _before_kill.append(wait)
+
+
+def wait_before_kill() -> None:
+    while _before_kill:
+        _before_kill.pop()()
 
 
 def exit_with_error(error: BaseException) -> NoReturn:

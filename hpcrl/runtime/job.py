@@ -9,11 +9,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hpcrl.runtime import exits, rank_status, watchdog
+from hpcrl.runtime.events import prepare as prepare_events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import end_of_allocation, is_first_launched
 from hpcrl.runtime.mpi import broadcast_object, run_collectively
@@ -54,7 +56,7 @@ def run_spmd(
             once.
         main: the job on every rank; returns the exit code. The highest code of all ranks counts.
         handles_signals: `main` polls `world.stop` and ends when a signal has arrived. Otherwise SIGTERM and SIGUSR1
-            kill.
+            kill. The commands of `job.on_event` are for such jobs.
         memory_advice: returns what to add to the error of a rank whose GPU is out of memory.
 
     A user error that all ranks raise ends the job with exit code 2. Any other exception ends it by MPI_Abort, with the
@@ -79,6 +81,8 @@ def run_spmd(
         run_dir = run_directory(config)
         start_logging(run_dir, comm.rank)
         set_deterministic_libraries(config.run.full_determinism)
+        commands = getattr(getattr(config, "job", None), "on_event", ()) if handles_signals else ()
+        events = prepare_events(run_dir, comm.rank, commands)
         watchdog.start(run_dir, comm.rank, comm.size, status, config.run.watchdog)
         world = start_torch(
             comm,
@@ -91,6 +95,7 @@ def run_spmd(
             ends_at=broadcast_object(comm, ends_at),
             status=status,
         )
+        world = replace(world, events=events)
         remove_torch_log_handlers()
         set_torch_precision(config.run.full_determinism)
         from hpcrl.runtime import accelerator, platform  # import torch
@@ -110,6 +115,7 @@ def run_spmd(
         abort(error, run_dir=run_dir, rank=comm.rank, role=status.role, phase=status.phase)
     if comm.rank == 0:
         exits.write_exit(run_dir, code)
+        events.close(code)
     finish(code)
 
 

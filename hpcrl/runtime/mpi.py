@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.launcher import library_name
+from hpcrl.runtime.spans import spans
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,17 +69,20 @@ def wait_until(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> No
 
 
 def wait_for_ranks(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> None:
-    """As `wait_until`, and count the time in `wait_time`. Nested calls count once."""
+    """As `wait_until`, and count the time in `wait_time` and in the trace. Nested calls count once."""
     if ready():
         return
     if wait_time.since is not None:
         return wait_until(ready, eager_tests)
     wait_time.since = began = time.perf_counter()
+    spans.begin_wait(began)
     try:
         wait_until(ready, eager_tests)
     finally:
+        ended = time.perf_counter()
         wait_time.since = None
-        wait_time.seconds += time.perf_counter() - began
+        wait_time.seconds += ended - began
+        spans.end_wait(ended)
 
 
 def wait(request: MPI.Request, status: MPI.Status | None = None) -> None:

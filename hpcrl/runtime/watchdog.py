@@ -429,5 +429,6 @@ def _has_dumped(peer: PeerStatus) -> bool:
 def _exit(seconds: float) -> NoReturn:
     """Exit without MPI, because the main thread may be in it. The launcher kills ranks that cannot exit."""
     time.sleep(seconds)
+    exits.wait_before_kill()
     fork_server.remove_files()
     os._exit(exits.HANG)

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hpcrl.runtime import exits, gpus, heap, mpi
+from hpcrl.runtime.events import Events
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.gpus import rank_threads, select_device
 from hpcrl.runtime.launcher import format_spans, on_one_node, split_world
@@ -51,6 +52,7 @@ class World:
     ends_at: float | None = None  # end of the allocation, in seconds since the epoch
     status: RankStatus = field(default_factory=RankStatus)
     nccl_timeout: timedelta | None = None  # of collectives, if device tensors use NCCL
+    events: Events = field(default_factory=Events)  # of rank 0
 
     def barrier(self) -> None:
         barrier(self.comm)
@@ -266,6 +268,7 @@ def finish_with_error(error: BaseException, rank: int, run_dir: str | os.PathLik
     if rank == 0:
         exits.write_exit(run_dir, exits.BAD_INPUT, error=exits.summary(error))
         print(exits.one_line(error), file=sys.stderr)
+        exits.wait_before_kill()
     finish(exits.BAD_INPUT)
 
 
@@ -301,6 +304,7 @@ def abort(
     flush()
     # Time for the first rank's message to reach the terminal; the others wait longer than the first one.
     time.sleep(SECONDS_TO_REPORT if first else 2 * SECONDS_TO_REPORT)
+    exits.wait_before_kill()
     kill_job(code)
 
 

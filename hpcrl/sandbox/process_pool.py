@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -68,6 +69,8 @@ class _Worker:
     pipe: Connection
     ready: Ready | None = None
     jobs: dict[int, _Job] = field(default_factory=dict)
+    slot: int = 0  # its place among the workers of the pool; its successor has the same
+    idle_since: float = 0.0  # monotonic time of its last answer
     deadline: float = field(default_factory=lambda: time.monotonic() + START_SECONDS)  # of its start
 
     @classmethod
@@ -141,8 +144,12 @@ class ProcessPool:
         memory_limit_mb: int | None = None,
         limit: RateLimit | None = None,
         log_path: str | None = None,
+        on_answer: Callable[[int, float, float], None] | None = None,
     ) -> None:
+        """on_answer: called with the number of the process, and the monotonic times at which it began and ended a
+        request."""
         self._source = source
+        self._on_answer = on_answer
         self._num_workers = num_workers
         self._timeout = timeout
         self._memory_limit_mb = memory_limit_mb
@@ -225,7 +232,9 @@ class ProcessPool:
         if self._failed_starts and not self._pending:
             return
         while len(self._workers) < self._num_workers:
-            self._workers.append(_Worker.start(self._source, self._memory_limit_mb, self._log_path))
+            worker = _Worker.start(self._source, self._memory_limit_mb, self._log_path)
+            worker.slot = min(set(range(self._num_workers)) - {other.slot for other in self._workers})
+            self._workers.append(worker)
 
     def _assign(self) -> None:
         now = time.monotonic()
@@ -270,8 +279,13 @@ class ProcessPool:
                 return f"a new process cannot load the function: {message.why}"
             worker.ready = message
             self._failed_starts = 0
-        elif worker.jobs.pop(message.number, None) is not None:
+        elif (job := worker.jobs.pop(message.number, None)) is not None:
             self._outcomes[message.number] = message.outcome
+            if self._on_answer is not None:
+                one_at_a_time = worker.ready is not None and worker.ready.at_once == 1
+                began = max(job.sent, worker.idle_since if one_at_a_time else 0.0)
+                self._on_answer(worker.slot, began, max(began, message.ended))
+            worker.idle_since = message.ended
             if not message.leaving:
                 worker.begin(min(message.ended, time.monotonic()))
         return None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterator
@@ -112,7 +113,15 @@ def with_paths(config: Config, staged: dict[str, str]) -> dict[str, Any]:
         several = [value] if isinstance(value, str) else value
         moved = [_replace_path(key, path, staged) for path in several]
         section[name] = moved[0] if isinstance(value, str) else moved
+    if config.job.on_event:
+        tree.setdefault("job", {})["on_event"] = [_with_absolute_program(command) for command in config.job.on_event]
     return tree
+
+
+def _with_absolute_program(command: str) -> str:
+    """Make the path of a command's program absolute: the job runs in another folder. A name stays, as PATH has it."""
+    program, *arguments = shlex.split(command)
+    return shlex.join([os.path.abspath(program) if "/" in program else program, *arguments])
 
 
 def _replace_path(key: str, value: str, staged: dict[str, str]) -> str:

@@ -1,13 +1,16 @@
-"""`hpcrl status`: the state of a run, and of the other jobs of its chain.
+"""`hpcrl status`: the state of a run and of the other jobs of its chain, or of several runs, a line each.
 
 It reads the runs' files and asks squeue, so it needs neither MPI nor torch, and disturbs no job.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,53 +18,123 @@ from typing import Any, NoReturn
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import ArgumentParser, InputError
 from hpcrl.runtime.json_file import read_json
+from hpcrl.runtime.rank_status import FOLDER as HEARTBEATS
+from hpcrl.runtime.rank_status import heartbeat_path
 from hpcrl.slurm import chain
 from hpcrl.slurm.chain import Link
 from hpcrl.slurm.template import INSIDE_RUN
+from hpcrl.telemetry.printable import printable
 from hpcrl.telemetry.progress import duration
-from hpcrl.telemetry.runlog import RunError, read_run
+from hpcrl.telemetry.runlog import last_rows
 
+RUNS_FOLDER = "runs"  # what a command without arguments shows: the default of run.dir
 STEPS_OF_SPEED = 10  # the last steps, whose mean time the ETA is computed from
-FORMAT = "%i|%T|%r|%N|%S"
+FORMAT = "%i|%T|%r|%N|%S|%A|%L"
+HEARTBEAT_SECONDS = 60.0  # a run whose rank 0 has written no heartbeat for longer does not run
+WATCH_SECONDS = 10.0
+CLEAR = "\x1b[H\x1b[2J"
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A job in Slurm's queue, as squeue prints it. start: of this slice, or the expected one of a pending job."""
+    """A job in Slurm's queue, as squeue prints it. start: of this slice, or the expected one of a pending job. left:
+    of its wall time."""
 
     state: str
     reason: str
     nodes: str
     start: str
+    left: str = ""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run's files say. exit: its exit.json, {} while it runs."""
+    """What a run's files say. exit: its exit.json, {} while it runs. rows: metrics of the last steps. job: Slurm's id
+    and ends_at the end of the allocation, in seconds since the epoch, of the last slice. beats: rank 0 writes
+    heartbeats."""
 
     step: int | None
     total: int | None
     seconds_per_step: float | None
     slices: int
     exit: Mapping[str, Any]
+    rows: Mapping[int, Mapping[str, float]]
+    job: str | None = None
+    ends_at: float | None = None
+    beats: bool = False
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the speed of the last ones; None if it is not known."""
+        if self.step is None or self.total is None or self.seconds_per_step is None:
+            return None
+        return self.seconds_per_step * max(self.total - self.step, 0)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    parser = ArgumentParser(prog="hpcrl status", description="The state of a run, and of the other jobs of its chain.")
-    parser.add_argument("run", metavar="RUN", help="a run's folder, <run.dir>/<run.name>: any one of the chain")
+    parser = ArgumentParser(
+        prog="hpcrl status",
+        description="The state of a run and of the other jobs of its chain, or of several runs, a line each.",
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="*",
+        help=f"a run's folder, <run.dir>/<run.name>, any one of its chain; several, or a folder of runs: a line for "
+        f"each; default: {RUNS_FOLDER}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--watch", metavar="SECONDS", type=float, nargs="?", const=WATCH_SECONDS,
+        help=f"show it again every SECONDS ({WATCH_SECONDS:.0f}) until interrupted",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.watch is not None and not 0.1 <= options.watch <= 86400:
+        parser.error(f"found --watch {options.watch}; expected seconds, at least 0.1")
     with exits.one_line_for_user_errors():
-        print(report(Path(parser.parse_args(arguments).run)))
+        try:
+            text = reader_of(options.runs)
+            if options.watch is None:
+                print(text())
+            else:
+                watch(text, options.watch)
+        except BrokenPipeError:
+            # The reader, such as `head`, has closed the pipe; the interpreter must not flush into it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(exits.DONE)
+
+
+def reader_of(paths: Sequence[str]) -> Callable[[], str]:
+    """A function that returns the state of these runs as text: of one the table of its chain, of several a line each.
+    It reads the files again each time."""
+    from hpcrl.slurm.overview import overview, runs_in
+
+    if not paths:
+        if not Path(RUNS_FOLDER).is_dir():
+            raise InputError(
+                f"status: no RUN is given and there is no folder {RUNS_FOLDER} here; name a run's folder, "
+                "<run.dir>/<run.name>, or a folder of runs"
+            )
+        paths = [RUNS_FOLDER]
+    if len(paths) == 1 and not runs_in(Path(paths[0])):
+        return lambda: report(Path(paths[0]))
+    return lambda: overview([run for path in paths for run in runs_in(Path(path)) or [Path(path)]])
+
+
+def watch(text: Callable[[], str], seconds: float) -> None:
+    """Print the text again and again, in a terminal in the same place, until Ctrl-C."""
+    try:
+        while True:
+            shown = text()
+            print(f"{CLEAR}{shown}" if sys.stdout.isatty() else f"{shown}\n", flush=True)
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return
 
 
 def report(run: Path) -> str:
     """The table of the chain that `run` belongs to. Raises InputError if it is no run's folder."""
     links = chain.read(run)
     if links is None:
-        progress = read_progress(run)
-        if progress.step is None and not progress.exit and not (run / "config.yaml").exists():
-            raise InputError(f"{run} is no run's folder; expected <run.dir>/<run.name> of a run")
-        links = [Link("run", 0, 0, "", (str(run),), str(run))]
+        check_is_run(run)
+        links = [Link("run", 0, 0, read_progress(run).job or "", (str(run),), str(run))]
     queue = read_queue([link.job for link in links if link.job])
     table = [["job", "run", "nodes", "Slurm job", "slice", "step", "ETA", "state"]]
     states: list[str] = []
@@ -76,20 +149,35 @@ def report(run: Path) -> str:
             table.append(row(link, Path(folder), job, progress, state, note))
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     unknown = "" if queue is not None else "\nno squeue here: what is queued or running is not known"
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table)
-    return "\n".join([*lines, "", counts + unknown])
+    return "\n".join([*aligned(table), "", counts + unknown])
+
+
+def aligned(table: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """The lines of a table, whose cells may hold any text; longer ones than `width` are cut."""
+    cells = [[printable(cell, one_line=True) for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    return [line if width is None or len(line) <= width else f"{line[: width - 3]}..." for line in lines]
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise InputError if it is no run's folder."""
+    if not any((folder / name).exists() for name in ("config.yaml", "exit.json", "metrics.jsonl", "tensorboard")):
+        raise InputError(f"{folder} is no run's folder; expected <run.dir>/<run.name> of a run")
 
 
 def row(link: Link, run: Path, job: str, progress: Progress, state: str, note: str) -> list[str]:
-    is_new = progress.step is None and progress.total is None
-    step = "-" if is_new else f"{progress.step or 0}/{progress.total or '?'}"
-    eta = "-"
-    if state == "running" and None not in (progress.step, progress.total, progress.seconds_per_step):
-        eta = duration(progress.seconds_per_step * max(progress.total - progress.step, 0))  # type: ignore[operator]
     nodes = f"{link.nodes}x{link.ntasks_per_node}" if link.nodes else "-"
     slices = str(progress.slices) if progress.slices else "-"
+    step, eta = step_and_eta(progress, state)
     return [link.command, run.name, nodes, job or "-", slices, step, eta, f"{state} {note}".rstrip()]
+
+
+def step_and_eta(progress: Progress, state: str) -> tuple[str, str]:
+    is_new = progress.step is None and progress.total is None
+    step = "-" if is_new else f"{progress.step or 0}/{progress.total or '?'}"
+    left = progress.seconds_left if state == "running" else None
+    return step, "-" if left is None else duration(left)
 
 
 def state_of(queued: Queued | None, progress: Progress) -> tuple[str, str]:
@@ -108,6 +196,8 @@ def state_of(queued: Queued | None, progress: Progress) -> tuple[str, str]:
         return "stopped", "(saved; submit it again to continue)"
     if code is not None:
         return "failed", f"(exit code {code}: {' '.join(str(progress.exit.get('error')).split())[:120]})"
+    if progress.beats:
+        return "running", ""
     if progress.step is None and not progress.slices:
         return "not started", ""
     return "stopped", "(no exit code: it was killed, or runs outside Slurm)"
@@ -115,23 +205,36 @@ def state_of(queued: Queued | None, progress: Progress) -> tuple[str, str]:
 
 def read_progress(folder: Path) -> Progress:
     """Steps and their times, from the files in a run's folder; missing and torn ones count as nothing."""
-    try:
-        rows = read_run(folder).rows
-    except RunError:
-        rows = {}
+    rows = last_rows(folder, STEPS_OF_SPEED)
     seconds = [row["timing_s/step"] for row in rows.values() if "timing_s/step" in row][-STEPS_OF_SPEED:]
     total = read_json(folder / "times.json", {}).get("total_steps")
+    slices = read_json(folder / "slices.json", [])
+    last = slices[-1] if slices and isinstance(slices[-1], dict) else {}
+    job, ends_at = last.get("job"), last.get("ends_at")
     return Progress(
         step=max(rows) if rows else None,
         total=total if isinstance(total, int) else None,
         seconds_per_step=sum(seconds) / len(seconds) if seconds else None,
-        slices=len(read_json(folder / "slices.json", [])),
+        slices=len(slices),
         exit=read_json(folder / "exit.json", {}),
+        rows=rows,
+        job=job if isinstance(job, str) and job.isdecimal() else None,
+        ends_at=ends_at if isinstance(ends_at, (int, float)) else None,
+        beats=_age(heartbeat_path(folder / HEARTBEATS, 0)) < HEARTBEAT_SECONDS,
     )
 
 
+def _age(path: Path) -> float:
+    """Seconds since the file was written; infinite if there is none."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return math.inf
+
+
 def read_queue(jobs: Sequence[str]) -> dict[str, Queued] | None:
-    """Job id, with the number of an array's element -> its entry, of those in the queue. None without squeue."""
+    """Job id -> its entry, of those in the queue; an array's element has two ids, <array>_<number> and its own. None
+    without squeue."""
     if not jobs:
         return {}
     command = ["squeue", "--noheader", "--array", f"--jobs={','.join(jobs)}", f"--format={FORMAT}"]
@@ -144,6 +247,8 @@ def read_queue(jobs: Sequence[str]) -> dict[str, Queued] | None:
     found = {}
     for line in answer.stdout.splitlines():
         job, *fields = line.split("|")
-        if len(fields) == 4:
-            found[job] = Queued(*fields)
+        if len(fields) >= 4:
+            state, reason, nodes, start, *more = fields
+            own, left = (*more, "", "")[:2]
+            found[job] = found[own or job] = Queued(state, reason, nodes, start, left)
     return found

@@ -46,7 +46,7 @@ class RecordLog:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = open(path, "ab" if keep else "wb")
         if keep:
-            self._file.truncate(max((end for _, end in _whole_records(path)), default=0))
+            self._file.truncate(max((end for _, end in whole_records(path)), default=0))
 
     def append(self, record: Record) -> None:
         payload = msgpack.packb(record)
@@ -60,7 +60,7 @@ class RecordLog:
 def read_records(path: str | os.PathLike[str], report: Callable[[str], None]) -> Iterator[Record]:
     """Yield the whole records of a log. Everything from the first torn or damaged record on is dropped and reported."""
     count = good_end = 0
-    for record, end in _whole_records(path):
+    for record, end in whole_records(path):
         yield record
         count, good_end = count + 1, end
     size = os.path.getsize(path)
@@ -71,7 +71,7 @@ def read_records(path: str | os.PathLike[str], report: Callable[[str], None]) ->
         )
 
 
-def _whole_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, int]]:
+def whole_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, int]]:
     """Yield (record, byte after it) until the first one that is not whole."""
     start, size = 0, os.path.getsize(path)
     with open(path, "rb") as file:
@@ -110,6 +110,9 @@ def generation_logs(folder: str | os.PathLike[str]) -> Iterator[tuple[int, Path]
 
 
 SCHEMA = 1
+# Of steps in trainer.record_update_steps, for each response token: its log-prob in the forward pass of its last update
+# and after the step, and the derivative of its policy loss by its log-prob in that pass.
+UPDATE_COLUMNS = ("update_log_probs", "new_log_probs", "loss_gradients")
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(h5|h5\.tmp|rank_\d+\.log)")
 
 Scalar = int | float | bool | str
@@ -280,18 +283,18 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_samples(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return the sample columns only; otherwise as `read_step`."""
-    return read_step(path, names=())[1]
+def read_samples(path: str | os.PathLike[str], names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """Return the sample columns only, those of `names` or all; otherwise as `read_step`."""
+    return read_step(path, names=(), sample_names=names)[1]
 
 
 def read_step(
-    path: str | os.PathLike[str], names: Collection[str] | None = None
+    path: str | os.PathLike[str], names: Collection[str] | None = None, sample_names: Collection[str] | None = None
 ) -> tuple[Columns, dict[str, np.ndarray], dict[str, int]]:
     """Return (token columns, sample columns, attributes); strings are object arrays of `str`.
 
-    `names`: the token columns to read; a "?" at the end marks an optional one; None: all. Raises ArchiveError for a
-    missing or damaged file, or one of another format.
+    `names`: the token columns to read; a "?" at the end marks an optional one; None: all. `sample_names`: the sample
+    columns; None: all. Raises ArchiveError for a missing or damaged file, or one of another format.
     """
     import h5py
 
@@ -313,7 +316,7 @@ def read_step(
             columns = {name: member(recorded, name) for name in present}
             tokens = {name: (column(group, "values"), column(group, "offsets")) for name, group in columns.items()}
             found = member(file, "samples")
-            samples = {name: column(found, name) for name in found}
+            samples = {name: column(found, name) for name in (found if sample_names is None else sample_names)}
     except ArchiveError:
         raise
     except FileNotFoundError:

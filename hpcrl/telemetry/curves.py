@@ -7,9 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, pstdev
 
 import matplotlib
 
@@ -20,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hpcrl.telemetry.runlog import RunError, RunLog, choose_keys, read_runs
+from hpcrl.telemetry.seeds import SeedMean, over_seeds
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#5F5F5F")
 PHASE_COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#72B7B2", "#B279A2", "#EECA3B", "#BAB0AC")
@@ -51,36 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(options.out)
     return 0
-
-
-@dataclass(frozen=True)
-class SeedMean(RunLog):
-    """The mean of runs that differ in their seed, of the steps and tags that all of them have."""
-
-    deviations: dict[int, dict[str, float]]  # standard deviations of the same
-
-    def band(self, key: str) -> list[float]:
-        """Standard deviation at each point of `series(key)`."""
-        return [row[key] for row in self.deviations.values() if key in row]
-
-
-def over_seeds(runs: Sequence[RunLog]) -> list[RunLog]:
-    """Runs whose names differ in the number at their end only, as one."""
-    groups: dict[str, list[RunLog]] = {}
-    for run in runs:
-        groups.setdefault(re.sub(r"_?\d+$", "", run.name) or run.name, []).append(run)
-    return [_mean(name, group) for name, group in groups.items()]
-
-
-def _mean(name: str, runs: list[RunLog]) -> RunLog:
-    means: dict[int, dict[str, float]] = {}
-    deviations: dict[int, dict[str, float]] = {}
-    for step, row in runs[0].rows.items():
-        rows = [run.rows.get(step, {}) for run in runs]
-        values = {tag: [other[tag] for other in rows] for tag in row if all(tag in other for other in rows)}
-        means[step] = {tag: mean(found) for tag, found in values.items()}
-        deviations[step] = {tag: pstdev(found) for tag, found in values.items()}
-    return SeedMean(name, means, deviations)
 
 
 def draw(runs: list[RunLog], out: Path, pattern: str | None = None) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+TAIL_BYTES = 1 << 17  # about 30 steps
+
 
 class RunError(ValueError):
     """A folder or file without metrics, or a request for metrics that are not there."""
@@ -61,6 +63,32 @@ def read_run(path: str | os.PathLike[str]) -> RunLog:
     raise RunError(f"{path}: no step has been logged yet, or this is not a log of metrics")
 
 
+def last_rows(path: str | os.PathLike[str], count: int) -> dict[int, dict[str, float]]:
+    """The rows of at least the last `count` steps of a run, in order of steps; {} if it has logged none.
+
+    Reads only the end of a long metrics.jsonl; other runs are read whole.
+    """
+    file = Path(path) / "metrics.jsonl"
+    if not file.exists():
+        try:
+            return read_run(path).rows
+        except RunError:
+            return {}
+    size, length = file.stat().st_size, TAIL_BYTES
+    while True:
+        rows = _rows(_tail(file, length))
+        if len(rows) >= count or length >= size:
+            return dict(sorted(rows.items()))
+        length *= 4
+
+
+def _tail(path: Path, length: int) -> str:
+    """The last `length` bytes of a file as text."""
+    with open(path, "rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - length, 0))
+        return file.read(length).decode("utf-8", errors="replace")
+
+
 def _sources(place: Path) -> Iterable[Path]:
     if place.is_file():
         yield place
@@ -73,16 +101,21 @@ def _sources(place: Path) -> Iterable[Path]:
 
 
 def _read_jsonl(path: Path) -> dict[int, dict[str, float]]:
+    return _rows(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _rows(text: str) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        # The last line of a running or a killed run may be torn.
+    for line in text.splitlines():
+        # The last line of a running or a killed run may be torn, and the first one of a file's end.
         try:
             record = json.loads(line)
             step = record.pop("step")
+            values = {key: math.nan if value is None else float(value) for key, value in record.items()}
         except (ValueError, KeyError, AttributeError, TypeError):
             continue
         if isinstance(step, int):
-            rows[step] = {key: math.nan if value is None else float(value) for key, value in record.items()}
+            rows[step] = values
     return rows
 
 

@@ -25,7 +25,8 @@ from hpcrl.config.schema import Config
 from hpcrl.controller.register import Dispatch, register
 from hpcrl.grid.groups import RoleGroups
 from hpcrl.model.shape import Lora, ModelShape
-from hpcrl.workers.actor_objective import ActorObjective
+from hpcrl.telemetry.archive import UPDATE_COLUMNS
+from hpcrl.workers.actor_objective import ActorObjective, UpdateRecord
 from hpcrl.workers.model_worker import SEQUENCE, ModelWorker, Updates
 
 
@@ -46,11 +47,12 @@ class ActorWorker(ModelWorker):
         self.estimator_params = parameters(config, "algorithm", algorithm.adv_estimator)
         self.sum_pi_squared = derived.needs_sum_pi_squared
         self.records_routing = actor.router_replay.mode == "R2"
+        self.keeps_entropies = config.trainer.save_rollouts
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=(*SEQUENCE, "rollout_log_probs", "routed_experts?"),
-        writes=("old_log_probs", "sum_pi_squared?", "routed_experts?"),
+        writes=("old_log_probs", "entropies?", "sum_pi_squared?", "routed_experts?"),
         phase="old_log_prob",
         skip_if="old_log_prob_in_update",
     )
@@ -78,6 +80,8 @@ class ActorWorker(ModelWorker):
         norm = self.global_norm(batch, self.loss_scale_factor)
         entropy = agg_loss(outputs["entropy"].padded(), mask, self.config.actor.loss_agg_mode, norm)
         columns: Columns = {"old_log_probs": outputs["log_probs"]}
+        if self.keeps_entropies:
+            columns["entropies"] = outputs["entropy"]
         if self.records_routing:
             columns["routed_experts"] = outputs["routed_experts"]
         if self.sum_pi_squared:
@@ -186,7 +190,7 @@ class ActorWorker(ModelWorker):
             *("ref_log_prob?", "rollout_is_weights?", "teacher_log_prob?", "teacher_topk_log_probs?"),
             *("teacher_topk_ids?", "routed_experts?", "prompt", "sample_index"),
         ),
-        writes=("old_log_probs?",),
+        writes=("old_log_probs?", "entropies?", *(f"{name}?" for name in UPDATE_COLUMNS)),
         updates=True,
     )
     def update_actor(self, batch: DataProto) -> DataProto:
@@ -195,27 +199,49 @@ class ActorWorker(ModelWorker):
         A batch without old log-probs must form one mini-batch. Its forward pass then also returns the columns and the
         metrics of `compute_log_prob`.
         """
+        step = batch.meta_info["step"]
         outputs: dict[str, Ragged] | None = None if "old_log_probs" in batch.tokens else {}
+        record = UpdateRecord(self.objective) if self._records_update(step) else None
+        updates = []
         with self.engine.update():
-            updates = [
-                self.train(
-                    mini,
-                    partial(self.objective.normalised, key=(batch.meta_info["step"], number)),
-                    loss_scale_factor=self.loss_scale_factor,
-                    max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
-                    temperature=self.config.rollout.temperature,
-                    entropy=self.objective.uses_entropy or outputs is not None,
-                    topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
-                    columns=outputs,
+            for number, rows in enumerate(self.updates.rows(batch)):
+                mini, kept = batch[rows], {} if outputs is None and record is not None else outputs
+                updates.append(
+                    self.train(
+                        mini,
+                        partial(self.objective.normalised, key=(step, number)),
+                        loss_scale_factor=self.loss_scale_factor,
+                        max_tokens=self.config.actor.ppo_max_token_len_per_gpu,
+                        temperature=self.config.rollout.temperature,
+                        entropy=self.objective.uses_entropy or outputs is not None,
+                        topk_ids="teacher_topk_ids" if "teacher_topk_ids" in mini.tokens else None,
+                        columns=kept,
+                    )
                 )
-                for number, mini in enumerate(self.updates.mini_batches(batch))
-            ]
+                if record is not None and kept and self.is_leader:
+                    record.add(rows, mini, kept["log_probs"], key=(step, number))
+        recorded: Columns = {}
+        if record is not None:
+            recorded = self._recorded(batch, record)
         if outputs is None or not self.is_leader:
-            return DataProto({}, {}, {"metrics": updates})
+            return DataProto(recorded, {}, {"metrics": updates})
         (metrics,) = updates
         found = self._old_log_probs(batch, outputs)
         against_rollout = to_floats(self._corrected(batch, outputs["log_probs"]).metrics)
-        return DataProto(found.tokens, {}, {"metrics": [found.meta_info["metrics"] | against_rollout | metrics]})
+        tokens = found.tokens | recorded
+        return DataProto(tokens, {}, {"metrics": [found.meta_info["metrics"] | against_rollout | metrics]})
+
+    def _records_update(self, step: int) -> bool:
+        """Whether the step's archive has the columns of its update; the samples of PF-PPO are not those of the step."""
+        return step in self.config.trainer.record_update_steps and not self.config.algorithm.use_pf_ppo
+
+    def _recorded(self, batch: DataProto, record: UpdateRecord) -> Columns:
+        """UPDATE_COLUMNS, on the leader. Collective over the role: it runs the model after the step."""
+        max_tokens = self.config.actor.ppo_max_token_len_per_gpu
+        after = self.log_prob_column(
+            "new_log_probs", batch, max_tokens=max_tokens, temperature=self.config.rollout.temperature
+        )
+        return after.tokens | record.columns(batch) if self.is_leader else {}
 
     @register(
         Dispatch.DP_COMPUTE_METRIC,

@@ -12,6 +12,8 @@ from hpcrl.algorithms.distillation import Distillation, Distilled, distillation_
 from hpcrl.algorithms.kl import kl_penalty
 from hpcrl.algorithms.metrics import Max, Mean, Metric, Sum
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
+from hpcrl.batch.data_proto import Columns, DataProto
+from hpcrl.batch.ragged import Ragged
 from hpcrl.batch.tensors import TensorBatch, padded_if_there, training_mask
 from hpcrl.config.derive import Derived
 from hpcrl.config.plugins import parameters
@@ -89,6 +91,23 @@ class ActorObjective:
             metrics |= {"actor/kl_loss": Sum(kl.detach()), "actor/kl_coef": Mean(actor.kl_loss_coef, 1.0)}
         return total, metrics
 
+    def derivatives(self, log_probs: torch.Tensor, mini: DataProto, key: tuple[int, int]) -> torch.Tensor:
+        """d loss / d log-prob of the policy loss of each token before its mean over tokens, (B, T) fp32: 0 where the
+        loss is clipped. log_probs (B, T): those at the update. Losses that draw or rank tokens of a micro-batch (cov,
+        bypass_mode) see all of the replica's mini-batch here."""
+        found = log_probs.clone().requires_grad_()
+        if not len(found):
+            return log_probs
+        mask, advantages = training_mask(mini), mini.padded("advantages")
+        old_log_probs, weights = (
+            _old_log_probs({"log_probs": log_probs}, mini),
+            padded_if_there(mini, "rollout_is_weights"),
+        )
+        generator = self._generator(key, mini)
+        losses = self.policy_loss(found, old_log_probs, advantages, mask, self.policy_params, weights, generator)
+        (derivatives,) = torch.autograd.grad(losses.values.sum(), found)
+        return derivatives * mask + 0.0  # not -0.0
+
     def _to_teacher(
         self, outputs: Outputs, micro: TensorBatch, norm: LossNorm
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -112,14 +131,37 @@ class ActorObjective:
         total = agg_loss(losses, mask, self.actor.loss_agg_mode, norm)
         return total, {**metrics, "distillation/loss": Sum(total.detach())}
 
-    def _generator(self, key: tuple[int, int], micro: TensorBatch) -> torch.Generator:
+    def _generator(self, key: tuple[int, int], micro: DataProto | TensorBatch) -> torch.Generator:
         """Random numbers of a micro-batch, the same on all ranks of a replica and in any layout."""
         first = (int(micro.samples["prompt"][0]), int(micro.samples["sample_index"][0]))
         words = np.random.SeedSequence(self.seed % 2**64, spawn_key=(STREAM, *key, *first)).generate_state(2)
         return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
 
 
-def _old_log_probs(outputs: Outputs, micro: TensorBatch) -> torch.Tensor:
+class UpdateRecord:
+    """What the updates of a step computed of each response token: see `hpcrl.telemetry.archive.UPDATE_COLUMNS`."""
+
+    def __init__(self, objective: ActorObjective) -> None:
+        self._objective = objective
+        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> log-probs, derivatives
+
+    def add(self, rows: np.ndarray, mini: DataProto, log_probs: Ragged, *, key: tuple[int, int]) -> None:
+        """Add a mini-batch, of which this replica has `rows` of the step's batch; a later pass replaces an earlier
+        one."""
+        lengths = log_probs.lengths
+        derivatives = Ragged.from_padded(self._objective.derivatives(log_probs.padded(), mini, key), lengths)
+        for place, row in enumerate(rows.tolist()):
+            self._rows[row] = log_probs.row(place), derivatives.row(place)
+
+    def columns(self, batch: DataProto) -> Columns:
+        """The columns of the step's batch, fp32; NaN where no update trained a sample."""
+        nothing = [np.full(length, np.nan, np.float32) for length in batch.fetch("response_mask").lengths]
+        found = [self._rows.get(row, (none, none)) for row, none in enumerate(nothing)]
+        names = ("update_log_probs", "loss_gradients")
+        return {name: Ragged.from_rows([row[i] for row in found], np.float32) for i, name in enumerate(names)}
+
+
+def _old_log_probs(outputs: Outputs, micro: DataProto | TensorBatch) -> torch.Tensor:
     """The column `old_log_probs`; without it the update is the first one from these weights, whose own log-probs are
     the old ones."""
     found = padded_if_there(micro, "old_log_probs")

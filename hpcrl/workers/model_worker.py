@@ -49,6 +49,11 @@ class Updates:
 
     def mini_batches(self, batch: DataProto) -> Iterator[DataProto]:
         """This replica's rows of every mini-batch, in order; a part may be empty."""
+        for rows in self.rows(batch):
+            yield batch[rows]
+
+    def rows(self, batch: DataProto) -> Iterator[np.ndarray]:
+        """The same as places in `batch`, int64."""
         num_prompts, step = batch.meta_info["num_prompts"], batch.meta_info["step"]
         for epoch in range(self.epochs):
             of_prompt = mini_batch_of(
@@ -56,7 +61,7 @@ class Updates:
             )
             of_row = of_prompt[batch.samples["prompt"]]
             for index in range(int(of_prompt.max()) + 1):
-                yield batch[np.flatnonzero(of_row == index)]
+                yield np.flatnonzero(of_row == index)
 
 
 class ModelWorker(Worker):

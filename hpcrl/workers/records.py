@@ -15,7 +15,7 @@ from hpcrl.config.roles import ARCHIVE, GENERATIONS
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.job import run_directory
-from hpcrl.telemetry.archive import PictureFolder, RolloutLog, log_path
+from hpcrl.telemetry.archive import UPDATE_COLUMNS, PictureFolder, RolloutLog, log_path
 from hpcrl.telemetry.writer import json_line
 from hpcrl.workers.scorer import response_text, responses_of
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TOKENS = (
     *("input_ids", "response_mask", "rollout_log_probs", "routed_experts", "old_log_probs", "ref_log_prob", "values"),
     *("token_level_scores", "token_level_rewards", "advantages", "returns", "rollout_is_weights", "loss_mask"),
-    *("teacher_log_prob", "verdicts"),
+    *("teacher_log_prob", "verdicts", "entropies", *UPDATE_COLUMNS),
 )
 SAMPLES = (
     *("position", "prompt", "row", "epoch", "sample_index", "prompt_length", "response_length", "finish_reason"),

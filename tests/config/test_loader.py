@@ -133,6 +133,8 @@ def test_dump_loads_back_equal(tmp_path: Path, text: str, lr: float, seed: int, 
         ("trainer.profile_steps=[3, 3]", "is a list of 2; expected each step once, and 3 is there 2 times"),
         ("actor.loss_agg_mode=mean", "actor.loss_agg_mode is the text 'mean'; expected token-mean, token-sum,"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas is a list of 1; expected 2 entries"),
+        ("job.on_event=[./a.sh, '']", "job.on_event[1] is the text ''; expected a command, such as ./notify.sh"),
+        ("job.on_event='mail \"x'", "expected a command in the shell's notation (No closing quotation)"),
         ("run.name=../x", "run.name is the text '../x'; expected a folder name"),
     ],
 )  # fmt: skip
@@ -236,3 +238,13 @@ def test_one_file_may_stand_for_a_list_and_a_name_for_a_manager(tmp_path: Path) 
     config = load_config(str(file), ["data.val_files=b.parquet"])
     assert (config.data.train_files, config.data.val_files) == (["a.parquet"], ["b.parquet"])
     assert config.reward.reward_manager.name == "dapo"
+    assert load_config(str(file), ["job.on_event=./a.sh --to me"]).job.on_event == ["./a.sh --to me"]
+
+
+def test_loggers_are_named_as_in_verls_templates(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("trainer: {logger: [console, wandb], project_name: verl_examples, experiment_name: gsm8k}\n")
+    assert load_config(str(file)).trainer.logger == ["console", "wandb"]
+    assert load_config(str(file), ["trainer.logger=mlflow"]).trainer.logger == ["mlflow"]
+    found = refusal(file, "trainer.logger=[console, swanlab]")
+    assert "trainer.logger[1] is the text 'swanlab'" in found and "wandb or mlflow" in found

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ci_world(2)
 
 GRPO = {"adv_estimator": "grpo", "use_kl_in_reward": False}
 PPO = {"use_kl_in_reward": False}
-COLUMNS = ("old_log_probs", "rollout_log_probs", "advantages")
+COLUMNS = ("old_log_probs", "rollout_log_probs", "advantages", "entropies")
 
 
 def passes(run: Path) -> list[bool]:
@@ -60,3 +60,4 @@ def test_metrics_and_archive_are_those_of_a_pass_of_their_own(
         assert columns.keys() == other_columns.keys()
         for column in COLUMNS:
             np.testing.assert_allclose(columns[column][0], other_columns[column][0], rtol=0, atol=1e-6)
+        assert np.mean(columns["entropies"][0]) == pytest.approx(found[step]["actor/entropy"], rel=1e-5)

@@ -65,7 +65,7 @@ def test_who_stands_out_is_told_once_with_its_node(tmp_path: Path, caplog: pytes
         def __getitem__(self, role: str) -> Any:
             return SimpleNamespace(layout=Layout((0, 1, 2, 3)))
 
-        def ask_busy(self) -> Any:
+        def ask_busy(self, step: int) -> Any:
             return SimpleNamespace(is_ready=self.ready, get=lambda: reports(1.0, 1.0, 3.0, 1.0))
 
     stragglers = Stragglers(cast(Controller, Fleet()), tmp_path, waits=True)

@@ -86,6 +86,12 @@ def test_two_slices_without_progress_end_a_chain(tmp_path) -> None:
     with pytest.raises(InputError, match="the last 2 slices of job 7 began with the checkpoint of step 6, and so does"):
         start("7", 6, 6)
     start("8", 0, 6)  # submitted anew
+    assert json.loads((tmp_path / "slices.json").read_text())[-1] == {
+        "job": "8",
+        "restart": 0,
+        "step": 6,
+        "ends_at": None,
+    }
     check_progress(tmp_path, 6, None, 0.0, {})  # no batch system: nothing starts it again by itself
 
 

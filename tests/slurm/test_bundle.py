@@ -46,6 +46,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
             "data.val_files=data/val.parquet",
             "reward.custom_reward_function.path=mine.py:score",
             "algorithm.rollout_correction.preset=bypass_ppo_clip",
+            "job.on_event=['./notify.sh \"to me\"', mail]",
         ],
     )
 
@@ -69,6 +70,8 @@ def test_the_job_reads_the_same(job: Config, tmp_path: Path) -> None:
     for section, name in (("run", "dir"), ("model", "init_from"), ("model", "tokenizer")):
         same[section][name] = job.model_dump()[section][name]
     same["data"] |= {name: job.model_dump()["data"][name] for name in ("train_files", "val_files")}
+    assert staged.job.on_event == [f"{tmp_path}/notify.sh 'to me'", "mail"]
+    same["job"]["on_event"] = job.job.on_event
     same["reward"]["custom_reward_function"] = job.model_dump()["reward"]["custom_reward_function"]
     assert same == job.model_dump()
     # a preset fills in what the template leaves out, so that has to stay out

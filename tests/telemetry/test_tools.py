@@ -16,6 +16,7 @@ import pytest
 
 from hpcrl.telemetry import curves, scalars, summary
 from hpcrl.telemetry.runlog import read_run, read_runs
+from hpcrl.telemetry.seeds import SeedMean, over_seeds
 from hpcrl.telemetry.writer import MetricsWriter
 
 
@@ -172,8 +173,8 @@ def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path, capsys):
     rows = [[{"step": step, "critic/score/mean": seed + step, "a": 1.0} for step in (1, 2)] for seed in (0, 4)]
     rows[1][1].pop("a")
     folders = [write_run(tmp_path / f"grpo_{seed}", lines) for seed, lines in enumerate(rows)]
-    (found,) = curves.over_seeds(read_runs(folders))
-    assert isinstance(found, curves.SeedMean) and found.name == "grpo"
+    (found,) = over_seeds(read_runs(folders))
+    assert isinstance(found, SeedMean) and found.name == "grpo"
     assert found.series("critic/score/mean") == [(1, 3.0), (2, 4.0)]
     assert found.band("critic/score/mean") == [2.0, 2.0]
     assert found.series("a") == [(1, 1.0)]

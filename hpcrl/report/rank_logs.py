@@ -1,0 +1,94 @@
+"""The ranks' log files, `<run>/logs/rank_00003.log`: their lines, and the warnings in groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MOST_BYTES = 16 * 2**20  # of one log that are read: its end
+MOST_BYTES_IN_ALL = 128 * 2**20
+LONGEST_TEXT = 2000  # characters of one line that are kept
+LEVELS = ("WARNING", "ERROR", "CRITICAL")
+
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) ([^\s:]+): (.*)", re.S)
+_NAME = re.compile(r"rank_(\d+)\.log")
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """time: local time of the rank's node, `2026-11-26 10:54:15`. text: with the lines that follow it, such as a
+    traceback, up to LONGEST_TEXT characters of its beginning and as many of its end."""
+
+    rank: int
+    time: str
+    level: str
+    logger: str
+    text: str
+
+
+@dataclass
+class WarningGroup:
+    """Lines that differ in numbers only. text: the first one."""
+
+    level: str
+    logger: str
+    text: str
+    first: str
+    last: str
+    count: int = 0
+    ranks: set[int] = field(default_factory=set)
+
+
+def log_files(run: Path) -> dict[int, Path]:
+    """Rank -> its log."""
+    named = ((_NAME.fullmatch(path.name), path) for path in (run / "logs").glob("rank_*.log"))
+    return dict(sorted((int(name[1]), path) for name, path in named if name))
+
+
+def read_log(rank: int, path: Path, most: int = MOST_BYTES) -> Iterator[LogLine]:
+    """The lines of a log, of its last `most` bytes. Raises OSError."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - most, 0))
+        lines = file.read(most).decode("utf-8", errors="replace").split("\n")
+    current: tuple[str, ...] | None = None
+    following: list[str] = []
+    for text in lines:
+        found = _LINE.fullmatch(text)
+        if found is None:
+            following.append(text)
+            continue
+        if current is not None:
+            yield _line(rank, current, following)
+        current, following = found.groups(), []
+    if current is not None:
+        yield _line(rank, current, following)
+
+
+def _line(rank: int, fields: tuple[str, ...], following: list[str]) -> LogLine:
+    time, level, logger, text = fields
+    return LogLine(rank, time, level, logger, shorten("\n".join([text, *following]).rstrip(), LONGEST_TEXT))
+
+
+def shorten(text: str, most: int) -> str:
+    """`text`, or its beginning and its end with a note of what is left out between them."""
+    if len(text) <= 2 * most:
+        return text
+    return f"{text[:most]}\n[... {len(text) - 2 * most} characters left out ...]\n{text[-most:]}"
+
+
+def group_warnings(lines: Iterable[LogLine]) -> list[WarningGroup]:
+    """Warnings and errors that differ in numbers only, as one group each: errors first, then the most frequent."""
+    groups: dict[tuple[str, str, str], WarningGroup] = {}
+    for line in lines:
+        if line.level not in LEVELS:
+            continue
+        key = line.level, line.logger, _NUMBER.sub("#", line.text.split("\n", 1)[0])
+        group = groups.setdefault(key, WarningGroup(line.level, line.logger, line.text, line.time, line.time))
+        group.count += 1
+        group.ranks.add(line.rank)
+        group.first, group.last = min(group.first, line.time), max(group.last, line.time)
+    return sorted(groups.values(), key=lambda group: (group.level == "WARNING", -group.count, group.first))

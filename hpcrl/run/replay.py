@@ -1,0 +1,316 @@
+"""Recorded steps of a run, taken again: the run's own job, from its nearest earlier checkpoint, on recorded samples."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.checkpoint.store import TRAINER_FILE, CheckpointStore
+from hpcrl.config.derive import RoleLayouts
+from hpcrl.config.inputs import KEYS as INPUT_FILES
+from hpcrl.config.loader import load_config, quoted, raw_value
+from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.run.job import SupervisedJob, TrainingJob
+from hpcrl.run.run import versions
+from hpcrl.runtime.exits import DONE, OTHER, InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.json_file import replace_json
+from hpcrl.telemetry.agreement import Agreement, compare_archives, compare_metrics
+from hpcrl.telemetry.archive import read_samples, step_path
+from hpcrl.telemetry.runlog import read_run
+from hpcrl.telemetry.token_table import SUFFIXES, write_tokens
+from hpcrl.telemetry.writer import METRICS_FILE
+
+if TYPE_CHECKING:
+    from hpcrl.run.run import Run
+
+log = logging.getLogger(__name__)
+
+RESULT_FILE = "replay.json"  # in the replay's folder
+FIXED = (  # a replay generates, validates, saves and reports nothing
+    "async_training.mode=sync",
+    "data.val_files=[]",
+    "job.on_event=[]",
+    "rollout.engine=native",
+    "trainer.logger=[]",
+    "trainer.resume_mode=auto",
+    "trainer.save_freq=-1",
+    "trainer.save_hf=false",
+    "trainer.save_rollouts=true",
+    "trainer.reuse_rollouts=false",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "trainer.validation_data_dir=null",
+    "trainer.profile_steps=[]",
+)
+# Overrides that change how the numbers are computed and not which: regular expressions of keys.
+ALLOWED = (
+    r"placement(\..*)?",
+    r".*\.[a-z_]*max_token_len_per_gpu",
+    r".*\.(param|grad|optimizer)_offload",
+    r"model\.(recompute|ddp)(\..*)?",
+    r"model\.(gradient_accumulation_fusion|transformer_engine\.enable|vision\.cache_gib)",
+    r"(rollout|reward\.judge)\.(max_num_seqs|max_num_batched_tokens|gpu_memory_utilization|kv_cache_gib|enforce_eager)",
+    r"rollout\.(enable_prefix_caching|free_cache_engine|checkpoint_engine(\..*)?)",
+    r"run\.(c10d_backend|nccl_timeout|cpu_bind|full_determinism|memory_snapshot|watchdog(\..*)?)",
+    r"trainer\.(head_chunk_tokens|balance_batch|walltime_margin)",
+    r"(data\.image_workers|reward\.num_workers)",
+    *(re.escape(key) for key in INPUT_FILES if key != "trainer.rollouts_from"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of the run")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
+    parser.add_argument("--out", metavar="FOLDER", help="folder of the replay; default: RUN/replay/step_N")
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=1e-5,
+        help="difference that is rounding, of numbers above 1 relative (%(default)g)",
+    )
+    parser.add_argument("--tokens", metavar="FILE", help="write every token of step N to FILE.jsonl or FILE.h5")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="a layout, or another key that a replay takes"
+    )
+
+
+def job_of(run: Path, overrides: Sequence[str]) -> str:
+    """The job of a run: the name of a built-in one, or a user's file."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise InputError(f"{run} is no run's folder: it has no config.yaml; expected <run.dir>/<run.name> of a run")
+    file = raw_value(path, overrides, ("run", "job_file"))
+    if isinstance(file, str):
+        return file
+    with open(path, encoding="utf-8") as lines:
+        named = re.fullmatch(r"# hpcrl (\w+)\n", lines.readline())
+    return named[1] if named else str(_saved(run).get("job", "train"))
+
+
+def replayed(job: type[Any]) -> type[TrainingJob]:
+    """The job that takes recorded steps of a run of `job` again."""
+    if not issubclass(job, TrainingJob):
+        raise InputError(f"a run of `hpcrl {job.name}` has no steps to replay; name a run that trains")
+    return type(f"{job.__name__}Replay", (Replay, job), {"config_class": job.schema(), "__doc__": Replay.__doc__})
+
+
+class Replay(TrainingJob):
+    """Run recorded steps of a run again, up to step N, and compare metrics and columns with those of the run."""
+
+    handles_signals = False
+    saves_last = False
+    validates_first = False
+    first: int  # step that is taken; on rank 0
+    versions_then: dict[str, str]  # those of the checkpoint; on rank 0
+
+    @classmethod
+    def load(cls, arguments: argparse.Namespace) -> Config:
+        """The run's config with what a replay changes. Makes the replay's folder, with links to the checkpoints from
+        which it may start."""
+        run, step = Path(os.path.abspath(arguments.run)), arguments.step
+        check_overrides(arguments.overrides)
+        check_tokens(arguments.tokens, needs_rollouts(cls))
+        rows = read_run(run / METRICS_FILE).rows
+        if step < 1 or step not in rows:
+            raise InputError(f"{run}: step {step} is not in {METRICS_FILE}, which has steps {min(rows)} to {max(rows)}")
+        starts = starts_of(run, step, needs_rollouts(cls))
+        overrides = [*arguments.overrides, *FIXED, *_own(run, starts, arguments, cls)]
+        folder = make_folder(run, step, arguments.out)
+        overrides += [f"run.dir={quoted(str(folder.parent))}", f"run.name={quoted(folder.name)}"]
+        placement = [text for text in overrides if text.startswith("placement")]
+        config = cls.read_config(str(run / "config.yaml"), [text for text in overrides if text not in placement])
+        if placement:
+            plain = load_config(None, placement, cls.schema()).placement
+            config = config.model_copy(update={"placement": plain})
+        for number, checkpoint in starts.items():
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            (folder / "checkpoints" / f"step_{number:08d}").symlink_to(checkpoint)
+        return cls.prepare(config)
+
+    @classmethod
+    def check(cls, config: Config, num_ranks: int) -> RoleLayouts:
+        try:
+            return super().check(config, num_ranks)
+        except ConfigError as error:
+            if not str(error).startswith("placement"):
+                raise
+            raise ConfigError(f'{error}; placement.pools.all="*" makes the replay data-parallel on all ranks') from None
+
+    @property
+    def last_step(self) -> int:
+        return int(self.arguments.step)
+
+    @property
+    def validation_freq(self) -> int:
+        return -1
+
+    def total_steps(self) -> int:
+        return max(super().total_steps(), self.last_step)
+
+    def set_up(self, run: Run) -> None:
+        self.first, self.versions_then = run.start.step + 1, run.start.state.get("versions", {})
+        recorded = self.source / "rollouts"
+        if needs_rollouts(type(self)) and (missing := missing_steps(recorded, self.first, self.last_step)):
+            raise InputError(
+                f"{step_path(recorded, missing[0])}: no such rollout file; the replay starts at {self.first}"
+            )
+        super().set_up(run)
+
+    @property
+    def source(self) -> Path:
+        """The run that is replayed."""
+        return Path(os.path.abspath(self.arguments.run))
+
+    def main(self) -> int:
+        code = super().main()
+        return self.compare() if code == DONE and self.world.rank == 0 else code
+
+    def compare(self) -> int:
+        """Compare the steps taken, on rank 0; returns the exit code."""
+        folder, rtol = run_directory(self.config), self.arguments.rtol
+        logged, found = read_run(self.source / METRICS_FILE).rows, read_run(folder / METRICS_FILE).rows
+        results = []
+        for step in range(self.first, self.last_step + 1):
+            if step not in logged or step not in found:
+                log.warning("step %d is not compared: %s has no such line", step, METRICS_FILE)
+                continue
+            result = Agreement(step, rtol)
+            compare_metrics(logged[step], found[step], result)
+            if needs_rollouts(type(self)):
+                compare_archives(self.source / "rollouts", folder / "rollouts", result)
+            (log.info if result.agrees else log.error)("%s", result)
+            results.append(result)
+        if not all(result.is_bitwise for result in results):
+            log.info("other than in the run: %s", "; ".join(self.changes()) or "the machine, its threads or the code")
+        replace_json(folder / RESULT_FILE, self._record([str(result) for result in results]))
+        if self.arguments.tokens:
+            write_tokens(Path(self.arguments.tokens), step_path(folder / "rollouts", self.last_step))
+            log.info("the tokens of step %d are in %s", self.last_step, self.arguments.tokens)
+        return DONE if results and all(result.agrees for result in results) else OTHER
+
+    def changes(self) -> list[str]:
+        """What is not as it was in the run, and changes the last bits of its numbers."""
+        now, ranks = versions(), len(list((self.source / "logs").glob("rank_*.log")))
+        found = [
+            f"{name} {now[name]}, was {then}" for name, then in self.versions_then.items() if now.get(name) != then
+        ]
+        if ranks != self.world.size:
+            found.append(f"the number of ranks, {self.world.size}, was {ranks}")
+        if any(text.startswith("placement") for text in self.arguments.overrides):
+            found.append("the placement")
+        return found
+
+    def _record(self, lines: list[str]) -> dict[str, Any]:
+        return {"run": str(self.source), "step": self.last_step, "first_step": self.first, "results": lines}
+
+
+def needs_rollouts(job: type[TrainingJob]) -> bool:
+    """Whether a step of the job trains on samples of the policy."""
+    return not issubclass(job, SupervisedJob)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise InputError for an override that may change the numbers."""
+    allowed = re.compile("|".join(ALLOWED))
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if not allowed.fullmatch(key):
+            raise InputError(
+                f"replay: {key} may change what is computed; a replay takes layouts (placement.*), micro-batches "
+                "(*max_token_len_per_gpu), offload, model.recompute, sizes of engines and paths of input files"
+            )
+
+
+def check_tokens(path: str | None, has_rollouts: bool) -> None:
+    """Raise InputError if the file for the tokens cannot be written."""
+    if path is None:
+        return
+    if not has_rollouts:
+        raise InputError(
+            "--tokens: the job of this run trains on given answers, which have no advantages; leave it out"
+        )
+    if Path(path).suffix not in SUFFIXES:
+        raise InputError(f"--tokens {path}: expected a file name that ends in {' or '.join(SUFFIXES)}")
+    if not Path(path).absolute().parent.is_dir():
+        raise InputError(f"--tokens {path}: no such folder; make {Path(path).parent}")
+
+
+def missing_steps(rollouts: Path, first: int, last: int) -> list[int]:
+    return [step for step in range(first, last + 1) if not step_path(rollouts, step).is_file()]
+
+
+def starts_of(run: Path, step: int, needs_samples: bool) -> dict[int, Path]:
+    """Checkpoints from which `step` can be replayed, by their steps, the nearest first; {}: only from the run's start.
+
+    Raises InputError if there is no such start, and ArchiveError for a damaged rollout file.
+    """
+    rollouts = run / "rollouts"
+    found = {number: folder for number, folder in CheckpointStore(run / "checkpoints").listed() if number < step}
+    nearest = max(found, default=0)
+    if not needs_samples:
+        return found
+    missing = missing_steps(rollouts, nearest + 1, step)
+    if missing and not found:
+        raise InputError(
+            f"{run} has no checkpoint before step {step}, and no rollouts of step {missing[0]}; a replay needs a "
+            "checkpoint, or the rollouts of all steps from 1"
+        )
+    if missing:
+        raise InputError(
+            f"{step_path(rollouts, missing[0])}: no such rollout file; from {found[nearest].name} the replay needs "
+            f"those of steps {nearest + 1} to {step}"
+        )
+    for recorded in range(nearest + 1, step + 1):
+        read_samples(step_path(rollouts, recorded))
+    return {number: folder for number, folder in found.items() if not missing_steps(rollouts, number + 1, step)}
+
+
+def _own(run: Path, starts: dict[int, Path], arguments: argparse.Namespace, job: type[TrainingJob]) -> list[str]:
+    """Overrides of this replay."""
+    overrides = arguments.overrides
+    found = [f"{job.name}.eval_freq=-1"] if issubclass(job, SupervisedJob) else []
+    if needs_rollouts(job):
+        found.append(f"trainer.rollouts_from={quoted(str(run / 'rollouts'))}")
+    if arguments.tokens:
+        found.append(f"trainer.record_update_steps=[{arguments.step}]")
+    began_with = _saved(run).get("init_from")
+    given = raw_value(run / "config.yaml", (), ("model", "init_from"))
+    if not starts and given and began_with and not any(text.startswith("model.init_from=") for text in overrides):
+        found.append(f"model.init_from={quoted(began_with)}")  # `given` may have newer contents now
+    return found
+
+
+def _saved(run: Path) -> dict[str, Any]:
+    """The trainer.json of a checkpoint of the run, not verified; {} if there is none."""
+    for _, folder in CheckpointStore(run / "checkpoints").listed():
+        with suppress(OSError, ValueError):
+            state = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
+            if isinstance(state, dict):
+                return state
+    return {}
+
+
+def make_folder(run: Path, step: int, out: str | None) -> Path:
+    """An empty folder for the replay, in place of an earlier replay's."""
+    folder = Path(os.path.abspath(out)) if out is not None else run / "replay" / f"step_{step:08d}"
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty and not (folder / RESULT_FILE).is_file():
+        raise InputError(f"--out {folder} exists and is not the folder of a replay; name another one")
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        replace_json(folder / RESULT_FILE, {"run": str(run), "step": step})
+    except OSError as error:
+        raise InputError(f"cannot write {folder}: {error.strerror or error}; name a folder with --out") from error
+    return folder

@@ -1,0 +1,1 @@
+"""Rank grids of roles: layout arithmetic, and process groups."""
