@@ -45,7 +45,7 @@ class Replays:
 
     def run(self, name: str) -> Path:
         """Three steps with a checkpoint after the second."""
-        folder = self.lab.folder / f"replayed_{name}"
+        folder = self.lab.folder / f"to_replay_{name}"
         if not (folder / "metrics.jsonl").exists():
             trainer = {"total_training_steps": 3, "save_freq": 2}
             self.lab.run(folder.name, own_layout(self.world.size), trainer=trainer, **RUNS[name])
@@ -144,7 +144,7 @@ def test_tokens_of_the_update(replays: Replays, world_tmp_path: Path) -> None:
 
 
 def test_a_changed_weight_of_the_checkpoint_is_found(replays: Replays) -> None:
-    run = replays.copy(replays.run("grpo"), "replayed_other_weight")
+    run = replays.copy(replays.run("grpo"), "to_replay_other_weight")
     if replays.world.rank == 0:
         change_a_weight(run / "checkpoints" / "step_00000002")
     replays.world.barrier()
@@ -174,7 +174,7 @@ def change_a_weight(checkpoint: Path) -> None:
 
 
 def test_a_changed_advantage_of_the_record_is_found(replays: Replays) -> None:
-    run = replays.copy(replays.run("grpo"), "replayed_other_advantage")
+    run = replays.copy(replays.run("grpo"), "to_replay_other_advantage")
     if replays.world.rank == 0:
         with h5py.File(step_path(run / "rollouts", 3), "r+") as file:
             file["tokens/advantages/values"][7] += 0.5
@@ -187,7 +187,7 @@ def test_a_changed_advantage_of_the_record_is_found(replays: Replays) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_a_start_without_one_is_a_start(replays: Replays) -> None:
-    run = replays.copy(replays.run("grpo"), "replayed_damaged")
+    run = replays.copy(replays.run("grpo"), "to_replay_damaged")
     if replays.world.rank == 0:
         file = next((run / "checkpoints" / "step_00000002" / "actor").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-1])
@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_start_without_one_is_a_start(
 def test_what_cannot_be_replayed_is_an_error_of_one_line(
     replays: Replays, remove: tuple[str, ...], step: int, overrides: tuple[str, ...], line: str
 ) -> None:
-    name = f"replayed_without_{step}_{len(remove)}_{len(overrides)}_{overrides[0][:3] if overrides else ''}"
+    name = f"to_replay_without_{step}_{len(remove)}_{len(overrides)}_{overrides[0][:3] if overrides else ''}"
     run = replays.copy(replays.run("grpo"), name)
     if replays.world.rank == 0:
         for path in remove:
@@ -222,7 +222,7 @@ def test_what_cannot_be_replayed_is_an_error_of_one_line(
 
 
 def test_a_truncated_rollout_file_is_an_error_of_one_line(replays: Replays) -> None:
-    run = replays.copy(replays.run("grpo"), "replayed_truncated")
+    run = replays.copy(replays.run("grpo"), "to_replay_truncated")
     if replays.world.rank == 0:
         path = step_path(run / "rollouts", 3)
         path.write_bytes(path.read_bytes()[:1000])
@@ -250,7 +250,7 @@ def test_other_jobs_agree_bit_for_bit(replays: Replays, name: str) -> None:
     for save_freq, first in ((1, 2), (-1, 1)):
         trainer = {"total_training_steps": 2, "save_freq": save_freq}
         own = {"job_file": job if job.endswith(".py") else None}  # as `hpcrl run` fills it in
-        run = replays.lab.run(f"replayed_{name}_{save_freq}", layout, job=job, run=own, trainer=trainer, **sections)
+        run = replays.lab.run(f"to_replay_{name}_{save_freq}", layout, job=job, run=own, trainer=trainer, **sections)
         code, lines = replays.replay(run, 2)
         found = lines_of(lines)
         assert code == DONE and len(found) == 3 - first, lines
@@ -260,7 +260,7 @@ def test_other_jobs_agree_bit_for_bit(replays: Replays, name: str) -> None:
 @pytest.mark.exhaustive
 def test_supervised_steps_agree_bit_for_bit(replays: Replays) -> None:
     own = {"batch_size": 16, "total_training_steps": 3, "eval_freq": 2}
-    run = replays.lab.run_sft("replayed_sft", {}, sft=own, trainer={"save_freq": 2})
+    run = replays.lab.run_sft("to_replay_sft", {}, sft=own, trainer={"save_freq": 2})
     code, lines = replays.replay(run, 3)
     assert code == DONE and [line.split(":")[0] for line in lines_of(lines)] == ["step 3"]
     assert lines_of(lines)[0].endswith("metrics agree bit for bit")
@@ -274,7 +274,7 @@ def test_a_step_of_an_asynchronous_run(replays: Replays) -> None:
     for mode in ("one_step_off", "bounded_staleness"):
         trainer = {"total_training_steps": 4, "save_freq": 2}
         asynchronous = {"async_training": {"mode": mode}, "trainer": trainer}
-        run = replays.lab.run(f"replayed_{mode}", placement, **asynchronous)
+        run = replays.lab.run(f"to_replay_{mode}", placement, **asynchronous)
         code, lines = replays.replay(run, 4)
         assert code == DONE, lines
         assert all(line.endswith("agree bit for bit") for line in lines_of(lines))
