@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,14 @@ def test_watch_repeats_until_it_is_interrupted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "a", 20)
     command = [sys.executable, "-m", "hpcrl", "status", "--watch", "0.2"]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     assert process.stdout is not None
     seen = [process.stdout.readline() for _ in range(2)]
     with open(run / "metrics.jsonl", "a") as file:
