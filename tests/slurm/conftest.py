@@ -103,8 +103,8 @@ def start(nodes: int) -> Iterator[Lab]:
         "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
         "OMP_NUM_THREADS": "1",
     }
-    # A rank's address is short then. Slurm's pmi2 sometimes takes half of a line for the whole of MPICH's long ones.
-    env["UCX_TLS"] = "self,posix,tcp"
+    # A rank's address is short then: Slurm's pmi2 sometimes takes half of a long line for the whole of it.
+    env["UCX_TLS"] = "self,tcp"
     env["HPCRL_MPI_START_SECONDS"] = "60"  # where it takes half of a line, ranks may also wait for each other
     env["SLURM_LAB_KILL_WAIT"] = "1"  # seconds that the other ranks live on after a kill
     try:
