@@ -72,7 +72,7 @@ WANDB = [
 MLFLOW = [
     "mlflow-skinny>=3.1,<4",  # the client and the store; `mlflow` adds a server, pages and 30 further packages
     "sqlalchemy>=2",  # the SQLite store, which mlflow-skinny does not require
-    "alembic>=1.10",  # makes the tables of that store
+    "alembic>=1.10",  # creates the tables of the SQLite store
 ]
 
 DOCS = [

@@ -859,7 +859,6 @@ class AsyncTrainingConfig(Section):
     )
 
 
-# Both end up in lines that sbatch reads: no space but the one, no quote, no line break.
 def _shell_words(value: str) -> str:
     try:
         words = shlex.split(value)
@@ -871,6 +870,7 @@ def _shell_words(value: str) -> str:
 
 
 ShellCommand = Annotated[str, AfterValidator(_shell_words)]
+# Both end up in lines that sbatch reads: no space but the one, no quote, no line break.
 SlurmValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:@+=&|*()\[\]/%-]+$")]
 SbatchOption = Annotated[str, Field(pattern=r"^--?[A-Za-z][A-Za-z0-9-]*([= ][A-Za-z0-9_.,:@+=&|*()\[\]/%-]+)?$")]
 

@@ -1,7 +1,7 @@
 """Which samples of a run the page has, and what it has of each.
 
 The rule, which the page states: the first and the last archived step, then the steps in the middle of the largest gaps,
-up to MOST_STEPS and as long as there is room; of each step the BEST, the WORST and RANDOM others; and the first sample
+up to MOST_STEPS and up to the size of the page; of each step the BEST, the WORST and RANDOM others; and the first sample
 of some prompts at up to MOST_VISITS steps in which the prompt came up: those with the largest gain of the mean score,
 those with the lowest mean score at the end.
 """

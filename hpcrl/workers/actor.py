@@ -220,9 +220,7 @@ class ActorWorker(ModelWorker):
                 )
                 if record is not None and kept and self.is_leader:
                     record.add(rows, mini, kept["log_probs"], key=(step, number))
-        recorded: Columns = {}
-        if record is not None:
-            recorded = self._recorded(batch, record)
+        recorded: Columns = {} if record is None else self._recorded(batch, record)
         if outputs is None or not self.is_leader:
             return DataProto(recorded, {}, {"metrics": updates})
         (metrics,) = updates

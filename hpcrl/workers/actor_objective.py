@@ -99,10 +99,8 @@ class ActorObjective:
         if not len(found):
             return log_probs
         mask, advantages = training_mask(mini), mini.padded("advantages")
-        old_log_probs, weights = (
-            _old_log_probs({"log_probs": log_probs}, mini),
-            padded_if_there(mini, "rollout_is_weights"),
-        )
+        old_log_probs = _old_log_probs({"log_probs": log_probs}, mini)
+        weights = padded_if_there(mini, "rollout_is_weights")
         generator = self._generator(key, mini)
         losses = self.policy_loss(found, old_log_probs, advantages, mask, self.policy_params, weights, generator)
         (derivatives,) = torch.autograd.grad(losses.values.sum(), found)
