@@ -1,9 +1,9 @@
 """Which samples of a run the page has, and what it has of each.
 
 The rule, which the page states: the first and the last archived step, then the steps in the middle of the largest gaps,
-up to MOST_STEPS and up to the size of the page; of each step the BEST, the WORST and RANDOM others; and the first sample
-of some prompts at up to MOST_VISITS steps in which the prompt came up: those with the largest gain of the mean score,
-those with the lowest mean score at the end.
+up to MOST_STEPS and up to the size of the page; of each step the BEST, the WORST and RANDOM others; and the first
+sample of some prompts at up to MOST_VISITS steps in which the prompt came up: those with the largest gain of the mean
+score, those with the lowest mean score at the end.
 """
 
 from __future__ import annotations

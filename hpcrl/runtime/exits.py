@@ -63,6 +63,16 @@ def one_line_for_user_errors() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def quiet_if_reader_leaves() -> Iterator[None]:
+    """End the output without an error when its reader, such as `head`, has closed the pipe."""
+    try:
+        yield
+    except BrokenPipeError:
+        # The interpreter must not flush into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def exit_code(error: BaseException) -> int:
     """Exit code of a job that ends with this uncaught error."""
     if is_user_error(error):

@@ -22,6 +22,11 @@ class Link:
     runs: tuple[str, ...]
     folder: str
 
+    def job_of(self, number: int) -> str:
+        """Slurm's id of a run, by its place in `runs`: in an array, that of its element."""
+        is_array = len(self.runs) > 1 or self.runs[0] != self.folder
+        return f"{self.job}_{number}" if is_array else self.job
+
 
 def write(links: Sequence[Link]) -> None:
     """Write the chain into the folders of all its runs; an earlier chain of these runs is replaced."""

@@ -26,6 +26,7 @@ from hpcrl.slurm.status import (
     read_queue,
     state_of,
     step_and_eta,
+    summary,
 )
 from hpcrl.slurm.template import INSIDE_RUN
 from hpcrl.telemetry.progress import duration
@@ -77,9 +78,7 @@ def overview(runs: Sequence[Path]) -> str:
         name = run.resolve().name
         table.append(_line(str(run) if names[name] > 1 else name, run, progress, queued, state, note))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    unknown = "" if queue is not None else "\nno squeue here: what is queued or running is not known"
-    return "\n".join([*aligned(table, width), "", counts + unknown])
+    return "\n".join([*aligned(table, width), "", summary(states, queue)])
 
 
 def _jobs_of(run: Path, progress: Progress) -> list[str]:
@@ -87,9 +86,8 @@ def _jobs_of(run: Path, progress: Progress) -> list[str]:
     found = []
     for link in chain.read(run) or ():
         if link.job and link.command not in INSIDE_RUN:
-            is_array = len(link.runs) > 1 or link.runs[0] != link.folder
             places = [number for number, folder in enumerate(link.runs) if Path(folder).name == run.resolve().name]
-            found += [f"{link.job}_{number}" if is_array else link.job for number in places[:1]]
+            found += [link.job_of(number) for number in places[:1]]
     return [*found, *([progress.job] if progress.job is not None else [])]
 
 

@@ -6,7 +6,6 @@ It reads the runs' files and asks squeue, so it needs neither MPI nor torch, and
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import time
@@ -88,16 +87,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
     options = parser.parse_args(arguments)
     if options.watch is not None and not 0.1 <= options.watch <= 86400:
         parser.error(f"found --watch {options.watch}; expected seconds, at least 0.1")
-    with exits.one_line_for_user_errors():
-        try:
-            text = reader_of(options.runs)
-            if options.watch is None:
-                print(text())
-            else:
-                watch(text, options.watch)
-        except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe; the interpreter must not flush into it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with exits.one_line_for_user_errors(), exits.quiet_if_reader_leaves():
+        text = reader_of(options.runs)
+        if options.watch is None:
+            print(text())
+        else:
+            watch(text, options.watch)
     sys.exit(exits.DONE)
 
 
@@ -140,16 +135,20 @@ def report(run: Path) -> str:
     states: list[str] = []
     for link in links:
         for number, folder in enumerate(link.runs):
-            job = f"{link.job}_{number}" if len(link.runs) > 1 or link.runs[0] != link.folder else link.job
+            job = link.job_of(number)
             inside = Path(folder, link.command) if link.command in INSIDE_RUN else Path(folder)
             progress = read_progress(inside)
             queued = queue.get(job) if queue is not None else None
             state, note = state_of(queued, progress)
             states.append(state)
             table.append(row(link, Path(folder), job, progress, state, note))
+    return "\n".join([*aligned(table), "", summary(states, queue)])
+
+
+def summary(states: Sequence[str], queue: Mapping[str, Queued] | None) -> str:
+    """How many runs are in each state, and whether Slurm was asked."""
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    unknown = "" if queue is not None else "\nno squeue here: what is queued or running is not known"
-    return "\n".join([*aligned(table), "", counts + unknown])
+    return counts if queue is not None else f"{counts}\nno squeue here: what is queued or running is not known"
 
 
 def aligned(table: Sequence[Sequence[str]], width: int | None = None) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -29,12 +28,9 @@ PER_TOKEN = ("advantages", "rollout_log_probs", "old_log_probs", "entropies", "r
 def main(arguments: Sequence[str]) -> NoReturn:
     options = _parser().parse_args(arguments)
     start_warnings()
-    with exits.one_line_for_user_errors():
+    with exits.one_line_for_user_errors(), exits.quiet_if_reader_leaves():
         try:
             show(options)
-        except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe; the interpreter must not flush into it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except KeyboardInterrupt:
             sys.exit(exits.INTERRUPTED)
     sys.exit(exits.DONE)
