@@ -14,8 +14,8 @@ from typing import Any
 
 from hpcrl.report.batch_output import BatchSlice
 from hpcrl.report.event_files import EventFile
-from hpcrl.report.rank_logs import LogLine, shorten
 from hpcrl.runtime import exits
+from hpcrl.telemetry.rank_logs import LogLine, shorten
 
 DONE, STOPPED, KILLED, FAILED, HANG, RUNNING = "done", "stopped", "killed", "failed", "hang", "running"
 OF_CODE = {exits.DONE: DONE, exits.REQUEUE: STOPPED, exits.HANG: HANG}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.report.rank_logs import shorten
 from hpcrl.runtime.json_file import read_json
+from hpcrl.telemetry.rank_logs import shorten
 
 MOST_BYTES = 16 * 2**20  # of one file: its end
 

@@ -17,11 +17,11 @@ from hpcrl.report.charts import (
     phases_of,
     points_of,
 )
-from hpcrl.report.rank_logs import WarningGroup, shorten
 from hpcrl.report.rank_times import RankTimes, rank_times
 from hpcrl.report.recorded_run import RecordedRun
 from hpcrl.report.sample_choice import SampleChoice
 from hpcrl.telemetry.progress import duration
+from hpcrl.telemetry.rank_logs import WarningGroup, shorten
 
 ROOM_FOR_SAMPLES = 4_500_000  # bytes of the page, of all runs together
 MOST_WARNINGS, LONGEST_WARNING = 100, 1000  # groups of one run

@@ -12,7 +12,10 @@ from typing import Any
 from hpcrl.report.attempts import Attempt, attempts
 from hpcrl.report.batch_output import batch_slices
 from hpcrl.report.event_files import event_files
-from hpcrl.report.rank_logs import (
+from hpcrl.runtime import rank_status
+from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.json_file import read_json
+from hpcrl.telemetry.rank_logs import (
     LEVELS,
     MOST_BYTES,
     MOST_BYTES_IN_ALL,
@@ -23,9 +26,6 @@ from hpcrl.report.rank_logs import (
     read_log,
     shorten,
 )
-from hpcrl.runtime import rank_status
-from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.json_file import read_json
 from hpcrl.telemetry.runlog import RunError, RunLog, read_run
 from hpcrl.telemetry.samples import recorded_steps
 from hpcrl.telemetry.token_text import read_config

@@ -20,8 +20,8 @@ import h5py
 import numpy as np
 
 from hpcrl.report.charts import evenly_spaced, number
-from hpcrl.report.rank_logs import shorten
 from hpcrl.telemetry.archive import ArchiveError, step_path
+from hpcrl.telemetry.rank_logs import shorten
 from hpcrl.telemetry.samples import FOLDER, Sample, read_step_samples, recorded_steps
 from hpcrl.telemetry.untrusted_hdf5 import column, member
 

@@ -6,8 +6,6 @@ From their files, and one call of squeue.
 from __future__ import annotations
 
 import math
-import os
-import re
 import shutil
 import sys
 import time
@@ -30,6 +28,7 @@ from hpcrl.slurm.status import (
 )
 from hpcrl.slurm.template import INSIDE_RUN
 from hpcrl.telemetry.progress import duration
+from hpcrl.telemetry.rank_logs import LEVELS, read_log
 
 # What a job improves, by its metric, and how it is called in the table; the first one that a run has.
 REWARDS = {
@@ -41,7 +40,6 @@ REWARDS = {
 }
 STEPS_OF_TREND = 10
 LOG_BYTES = 1 << 18  # of the end of rank 0's log, in which the last warning is searched
-WARNING = re.compile(r"^\d{4}-\d\d-\d\d (\d\d:\d\d):\d\d,\d+ (WARNING|ERROR|CRITICAL) hpcrl\S*: (.*)", re.M)
 HEADER = ["run", "state", "step", "ETA", "reward", "trend", "slice", "left", "last warning"]
 
 
@@ -128,12 +126,13 @@ def _left(queued: Queued | None, progress: Progress, state: str) -> str:
 
 
 def last_warning(run: Path) -> str:
-    """Time and text of the last warning or error in rank 0's log; "" if there is none in its end."""
+    """Time and first line of the last warning or error of hpcrl in rank 0's log; "" if there is none in its end."""
     try:
-        with open(run / "logs" / "rank_00000.log", "rb") as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - LOG_BYTES, 0))
-            text = file.read(LOG_BYTES).decode("utf-8", errors="replace")
+        lines = list(read_log(0, run / "logs" / "rank_00000.log", LOG_BYTES))
     except OSError:
         return ""
-    found = WARNING.findall(text)
-    return f"{found[-1][0]} {found[-1][2]}" if found else ""
+    for line in reversed(lines):
+        if line.level in LEVELS and line.logger.startswith("hpcrl"):
+            first, *_ = line.text.split("\n", 1)
+            return f"{line.time[11:16]} {first}"
+    return ""
