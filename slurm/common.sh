@@ -55,7 +55,7 @@ hpcrl_srun() {
             "${hpcrl_srun_options[@]}" "${hpcrl_python[@]}" -m hpcrl "$@"
         code=$?
         said=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$run/exit.json" 2>/dev/null)
-        # Rank 0 begins its log once MPI has started. Slurm's PMI sometimes takes half of a message for the whole.
+        # Rank 0 begins its log once MPI has started. Slurm's pmi2 reads no more than 1,024 bytes of a line of MPICH's.
         if [[ -z $said && $code != [02] && $(hpcrl_log_of "$run") != "$before" ]]; then
             hpcrl_killed=1
         fi

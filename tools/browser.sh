@@ -9,24 +9,9 @@ programs=(chromium chromedriver)
 
 die() { printf 'browser.sh: error: %s\n' "$*" >&2; exit "${code:-1}"; }
 
-missing() {
-    local program
-    for program in "${programs[@]}"; do
-        command -v "$program" >/dev/null || { echo "$program"; return; }
-    done
-}
-
-install_packages() {
-    [[ -n $(missing) ]] || return 0
-    command -v apt-get >/dev/null || die "no $(missing) here and no apt-get to install it; install Chromium by hand"
-    [[ $(id -u) == 0 ]] || die "no $(missing) here; have root run: apt-get install ${packages[*]}"
-    export DEBIAN_FRONTEND=noninteractive
-    local get=(apt-get install -y -qq --no-install-recommends "${packages[@]}")
-    "${get[@]}" >/dev/null 2>&1 || { apt-get update -qq >/dev/null && "${get[@]}" >/dev/null; } ||
-        die "'${get[*]}' failed; see above"
-}
+source "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
 
 case ${1:-} in
-install) install_packages ;;
+install) install_packages Chromium ;;
 *) code=2 die "$usage" ;;
 esac

@@ -51,12 +51,8 @@ python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 pip=("$python" -m pip --disable-pip-version-check)
-"${pip[@]}" install -qq --target "$work/uv" uv
-# uv reads the settings of pip
-UV_DEFAULT_INDEX=${PIP_INDEX_URL:-$("${pip[@]}" config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}
-export UV_DEFAULT_INDEX UV_NO_CONFIG=1
-[[ -z ${PIP_CERT:-} ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$PIP_CERT}
-unset UV_FIND_LINKS UV_INDEX UV_EXTRA_INDEX_URL UV_INDEX_URL
+source tools/uv.sh
+install_uv "$python" "$work/uv"
 everywhere=()
 if [[ $torch == cpu ]]; then
     for folder in ${PIP_FIND_LINKS:-}; do everywhere+=(--find-links "$folder"); done

@@ -12,13 +12,8 @@ python=.venv/bin/python
 (($#)) || set -- 3.10 3.11 3.12
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-pip=("$python" -m pip --disable-pip-version-check)
-"${pip[@]}" install -qq --target "$folder/uv" uv
-# a mirror of PyPI takes its place; further indexes and folders of wheels do not count
-UV_DEFAULT_INDEX=${PIP_INDEX_URL:-$("${pip[@]}" config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}
-export UV_DEFAULT_INDEX UV_NO_CONFIG=1
-[[ -z ${PIP_CERT:-} ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$PIP_CERT}
-unset UV_FIND_LINKS UV_INDEX UV_EXTRA_INDEX_URL UV_INDEX_URL
+source tools/uv.sh
+install_uv "$python" "$folder/uv"
 
 "$python" tools/requirements.py cpu,gpu,math,wandb,mlflow,test >"$folder/requirements.in"
 running=()

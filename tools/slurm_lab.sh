@@ -14,22 +14,7 @@ programs=(slurmctld slurmd sinfo munged)
 
 die() { printf 'slurm_lab.sh: error: %s\n' "$*" >&2; exit "${code:-1}"; }
 
-missing() {
-    local program
-    for program in "${programs[@]}"; do
-        PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || { echo "$program"; return; }
-    done
-}
-
-install_packages() {
-    [[ -n $(missing) ]] || return 0
-    command -v apt-get >/dev/null || die "no $(missing) here and no apt-get to install it; install Slurm and munge by hand"
-    [[ $(id -u) == 0 ]] || die "no $(missing) here; have root run: apt-get install ${packages[*]}"
-    export DEBIAN_FRONTEND=noninteractive
-    local get=(apt-get install -y -qq --no-install-recommends "${packages[@]}")
-    "${get[@]}" >/dev/null 2>&1 || { apt-get update -qq >/dev/null && "${get[@]}" >/dev/null; } ||
-        die "'${get[*]}' failed; see above"
-}
+source "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
 
 # free_ports COUNT: the first of that many consecutive ports that are free on loopback
 free_ports() {
@@ -177,7 +162,7 @@ down() {
 
 PATH=$PATH:/usr/sbin:/sbin
 case ${1:-} in
-install) install_packages ;;
+install) install_packages "Slurm and munge" ;;
 up | down)
     (($# == 2 || $# == 3)) || code=2 die "$usage"
     mkdir -p "$2"

@@ -101,6 +101,11 @@ def srun_flag(mpich: bool) -> str:
     return "--mpi=pmi2" if mpich else "--mpi=pmix"
 
 
+def slurm_pmi1(environ: Mapping[str, str]) -> bool:
+    """Whether MPI starts over Slurm's pmi2 plugin: PMI_FD is its socket, over which MPICH sends PMI-1 requests."""
+    return "PMI_FD" in environ and "SLURM_STEP_ID" in environ
+
+
 def end_of_allocation(environ: Mapping[str, str]) -> float | None:
     """End of the allocation in seconds since the epoch, or None without a batch system.
 

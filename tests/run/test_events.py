@@ -27,26 +27,7 @@ test "$line" = "$HPCRL_EVENT_JSON" || exit 3
 env | grep -q '^PMI_' && exit 4
 printf '%s\\t%s\\t%s\\t%s\\n' "$HPCRL_EVENT" "$HPCRL_EVENT_RUN" "$HPCRL_EVENT_STEP" "$line" >>"$1"
 """
-FAILS = """
-import functools
-import sys
-
-from hpcrl import cli
-from hpcrl.workers.actor import ActorWorker
-
-update_actor = ActorWorker.update_actor
-
-@functools.wraps(update_actor)
-def break_down(self, batch):
-    if (self.rank, batch.meta_info["step"]) == (1, 2):
-        raise ValueError("boom")
-    return update_actor(self, batch)
-
-ActorWorker.update_actor = break_down
-
-if __name__ == "__main__":
-    cli.main(sys.argv[1:])
-"""
+FAILING_JOB = Path(__file__).with_name("failing_update.py")
 
 
 def write_job(folder: Path, *commands: str, **sections: Any) -> Path:
@@ -140,8 +121,7 @@ def test_a_run_that_is_killed(start: Callable, tmp_path: Path, rank: int) -> Non
 def test_a_rank_that_raises(run: Callable, tmp_path: Path) -> None:  # noqa: F811
     """The command has run when the launcher ends, which may take the command with it."""
     config = write_job(tmp_path)
-    (tmp_path / "fails.py").write_text(FAILS)
-    ended = run(MPIEXEC, "-n", "2", *RANK, tmp_path / "fails.py", "train", config)
+    ended = run(MPIEXEC, "-n", "2", *RANK, FAILING_JOB, "train", config)
     assert ended.code != 0
     assert names(tmp_path) == [("started", 0), ("failed", 1)]
     failed = events(tmp_path)[1]

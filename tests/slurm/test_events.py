@@ -12,31 +12,14 @@ import pytest
 from tests.slurm.conftest import Lab
 from tests.slurm.small_ppo import environment, hold, write_job
 
-ONE_NODE = (
-    "--nodes=1",
-    "--ntasks-per-node=2",
-)  # across two, Slurm's PMI sometimes takes half of a line for a whole one
+ONE_NODE = ("--nodes=1", "--ntasks-per-node=2")
 NOTIFY = """#!/bin/sh
 read -r line
 case $HPCRL_EVENT in left|done|failed) sleep 1 ;; esac
 env | grep -qE '^(PMI|SLURM_)' && exit 4
 echo "$line" >>"$1"
 """
-FAILS = """
-import functools
-
-from hpcrl.workers.actor import ActorWorker
-
-update_actor = ActorWorker.update_actor
-
-@functools.wraps(update_actor)
-def break_down(self, batch):
-    if (self.rank, batch.meta_info["step"]) == (1, 2):
-        raise ValueError("boom")
-    return update_actor(self, batch)
-
-ActorWorker.update_actor = break_down
-"""
+FAILING_UPDATE = Path(__file__).parents[1] / "run" / "failing_update.py"
 
 
 def events(folder: Path) -> list[tuple[str, int]]:
@@ -73,8 +56,7 @@ def test_a_requeued_run(lab: Lab, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_raises(lab: Lab, tmp_path: Path) -> None:
     lab = environment(lab, tmp_path)
-    (tmp_path / "fails.py").write_text(FAILS)
-    run = {"plugins": [str(tmp_path / "fails.py")]}
+    run = {"plugins": [str(FAILING_UPDATE)]}
     script = write_job(tmp_path, job={"on_event": write_notify(tmp_path)}, run=run, trainer={"test_freq": -1})
     job = lab.sbatch([*ONE_NODE, script, "watched"], cwd=tmp_path)
     assert lab.wait(job) == "FAILED"

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -23,40 +24,36 @@ OFFLINE = {"logger": ["console", "wandb", "mlflow"], "project_name": "countdown"
 
 # Time for packages to load on a machine with few cores
 PATIENT = "from hpcrl.telemetry import trackers; trackers.FINISH_SECONDS = 120.0\n"
-# As Slurm does, a signal to all processes of rank 0 when a step's line is written and wandb has started its service
-SIGTERM_AFTER_STEP_1 = (
-    PATIENT
-    + """
+AFTER_STEP = """
 import os, signal, time
 import psutil
 from hpcrl.telemetry.writer import MetricsWriter
 log = MetricsWriter.log
-def log_and_signal(self, step, metrics):
+def log_and_act(self, step, metrics):
     log(self, step, metrics)
-    if step == 1:
-        deadline = time.monotonic() + 60
-        while not any(p.name() == "wandb-core" for p in psutil.Process().children(recursive=True)):
-            assert time.monotonic() < deadline, "wandb has not started its service"
-            time.sleep(0.2)
-        time.sleep(2)
-        for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
-            process.send_signal(signal.SIGTERM)
-MetricsWriter.log = log_and_signal
+    if step == {step}:
+{action}
+MetricsWriter.log = log_and_act
 """
-)
-KILL_AFTER_STEP_3 = (
-    PATIENT
-    + """
-import os, signal
-from hpcrl.telemetry.writer import MetricsWriter
-log = MetricsWriter.log
-def log_and_end(self, step, metrics):
-    log(self, step, metrics)
-    if step == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-MetricsWriter.log = log_and_end
+# As Slurm does, a signal to all processes of rank 0 when a step's line is written and wandb has started its service
+SIGNAL_ALL = """
+deadline = time.monotonic() + 60
+while not any(p.name() == "wandb-core" for p in psutil.Process().children(recursive=True)):
+    assert time.monotonic() < deadline, "wandb has not started its service"
+    time.sleep(0.2)
+time.sleep(2)
+for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
+    process.send_signal(signal.SIGTERM)
 """
-)
+
+
+def after_step(step: int, action: str) -> str:
+    """Statements that have rank 0 run `action` once it has written the metrics of a step."""
+    return PATIENT + AFTER_STEP.format(step=step, action=textwrap.indent(action.strip(), " " * 8))
+
+
+SIGTERM_AFTER_STEP_1 = after_step(1, SIGNAL_ALL)
+KILL_AFTER_STEP_3 = after_step(3, "os.kill(os.getpid(), signal.SIGKILL)")
 
 
 def test_the_id_of_a_run_is_made_once(tmp_path: Path) -> None:
