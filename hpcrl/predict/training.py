@@ -1,0 +1,195 @@
+"""Seconds of phases that run a role's model over the samples of a step: forward passes, and updates."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from hpcrl.batch.packing import micro_batches
+from hpcrl.config.schema import DdpConfig, OptimConfig
+from hpcrl.model.sizes import ROW_MULTIPLE
+from hpcrl.plan.state import FP32, ITEMSIZE
+from hpcrl.predict.collectives import Group, group_of
+from hpcrl.predict.cost import NOTHING, Cost
+from hpcrl.predict.layers import Numbers, numbers_of
+from hpcrl.predict.lengths import Lengths
+from hpcrl.predict.passes import Micro, PassModel, pipelined
+
+PACKED = 256  # sequences that are packed one by one; more are taken to need micro-batches in proportion
+OPTIMIZER_OPERATORS = 20
+
+
+class Packing(NamedTuple):
+    """A replica's micro-batches. tokens: of one, in the mean. waiting: largest share of a replica over the mean."""
+
+    count: int
+    sequences: float
+
+
+@lru_cache(maxsize=1024)
+def packing(lengths: Lengths, sequences: int, most_tokens: int) -> Packing:
+    """How many micro-batches `hpcrl.batch.packing` makes of so many sequences."""
+    few = min(sequences, PACKED)
+    drawn = np.array([min(length, most_tokens) for length in lengths.sequences(few)])
+    count = len(micro_batches(drawn, most_tokens))
+    if sequences > few:
+        each = few / count
+        if len(set(drawn.tolist())) == 1:
+            each = most_tokens // int(drawn[0])
+        count = math.ceil(sequences / each)
+    return Packing(count, sequences / count)
+
+
+class Passes(NamedTuple):
+    """`samples` sequences over all replicas. with_outputs: whether the head is applied to all of a response's tokens,
+    or to a sequence's last one."""
+
+    samples: int
+    most_tokens: int
+    balanced: bool
+    all_outputs: bool = True
+
+
+def micro_batch(model: PassModel, passes: Passes, lengths: Lengths) -> tuple[Micro, int]:
+    """The mean micro-batch, and how many of them a replica has: as many as the one with most needs, of its share of the
+    samples."""
+    layout = model.layout
+    of_replica = math.ceil(passes.samples / layout.dp)
+    packed = packing(lengths, of_replica, passes.most_tokens)
+    count = layout.scheduled(packed.count)
+    sequences = of_replica / count
+    multiple = layout.token_multiple(ROW_MULTIPLE)
+    tokens = math.ceil(sequences * lengths.mean / multiple) * multiple / layout.cp
+    outputs = sequences * (lengths.response if passes.all_outputs else 1.0) / layout.cp
+    return Micro(tokens, sequences * lengths.pairs / layout.cp, lengths.mean, outputs), count
+
+
+def imbalance(passes: Passes, lengths: Lengths, dp: int) -> float:
+    """Tokens of the replica with most, as a multiple of the mean. Balanced ones differ by less than a sequence, and
+    none has less than the longest one; otherwise the largest of dp sums of random lengths, about sqrt(2 ln dp) standard
+    deviations above their mean (David and Nagaraja 2003, 10.5)."""
+    if dp == 1:
+        return 1.0
+    of_replica = max(1.0, passes.samples / dp)
+    mean = of_replica * lengths.mean
+    if passes.balanced:
+        return max(1.0, (lengths.prompt + lengths.longest(passes.samples)) / mean)
+    variance = 2 * lengths.pairs - lengths.mean - lengths.mean**2
+    return 1.0 + math.sqrt(2 * math.log(dp) * max(0.0, variance) * of_replica) / mean
+
+
+def forward_cost(model: PassModel, passes: Passes, lengths: Lengths) -> Cost:
+    """A pass without gradients over all samples."""
+    micro, count = micro_batch(model, passes, lengths)
+    found = pipelined(model.forward(micro), count, model.layout.vpp, model.send(micro))
+    return found + _waiting(found, passes, lengths, model.layout.dp)
+
+
+def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:
+    return Cost(waiting=found.seconds * (imbalance(passes, lengths, dp) - 1.0))
+
+
+class Update(NamedTuple):
+    """How a role is trained. count: optimizer steps of a step."""
+
+    optim: OptimConfig
+    ddp: DdpConfig
+    count: int
+    on_gpu: bool
+
+
+def update_cost(model: PassModel, passes: Passes, update: Update, lengths: Lengths) -> Cost:
+    """All optimizer steps of a step, each over `passes.samples`."""
+    micro, count = micro_batch(model, passes, lengths)
+    stages = model.training(micro)
+    found = pipelined(stages, count, model.layout.vpp, model.send(micro), sends=2)
+    found = found + _waiting(found, passes, lengths, model.layout.dp)
+    slowest = max(stages, key=lambda stage: stage.seconds).seconds
+    backward = slowest * model.backward_share()
+    found = found + _replicas(model, update, backward, slowest - backward)
+    return (found + _optimizer(model, update)) * update.count
+
+
+def role_numbers(model: PassModel) -> list[Numbers]:
+    """Numbers of weights of a rank of each stage."""
+    layout = model.layout
+    sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
+    return [numbers_of(model.shape, stage, *sizes) for stage in model.stages]
+
+
+def _groups(model: PassModel) -> tuple[Group, Group]:
+    """Replicas of dense weights, and of experts."""
+    layout, each = model.layout, model.ranks_per_node
+    return group_of(layout, each, "dp", "cp"), group_of(layout, each, "edp")
+
+
+def _replicas(model: PassModel, update: Update, backward: float, forward: float) -> Cost:
+    """Gradients in fp32 are reduced, and with Adam, whose state is divided over replicas, updated weights are gathered
+    (Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5). Where it overlaps with a micro-batch's passes, only
+    what takes longer counts; what is reduced last cannot overlap: a stage's share of one layer."""
+    dense, experts = _groups(model)
+    network, itemsize = model.network, model.units.itemsize
+    is_adam = update.optim.optimizer == "adam"
+    reduced = gathered = 0.0
+    for numbers in role_numbers(model):
+        pair = ((numbers.trained_dense, dense), (numbers.trained_experts, experts))
+        collective = network.all_gather if is_adam else network.all_reduce
+        reduced = max(reduced, sum(collective(FP32 * count, group) for count, group in pair if count))
+        if is_adam:
+            gathered = max(gathered, sum(network.all_gather(itemsize * count, group) for count, group in pair if count))
+    overlaps = update.on_gpu and dense.size > 1
+    reduces = update.ddp.overlap_grad_reduce if update.ddp.overlap_grad_reduce is not None else overlaps
+    gathers = update.ddp.overlap_param_gather
+    if gathers is None:
+        gathers = overlaps and is_adam and model.lora is None
+    layers = max(stage.dense + stage.moe for stage in model.stages)
+    exposed = max(reduced / layers, reduced - backward) if reduces else reduced
+    exposed += max(gathered / layers, gathered - forward) if gathers else gathered
+    return Cost(communication=exposed)
+
+
+def _optimizer(model: PassModel, update: Update) -> Cost:
+    """Adam reads and writes the weights in fp32 and two moments, reads gradients, and writes weights, of a rank's share;
+    before it the gradients' norm is computed, and after it all gradients are set to zero. SGD has no shares."""
+    dense, experts = _groups(model)
+    optim, itemsize = update.optim, model.units.itemsize
+    is_adam = optim.optimizer == "adam"
+    if is_adam:
+        state = 2 * (FP32 + ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype])
+    else:
+        state = 2 * FP32 * (1 + (optim.momentum > 0))
+    each = FP32 + state + (itemsize if itemsize < FP32 else 0) + FP32 * (optim.clip_grad > 0)
+    most = 0.0
+    for numbers in role_numbers(model):
+        own = float(numbers.trained)
+        if is_adam:
+            own = numbers.trained_dense / dense.size + numbers.trained_experts / experts.size
+        most = max(most, own * each + numbers.trained * FP32)
+    norm = Cost(communication=model.network.all_reduce(FP32, group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp", "pp")))
+    return model.units.moved(most, OPTIMIZER_OPERATORS) + norm
+
+
+def copied_cost(model: PassModel, parts: tuple[str, ...], optim: OptimConfig | None, host_copy: float) -> Cost:
+    """Offloaded parts are copied to the device before a call, and back after it."""
+    if not parts:
+        return NOTHING
+    dense, experts = _groups(model)
+    nbytes = 0.0
+    for numbers in role_numbers(model):
+        found = numbers.all * model.units.itemsize * ("parameters" in parts)
+        if "optimizer" in parts and optim is not None:
+            found += optimizer_bytes(numbers, optim, model.units.itemsize, dense.size, experts.size)
+        nbytes = max(nbytes, found)
+    return Cost(copies=2.0 * nbytes / host_copy)
+
+
+def optimizer_bytes(numbers: Numbers, optim: OptimConfig, itemsize: int, dense: int, experts: int) -> float:
+    """State of a rank; Adam's is divided over so many replicas of dense weights and of experts."""
+    copy = FP32 * (itemsize < FP32)
+    if optim.optimizer != "adam":
+        return float(numbers.trained * (copy + FP32 * (optim.momentum > 0)))
+    each = copy + ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype]
+    return each * (numbers.trained_dense / dense + numbers.trained_experts / experts)
