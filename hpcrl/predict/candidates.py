@@ -1,0 +1,193 @@
+"""Plans of a search: a whole candidate, and one role's choice. What candidates share is computed once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from hpcrl.config.derive import Derived
+from hpcrl.config.placement import PlacedRole
+from hpcrl.config.roles import Part, offloaded
+from hpcrl.grid.layout import Layout
+from hpcrl.model.params import chunk_layers, role_layout
+from hpcrl.plan.memory import NEEDED, Phase, TrainingPlan
+from hpcrl.plan.state import FP32, RoleModel, State
+from hpcrl.predict.layers import numbers_of, stages_of
+from hpcrl.predict.space import AXES, Keys
+from hpcrl.predict.training import optimizer_bytes
+from hpcrl.reshard.planner import Resharding
+
+NOWHERE = Layout((-1,))
+
+
+@dataclass
+class Memo:
+    """State of a role's stages, and weights of an engine's rank by its tensor parallelism."""
+
+    states: dict[tuple[object, ...], list[State]] = field(default_factory=dict)
+    engines: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Candidate(TrainingPlan):
+    """The plan of a candidate. Its memory is that of `TrainingPlan` but for a refit's buffers, which are as large as
+    they may be: their size takes seconds for hundreds of ranks."""
+
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
+
+    @cached_property
+    def states(self) -> dict[tuple[str, int], State]:
+        return {
+            (role, stage): state
+            for role, model in self.models.items()
+            for stage, state in enumerate(self._states_of(role, model))
+        }
+
+    def _states_of(self, role: str, model: RoleModel) -> list[State]:
+        key = (role, model.layout.size, *(getattr(model.layout, axis) for axis in AXES))
+        if key not in self.memo.states:
+            self.memo.states[key] = states_of(model)
+        return self.memo.states[key]
+
+    @cached_property
+    def _engine(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
+        if self.refit.aliases:
+            return super()._engine
+        limit = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
+        own = self._engine_weights()
+        return {place.ranks: (limit, own, own) if "rollout" in place.stages else (limit, 0, 0) for place in self.places}
+
+    def _engine_weights(self) -> int:
+        """Bytes of weights of the rank with most of them."""
+        layout, asked = self.layouts["rollout"], self.refit.resharding
+        if layout.tp not in self.memo.engines:
+            one = replace(layout, ranks=tuple(range(layout.tp)))
+            alone = Resharding(asked.shape, one, one, asked.itemsize, destination_format=asked.destination_format)
+            held = dict.fromkeys(one.ranks, 0)
+            for group in alone.destination_groups:
+                for rank in group.ranks:
+                    held[rank] += sum(math.prod(shard.local_shape) for shard in group.shards) * asked.itemsize
+            self.memo.engines[layout.tp] = max(held.values())
+        return self.memo.engines[layout.tp]
+
+
+def states_of(model: RoleModel) -> list[State]:
+    """The state of each stage. Stages with as many layers of each kind, in as many chunks, have the same."""
+    shape, layout, found = model.shape, model.layout, []
+    known: dict[tuple[object, ...], State] = {}
+    for stage in range(layout.pp):
+        chunks = (chunk_layers(shape.num_layers, stage, layout.pp, chunk, layout.vpp) for chunk in range(layout.vpp))
+        kinds = tuple(tuple(map(shape.is_moe_layer, chunk)) for chunk in chunks)
+        key = kinds, stage == 0, stage == layout.pp - 1
+        if key not in known:
+            known[key] = model.state(stage)
+        found.append(known[key])
+    return found
+
+
+@dataclass(frozen=True)
+class Probe(TrainingPlan):
+    """A job of which only one role is looked at, with its choice, on its ranks. Nothing is checked but its layout."""
+
+    base: TrainingPlan = field(kw_only=True, compare=False, repr=False)
+    role: str = field(kw_only=True)
+    ranks: tuple[int, ...] = field(kw_only=True)
+
+    @cached_property
+    def derived(self) -> Derived:
+        placed = getattr(self.config.placement, self.role)
+        own = PlacedRole(self.ranks, **{axis: getattr(placed, axis) for axis in AXES}, pool=placed.pool)
+        return replace(self.base.derived, roles={**self.base.derived.roles, self.role: own})
+
+    @cached_property
+    def models(self) -> dict[str, RoleModel]:
+        own = self.base.models.get(self.role)
+        if own is None:  # an engine, whose ranks have no other models
+            return {role: replace(model, layout=NOWHERE) for role, model in self.base.models.items()}
+        layout = role_layout(own.shape, self.role, **self.derived.roles[self.role].grid)
+        return {**self.base.models, self.role: replace(own, layout=layout)}
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """Those of the role, without refit and saves."""
+        return [phase for phase in super().phases if phase.role == self.role and phase.kind not in ("refit", "save")]
+
+
+class Split(NamedTuple):
+    """Seconds of a role in each part of a step; those of a synchronous one follow each other."""
+
+    generate: float = 0.0
+    score: float = 0.0
+    forward: float = 0.0
+    advantages: float = 0.0
+    train: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A role's layout, micro-batch and offload, its seconds, and the least bytes of a rank that it takes: less than
+    the plan's by final norms, padding, and pictures."""
+
+    keys: Keys
+    probe: Probe = field(compare=False, repr=False)
+    split: Split
+
+    @property
+    def grid(self) -> tuple[object, ...]:
+        return tuple(self.keys[f"placement.{self.probe.role}.{axis}"] for axis in AXES)
+
+    @cached_property
+    def idle(self) -> int:
+        """While other roles work, of the stage with the fewest."""
+        return min((state.without(self._away).total for state in self._states), default=0)
+
+    @cached_property
+    def state(self) -> int:
+        """Weights, gradients and optimizer of the fullest stage while the role works."""
+        return max((self._working(phase, state) for phase in self._phases for state in self._states), default=0)
+
+    @cached_property
+    def peak(self) -> int:
+        """The same with activations and logits, of the first or the last stage."""
+        most = self.state
+        for phase in self._phases:
+            work = phase.work
+            for stage in {0, len(self._states) - 1} if work is not None else ():
+                assert work is not None
+                held = work.training(stage) if phase.kind == "train" else work.forward(stage)
+                most = max(most, self._working(phase, self._states[stage]) + sum(held))
+        return most
+
+    @property
+    def _phases(self) -> list[Phase]:
+        return self.probe.phases if self._states else []
+
+    def _working(self, phase: Phase, state: State) -> int:
+        return state.without([part for part in self._away if part not in NEEDED[phase.kind]]).total
+
+    @property
+    def _away(self) -> Collection[Part]:
+        return offloaded(self.probe.config, self.probe.specs[self.probe.role])
+
+    @cached_property
+    def _states(self) -> list[State]:
+        """Of each stage; none of an engine."""
+        model = self.probe.models.get(self.probe.role)
+        return least_states(model) if model is not None else []
+
+
+def least_states(model: RoleModel) -> list[State]:
+    """Bytes of each stage, with an even share of the optimizer. Cheaper than `states_of`."""
+    shape, layout, optim, found = model.shape, model.layout, model.optim, []
+    sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
+    for stage in stages_of(shape.num_layers, shape.moe_layers, layout.pp, layout.vpp):
+        numbers = numbers_of(shape, stage, *sizes)
+        if optim is None:
+            found.append(State(numbers.all * model.itemsize))
+            continue
+        held = optimizer_bytes(numbers, optim, model.itemsize, layout.dp * layout.cp, layout.edp)
+        found.append(State(numbers.all * model.itemsize, numbers.trained * FP32, int(held)))
+    return found

@@ -1,0 +1,273 @@
+"""Search for the fastest layouts of a job: best first, pruned by memory and by a lower bound of the step.
+
+A candidate is a placement of the roles, what concerns all roles, and a choice for each role: layout, micro-batch,
+offload. A node of the search tree has choices for the first roles; its bound is the time of a step in which each role that
+is left has its fastest choice. Nodes are visited in the order of their bounds, so nothing is faster than the results as
+soon as a bound reaches them. A large space may have more candidates near the best than can be computed: then the search
+ends after `MOST_EVALUATED` of them, and says how much faster another one could be.
+
+HybridFlow's mapping (Sheng et al. 2024, arXiv:2409.19256, section 6, algorithm 1) is alike: it enumerates sets of
+colocated models, gives each set at least the ranks that its memory needs, takes each model's fastest layout on so many
+ranks, once for each number of them, and estimates the step by simulation. Different here: layouts of colocated roles are
+chosen together, because the fastest one of each may not fit beside the others; memory is that of `hpcrl plan`, with
+activations and offload; micro-batches, recomputation, offload and the KV cache are chosen, too; only what does not fit
+or what a bound excludes is dropped. Theirs has any number of sets and sizes; here there are at most three sets, of
+multiples of an eighth of the nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hpcrl.config.schema import Config
+from hpcrl.plan.fixes import tightest
+from hpcrl.plan.memory import Row, TrainingPlan, with_keys
+from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split
+from hpcrl.predict.lengths import Lengths
+from hpcrl.predict.machine import Machine
+from hpcrl.predict.phases import JobTimes, Timed
+from hpcrl.predict.space import Keys, Placement, Space
+from hpcrl.predict.step import Prediction, lower_bound, predict
+from hpcrl.runtime.exits import is_user_error
+
+KEPT = 5  # results
+MOST_EVALUATED = 300  # candidates whose memory is computed exactly
+FIRST = ("actor", "rollout")  # roles whose layouts tell results apart
+PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
+
+
+@dataclass
+class Counts:
+    """Of candidates. by_memory, by_bound: excluded before they were computed; rejected: by the job's own checks."""
+
+    all: int = 0
+    by_memory: int = 0
+    rejected: int = 0
+    evaluated: int = 0
+
+    @property
+    def by_bound(self) -> int:
+        return self.all - self.by_memory - self.rejected - self.evaluated
+
+
+@dataclass(frozen=True)
+class Result:
+    keys: Keys  # all that a candidate sets
+    job: TrainingPlan
+    prediction: Prediction
+    row: Row  # the fullest one
+    layout: tuple[object, ...]  # placement, and layouts of actor and rollout
+
+    @property
+    def left(self) -> int | None:
+        """Bytes of a GPU."""
+        return None if self.job.capacity is None else self.job.capacity - self.row.total
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest candidates, each with another placement, or another layout of the actor or the engine. bound: no
+    other candidate is faster, in seconds."""
+
+    results: list[Result]
+    counts: Counts
+    bound: float
+
+
+class Frame(NamedTuple):
+    """A part of the space: choices of each role, the fastest first. fastest: of each role the least of each part."""
+
+    placement: Placement
+    common: Keys
+    choices: tuple[list[Choice], ...]
+    fastest: tuple[Split, ...]
+
+    def below(self, depth: int) -> int:
+        """Candidates with the same choices of the first roles."""
+        return math.prod(len(each) for each in self.choices[depth:])
+
+
+@dataclass
+class Search:
+    """A search on a fixed number of nodes."""
+
+    space: Space
+    machine: Machine
+    lengths: Lengths
+    kept: int = KEPT
+    most: float = MOST_EVALUATED
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        roles = list(self.space.specs)
+        self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
+        self._choices: dict[tuple[object, ...], list[Choice]] = {}
+        self.too_large = 0  # choices of roles whose weights, gradients and optimizer do not fit
+        self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
+
+    def run(self) -> Found:
+        waiting: list[tuple[float, int, Frame, tuple[Choice, ...]]] = []
+        number = 0
+        for frame in self._frames():
+            self.counts.all += frame.below(0)
+            heapq.heappush(waiting, (self._bound(frame, ()), number, frame, ()))
+            number += 1
+        bound = math.inf
+        while waiting:
+            bound, _, frame, chosen = heapq.heappop(waiting)
+            if bound >= self._limit(frame, chosen):
+                if bound >= self._limit():
+                    break
+                continue
+            if not self._may_fit(frame, chosen):
+                self.counts.by_memory += frame.below(len(chosen))
+            elif len(chosen) == len(self.roles):
+                if self._computed >= self.most:
+                    break
+                self._evaluate(frame, chosen)
+            else:
+                for choice in frame.choices[len(chosen)]:
+                    longer = (*chosen, choice)
+                    its = self._bound(frame, longer)
+                    if its < self._limit(frame, longer):
+                        heapq.heappush(waiting, (its, number, frame, longer))
+                        number += 1
+        else:
+            bound = math.inf
+        results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
+        return Found(results, self.counts, bound)
+
+    def _frames(self) -> Iterator[Frame]:
+        for placement in self.space.placements():
+            for common in self.space.common():
+                choices = tuple(self._choices_of(role, placement, common) for role in self.roles)
+                if all(choices):
+                    fastest = (Split(*map(min, zip(*(it.split for it in each), strict=True))) for each in choices)
+                    yield Frame(placement, common, choices, tuple(fastest))
+
+    def _choices_of(self, role: str, placement: Placement, common: Keys) -> list[Choice]:
+        """A role's choices, the fastest first; the same for all placements with as many ranks at the same place of a
+        node."""
+        first, count = placement.of(role)
+        first %= self.space.per_node
+        trains = self.space.specs[role].trains
+        key = role, first, count, placement.mode, tuple(common.items()) if trains else ()
+        if key not in self._choices:
+            config = with_keys(self.space.base.config, {**common, "async_training.mode": placement.mode})
+            made = self._made(role, config, tuple(range(first, first + count)))
+            self._choices[key] = sorted(made, key=lambda choice: sum(choice.split))
+        return self._choices[key]
+
+    def _made(self, role: str, config: Config, ranks: tuple[int, ...]) -> Iterator[Choice]:
+        """The choices whose state may fit, which is computed first."""
+        space, capacity = self.space, self.space.base.capacity
+        offloads = space.offloads(role)
+
+        def probe(keys: Keys) -> Probe:
+            return Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
+
+        for grid in space.grids(role, ranks[0], len(ranks)):
+            leanest = Choice(grid, probe({**grid, **{key: True for key in offloads[-1]}}), Split())
+            works = space.work(role)
+            if capacity is not None and leanest.state > capacity:
+                self.too_large += len(works) * len(offloads)
+                continue
+            for work in works:
+                kept = probe({**grid, **work, **{key: False for key in offloads[-1]}})
+                split = self._split(kept, JobTimes(kept, self.machine, self.lengths).phases())
+                for moved in offloads:
+                    keys = {**grid, **work, **moved}
+                    made = probe(keys)
+                    yield Choice(keys, made, self._with_copies(made, split))
+
+    def _split(self, probe: Probe, timed: Sequence[Timed]) -> Split:
+        seconds = dict.fromkeys(Split._fields, 0.0)
+        for it in timed:
+            if it.role == probe.role and it.kind != "save":
+                seconds[PART_OF.get(it.name, it.kind)] += it.cost.seconds / self._efficiency(it.name)
+        return Split(**seconds)
+
+    def _with_copies(self, probe: Probe, split: Split) -> Split:
+        """With the copies of what is offloaded, which is all that offload changes."""
+        times = JobTimes(probe, self.machine, self.lengths)
+        for phase in probe.phases:
+            if phase.work is not None:
+                part = PART_OF.get(phase.name, phase.kind)
+                seconds = times.copied(phase).seconds / self._efficiency(phase.name)
+                split = split._replace(**{part: getattr(split, part) + seconds})
+        return split
+
+    def _efficiency(self, phase: str) -> float:
+        return self.machine.efficiency.get(phase, 1.0)
+
+    def _bound(self, frame: Frame, chosen: Sequence[Choice]) -> float:
+        """Seconds that a step takes at least."""
+        splits = [*(choice.split for choice in chosen), *frame.fastest[len(chosen) :]]
+        by_role = dict(zip(self.roles, splits, strict=True))
+        sets = [[by_role[role] for role in roles] for roles in frame.placement.sets]
+        if frame.placement.mode == "sync":
+            parts = zip(*([sum(part) for part in zip(*each, strict=True)] for each in sets), strict=True)
+            return sum(map(max, parts))
+        return max(sum(map(sum, each)) for each in sets)
+
+    def _limit(self, frame: Frame | None = None, chosen: Sequence[Choice] = ()) -> float:
+        """Seconds from which on a candidate changes no result."""
+        seconds = sorted(result.prediction.seconds for result in self._found.values())
+        limit = seconds[self.kept - 1] if len(seconds) >= self.kept else math.inf
+        if frame is not None and len(chosen) >= len(FIRST):
+            same = self._found.get(self._layout(frame, chosen))
+            return limit if same is None else min(limit, same.prediction.seconds)
+        return limit
+
+    def _layout(self, frame: Frame, chosen: Sequence[Choice]) -> tuple[object, ...]:
+        return frame.placement, *(choice.grid for choice in chosen[: len(FIRST)])
+
+    def _may_fit(self, frame: Frame, chosen: Sequence[Choice]) -> bool:
+        """Whether the chosen roles fit on their ranks, if the others take as little as they can. State comes first,
+        because activations take longer to compute."""
+        capacity = self.space.base.capacity
+        if capacity is None or not chosen:
+            return True
+        by_role = dict(zip(self.roles, chosen, strict=False))
+        for size in ("state", "peak"):
+            for roles in frame.placement.sets:
+                mine = [by_role[role] for role in roles if role in by_role]
+                idle = sum(choice.idle for choice in mine)
+                if any(idle - choice.idle + getattr(choice, size) > capacity for choice in mine):
+                    return False
+        return True
+
+    def _evaluate(self, frame: Frame, chosen: Sequence[Choice]) -> None:
+        space, counts = self.space, self.counts
+        keys = space.joined(frame.placement, frame.common, [choice.keys for choice in chosen])
+        config, limit = with_keys(space.template, keys), self._limit(frame, chosen)
+        job = Candidate(config, space.own_roles, self._memo)
+        try:
+            if lower_bound(job, self.machine, self.lengths) >= limit:
+                return
+            self._computed += 1
+            row = fullest(job)
+        except Exception as error:
+            if not is_user_error(error):
+                raise
+            counts.rejected += 1
+            return
+        if job.capacity is not None and row.total > job.capacity:
+            counts.by_memory += 1
+            return
+        counts.evaluated += 1
+        prediction, layout = predict(job, self.machine, self.lengths), self._layout(frame, chosen)
+        if prediction.seconds < limit:
+            self._found[layout] = Result(keys, job, prediction, row, layout)
+
+
+def fullest(job: Candidate) -> Row:
+    """The row with most bytes. A refit's buffers have their own size only where the largest would not fit."""
+    row = tightest(job.rows())
+    if job.capacity is not None and row.total > job.capacity and row.phase == "refit":
+        return tightest(TrainingPlan(job.config, job.own_roles).rows())
+    return row
