@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.predict.machine import Link, Machine
+from hpcrl.predict.machine import Machine
 
 
 class Group(NamedTuple):
@@ -37,28 +36,45 @@ def group_of(layout: Layout, ranks_per_node: int, *dims: str) -> Group:
     return Group(len(groups[0]), fewest, busy)
 
 
-@dataclass(frozen=True)
-class Network:
-    """The links of a machine."""
+class Hop(NamedTuple):
+    """Seconds of an empty message, and bytes per second."""
 
-    machine: Machine
+    latency: float
+    bandwidth: float
 
-    def between(self, busy: int = 1) -> Link:
+
+class Network(NamedTuple):
+    """The links of a machine. shared: bytes per second of all ranks of a node; None: no limit. has_rings: whether all
+    ranks of a node send to other nodes at the same time in one collective. shares: by ranks of a group, ascending."""
+
+    inside: Hop
+    outside: Hop
+    shared: float | None
+    has_rings: bool
+    shares: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, machine: Machine) -> Network:
+        links = machine.links
+        inside, outside = (Hop(link.latency, link.bandwidth) for link in (links.inside, links.between))
+        is_gpu = machine.device.kind == "gpu"
+        return cls(inside, outside, machine.node.network, is_gpu, tuple(sorted(links.group.items())))
+
+    def between(self, busy: int = 1) -> Hop:
         """Between nodes, of which each has so many ranks that communicate at the same time."""
-        link, shared = self.machine.links.between, self.machine.node.network
-        bandwidth = link.bandwidth if shared is None else min(link.bandwidth, shared / busy)
-        return Link(latency=link.latency, bandwidth=bandwidth)
+        bandwidth = self.outside.bandwidth
+        return Hop(self.outside.latency, bandwidth if self.shared is None else min(bandwidth, self.shared / busy))
 
-    def link(self, group: Group) -> Link:
+    def link(self, group: Group) -> Hop:
         """What each hop of a ring over the group has. Between nodes, a ring of a GPU for each of a node's members
         shares the bytes (NCCL's channels), until the links inside a node limit it."""
-        inside = self.machine.links.inside
+        inside = self.inside
         if group.is_inside:
-            return Link(latency=inside.latency, bandwidth=inside.bandwidth * self._share(group.size))
+            return Hop(inside.latency, inside.bandwidth * interpolated(self.shares, group.size))
         link = self.between(group.busy)
-        rings = group.per_node if self.machine.device.kind == "gpu" else 1
+        rings = group.per_node if self.has_rings else 1
         bandwidth = min(inside.bandwidth, rings * link.bandwidth) if rings > 1 else link.bandwidth
-        return Link(latency=link.latency, bandwidth=bandwidth * self._share(group.size))
+        return Hop(link.latency, bandwidth * interpolated(self.shares, group.size))
 
     def all_gather(self, nbytes: float, group: Group) -> float:
         """Ring: (n - 1) (latency + B / n / bandwidth), of B bytes that all ranks have in the end (Thakur, Rabenseifner
@@ -82,7 +98,7 @@ class Network:
         time the links inside (Thakur et al. 2005, section 4.4, pairwise exchange)."""
         if group.size < 2:
             return 0.0
-        inside, between = self.machine.links.inside, self.between(group.busy)
+        inside, between = self.inside, self.between(group.busy)
         near, far = group.per_node - 1, group.size - group.per_node
         latency = near * inside.latency + far * between.latency
         share = nbytes / group.size
@@ -92,20 +108,16 @@ class Network:
         """One message to a neighbour of the group."""
         if group.size < 2:
             return 0.0
-        link = self.machine.links.inside if group.is_inside else self.between(group.busy)
+        link = self.inside if group.is_inside else self.between(group.busy)
         return link.latency + nbytes / link.bandwidth
 
-    def _share(self, size: int) -> float:
-        return interpolated(self.machine.links.group, size)
 
-
-def interpolated(points: Mapping[int, float], at: int) -> float:
-    """Linear between points, constant beyond them; 1 without any."""
+def interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
+    """Linear between points, which ascend, and constant beyond them; 1 without any."""
     if not points:
         return 1.0
-    known = sorted(points)
-    if at <= known[0] or at >= known[-1]:
-        return points[known[0] if at <= known[0] else known[-1]]
-    above = next(place for place, size in enumerate(known) if size >= at)
-    low, high = known[above - 1], known[above]
-    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
+    above = next((place for place, (size, _) in enumerate(points) if size >= at), len(points) - 1)
+    if above == 0 or at >= points[-1][0]:
+        return points[above][1]
+    (low, first), (high, last) = points[above - 1], points[above]
+    return first + (last - first) * (at - low) / (high - low)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,9 +21,9 @@ SAMPLING_OPERATORS = 12
 
 
 class Steps(NamedTuple):
-    """`count` decode steps with `running` sequences each, in the mean."""
+    """`num_steps` decode steps with `running` sequences each, in the mean."""
 
-    count: float
+    num_steps: float
     running: float
 
 
@@ -45,16 +45,12 @@ class Engine:
 
     def generate(self, work: Work, lengths: Lengths) -> Cost:
         """Until the last sequence of the engine that has the longest one has ended."""
-        if work.sequences == 0:
-            return NOTHING
-        steps = schedule(lengths, work.sequences, work.slots, work.total)
-        return self.prefill(work.prompts, lengths) + self.decode(steps) + self.cached(work.sequences, lengths)
+        return _generated(self, work, lengths)
 
-    def steadily(self, work: Work, lengths: Lengths) -> Cost:
-        """The same without an end: new sequences take the places of those that end, as in an engine that never
-        stops."""
-        running = float(min(work.slots, work.sequences))
-        steps = Steps(work.sequences * lengths.response / max(running, 1.0), running)
+    def steadily(self, work: Work, lengths: Lengths, running: float) -> Cost:
+        """The same without an end: new sequences take the places of those that end, as in an engine that never stops,
+        so that so many run at any time."""
+        steps = Steps(work.sequences * lengths.response / running, running)
         return self.prefill(work.prompts, lengths) + self.decode([steps]) + self.cached(work.sequences, lengths)
 
     def prefill(self, prompts: float, lengths: Lengths) -> Cost:
@@ -69,8 +65,8 @@ class Engine:
 
     def decode(self, steps: Iterable[Steps]) -> Cost:
         found = NOTHING
-        for count, running in steps:
-            found = found + self.step(running) * count
+        for num_steps, running in steps:
+            found = found + self.step(running) * num_steps
         return found
 
     def step(self, running: float) -> Cost:
@@ -85,10 +81,8 @@ class Engine:
         return model.forward(Micro(running, 0.0, 1.0, running))[0] + sampling + gathered
 
     def cached(self, sequences: float, lengths: Lengths) -> Cost:
-        """Attention over the KV cache. A response of L tokens after P reads L P + L (L + 1) / 2 cached tokens, each with
-        the larger of the time of its bytes and that of its operations."""
-        responses = lengths.responses
-        mean = sum(length * (lengths.prompt + (length + 1) / 2) for length in responses) / len(responses)
+        """Attention over the KV cache, by the cached tokens that are read, each of which takes the larger of the time
+        of its bytes and that of its operations."""
         shape, units, tp = self.model.shape, self.model.units, self.model.layout.tp
         moving = kv_width(self.model) * units.itemsize / units.bandwidth
         heads = shape.num_attention_heads / tp
@@ -96,7 +90,7 @@ class Engine:
         if shape.mla is not None:  # queries are mapped to the latent's width
             width = heads * (2 * shape.mla.kv_lora_rank + shape.rope_dim)
         computing = 2.0 * width / units.attended.flops
-        return Cost(attention=sequences * mean * shape.num_layers * max(moving, computing))
+        return Cost(attention=sequences * lengths.cached * shape.num_layers * max(moving, computing))
 
 
 def kv_width(model: PassModel) -> float:
@@ -105,6 +99,14 @@ def kv_width(model: PassModel) -> float:
     if shape.mla is not None:
         return shape.mla.kv_lora_rank + shape.rope_dim
     return math.ceil(shape.num_query_groups / model.layout.tp) * 2 * shape.head_dim
+
+
+@lru_cache(maxsize=1024)
+def _generated(engine: Engine, work: Work, lengths: Lengths) -> Cost:
+    if work.sequences == 0:
+        return NOTHING
+    steps = schedule(lengths, work.sequences, work.slots, work.total)
+    return engine.prefill(work.prompts, lengths) + engine.decode(steps) + engine.cached(work.sequences, lengths)
 
 
 @lru_cache(maxsize=256)
@@ -148,10 +150,5 @@ def grouped(steps: Iterable[Steps], each: float = 1.0) -> tuple[Steps, ...]:
         if len(distinct) > GROUPS:
             place = min(GROUPS - 1, int(GROUPS * math.log(it.running / ordered[0].running) / math.log(ratio)))
         count, tokens = found.get(place, (0.0, 0.0))
-        found[place] = count + it.count, tokens + it.count * it.running
+        found[place] = count + it.num_steps, tokens + it.num_steps * it.running
     return tuple(Steps(count, each * tokens / count) for count, tokens in found.values())
-
-
-def with_prompts(lengths: Lengths, prompt: int, response: int) -> Lengths:
-    """Questions to a judge about samples, and answers."""
-    return replace(lengths, prompts=(prompt,), responses=(response,))

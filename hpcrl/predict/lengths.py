@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
 
 QUANTILES = 1024  # samples that stand for a distribution
@@ -27,6 +27,13 @@ class Lengths:
             raise ValueError("found lengths that are not ascending; use Lengths.of_samples")
         if self.prompts[0] < 0 or self.responses[0] < 1:
             raise ValueError(f"found a length of {min(self.prompts[0], self.responses[0])}; expected 1 or more")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.prompts, self.responses))
 
     @classmethod
     def fixed(cls, prompt: int, response: int) -> Lengths:
@@ -50,37 +57,37 @@ class Lengths:
         kept = [_quantiles(tuple(sorted(each)), QUANTILES) for each in (prompts, responses)]
         return cls(kept[0], tuple(max(1, length) for length in kept[1]))
 
-    @property
+    @cached_property
     def prompt(self) -> float:
         """Mean tokens of a prompt."""
         return fmean(self.prompts)
 
-    @property
+    @cached_property
     def response(self) -> float:
         """Mean tokens of a response."""
         return fmean(self.responses)
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Mean tokens of a sequence."""
         return self.prompt + self.response
 
-    @property
+    @cached_property
     def pairs(self) -> float:
         """Mean of L (L + 1) / 2 over sequences of L tokens: pairs of tokens of which one attends to the other."""
         squares = [fmean(float(n * n) for n in each) for each in (self.prompts, self.responses)]
         return (sum(squares) + 2 * self.prompt * self.response + self.mean) / 2
 
+    @cached_property
+    def cached(self) -> float:
+        """Mean tokens that a sequence's decode steps read from the KV cache: L P + L (L + 1) / 2 of a response of L
+        tokens after P."""
+        return fmean(length * (self.prompt + (length + 1) / 2) for length in self.responses)
+
     def longest(self, count: float) -> float:
         """Mean tokens of the longest of `count` responses: sum of x_i ((i / k)^count - ((i - 1) / k)^count), the first
         order statistic from above of k equally likely values (David and Nagaraja 2003, Order Statistics, 2.1)."""
-        size = len(self.responses)
-        below, total = 0.0, 0.0
-        for number, length in enumerate(self.responses, 1):
-            share = (number / size) ** count
-            total += length * (share - below)
-            below = share
-        return total
+        return _longest(self.responses, count)
 
     def running(self, tokens: int) -> float:
         """Share of responses with more than `tokens` tokens: those that still run after so many."""
@@ -94,6 +101,16 @@ class Lengths:
         """`count` lengths of prompt and response; long responses have prompts of any length."""
         prompts, responses = _quantiles(self.prompts, count), _quantiles(self.responses, count)
         return tuple(sorted(prompts[place] + length for place, length in zip(spread(count), responses, strict=True)))
+
+
+@lru_cache(maxsize=256)
+def _longest(values: tuple[int, ...], count: float) -> float:
+    below, total = 0.0, 0.0
+    for number, length in enumerate(values, 1):
+        share = (number / len(values)) ** count
+        total += length * (share - below)
+        below = share
+    return total
 
 
 @lru_cache(maxsize=64)

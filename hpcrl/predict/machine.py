@@ -64,7 +64,7 @@ class Links(Section):
     between: Link = Field(description="between ranks of two nodes")
     group: dict[PositiveInt, NonNegativeFloat] = Field(
         default_factory=dict,
-        description="ranks of a group -> bus bandwidth of its all-reduce as a share of the link's; between them: linear",
+        description="ranks of a group -> bus bandwidth of its all-reduce as a share of the link's; linear in between",
     )
 
 

@@ -8,17 +8,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from hpcrl.config.schema import RecomputeConfig
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.predict.collectives import Group, Network, group_of
 from hpcrl.predict.cost import NOTHING, Cost, Units
-from hpcrl.predict.layers import Layer, Matrix, Stage, layer_of, stages_of
+from hpcrl.predict.layers import Layer, Matrix, Numbers, Stage, layer_of, numbers_of, stages_of
 
 FP32 = 4
 ELEMENTWISE = 8  # operators of a layer that are neither products nor attention: norms, rotary, residual, activation
 BACKWARD_ATTENTION = 2.5  # five products for the forward pass's two (Dao 2023, FlashAttention-2, arXiv:2307.08691)
+
+
+class Recompute(NamedTuple):
+    """The fields of `model.recompute`."""
+
+    granularity: str
+    method: str
+    num_layers: int
+    modules: tuple[str, ...]
 
 
 class Micro(NamedTuple):
@@ -46,12 +54,19 @@ class PassModel:
     ranks_per_node: int
     sequence_parallel: bool = True
     lora: Lora | None = None
-    recompute: RecomputeConfig | None = None
+    recompute: Recompute | None = None
     recomputes_head: bool = True
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         return stages_of(self.shape.num_layers, self.shape.moe_layers, self.layout.pp, self.layout.vpp)
+
+    @cached_property
+    def numbers(self) -> list[Numbers]:
+        """Numbers of weights of a rank of each stage."""
+        layout = self.layout
+        sizes = (layout.tp, layout.ep, layout.etp, self.head, self.lora)
+        return [numbers_of(self.shape, stage, *sizes) for stage in self.stages]
 
     @cached_property
     def _tp(self) -> Group:
@@ -69,11 +84,13 @@ class PassModel:
     def training(self, micro: Micro) -> list[Cost]:
         """Of each stage, of a forward and a backward pass, with what it computes again."""
         each = {is_moe: self._training_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
-        found = []
-        for stage in self.stages:
-            again = self._again(stage, micro)
-            found.append(self._of_stage(stage, each) + again + self._ends(stage, micro, trains=True))
-        return found
+        again = {is_moe: self._again(is_moe, micro) for is_moe in each}
+        return [
+            self._of_stage(stage, each)
+            + self._of_stage(stage, again) * self._share_again(stage)
+            + self._ends(stage, micro, trains=True)
+            for stage in self.stages
+        ]
 
     def backward_share(self) -> float:
         """Of a training pass, the backward pass's share of the time, about."""
@@ -115,25 +132,24 @@ class PassModel:
         found = found + self.units.moved(2.0 * FP32 * summed, 0)  # gradients are added to those of other micro-batches
         return found + Cost(communication=reductions + 3.0 * self._exchanged_keys(micro))
 
-    def _again(self, stage: Stage, micro: Micro) -> Cost:
-        """What the backward pass computes again: whole layers, or their parts (Chen et al. 2016, arXiv:1604.06174;
+    def _again(self, is_moe: bool, micro: Micro) -> Cost:
+        """What the backward pass computes again of a layer: all of it, or parts (Chen et al. 2016, arXiv:1604.06174;
         Korthikanti et al. 2022, section 5)."""
-        again, layout = self.recompute, self.layout
-        if again is None or again.granularity is None:
+        again = self.recompute
+        if again is None:
             return NOTHING
-        counts = {False: stage.dense, True: stage.moe}
         if again.granularity == "full":
-            share = 1.0
-            if again.method == "block":
-                share = min(1.0, again.num_layers * layout.vpp / max(1, stage.dense + stage.moe))
-            return _sum(self._forward_layer(is_moe, micro) * (count * share) for is_moe, count in counts.items() if count)
-        found = NOTHING
-        for is_moe, count in counts.items():
-            if count and "core_attn" in again.modules:
-                found = found + self._attention(micro) * count
-            if count and ("moe" if is_moe else "mlp") in again.modules:
-                found = found + self._mlp(self.layer(is_moe), micro) * count
-        return found
+            return self._forward_layer(is_moe, micro)
+        found = self._attention(micro) if "core_attn" in again.modules else NOTHING
+        computes_mlp = ("moe" if is_moe else "mlp") in again.modules
+        return found + self._mlp(self.layer(is_moe), micro) if computes_mlp else found
+
+    def _share_again(self, stage: Stage) -> float:
+        """Of a stage's layers, those that compute something again."""
+        again = self.recompute
+        if again is None or again.granularity != "full" or again.method != "block":
+            return 1.0
+        return min(1.0, again.num_layers * self.layout.vpp / max(1, stage.dense + stage.moe))
 
     def _products(self, matrices: Sequence[Matrix], rows: float) -> Cost:
         return _sum(self.units.product(rows, *matrix) for matrix in matrices)

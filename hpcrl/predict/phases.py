@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hpcrl.config.roles import JUDGE, offloaded
-from hpcrl.config.schema import EngineConfig
+from hpcrl.config.schema import EngineConfig, RecomputeConfig
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
-from hpcrl.model.sizes import max_kv_bytes
 from hpcrl.plan.generation import native_kv_cache
 from hpcrl.plan.memory import GIB, Phase, TrainingPlan
 from hpcrl.plan.state import FP32, ITEMSIZE
 from hpcrl.predict.collectives import Network, group_of
-from hpcrl.predict.cost import NOTHING, Cost, Units
+from hpcrl.predict.cost import Cost, Units
 from hpcrl.predict.decode import Engine, Work, kv_width
 from hpcrl.predict.layers import Stage, numbers_of
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Dtype, Machine
-from hpcrl.predict.passes import PassModel
-from hpcrl.predict.training import (
-    Passes,
-    Update,
-    copied_cost,
-    forward_cost,
-    optimizer_bytes,
-    role_numbers,
-    update_cost,
-)
+from hpcrl.predict.passes import PassModel, Recompute
+from hpcrl.predict.training import Optimizer, Passes, Update, copied_cost, forward_cost, update_cost
 from hpcrl.predict.transfer import Moved, refit_cost, refit_shares
 
 COLUMNS = 8  # of a response's tokens, in fp32, that advantages read or write, and that an archive has
@@ -59,7 +50,7 @@ class JobTimes:
 
     @cached_property
     def network(self) -> Network:
-        return Network(self.machine)
+        return Network.of(self.machine)
 
     @property
     def ranks_per_node(self) -> int:
@@ -123,7 +114,7 @@ class JobTimes:
             ranks_per_node=self.ranks_per_node,
             sequence_parallel=model.sequence_parallel,
             lora=model.lora,
-            recompute=work.recompute if work is not None and phase is not None and phase.kind == "train" else None,
+            recompute=_recompute(work.recompute) if phase is not None and phase.kind == "train" and work else None,
             recomputes_head=work is None or work.chunk_tokens is not None,
         )
 
@@ -152,14 +143,23 @@ class JobTimes:
         optim = self.job.models[phase.role].optim
         assert optim is not None
         model, config = self.pass_model(phase.role, phase), self.job.config
-        update = Update(optim, config.model.ddp, self.updates(phase), self.on_gpu)
+        optimizer, ddp = Optimizer.of(optim, model.units.itemsize), config.model.ddp
+        overlaps = self.on_gpu and model.layout.dp * model.layout.cp > 1
+        reduces = overlaps if ddp.overlap_grad_reduce is None else ddp.overlap_grad_reduce
+        may_gather = overlaps and optimizer.is_divided and model.lora is None
+        gathers = may_gather if ddp.overlap_param_gather is None else ddp.overlap_param_gather
+        update = Update(optimizer, self.updates(phase), reduces, gathers)
         cost = update_cost(model, self.passes(phase), update, self.lengths)
         return cost + self._copied(phase, model, ("parameters", "optimizer"))
 
     def _copied(self, phase: Phase, model: PassModel, parts: tuple[str, ...]) -> Cost:
         away = offloaded(self.job.config, self.job.specs[phase.role])
         moved = tuple(part for part in parts if part in away)
-        return copied_cost(model, moved, self.job.models[phase.role].optim, self.machine.node.host_copy)
+        return copied_cost(model, moved, self._optimizer(phase.role), self.machine.node.host_copy)
+
+    def _optimizer(self, role: str) -> Optimizer | None:
+        model = self.job.models[role]
+        return None if model.optim is None else Optimizer.of(model.optim, model.itemsize)
 
     # generation
 
@@ -171,9 +171,7 @@ class JobTimes:
 
     def _engine_of(self, cfg: EngineConfig, shape: ModelShape, layout: Layout, itemsize: int) -> Engine:
         units = Units.of(self.machine.device, DTYPES[itemsize], itemsize, replays=not cfg.enforce_eager)
-        model = PassModel(
-            shape, layout, "lm", units, units, self.network, self.ranks_per_node, sequence_parallel=False
-        )
+        model = PassModel(shape, layout, "lm", units, units, self.network, self.ranks_per_node, sequence_parallel=False)
         return Engine(model, cfg.max_num_batched_tokens)
 
     @cached_property
@@ -187,11 +185,18 @@ class JobTimes:
 
     def generation(self) -> Cost:
         work, lengths = self.work, self.lengths
-        cfg = self.job.config.async_training
-        if cfg.mode == "bounded_staleness" and cfg.staleness_threshold > 0 and cfg.partial_rollout:
-            ahead = work._replace(slots=min(work.slots, work.sequences * (1 + cfg.staleness_threshold)))
-            return self.engine.steadily(ahead, lengths)
+        if (running := self.steady) is not None:
+            return self.engine.steadily(work, lengths, min(work.slots, running))
         return self.engine.generate(work, lengths)
+
+    @property
+    def steady(self) -> int | None:
+        """Sequences of an engine that may be under way in generation that never stops; None: it stops each step."""
+        cfg = self.job.config.async_training
+        if cfg.mode != "bounded_staleness" or cfg.staleness_threshold == 0 or not cfg.partial_rollout:
+            return None
+        sequences = math.ceil(self.job.derived.samples_per_step / self.job.layouts["rollout"].dp)
+        return sequences * (1 + cfg.staleness_threshold)
 
     def _greedy(self) -> Cost:
         """One response more per prompt."""
@@ -228,13 +233,7 @@ class JobTimes:
         free = None if capacity is None else max(0, capacity - int(self._resident()))
         if rollout.engine == "tensorrt_llm" and free is not None:
             free = max(0, free - int(self.engine_bytes / model.layout.tp))
-        tp = model.layout.tp if rollout.engine == "native" else min(model.layout.tp, model.shape.num_query_groups)
-        if free is not None and rollout.engine == "native":
-            free = max(0, free)
-        if tp > model.shape.num_query_groups:
-            tp = model.shape.num_query_groups
-        if rollout.kv_cache_gib is None and free is None:
-            return float(max_kv_bytes(model.shape, tp, itemsize, rollout.max_num_seqs, longest))
+        tp = min(model.layout.tp, model.shape.num_query_groups)  # a head is not split
         return float(native_kv_cache(rollout, model.shape, tp, itemsize, longest, free))
 
     def _resident(self) -> float:
@@ -244,13 +243,12 @@ class JobTimes:
             if rollout.isdisjoint(model.layout.ranks):
                 continue
             away, own = offloaded(job.config, job.specs[role]), self.pass_model(role)
-            numbers = max(role_numbers(own), key=lambda it: it.all)
-            dense, experts = (model.layout.dp * model.layout.cp, model.layout.edp)
+            numbers, optimizer = max(own.numbers, key=lambda it: it.all), self._optimizer(role)
             total += numbers.all * model.itemsize * ("parameters" not in away)
-            if model.optim is not None:
+            if optimizer is not None:
                 total += FP32 * numbers.trained * ("gradients" not in away)
                 if "optimizer" not in away:
-                    total += optimizer_bytes(numbers, model.optim, model.itemsize, dense, experts)
+                    total += optimizer.nbytes(numbers, model.layout.dp * model.layout.cp, model.layout.edp)
         return total
 
     @cached_property
@@ -266,7 +264,8 @@ class JobTimes:
         shape = self.engine.model.shape
         shares: tuple[Moved, ...] = refit_shares(source, destination, shape.num_layers, self.ranks_per_node)
         busy = group_of(destination, self.ranks_per_node, "tp").busy
-        cost = refit_cost(shares, self.engine_bytes, self.network, busy, aliases=self.job.refit.aliases)
+        bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.refit.aliases
+        cost = refit_cost(shares, self.engine_bytes, self.network, bandwidth, busy, aliases=aliases)
         away = "parameters" in offloaded(self.job.config, self.job.specs["actor"])
         return cost + copied_cost(
             self.pass_model("actor"), ("parameters",) if away else (), None, self.machine.node.host_copy
@@ -298,11 +297,17 @@ class JobTimes:
         """By role: weights and optimizer state of trained models."""
         found = {}
         for role, model in self.job.models.items():
-            if model.optim is not None:
+            if (optimizer := self._optimizer(role)) is not None:
                 one = Stage(*_layer_counts(model.shape), True, True)
                 numbers = numbers_of(model.shape, one, 1, 1, 1, model.head, model.lora)
-                found[role] = numbers.all * model.itemsize + optimizer_bytes(numbers, model.optim, model.itemsize, 1, 1)
+                found[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers)
         return found
+
+
+def _recompute(config: RecomputeConfig | None) -> Recompute | None:
+    if config is None or config.granularity is None:
+        return None
+    return Recompute(config.granularity, config.method, config.num_layers, tuple(config.modules))
 
 
 def _layer_counts(shape: ModelShape) -> tuple[int, int]:
@@ -313,7 +318,4 @@ def _layer_counts(shape: ModelShape) -> tuple[int, int]:
 @lru_cache(maxsize=64)
 def whole_numbers(shape: ModelShape) -> int:
     """Weights of the whole model."""
-    return numbers_of(replace(shape), Stage(*_layer_counts(shape), True, True), 1, 1, 1).all
-
-
-__all__ = ["NOTHING", "JobTimes", "Timed", "whole_numbers"]
+    return numbers_of(shape, Stage(*_layer_counts(shape), True, True), 1, 1, 1).all

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcrl.batch.packing import micro_batches
-from hpcrl.config.schema import DdpConfig, OptimConfig
+from hpcrl.config.schema import OptimConfig
 from hpcrl.model.sizes import ROW_MULTIPLE
 from hpcrl.plan.state import FP32, ITEMSIZE
 from hpcrl.predict.collectives import Group, group_of
 from hpcrl.predict.cost import NOTHING, Cost
-from hpcrl.predict.layers import Numbers, numbers_of
+from hpcrl.predict.layers import Numbers
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.passes import Micro, PassModel, pipelined
 
@@ -23,9 +23,9 @@ OPTIMIZER_OPERATORS = 20
 
 
 class Packing(NamedTuple):
-    """A replica's micro-batches. tokens: of one, in the mean. waiting: largest share of a replica over the mean."""
+    """A replica's micro-batches, and the sequences of one in the mean."""
 
-    count: int
+    num_micro_batches: int
     sequences: float
 
 
@@ -59,7 +59,7 @@ def micro_batch(model: PassModel, passes: Passes, lengths: Lengths) -> tuple[Mic
     layout = model.layout
     of_replica = math.ceil(passes.samples / layout.dp)
     packed = packing(lengths, of_replica, passes.most_tokens)
-    count = layout.scheduled(packed.count)
+    count = layout.scheduled(packed.num_micro_batches)
     sequences = of_replica / count
     multiple = layout.token_multiple(ROW_MULTIPLE)
     tokens = math.ceil(sequences * lengths.mean / multiple) * multiple / layout.cp
@@ -81,6 +81,7 @@ def imbalance(passes: Passes, lengths: Lengths, dp: int) -> float:
     return 1.0 + math.sqrt(2 * math.log(dp) * max(0.0, variance) * of_replica) / mean
 
 
+@lru_cache(maxsize=4096)
 def forward_cost(model: PassModel, passes: Passes, lengths: Lengths) -> Cost:
     """A pass without gradients over all samples."""
     micro, count = micro_batch(model, passes, lengths)
@@ -92,15 +93,41 @@ def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:
     return Cost(waiting=found.seconds * (imbalance(passes, lengths, dp) - 1.0))
 
 
+class Optimizer(NamedTuple):
+    """state: bytes of a trained weight, besides the weight itself; is_divided: over replicas, as Adam's is."""
+
+    state: int
+    is_divided: bool
+    clips: bool
+
+    @classmethod
+    def of(cls, optim: OptimConfig, itemsize: int) -> Optimizer:
+        copy, is_adam = FP32 * (itemsize < FP32), optim.optimizer == "adam"
+        moments = ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype]
+        return cls(copy + (moments if is_adam else FP32 * (optim.momentum > 0)), is_adam, optim.clip_grad > 0)
+
+    def nbytes(self, numbers: Numbers, dense: int = 1, experts: int = 1) -> float:
+        """Of a rank; dense, experts: replicas of dense weights and of experts."""
+        return self.state * self.own(numbers, dense, experts)
+
+    def own(self, numbers: Numbers, dense: int, experts: int) -> float:
+        """Weights that a rank updates."""
+        if not self.is_divided:
+            return float(numbers.trained)
+        return numbers.trained_dense / dense + numbers.trained_experts / experts
+
+
 class Update(NamedTuple):
-    """How a role is trained. count: optimizer steps of a step."""
+    """How a role is trained. num_updates: optimizer steps of a step. reduces, gathers: whether gradients are reduced,
+    and weights gathered, during the passes of a micro-batch."""
 
-    optim: OptimConfig
-    ddp: DdpConfig
-    count: int
-    on_gpu: bool
+    optimizer: Optimizer
+    num_updates: int
+    reduces: bool
+    gathers: bool
 
 
+@lru_cache(maxsize=4096)
 def update_cost(model: PassModel, passes: Passes, update: Update, lengths: Lengths) -> Cost:
     """All optimizer steps of a step, each over `passes.samples`."""
     micro, count = micro_batch(model, passes, lengths)
@@ -110,14 +137,7 @@ def update_cost(model: PassModel, passes: Passes, update: Update, lengths: Lengt
     slowest = max(stages, key=lambda stage: stage.seconds).seconds
     backward = slowest * model.backward_share()
     found = found + _replicas(model, update, backward, slowest - backward)
-    return (found + _optimizer(model, update)) * update.count
-
-
-def role_numbers(model: PassModel) -> list[Numbers]:
-    """Numbers of weights of a rank of each stage."""
-    layout = model.layout
-    sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
-    return [numbers_of(model.shape, stage, *sizes) for stage in model.stages]
+    return (found + _optimizer(model, update)) * update.num_updates
 
 
 def _groups(model: PassModel) -> tuple[Group, Group]:
@@ -132,64 +152,45 @@ def _replicas(model: PassModel, update: Update, backward: float, forward: float)
     what takes longer counts; what is reduced last cannot overlap: a stage's share of one layer."""
     dense, experts = _groups(model)
     network, itemsize = model.network, model.units.itemsize
-    is_adam = update.optim.optimizer == "adam"
     reduced = gathered = 0.0
-    for numbers in role_numbers(model):
+    for numbers in model.numbers:
         pair = ((numbers.trained_dense, dense), (numbers.trained_experts, experts))
-        collective = network.all_gather if is_adam else network.all_reduce
+        collective = network.all_gather if update.optimizer.is_divided else network.all_reduce
         reduced = max(reduced, sum(collective(FP32 * count, group) for count, group in pair if count))
-        if is_adam:
+        if update.optimizer.is_divided:
             gathered = max(gathered, sum(network.all_gather(itemsize * count, group) for count, group in pair if count))
-    overlaps = update.on_gpu and dense.size > 1
-    reduces = update.ddp.overlap_grad_reduce if update.ddp.overlap_grad_reduce is not None else overlaps
-    gathers = update.ddp.overlap_param_gather
-    if gathers is None:
-        gathers = overlaps and is_adam and model.lora is None
     layers = max(stage.dense + stage.moe for stage in model.stages)
-    exposed = max(reduced / layers, reduced - backward) if reduces else reduced
-    exposed += max(gathered / layers, gathered - forward) if gathers else gathered
+    exposed = max(reduced / layers, reduced - backward) if update.reduces else reduced
+    exposed += max(gathered / layers, gathered - forward) if update.gathers else gathered
     return Cost(communication=exposed)
 
 
 def _optimizer(model: PassModel, update: Update) -> Cost:
-    """Adam reads and writes the weights in fp32 and two moments, reads gradients, and writes weights, of a rank's share;
-    before it the gradients' norm is computed, and after it all gradients are set to zero. SGD has no shares."""
+    """Adam reads and writes the weights in fp32 and two moments, reads gradients, and writes weights, of a rank's
+    share; before it the gradients' norm is computed, and after it all gradients are set to zero. SGD has no shares."""
     dense, experts = _groups(model)
-    optim, itemsize = update.optim, model.units.itemsize
-    is_adam = optim.optimizer == "adam"
-    if is_adam:
-        state = 2 * (FP32 + ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype])
-    else:
-        state = 2 * FP32 * (1 + (optim.momentum > 0))
-    each = FP32 + state + (itemsize if itemsize < FP32 else 0) + FP32 * (optim.clip_grad > 0)
-    most = 0.0
-    for numbers in role_numbers(model):
-        own = float(numbers.trained)
-        if is_adam:
-            own = numbers.trained_dense / dense.size + numbers.trained_experts / experts.size
-        most = max(most, own * each + numbers.trained * FP32)
-    norm = Cost(communication=model.network.all_reduce(FP32, group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp", "pp")))
+    optimizer, itemsize = update.optimizer, model.units.itemsize
+    whole = itemsize == FP32  # the weights themselves are what is updated
+    each = FP32 + 2 * (optimizer.state + FP32 * whole) + itemsize * (not whole) + FP32 * optimizer.clips
+    sizes = ((optimizer.own(it, dense.size, experts.size), it.trained) for it in model.numbers)
+    most = max(own * each + trained * FP32 for own, trained in sizes)
+    norm = Cost(
+        communication=model.network.all_reduce(
+            FP32, group_of(model.layout, model.ranks_per_node, "tp", "cp", "dp", "pp")
+        )
+    )
     return model.units.moved(most, OPTIMIZER_OPERATORS) + norm
 
 
-def copied_cost(model: PassModel, parts: tuple[str, ...], optim: OptimConfig | None, host_copy: float) -> Cost:
+def copied_cost(model: PassModel, parts: tuple[str, ...], optimizer: Optimizer | None, host_copy: float) -> Cost:
     """Offloaded parts are copied to the device before a call, and back after it."""
     if not parts:
         return NOTHING
     dense, experts = _groups(model)
     nbytes = 0.0
-    for numbers in role_numbers(model):
-        found = numbers.all * model.units.itemsize * ("parameters" in parts)
-        if "optimizer" in parts and optim is not None:
-            found += optimizer_bytes(numbers, optim, model.units.itemsize, dense.size, experts.size)
+    for numbers in model.numbers:
+        found = float(numbers.all * model.units.itemsize * ("parameters" in parts))
+        if "optimizer" in parts and optimizer is not None:
+            found += optimizer.nbytes(numbers, dense.size, experts.size)
         nbytes = max(nbytes, found)
     return Cost(copies=2.0 * nbytes / host_copy)
-
-
-def optimizer_bytes(numbers: Numbers, optim: OptimConfig, itemsize: int, dense: int, experts: int) -> float:
-    """State of a rank; Adam's is divided over so many replicas of dense weights and of experts."""
-    copy = FP32 * (itemsize < FP32)
-    if optim.optimizer != "adam":
-        return float(numbers.trained * (copy + FP32 * (optim.momentum > 0)))
-    each = copy + ITEMSIZE[optim.exp_avg_dtype] + ITEMSIZE[optim.exp_avg_sq_dtype]
-    return each * (numbers.trained_dense / dense + numbers.trained_experts / experts)

@@ -55,18 +55,21 @@ def refit_shares(source: Layout, destination: Layout, num_layers: int, ranks_per
         copied = overlap(own[rank]) if rank in own else 0.0
         there = sum(map(overlap, on_node[rank // ranks_per_node]))
         peers = source.pp * math.ceil(source.tp / destination.tp)
-        needs.append((rank, copied, max(0.0, there - copied), max(0.0, whole - max(there, copied)), peers))
+        near, far = max(0.0, there - copied), max(0.0, whole - max(there, copied))
+        needs.append((rank, copied, near, far, peers if near + far > 1e-9 else 0))
     sent = sum(near + far for _, _, near, far, _ in needs) / source.size
     found = {Moved(sent if rank in own else 0.0, near, far, copied, peers) for rank, copied, near, far, peers in needs}
     found |= {Moved(sent, 0.0, 0.0, 0.0, 0) for rank in source.ranks if rank not in destination}
     return tuple(found)
 
 
-def refit_cost(shares: tuple[Moved, ...], nbytes: float, network: Network, busy: int, *, aliases: bool) -> Cost:
-    """Of the rank that takes longest. nbytes: of the whole model in the engine's dtype. busy: ranks of a node. A rank
-    sends and receives at the same time; what the actor and the engine share is not copied."""
-    machine, between = network.machine, network.between(busy)
-    inside, bandwidth = machine.links.inside, machine.device.memory_bandwidth
+def refit_cost(
+    shares: tuple[Moved, ...], nbytes: float, network: Network, bandwidth: float, busy: int, *, aliases: bool
+) -> Cost:
+    """Of the rank that takes longest, which sends and receives at the same time; what the actor and the engine share is
+    not copied. nbytes: of the whole model in the engine's dtype. bandwidth: of a rank's memory. busy: ranks of a
+    node."""
+    inside, between = network.inside, network.between(busy)
 
     def seconds(it: Moved) -> tuple[float, float]:
         near, far = it.near * nbytes, it.far * nbytes
