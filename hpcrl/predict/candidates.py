@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from hpcrl.plan.memory import NEEDED, Phase, TrainingPlan
 from hpcrl.plan.state import FP32, RoleModel, State
 from hpcrl.predict.layers import numbers_of, stages_of
 from hpcrl.predict.space import AXES, Keys
-from hpcrl.predict.training import optimizer_bytes
+from hpcrl.predict.training import Optimizer
 from hpcrl.reshard.planner import Resharding
 
 NOWHERE = Layout((-1,))
@@ -25,10 +25,11 @@ NOWHERE = Layout((-1,))
 
 @dataclass
 class Memo:
-    """State of a role's stages, and weights of an engine's rank by its tensor parallelism."""
+    """State of a role's stages, weights of an engine's rank by its tensor parallelism, and activations of a choice."""
 
     states: dict[tuple[object, ...], list[State]] = field(default_factory=dict)
     engines: dict[int, int] = field(default_factory=dict)
+    activations: dict[tuple[object, ...], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class Choice:
     keys: Keys
     probe: Probe = field(compare=False, repr=False)
     split: Split
+    shared: tuple[object, ...] = ()  # what its activations depend on
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     @property
     def grid(self) -> tuple[object, ...]:
@@ -151,14 +154,20 @@ class Choice:
 
     @cached_property
     def peak(self) -> int:
-        """The same with activations and logits, of the first or the last stage."""
-        most = self.state
-        for phase in self._phases:
-            work = phase.work
-            for stage in {0, len(self._states) - 1} if work is not None else ():
-                assert work is not None
-                held = work.training(stage) if phase.kind == "train" else work.forward(stage)
-                most = max(most, self._working(phase, self._states[stage]) + sum(held))
+        """The same with activations and logits, of the first or the last stage. Training holds more than a pass without
+        gradients."""
+        phases = [phase for phase in self._phases if phase.kind == "train"] or self._phases
+        return max((self._peak(phase) for phase in phases), default=0)
+
+    def _peak(self, phase: Phase) -> int:
+        assert phase.work is not None
+        most, last = 0, len(self._states) - 1
+        for stage in {0, last}:
+            key = self.shared, phase.name, stage
+            if key not in self.memo.activations:
+                held = phase.work.training(stage) if phase.kind == "train" else phase.work.forward(stage)
+                self.memo.activations[key] = sum(held)
+            most = max(most, self._working(phase, self._states[stage]) + self.memo.activations[key])
         return most
 
     @property
@@ -188,6 +197,22 @@ def least_states(model: RoleModel) -> list[State]:
         if optim is None:
             found.append(State(numbers.all * model.itemsize))
             continue
-        held = optimizer_bytes(numbers, optim, model.itemsize, layout.dp * layout.cp, layout.edp)
+        held = Optimizer.of(optim, model.itemsize).nbytes(numbers, layout.dp * layout.cp, layout.edp)
         found.append(State(numbers.all * model.itemsize, numbers.trained * FP32, int(held)))
     return found
+
+
+def undominated(choices: Sequence[Choice], *, by_grid: bool) -> list[Choice]:
+    """The choices, the fastest first, without those that are no faster in any part of a step than another one and take
+    no less memory. by_grid: of those with one layout."""
+    kept: dict[object, list[Choice]] = {}
+    for choice in sorted(choices, key=lambda it: sum(it.split)):
+        others = kept.setdefault(choice.grid if by_grid else (), [])
+        if not any(_dominates(other, choice) for other in others):
+            others.append(choice)
+    return sorted((choice for each in kept.values() for choice in each), key=lambda it: sum(it.split))
+
+
+def _dominates(one: Choice, other: Choice) -> bool:
+    is_faster = all(mine <= its for mine, its in zip(one.split, other.split, strict=True))
+    return is_faster and one.idle <= other.idle and one.state <= other.state and one.peak <= other.peak

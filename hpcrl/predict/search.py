@@ -18,6 +18,7 @@ multiples of an eighth of the nodes.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,10 @@ from typing import NamedTuple
 from hpcrl.config.schema import Config
 from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import Row, TrainingPlan, with_keys
-from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split
+from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, undominated
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine
-from hpcrl.predict.phases import JobTimes, Timed
+from hpcrl.predict.phases import JobTimes
 from hpcrl.predict.space import Keys, Placement, Space
 from hpcrl.predict.step import Prediction, lower_bound, predict
 from hpcrl.runtime.exits import is_user_error
@@ -42,8 +43,12 @@ PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward":
 
 @dataclass
 class Counts:
-    """Of candidates. by_memory, by_bound: excluded before they were computed; rejected: by the job's own checks."""
+    """too_large: choices of a role that do not fit even if it has its ranks for itself; dominated: that are slower than
+    another one and take no less memory. The rest is of candidates, which have a choice of each role. by_memory, by_bound:
+    excluded; rejected: by the job's own checks."""
 
+    too_large: int = 0
+    dominated: int = 0
     all: int = 0
     by_memory: int = 0
     rejected: int = 0
@@ -85,6 +90,7 @@ class Frame(NamedTuple):
     common: Keys
     choices: tuple[list[Choice], ...]
     fastest: tuple[Split, ...]
+    idle: dict[str, int]  # of each role the least
 
     def below(self, depth: int) -> int:
         """Candidates with the same choices of the first roles."""
@@ -106,7 +112,6 @@ class Search:
         roles = list(self.space.specs)
         self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
         self._choices: dict[tuple[object, ...], list[Choice]] = {}
-        self.too_large = 0  # choices of roles whose weights, gradients and optimizer do not fit
         self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
 
     def run(self) -> Found:
@@ -147,7 +152,8 @@ class Search:
                 choices = tuple(self._choices_of(role, placement, common) for role in self.roles)
                 if all(choices):
                     fastest = (Split(*map(min, zip(*(it.split for it in each), strict=True))) for each in choices)
-                    yield Frame(placement, common, choices, tuple(fastest))
+                    idle = {role: min(it.idle for it in each) for role, each in zip(self.roles, choices, strict=True)}
+                    yield Frame(placement, common, choices, tuple(fastest), idle)
 
     def _choices_of(self, role: str, placement: Placement, common: Keys) -> list[Choice]:
         """A role's choices, the fastest first; the same for all placements with as many ranks at the same place of a
@@ -158,11 +164,17 @@ class Search:
         key = role, first, count, placement.mode, tuple(common.items()) if trains else ()
         if key not in self._choices:
             config = with_keys(self.space.base.config, {**common, "async_training.mode": placement.mode})
-            made = self._made(role, config, tuple(range(first, first + count)))
+            made = list(self._made(role, config, tuple(range(first, first + count)), tuple(common.values())))
+            if role != "rollout":  # whose memory depends on the other roles
+                few = undominated(made, by_grid=role in FIRST)
+                self.counts.dominated += len(made) - len(few)
+                made = few
             self._choices[key] = sorted(made, key=lambda choice: sum(choice.split))
         return self._choices[key]
 
-    def _made(self, role: str, config: Config, ranks: tuple[int, ...]) -> Iterator[Choice]:
+    def _made(
+        self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...]
+    ) -> Iterator[Choice]:
         """The choices whose state may fit, which is computed first."""
         space, capacity = self.space, self.space.base.capacity
         offloads = space.offloads(role)
@@ -174,35 +186,23 @@ class Search:
             leanest = Choice(grid, probe({**grid, **{key: True for key in offloads[-1]}}), Split())
             works = space.work(role)
             if capacity is not None and leanest.state > capacity:
-                self.too_large += len(works) * len(offloads)
+                self.counts.too_large += len(works) * len(offloads)
                 continue
-            for work in works:
-                kept = probe({**grid, **work, **{key: False for key in offloads[-1]}})
-                split = self._split(kept, JobTimes(kept, self.machine, self.lengths).phases())
-                for moved in offloads:
-                    keys = {**grid, **work, **moved}
-                    made = probe(keys)
-                    yield Choice(keys, made, self._with_copies(made, split))
+            for work, moved in itertools.product(works, offloads):
+                keys = {**grid, **work, **moved}
+                made, shared = probe(keys), (role, len(ranks), *common, *grid.values(), *work.values())
+                choice = Choice(keys, made, self._split(made), shared, self._memo)
+                if capacity is None or choice.peak <= capacity:
+                    yield choice
+                else:
+                    self.counts.too_large += 1
 
-    def _split(self, probe: Probe, timed: Sequence[Timed]) -> Split:
+    def _split(self, probe: Probe) -> Split:
         seconds = dict.fromkeys(Split._fields, 0.0)
-        for it in timed:
+        for it in JobTimes(probe, self.machine, self.lengths).phases():
             if it.role == probe.role and it.kind != "save":
-                seconds[PART_OF.get(it.name, it.kind)] += it.cost.seconds / self._efficiency(it.name)
+                seconds[PART_OF.get(it.name, it.kind)] += it.cost.seconds / self.machine.efficiency.get(it.name, 1.0)
         return Split(**seconds)
-
-    def _with_copies(self, probe: Probe, split: Split) -> Split:
-        """With the copies of what is offloaded, which is all that offload changes."""
-        times = JobTimes(probe, self.machine, self.lengths)
-        for phase in probe.phases:
-            if phase.work is not None:
-                part = PART_OF.get(phase.name, phase.kind)
-                seconds = times.copied(phase).seconds / self._efficiency(phase.name)
-                split = split._replace(**{part: getattr(split, part) + seconds})
-        return split
-
-    def _efficiency(self, phase: str) -> float:
-        return self.machine.efficiency.get(phase, 1.0)
 
     def _bound(self, frame: Frame, chosen: Sequence[Choice]) -> float:
         """Seconds that a step takes at least."""
@@ -236,7 +236,7 @@ class Search:
         for size in ("state", "peak"):
             for roles in frame.placement.sets:
                 mine = [by_role[role] for role in roles if role in by_role]
-                idle = sum(choice.idle for choice in mine)
+                idle = sum(by_role[role].idle if role in by_role else frame.idle[role] for role in roles)
                 if any(idle - choice.idle + getattr(choice, size) > capacity for choice in mine):
                     return False
         return True
@@ -271,3 +271,24 @@ def fullest(job: Candidate) -> Row:
     if job.capacity is not None and row.total > job.capacity and row.phase == "refit":
         return tightest(TrainingPlan(job.config, job.own_roles).rows())
     return row
+
+
+def leanest(space: Space) -> tuple[Row, int]:
+    """The fullest row of the layout that takes least memory, and the GPU's bytes: all roles on all ranks, everything
+    offloaded, layers recomputed, one sequence in a micro-batch. Of each role the layout with the smallest peak."""
+    common, chosen = {"model.recompute.granularity": "full"}, []
+    placement = Placement("sync", (tuple(space.specs),), ((0, space.num_ranks),))
+    config, ranks = with_keys(space.base.config, common), tuple(range(space.num_ranks))
+    for role in space.specs:
+        moved, work = space.offloads(role)[-1], space.work(role)[-1 if role == "rollout" else 0]
+        choices = []
+        for grid in space.grids(role, 0, space.num_ranks):
+            keys = {**grid, **work, **dict.fromkeys(moved, True)}
+            probe = Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
+            choices.append(Choice(keys, probe, Split()))
+        # of an engine, whose choices have no peak of their own, the one with the most ranks
+        chosen.append(min(choices, key=lambda it: (it.peak, -it.probe.derived.roles[role].tp)).keys)
+    job = Candidate(with_keys(space.template, space.joined(placement, common, chosen)), space.own_roles)
+    capacity = job.capacity
+    assert capacity is not None, "without GPUs everything fits"
+    return fullest(job), capacity
