@@ -54,7 +54,8 @@ class Lengths:
     @classmethod
     def of_samples(cls, prompts: Iterable[int], responses: Iterable[int]) -> Lengths:
         """Measured lengths, of which at most QUANTILES quantiles are kept."""
-        kept = [_quantiles(tuple(sorted(each)), QUANTILES) for each in (prompts, responses)]
+        ordered = [tuple(sorted(each)) for each in (prompts, responses)]
+        kept = [_quantiles(each, min(len(each), QUANTILES)) for each in ordered]
         return cls(kept[0], tuple(max(1, length) for length in kept[1]))
 
     @cached_property
@@ -129,5 +130,5 @@ def _quantiles(values: tuple[int, ...], count: int) -> tuple[int, ...]:
     if not size or size == count:
         return values
     if values[0] == values[-1]:
-        return (values[0],) * min(count, max(count, 1))
+        return (values[0],) * count
     return tuple(values[min(size - 1, int((number + 0.5) * size / count))] for number in range(count))

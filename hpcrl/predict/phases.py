@@ -300,7 +300,8 @@ class JobTimes:
             if (optimizer := self._optimizer(role)) is not None:
                 one = Stage(*_layer_counts(model.shape), True, True)
                 numbers = numbers_of(model.shape, one, 1, 1, 1, model.head, model.lora)
-                found[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers)
+                copy = FP32 * (model.itemsize == FP32 and optimizer.is_divided)  # the optimizer's own, of fp32 weights
+                found[role] = numbers.all * model.itemsize + optimizer.nbytes(numbers) + copy * numbers.trained
         return found
 
 
