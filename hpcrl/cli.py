@@ -200,7 +200,7 @@ def plan(arguments: list[str]) -> NoReturn:
     from hpcrl.plan import command
     from hpcrl.predict import table
 
-    command.main(arguments, load_job, command.Extension(table.add_arguments, table.lines_of))
+    command.main(arguments, load_job, command.Extension("machine", table.add_arguments, table.lines_of))
 
 
 def check(arguments: list[str]) -> NoReturn:
