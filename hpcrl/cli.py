@@ -202,7 +202,8 @@ def plan(arguments: list[str]) -> NoReturn:
 
     help_text = "search for the fastest layouts, with --machine"
     replacement = command.Replacement("search", help_text, search_command.add_arguments, search_command.describe)
-    command.main(arguments, load_job, command.Extension(table.add_arguments, table.lines_of), replacement)
+    extension = command.Extension("machine", table.add_arguments, table.lines_of)
+    command.main(arguments, load_job, extension, replacement)
 
 
 def check(arguments: list[str]) -> NoReturn:

@@ -113,8 +113,10 @@ class Replacement(NamedTuple):
 
 
 class Extension(NamedTuple):
-    """Options that another package adds to the command, and the lines that it adds to the table."""
+    """Options that another package adds to the command, and the lines that it adds to the table; `asks` is the option
+    without which there are none."""
 
+    asks: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     lines_of: Callable[[TrainingPlan, argparse.Namespace], list[str]]
 
@@ -136,6 +138,8 @@ def main(
     parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     parsed = parser.parse_intermixed_args(arguments)
+    if parsed.refit and getattr(parsed, extension.asks) is not None:
+        parser.error(f"found --{extension.asks} beside --refit, which prints a refit's bytes only; leave one out")
     job, colon, path = parsed.config.rpartition(":")
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")

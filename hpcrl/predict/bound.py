@@ -22,6 +22,8 @@ def least(times: JobTimes) -> list[Timed]:
             name, seconds = "gen", _generation(times)
         elif phase.kind in ("forward", "train"):
             name, seconds = phase.name, _pass(times, phase)
+        elif phase.kind == "refit":
+            name, seconds = "update_weights", 0.0
         else:
             continue
         ideal = Cost(products=seconds / times.machine.efficiency.get(name, 1.0))

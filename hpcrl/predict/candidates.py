@@ -14,8 +14,9 @@ from hpcrl.config.roles import Part, offloaded
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import chunk_layers, role_layout
 from hpcrl.plan.memory import NEEDED, Phase, TrainingPlan
-from hpcrl.plan.state import FP32, RoleModel, State
+from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.predict.layers import numbers_of, stages_of
+from hpcrl.predict.phases import whole_numbers
 from hpcrl.predict.space import AXES, Keys
 from hpcrl.predict.training import Optimizer
 from hpcrl.reshard.planner import Resharding
@@ -138,7 +139,7 @@ class Choice:
     shared: tuple[object, ...] = ()  # what its activations depend on
     memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
-    @property
+    @cached_property
     def grid(self) -> tuple[object, ...]:
         return tuple(self.keys[f"placement.{self.probe.role}.{axis}"] for axis in AXES)
 
@@ -150,14 +151,17 @@ class Choice:
     @cached_property
     def state(self) -> int:
         """Weights, gradients and optimizer of the fullest stage while the role works."""
+        if self.probe.role == "rollout":
+            return self.idle
         return max((self._working(phase, state) for phase in self._phases for state in self._states), default=0)
 
     @cached_property
     def peak(self) -> int:
         """The same with activations and logits, of the first or the last stage. Training holds more than a pass without
         gradients."""
-        phases = [phase for phase in self._phases if phase.kind == "train"] or self._phases
-        return max((self._peak(phase) for phase in phases), default=0)
+        works = [phase for phase in self._phases if phase.work is not None]
+        phases = [phase for phase in works if phase.kind == "train"] or works
+        return max((self._peak(phase) for phase in phases), default=self.state)
 
     def _peak(self, phase: Phase) -> int:
         assert phase.work is not None
@@ -183,9 +187,16 @@ class Choice:
 
     @cached_property
     def _states(self) -> list[State]:
-        """Of each stage; none of an engine."""
-        model = self.probe.models.get(self.probe.role)
-        return least_states(model) if model is not None else []
+        """Of each stage. An engine has its weights, unless it may share the actor's."""
+        probe = self.probe
+        if probe.role in probe.models:
+            return least_states(probe.models[probe.role])
+        if probe.role != "rollout":
+            return []
+        rollout, mode = probe.config.rollout, probe.config.async_training.mode
+        may_share = rollout.engine == "native" and mode == "sync" and rollout.checkpoint_engine.alias
+        nbytes = whole_numbers(probe.models["actor"].shape) * ITEMSIZE[rollout.dtype or probe.config.model.dtype]
+        return [State(0 if may_share else nbytes // probe.derived.roles["rollout"].tp)]
 
 
 def least_states(model: RoleModel) -> list[State]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hpcrl.grid.layout import Layout
@@ -62,11 +62,10 @@ class PassModel:
         return stages_of(self.shape.num_layers, self.shape.moe_layers, self.layout.pp, self.layout.vpp)
 
     @cached_property
-    def numbers(self) -> list[Numbers]:
+    def numbers(self) -> tuple[Numbers, ...]:
         """Numbers of weights of a rank of each stage."""
         layout = self.layout
-        sizes = (layout.tp, layout.ep, layout.etp, self.head, self.lora)
-        return [numbers_of(self.shape, stage, *sizes) for stage in self.stages]
+        return _numbers(self.shape, self.stages, layout.tp, layout.ep, layout.etp, self.head, self.lora)
 
     @cached_property
     def _tp(self) -> Group:
@@ -238,6 +237,13 @@ class PassModel:
         hidden = micro.outputs * shape.hidden_size * self.units.itemsize
         reduced += self.network.all_reduce(hidden, self._tp) * trains
         return found + Cost(communication=reduced)
+
+
+@lru_cache(maxsize=512)
+def _numbers(
+    shape: ModelShape, stages: tuple[Stage, ...], tp: int, ep: int, etp: int, head: Head, lora: Lora | None
+) -> tuple[Numbers, ...]:
+    return tuple(numbers_of(shape, stage, tp, ep, etp, head, lora) for stage in stages)
 
 
 def most_of(ranks: int, balls: float) -> float:

@@ -261,8 +261,7 @@ class JobTimes:
 
     def _refit(self) -> Cost:
         source, destination = self.job.layouts["actor"], self.job.layouts["rollout"]
-        shape = self.engine.model.shape
-        shares: tuple[Moved, ...] = refit_shares(source, destination, shape.num_layers, self.ranks_per_node)
+        shares: tuple[Moved, ...] = refit_shares(source, destination, self.stage_shares(), self.ranks_per_node)
         busy = group_of(destination, self.ranks_per_node, "tp").busy
         bandwidth, aliases = self.machine.device.memory_bandwidth, self.job.refit.aliases
         cost = refit_cost(shares, self.engine_bytes, self.network, bandwidth, busy, aliases=aliases)
@@ -270,6 +269,13 @@ class JobTimes:
         return cost + copied_cost(
             self.pass_model("actor"), ("parameters",) if away else (), None, self.machine.node.host_copy
         )
+
+    def stage_shares(self) -> tuple[float, ...]:
+        """Of the actor's weights, the share of each pipeline stage."""
+        model = self.pass_model("actor")
+        layout = model.layout
+        whole = [it.dense * layout.tp + it.experts * layout.ep * layout.etp for it in model.numbers]
+        return tuple(numbers / sum(whole) for numbers in whole)
 
     def _advantages(self) -> Cost:
         """Elementwise work on the responses' tokens, on one rank of each of the actor's replicas."""

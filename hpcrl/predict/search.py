@@ -172,9 +172,7 @@ class Search:
             self._choices[key] = sorted(made, key=lambda choice: sum(choice.split))
         return self._choices[key]
 
-    def _made(
-        self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...]
-    ) -> Iterator[Choice]:
+    def _made(self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...]) -> Iterator[Choice]:
         """The choices whose state may fit, which is computed first."""
         space, capacity = self.space, self.space.base.capacity
         offloads = space.offloads(role)

@@ -31,7 +31,9 @@ UNKNOWN_SPREAD = 0.5  # of a phase whose standard error the machine file does no
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--nodes", metavar="N[..M]", help="with --search: nodes, or a range that is doubled through; by default job.nodes"
+        "--nodes",
+        metavar="N[..M]",
+        help="with --search: nodes, or a range that is doubled through; by default job.nodes",
     )
     parser.add_argument(
         "--objective",
@@ -53,10 +55,14 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
     if parsed.machine is None:
         raise ConfigError("found --search without --machine; name a machine of configs/machines or a file")
     if job.trained_role != "actor" or job.saves_last:
-        raise InputError("--search is for jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout")
+        raise InputError(
+            "--search is for jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
+        )
     machine = read_machine(parsed.machine)
     config = job.read_config(path, overrides)
-    asked = Asked(path, config, tuple(job.own_specs()), machine, lengths_of(TrainingPlan(config), parsed.response_lengths))
+    asked = Asked(
+        path, config, tuple(job.own_specs()), machine, lengths_of(TrainingPlan(config), parsed.response_lengths)
+    )
     modes = _modes(parsed.modes)
     found = {}
     for nodes in nodes_of(parsed.nodes, config.job.nodes):
@@ -158,7 +164,11 @@ class Asked:
         spec = job.specs.get(role)
         if spec is not None and spec.max_tokens:
             text += f", micro-batches of {spec.token_budget(job.config)} tokens"
-            away = [part for part in ("param", "grad", "optimizer") if getattr(spec.config_of(job.config), f"{part}_offload", 0)]
+            away = [
+                part
+                for part in ("param", "grad", "optimizer")
+                if getattr(spec.config_of(job.config), f"{part}_offload", 0)
+            ]
             text += f", offloads {' '.join(away)}" if away else ""
         return text
 

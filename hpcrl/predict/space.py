@@ -110,7 +110,9 @@ class Space:
         for keys in chosen:
             found |= keys
         if self.derived.ref_in_actor:  # which it is as long as the two have one layout
-            found |= {key.replace(".actor.", ".ref."): value for key, value in found.items() if "placement.actor." in key}
+            found |= {
+                key.replace(".actor.", ".ref."): value for key, value in found.items() if "placement.actor." in key
+            }
         return found
 
     def common(self) -> Iterator[Keys]:
@@ -184,7 +186,9 @@ class Space:
 
     def of_role(self, role: str, first: int, count: int) -> Iterator[Keys]:
         """The choices of a role on `count` ranks from `first` on."""
-        for grid, work, moved in itertools.product(self.grids(role, first, count), self.work(role), self.offloads(role)):
+        for grid, work, moved in itertools.product(
+            self.grids(role, first, count), self.work(role), self.offloads(role)
+        ):
             yield {**grid, **work, **moved}
 
     def grids(self, role: str, first: int, count: int) -> Iterator[Keys]:
@@ -218,9 +222,7 @@ class Space:
                     for ep, etp in self._expert_sizes(shape, tp, pp, count, choices):
                         yield {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
 
-    def _expert_sizes(
-        self, shape: ModelShape, tp: int, pp: int, count: int, choices: Any
-    ) -> Iterator[tuple[int, int]]:
+    def _expert_sizes(self, shape: ModelShape, tp: int, pp: int, count: int, choices: Any) -> Iterator[tuple[int, int]]:
         if not shape.num_experts:
             yield 1, 1
             return

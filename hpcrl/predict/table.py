@@ -12,6 +12,7 @@ from hpcrl.predict.machine import read_machine
 from hpcrl.predict.step import Prediction, predict
 
 NAMED = 2  # kinds of a phase that a row names
+LEAST = 0.01  # share of a kind that is named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,7 @@ def rows(prediction: Prediction) -> Iterator[str]:
 def limits(parts: Mapping[str, float]) -> str:
     """The kinds that take most of a phase."""
     largest = sorted(parts.items(), key=lambda part: -part[1])[:NAMED]
-    return ", ".join(f"{kind} {share:.0%}" for kind, share in largest) or "-"
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in largest if share >= LEAST) or "-"
 
 
 def summary(job: TrainingPlan, prediction: Prediction) -> Iterator[str]:

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.params import stage_layers
 from hpcrl.predict.collectives import Network
 from hpcrl.predict.cost import Cost
 
@@ -27,14 +26,15 @@ class Moved(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def refit_shares(source: Layout, destination: Layout, num_layers: int, ranks_per_node: int) -> tuple[Moved, ...]:
+def refit_shares(
+    source: Layout, destination: Layout, stages: tuple[float, ...], ranks_per_node: int
+) -> tuple[Moved, ...]:
     """What each distinct rank moves, as `hpcrl.reshard.planner` has it: a rank copies what it holds, receives the rest
     once, from its own node if a rank of the node holds it, and senders have equal shares.
 
-    All weights count as divided by pipeline stages (by layers) and tensor parallelism; embedding, head, norms and the
-    division of experts over ranks count like the layers.
+    stages: of the weights, the share of each pipeline stage; all weights of a stage count as divided by tensor
+    parallelism, experts and norms too.
     """
-    layers = [len(stage_layers(num_layers, stage, source.pp)) / num_layers for stage in range(source.pp)]
     on_node: dict[int, set[tuple[int, int]]] = defaultdict(set)
     own: dict[int, tuple[int, int]] = {}
     for rank in source.ranks:
@@ -49,7 +49,7 @@ def refit_shares(source: Layout, destination: Layout, num_layers: int, ranks_per
             stage, slice_ = held
             low = max(part / destination.tp, slice_ / source.tp)
             high = min((part + 1) / destination.tp, (slice_ + 1) / source.tp)
-            return layers[stage] * max(0.0, high - low)
+            return stages[stage] * max(0.0, high - low)
 
         whole = 1 / destination.tp
         copied = overlap(own[rank]) if rank in own else 0.0

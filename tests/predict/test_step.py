@@ -60,7 +60,7 @@ def test_templates(name: str) -> None:
     named = {phase.name for phase in job.phases if phase.kind in ("forward", "train")}
     assert set(found.phases) >= {"gen", "adv", "update_weights", *named}
     for phase, parts in found.parts.items():
-        assert sum(parts.values()) == pytest.approx(1.0), phase
+        assert not parts or sum(parts.values()) == pytest.approx(1.0), phase
     assert found.tokens_per_second * found.seconds == pytest.approx(job.derived.samples_per_step * lengths_of(job).mean)
     if name in OVERLAPPING:
         assert max(found.phases.values()) <= found.step * (1 + 1e-9) < sum(found.phases.values())
@@ -74,8 +74,20 @@ GRID: list[tuple[str, dict[str, Any]]] = [
     ("ppo_70b", {"placement__actor__vpp": 2, "model__recompute__granularity": None}),
     ("grpo_8b", {"model__lora_rank": 16}),
     ("grpo_8b", {"placement__actor__tp": 1, "placement__actor__pp": 4, "rollout__max_num_seqs": 32}),
-    ("grpo_8b", {"placement__actor__cp": 2, "rollout__n": 1, "data__train_batch_size": 16}),
-    ("grpo_8b", {"model__num_experts": 8, "placement__actor__ep": 4, "actor__ppo_mini_batch_size": 512}),
+    (
+        "grpo_8b",
+        {"placement__actor__cp": 2, "rollout__n": 2, "data__train_batch_size": 16, "actor__ppo_mini_batch_size": 16},
+    ),
+    (
+        "grpo_8b",
+        {
+            "model__family": "mixtral",
+            "model__num_experts": 8,
+            "placement__actor__ep": 4,
+            "rollout__engine": "native",
+            "rollout__kv_cache_gib": 16.0,
+        },
+    ),
     ("grpo_8b", {"model__transformer_engine__fp8": "hybrid"}),
     *((name, {}) for name in NAMES + OVERLAPPING),
 ]
@@ -160,7 +172,7 @@ def test_a_refit_moves_what_the_planner_moves(name: str, changes: dict[str, Any]
     job = job_of(name, **changes)
     times = JobTimes(job, machine_of(job), lengths_of(job))
     source, destination = job.layouts["actor"], job.layouts["rollout"]
-    shares = refit_shares(source, destination, job.models["actor"].shape.num_layers, times.ranks_per_node)
+    shares = refit_shares(source, destination, times.stage_shares(), times.ranks_per_node)
     traffic = job.refit.resharding.traffic().values()
     whole = times.engine_bytes
     received = max(share.near + share.far for share in shares) * whole
