@@ -183,7 +183,8 @@ class Choice:
 
     @property
     def _away(self) -> Collection[Part]:
-        return offloaded(self.probe.config, self.probe.specs[self.probe.role])
+        spec = self.probe.specs.get(self.probe.role)
+        return offloaded(self.probe.config, spec) if spec is not None else ()
 
     @cached_property
     def _states(self) -> list[State]:

@@ -174,7 +174,7 @@ class Search:
 
     def _made(self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...]) -> Iterator[Choice]:
         """The choices whose state may fit, which is computed first."""
-        space, capacity = self.space, self.space.base.capacity
+        space, capacity = self.space, self.space.capacity
         offloads = space.offloads(role)
 
         def probe(keys: Keys) -> Probe:
@@ -227,7 +227,7 @@ class Search:
     def _may_fit(self, frame: Frame, chosen: Sequence[Choice]) -> bool:
         """Whether the chosen roles fit on their ranks, if the others take as little as they can. State comes first,
         because activations take longer to compute."""
-        capacity = self.space.base.capacity
+        capacity = self.space.capacity
         if capacity is None or not chosen:
             return True
         by_role = dict(zip(self.roles, chosen, strict=False))
@@ -248,13 +248,13 @@ class Search:
             if lower_bound(job, self.machine, self.lengths) >= limit:
                 return
             self._computed += 1
-            row = fullest(job)
+            row = fullest(job, space.capacity)
         except Exception as error:
             if not is_user_error(error):
                 raise
             counts.rejected += 1
             return
-        if job.capacity is not None and row.total > job.capacity:
+        if space.capacity is not None and row.total > space.capacity:
             counts.by_memory += 1
             return
         counts.evaluated += 1
@@ -263,16 +263,16 @@ class Search:
             self._found[layout] = Result(keys, job, prediction, row, layout)
 
 
-def fullest(job: Candidate) -> Row:
+def fullest(job: Candidate, capacity: int | None) -> Row:
     """The row with most bytes. A refit's buffers have their own size only where the largest would not fit."""
     row = tightest(job.rows())
-    if job.capacity is not None and row.total > job.capacity and row.phase == "refit":
+    if capacity is not None and row.total > capacity and row.phase == "refit":
         return tightest(TrainingPlan(job.config, job.own_roles).rows())
     return row
 
 
 def leanest(space: Space) -> tuple[Row, int]:
-    """The fullest row of the layout that takes least memory, and the GPU's bytes: all roles on all ranks, everything
+    """The fullest row of the layout that takes least memory, and the bytes that it may take: all roles on all ranks, everything
     offloaded, layers recomputed, one sequence in a micro-batch. Of each role the layout with the smallest peak."""
     common, chosen = {"model.recompute.granularity": "full"}, []
     placement = Placement("sync", (tuple(space.specs),), ((0, space.num_ranks),))
@@ -287,6 +287,6 @@ def leanest(space: Space) -> tuple[Row, int]:
         # of an engine, whose choices have no peak of their own, the one with the most ranks
         chosen.append(min(choices, key=lambda it: (it.peak, -it.probe.derived.roles[role].tp)).keys)
     job = Candidate(with_keys(space.template, space.joined(placement, common, chosen)), space.own_roles)
-    capacity = job.capacity
+    capacity = space.capacity
     assert capacity is not None, "without GPUs everything fits"
-    return fullest(job), capacity
+    return fullest(job, capacity), capacity

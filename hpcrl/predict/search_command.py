@@ -102,7 +102,7 @@ class Asked:
         row, capacity = leanest(self.space(nodes))
         line = (
             f"{self.path} fits on {nodes} nodes in no layout: with everything offloaded, recomputed and as divided as it "
-            f"can be, {row.phase} takes {binary(row.total)} of {binary(capacity)}, {binary(row.total - capacity)} too many"
+            f"can be, {row.phase} takes {binary(row.total)}, {binary(row.total - capacity)} more than a GPU has for it"
         )
         more = nodes
         while more < MOST_NODES:

@@ -29,6 +29,7 @@ PARTS = 8  # of a job's nodes: sizes of pools are multiples of them
 CONTEXT_TOKENS = 2048  # of the longest sequence, that context parallelism leaves to a rank at least
 MICRO_BATCHES = (1, 2, 4)  # tokens of a micro-batch, in longest sequences
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)  # of the free memory, for the KV cache
+RESERVE = 0.05  # of a GPU's memory, for CUDA's own, NCCL's buffers and fragmentation, which the plan does not count
 GRANULARITIES = (None, "selective", "full")
 
 
@@ -78,6 +79,11 @@ class Space:
         whole: dict[str, object] = {f"placement.{role}": RolePlacement() for role in roles}
         whole |= {"placement.pools": {"all": "*"}, "async_training.mode": "sync"}
         self.base = TrainingPlan(with_keys(config, {**self.size, **whole}), self.own_roles)
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes of a GPU that a candidate may take; None without GPUs."""
+        return None if self.base.capacity is None else int(self.base.capacity * (1 - RESERVE))
 
     @property
     def derived(self) -> Derived:

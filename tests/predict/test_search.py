@@ -66,7 +66,7 @@ def brute_force(space: Space) -> dict[tuple[object, ...], float]:
             if not is_user_error(error):
                 raise
             continue
-        if job.capacity is None or row.total <= job.capacity:
+        if space.capacity is None or row.total <= space.capacity:
             layout = tuple((key, str(value)) for key, value in keys.items() if key.startswith(LAYOUT))
             seconds = predict(job, MACHINE, LENGTHS).seconds
             found[layout] = min(seconds, found.get(layout, seconds))
