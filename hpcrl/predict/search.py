@@ -20,17 +20,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from hpcrl.config.schema import Config
 from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import Row, TrainingPlan, with_keys
+from hpcrl.predict.bound import least
 from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, undominated
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine
-from hpcrl.predict.phases import JobTimes
+from hpcrl.predict.phases import JobTimes, Timed
 from hpcrl.predict.space import Keys, Placement, Space
 from hpcrl.predict.step import Prediction, lower_bound, predict
 from hpcrl.runtime.exits import is_user_error
@@ -38,15 +40,18 @@ from hpcrl.runtime.exits import is_user_error
 KEPT = 5  # results
 MOST_EVALUATED = 300  # candidates whose memory is computed exactly
 FIRST = ("actor", "rollout")  # roles whose layouts tell results apart
+SPLIT = ("generate", "forward", "train")  # kinds of phases that are a role's own
 PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
 
 
 @dataclass
 class Counts:
-    """too_large: choices of a role that do not fit even if it has its ranks for itself; dominated: that are slower than
+    """frames: placements and ways of recomputing; opened: those whose choices were made. too_large: choices of a role that do not fit even if it has its ranks for itself; dominated: that are slower than
     another one and take no less memory. The rest is of candidates, which have a choice of each role. by_memory, by_bound:
     excluded; rejected: by the job's own checks."""
 
+    frames: int = 0
+    opened: int = 0
     too_large: int = 0
     dominated: int = 0
     all: int = 0
@@ -88,9 +93,9 @@ class Frame(NamedTuple):
 
     placement: Placement
     common: Keys
-    choices: tuple[list[Choice], ...]
-    fastest: tuple[Split, ...]
-    idle: dict[str, int]  # of each role the least
+    choices: tuple[list[Choice], ...] = ()
+    fastest: tuple[Split, ...] = ()
+    idle: Mapping[str, int] = MappingProxyType({})  # of each role the least
 
     def below(self, depth: int) -> int:
         """Candidates with the same choices of the first roles."""
@@ -112,48 +117,69 @@ class Search:
         roles = list(self.space.specs)
         self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
         self._choices: dict[tuple[object, ...], list[Choice]] = {}
+        self._floors: dict[tuple[object, ...], Split] = {}
         self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
 
     def run(self) -> Found:
-        waiting: list[tuple[float, int, Frame, tuple[Choice, ...]]] = []
-        number = 0
-        for frame in self._frames():
-            self.counts.all += frame.below(0)
-            heapq.heappush(waiting, (self._bound(frame, ()), number, frame, ()))
-            number += 1
+        waiting: list[tuple[float, int, Frame, tuple[Choice, ...] | None]] = []  # None: choices are not made yet
+        numbers = itertools.count()  # of two equal bounds the earlier one is first
+        for placement in self.space.placements():
+            for common in self.space.common():
+                self.counts.frames += 1
+                frame = Frame(placement, common)
+                heapq.heappush(waiting, (self._floor(frame), next(numbers), frame, None))
         bound = math.inf
         while waiting:
             bound, _, frame, chosen = heapq.heappop(waiting)
-            if bound >= self._limit(frame, chosen):
-                if bound >= self._limit():
-                    break
+            if bound >= self._limit():
+                break
+            if chosen is None:
+                made = self._with_choices(frame)
+                if all(made.choices):
+                    heapq.heappush(waiting, (max(bound, self._bound(made, ())), next(numbers), made, ()))
+            elif bound >= self._limit(frame, chosen):
                 continue
-            if not self._may_fit(frame, chosen):
+            elif not self._may_fit(frame, chosen):
                 self.counts.by_memory += frame.below(len(chosen))
-            elif len(chosen) == len(self.roles):
-                if self._computed >= self.most:
-                    break
-                self._evaluate(frame, chosen)
+            elif len(chosen) < len(self.roles):
+                for longer in ((*chosen, choice) for choice in frame.choices[len(chosen)]):
+                    if (its := self._bound(frame, longer)) < self._limit(frame, longer):
+                        heapq.heappush(waiting, (its, next(numbers), frame, longer))
+            elif self._computed >= self.most:
+                break
             else:
-                for choice in frame.choices[len(chosen)]:
-                    longer = (*chosen, choice)
-                    its = self._bound(frame, longer)
-                    if its < self._limit(frame, longer):
-                        heapq.heappush(waiting, (its, number, frame, longer))
-                        number += 1
+                self._evaluate(frame, chosen)
         else:
             bound = math.inf
         results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
         return Found(results, self.counts, bound)
 
-    def _frames(self) -> Iterator[Frame]:
-        for placement in self.space.placements():
-            for common in self.space.common():
-                choices = tuple(self._choices_of(role, placement, common) for role in self.roles)
-                if all(choices):
-                    fastest = (Split(*map(min, zip(*(it.split for it in each), strict=True))) for each in choices)
-                    idle = {role: min(it.idle for it in each) for role, each in zip(self.roles, choices, strict=True)}
-                    yield Frame(placement, common, choices, tuple(fastest), idle)
+    def _with_choices(self, frame: Frame) -> Frame:
+        choices = tuple(self._choices_of(role, frame.placement, frame.common) for role in self.roles)
+        made = frame._replace(choices=choices)
+        self.counts.opened += 1
+        self.counts.all += made.below(0)
+        fastest = tuple(_least(choice.split for choice in each) for each in choices)
+        idle = {role: min((it.idle for it in each), default=0) for role, each in zip(self.roles, choices, strict=True)}
+        return made._replace(fastest=fastest, idle=idle)
+
+    def _floor(self, frame: Frame) -> float:
+        """Seconds of a step at least, before the layouts of models are looked at: all operations at the full rate of a
+        role's ranks, and the engine's fastest choice."""
+        splits = []
+        for role in self.roles:
+            if role == "rollout":
+                splits.append(_least(choice.split for choice in self._choices_of(role, frame.placement, frame.common)))
+                continue
+            key = "floor", role, frame.placement.of(role)[1], frame.placement.mode
+            if key not in self._floors:
+                first, count = frame.placement.of(role)
+                config = with_keys(self.space.base.config, {"async_training.mode": frame.placement.mode})
+                ranks = tuple(range(first, first + count))
+                probe = Probe(config, self.space.own_roles, base=self.space.base, role=role, ranks=ranks)
+                self._floors[key] = self._split(probe, least(JobTimes(probe, self.machine, self.lengths)), exact=False)
+            splits.append(self._floors[key])
+        return self._bound(frame._replace(fastest=tuple(splits)), ())
 
     def _choices_of(self, role: str, placement: Placement, common: Keys) -> list[Choice]:
         """A role's choices, the fastest first; the same for all placements with as many ranks at the same place of a
@@ -189,17 +215,19 @@ class Search:
             for work, moved in itertools.product(works, offloads):
                 keys = {**grid, **work, **moved}
                 made, shared = probe(keys), (role, len(ranks), *common, *grid.values(), *work.values())
-                choice = Choice(keys, made, self._split(made), shared, self._memo)
+                choice = Choice(keys, made, self._split(made, JobTimes(made, self.machine, self.lengths).phases()), shared, self._memo)
                 if capacity is None or choice.peak <= capacity:
                     yield choice
                 else:
                     self.counts.too_large += 1
 
-    def _split(self, probe: Probe) -> Split:
+    def _split(self, probe: Probe, timed: Sequence[Timed], *, exact: bool = True) -> Split:
+        """exact: before the machine's efficiency, as `JobTimes` has phases."""
         seconds = dict.fromkeys(Split._fields, 0.0)
-        for it in JobTimes(probe, self.machine, self.lengths).phases():
-            if it.role == probe.role and it.kind != "save":
-                seconds[PART_OF.get(it.name, it.kind)] += it.cost.seconds / self.machine.efficiency.get(it.name, 1.0)
+        for it in timed:
+            if it.role == probe.role and it.kind in SPLIT:
+                efficiency = self.machine.efficiency.get(it.name, 1.0) if exact else 1.0
+                seconds[PART_OF.get(it.name, it.kind)] += it.cost.seconds / efficiency
         return Split(**seconds)
 
     def _bound(self, frame: Frame, chosen: Sequence[Choice]) -> float:
@@ -290,3 +318,9 @@ def leanest(space: Space) -> tuple[Row, int]:
     capacity = space.capacity
     assert capacity is not None, "without GPUs everything fits"
     return fullest(job, capacity), capacity
+
+
+def _least(splits: Iterable[Split]) -> Split:
+    """The least of each part; no bound of what has no choice."""
+    each = list(splits)
+    return Split(*map(min, zip(*each, strict=True))) if each else Split()

@@ -25,7 +25,7 @@ AXES = ("tp", "pp", "cp", "vpp", "ep", "etp")
 
 MOST_CHUNKS = 5  # of a pipeline stage; more have shorter bubbles and longer messages
 MOST_SETS = 3  # of roles that have ranks of their own
-PARTS = 8  # of a job's nodes: sizes of pools are multiples of them
+PARTS = 4  # of a job's nodes: sizes of pools are multiples of them
 CONTEXT_TOKENS = 2048  # of the longest sequence, that context parallelism leaves to a rank at least
 MICRO_BATCHES = (1, 2, 4)  # tokens of a micro-batch, in longest sequences
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)  # of the free memory, for the KV cache
@@ -163,12 +163,9 @@ class Space:
         engine, others = "rollout", tuple(role for role in self.specs if role != "rollout")
         for number in range(1, MOST_SETS + 1):
             for sets in partitions(others, number):
-                if mode != "sync":
-                    yield ((engine,), *sets)
-                    continue
                 if number < MOST_SETS:
                     yield ((engine,), *sets)
-                for place in range(number if number > 1 else 0):
+                for place in range(number if mode == "sync" and number > 1 else 0):
                     rest = (*sets[:place], *sets[place + 1 :])
                     yield ((engine, *sets[place]), *rest)
 

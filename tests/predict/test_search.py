@@ -45,8 +45,7 @@ SMALL = {  # 1.3 B parameters on GPUs with 24 GiB: memory excludes some
     "job.gpu_memory_gib": 24.0,
     "job.nodes": 1,
 }
-EXPERTS = {"model.num_experts": 4, "model.moe_topk": 2, "model.moe_ffn_hidden_size": 2048}
-FEW = Knobs(axes=("tp", "pp", "ep"), micro_batches=False, kv_cache=False, recompute=False)
+EXPERTS = {"model.family": "mixtral", "model.rope_scaling": None, "model.num_experts": 4, "model.moe_topk": 2, "model.moe_ffn_hidden_size": 8192}
 
 
 def small(ranks: int, **changes: object) -> Config:
@@ -75,9 +74,10 @@ def brute_force(space: Space) -> dict[tuple[object, ...], float]:
 
 LAYOUT = ("placement.pools", "placement.actor", "placement.rollout", "async_training")
 CASES = [
-    (4, {}, FEW),
+    (4, {}, Knobs(axes=("tp", "pp"), micro_batches=False, kv_cache=False, recompute=False, pools=False)),
     (4, EXPERTS, Knobs(axes=("tp", "ep"), micro_batches=False, kv_cache=False, recompute=False, offload=False)),
-    (8, {}, Knobs(axes=("tp",), micro_batches=False, kv_cache=False, pools=False)),
+    (8, {}, Knobs(axes=("tp",), micro_batches=False, kv_cache=False, offload=False, recompute=False)),
+    (8, {"job.gpu_memory_gib": 16.0}, Knobs(axes=("tp",), kv_cache=False, offload=False, pools=False)),
     (4, {}, Knobs(axes=("tp",), micro_batches=False, kv_cache=False, offload=False, modes=("one_step_off",))),
 ]
 

@@ -41,7 +41,7 @@ def test_placements_are_accepted(mode: str) -> None:
     config = load_config(ROOT / "configs" / "grpo_8b.yaml")
     space = Space(config, 2, Knobs(modes=(mode,)))  # type: ignore[arg-type]
     placements = list(space.placements())
-    assert len(set(placements)) == len(placements) > 5
+    assert len(set(placements)) == len(placements) >= 3
     whole = {f"placement.{role}.tp": 1 for role in space.specs}
     for placement in placements:
         keys = {**space.size, **whole, **space.of_placement(placement)}
