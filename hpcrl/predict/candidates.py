@@ -117,6 +117,10 @@ class Probe(TrainingPlan):
         """Those of the role, without refit and saves."""
         return [phase for phase in super().phases if phase.role == self.role and phase.kind not in ("refit", "save")]
 
+    def generating(self, taken: int, weights: int) -> int:
+        """Bytes of an engine's rank while it generates, beside `taken` bytes of other roles."""
+        return taken + weights + self._kv_cache(taken, weights) + sum(self._generation())
+
 
 class Split(NamedTuple):
     """Seconds of a role in each part of a step; those of a synchronous one follow each other."""
@@ -142,6 +146,11 @@ class Choice:
     @cached_property
     def grid(self) -> tuple[object, ...]:
         return tuple(self.keys[f"placement.{self.probe.role}.{axis}"] for axis in AXES)
+
+    @property
+    def share(self) -> float:
+        """Of the free memory, for the KV cache."""
+        return self.probe.config.rollout.gpu_memory_utilization
 
     @cached_property
     def idle(self) -> int:
@@ -218,7 +227,7 @@ def undominated(choices: Sequence[Choice], *, by_grid: bool) -> list[Choice]:
     """The choices, the fastest first, without those that are no faster in any part of a step than another one and take
     no less memory. by_grid: of those with one layout."""
     kept: dict[object, list[Choice]] = {}
-    for choice in sorted(choices, key=lambda it: sum(it.split)):
+    for choice in sorted(choices, key=lambda it: (sum(it.split), it.share)):
         others = kept.setdefault(choice.grid if by_grid else (), [])
         if not any(_dominates(other, choice) for other in others):
             others.append(choice)
@@ -227,4 +236,6 @@ def undominated(choices: Sequence[Choice], *, by_grid: bool) -> list[Choice]:
 
 def _dominates(one: Choice, other: Choice) -> bool:
     is_faster = all(mine <= its for mine, its in zip(one.split, other.split, strict=True))
+    if one.probe.role == "rollout":
+        return is_faster and one.share <= other.share
     return is_faster and one.idle <= other.idle and one.state <= other.state and one.peak <= other.peak

@@ -38,7 +38,7 @@ from hpcrl.predict.step import Prediction, lower_bound, predict
 from hpcrl.runtime.exits import is_user_error
 
 KEPT = 5  # results
-MOST_EVALUATED = 300  # candidates whose memory is computed exactly
+MOST_EVALUATED = 150  # candidates whose memory is computed exactly
 FIRST = ("actor", "rollout")  # roles whose layouts tell results apart
 SPLIT = ("generate", "forward", "train")  # kinds of phases that are a role's own
 PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
@@ -191,11 +191,9 @@ class Search:
         if key not in self._choices:
             config = with_keys(self.space.base.config, {**common, "async_training.mode": placement.mode})
             made = list(self._made(role, config, tuple(range(first, first + count)), tuple(common.values())))
-            if role != "rollout":  # whose memory depends on the other roles
-                few = undominated(made, by_grid=role in FIRST)
-                self.counts.dominated += len(made) - len(few)
-                made = few
-            self._choices[key] = sorted(made, key=lambda choice: sum(choice.split))
+            few = undominated(made, by_grid=role in FIRST)
+            self.counts.dominated += len(made) - len(few)
+            self._choices[key] = few
         return self._choices[key]
 
     def _made(self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...]) -> Iterator[Choice]:
@@ -259,13 +257,16 @@ class Search:
         if capacity is None or not chosen:
             return True
         by_role = dict(zip(self.roles, chosen, strict=False))
+        idle = {role: by_role[role].idle if role in by_role else frame.idle[role] for role in self.roles}
         for size in ("state", "peak"):
             for roles in frame.placement.sets:
-                mine = [by_role[role] for role in roles if role in by_role]
-                idle = sum(by_role[role].idle if role in by_role else frame.idle[role] for role in roles)
-                if any(idle - choice.idle + getattr(choice, size) > capacity for choice in mine):
+                taken = sum(idle[role] for role in roles)
+                if any(taken - idle[role] + getattr(by_role[role], size) > capacity for role in roles if role in by_role):
                     return False
-        return True
+        if "rollout" not in by_role:
+            return True
+        beside = sum(idle[role] for role in frame.placement.roles_beside("rollout"))
+        return by_role["rollout"].probe.generating(beside, idle["rollout"]) <= capacity
 
     def _evaluate(self, frame: Frame, chosen: Sequence[Choice]) -> None:
         space, counts = self.space, self.counts

@@ -59,6 +59,10 @@ class Placement:
         """First rank and number of ranks of a role."""
         return next(ranks for roles, ranks in zip(self.sets, self.ranks, strict=True) if role in roles)
 
+    def roles_beside(self, role: str) -> tuple[str, ...]:
+        """Other roles on the same ranks."""
+        return next(tuple(each for each in roles if each != role) for roles in self.sets if role in roles)
+
     def name(self, number: int) -> str:
         """A pool's name: `all`, or that of its first role."""
         return "all" if len(self.sets) == 1 else f"{self.sets[number][0]}_ranks"
