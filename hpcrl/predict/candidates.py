@@ -13,6 +13,7 @@ from hpcrl.config.placement import PlacedRole
 from hpcrl.config.roles import Part, offloaded
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import chunk_layers, role_layout
+from hpcrl.plan.activations import Pass
 from hpcrl.plan.memory import NEEDED, Phase, TrainingPlan
 from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.predict.layers import numbers_of, stages_of
@@ -116,6 +117,10 @@ class Probe(TrainingPlan):
     def phases(self) -> list[Phase]:
         """Those of the role, without refit and saves."""
         return [phase for phase in super().phases if phase.role == self.role and phase.kind not in ("refit", "save")]
+
+    def _work(self, role: str, max_tokens: int, samples: int, entropy: bool) -> Pass | None:  # type: ignore[override]
+        """None of other roles, whose phases are left out."""
+        return super()._work(role, max_tokens, samples, entropy) if role == self.role else None
 
     def generating(self, taken: int, weights: int) -> int:
         """Bytes of an engine's rank while it generates, beside `taken` bytes of other roles."""

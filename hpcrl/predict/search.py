@@ -213,7 +213,13 @@ class Search:
             for work, moved in itertools.product(works, offloads):
                 keys = {**grid, **work, **moved}
                 made, shared = probe(keys), (role, len(ranks), *common, *grid.values(), *work.values())
-                choice = Choice(keys, made, self._split(made, JobTimes(made, self.machine, self.lengths).phases()), shared, self._memo)
+                choice = Choice(
+                    keys,
+                    made,
+                    self._split(made, JobTimes(made, self.machine, self.lengths).phases()),
+                    shared,
+                    self._memo,
+                )
                 if capacity is None or choice.peak <= capacity:
                     yield choice
                 else:
@@ -261,7 +267,9 @@ class Search:
         for size in ("state", "peak"):
             for roles in frame.placement.sets:
                 taken = sum(idle[role] for role in roles)
-                if any(taken - idle[role] + getattr(by_role[role], size) > capacity for role in roles if role in by_role):
+                if any(
+                    taken - idle[role] + getattr(by_role[role], size) > capacity for role in roles if role in by_role
+                ):
                     return False
         if "rollout" not in by_role:
             return True

@@ -45,7 +45,13 @@ SMALL = {  # 1.3 B parameters on GPUs with 24 GiB: memory excludes some
     "job.gpu_memory_gib": 24.0,
     "job.nodes": 1,
 }
-EXPERTS = {"model.family": "mixtral", "model.rope_scaling": None, "model.num_experts": 4, "model.moe_topk": 2, "model.moe_ffn_hidden_size": 8192}
+EXPERTS = {
+    "model.family": "mixtral",
+    "model.rope_scaling": None,
+    "model.num_experts": 4,
+    "model.moe_topk": 2,
+    "model.moe_ffn_hidden_size": 8192,
+}
 
 
 def small(ranks: int, **changes: object) -> Config:
