@@ -1,18 +1,18 @@
 """Search for the fastest layouts of a job: best first, pruned by memory and by a lower bound of the step.
 
-A candidate is a placement of the roles, what concerns all roles, and a choice for each role: layout, micro-batch,
-offload. A node of the search tree has choices for the first roles; its bound is the time of a step in which each role that
-is left has its fastest choice. Nodes are visited in the order of their bounds, so nothing is faster than the results as
+A candidate is a placement of the roles, a way of recomputing, and a choice for each role: layout, micro-batch, offload.
+A node of the search tree has choices for the first roles; its bound is the time of a step in which each role that is
+left has its fastest choice. Nodes are visited in the order of their bounds, so nothing is faster than the results as
 soon as a bound reaches them. A large space may have more candidates near the best than can be computed: then the search
-ends after `MOST_EVALUATED` of them, and says how much faster another one could be.
+ends after `MOST_COMPUTED` of them, and says how much faster another one could be.
 
 HybridFlow's mapping (Sheng et al. 2024, arXiv:2409.19256, section 6, algorithm 1) is alike: it enumerates sets of
 colocated models, gives each set at least the ranks that its memory needs, takes each model's fastest layout on so many
-ranks, once for each number of them, and estimates the step by simulation. Different here: layouts of colocated roles are
-chosen together, because the fastest one of each may not fit beside the others; memory is that of `hpcrl plan`, with
-activations and offload; micro-batches, recomputation, offload and the KV cache are chosen, too; only what does not fit
-or what a bound excludes is dropped. Theirs has any number of sets and sizes; here there are at most three sets, of
-multiples of an eighth of the nodes.
+ranks, once for each number of them, and estimates the step by simulation. Different here: layouts of colocated roles
+are chosen together, because the fastest one of each may not fit beside the others; memory is that of `hpcrl plan`, with
+activations and offload; micro-batches, recomputation, offload and the KV cache are chosen, too; only what does not fit,
+what is slower and as large as another choice, or what a bound excludes is dropped. Theirs has any number of sets and
+sizes; here there are at most three sets, of multiples of a quarter of the nodes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hpcrl.predict.step import Prediction, lower_bound, predict
 from hpcrl.runtime.exits import is_user_error
 
 KEPT = 5  # results
-MOST_EVALUATED = 150  # candidates whose memory is computed exactly
+MOST_COMPUTED = 150  # candidates whose memory is computed exactly
 FIRST = ("actor", "rollout")  # roles whose layouts tell results apart
 SPLIT = ("generate", "forward", "train")  # kinds of phases that are a role's own
 PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
@@ -46,9 +46,10 @@ PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward":
 
 @dataclass
 class Counts:
-    """frames: placements and ways of recomputing; opened: those whose choices were made. too_large: choices of a role that do not fit even if it has its ranks for itself; dominated: that are slower than
-    another one and take no less memory. The rest is of candidates, which have a choice of each role. by_memory, by_bound:
-    excluded; rejected: by the job's own checks."""
+    """frames: placements and ways of recomputing; opened: those whose choices were made. too_large: choices of a role
+    that do not fit even if it has its ranks for itself; dominated: those that are slower than another one and take no
+    less memory. The rest counts candidates, which have a choice of each role. by_memory, by_bound: excluded; rejected:
+    by the job's own checks; evaluated: those whose step was predicted."""
 
     frames: int = 0
     opened: int = 0
@@ -110,7 +111,7 @@ class Search:
     machine: Machine
     lengths: Lengths
     kept: int = KEPT
-    most: float = MOST_EVALUATED
+    most: float = MOST_COMPUTED
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -205,7 +206,7 @@ class Search:
             return Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
 
         for grid in space.grids(role, ranks[0], len(ranks)):
-            leanest = Choice(grid, probe({**grid, **{key: True for key in offloads[-1]}}), Split())
+            leanest = Choice(grid, probe({**grid, **dict.fromkeys(offloads[-1], True)}), Split())
             works = space.work(role)
             if capacity is not None and leanest.state > capacity:
                 self.counts.too_large += len(works) * len(offloads)
@@ -309,8 +310,8 @@ def fullest(job: Candidate, capacity: int | None) -> Row:
 
 
 def leanest(space: Space) -> tuple[Row, int]:
-    """The fullest row of the layout that takes least memory, and the bytes that it may take: all roles on all ranks, everything
-    offloaded, layers recomputed, one sequence in a micro-batch. Of each role the layout with the smallest peak."""
+    """The fullest row of about the layout that takes least memory, and the bytes that it may take: all roles on all
+    ranks, everything offloaded, layers recomputed, one sequence in a micro-batch, of each role the smallest peak."""
     common, chosen = {"model.recompute.granularity": "full"}, []
     placement = Placement("sync", (tuple(space.specs),), ((0, space.num_ranks),))
     config, ranks = with_keys(space.base.config, common), tuple(range(space.num_ranks))
