@@ -15,10 +15,10 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.plan.memory import TrainingPlan, binary, with_keys
+from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine, read_machine
-from hpcrl.predict.search import Found, Result, Search, leanest
+from hpcrl.predict.search import Found, Result, Search, fullest, leanest
 from hpcrl.predict.space import AXES, Knobs, Mode, Space
 from hpcrl.predict.table import lengths_of, limits
 from hpcrl.runtime.exits import InputError
@@ -99,24 +99,31 @@ class Asked:
 
     def fits_nowhere(self, nodes: int) -> str:
         """The line for a job without a layout that fits: what is missing, and on how many nodes there is one."""
-        row, capacity = leanest(self.space(nodes))
+        row, spare = self._leanest(nodes)
         line = (
-            f"{self.path} fits on {nodes} nodes in no layout: with everything offloaded, recomputed and as divided as it "
-            f"can be, {row.phase} takes {binary(row.total)}, {binary(row.total - capacity)} more than a GPU has for it"
+            f"{self.path} fits on {nodes} {_nodes(nodes)} in no layout: with everything offloaded, recomputed and divided, "
+            f"{row.phase} takes {binary(row.total)} of a GPU, {binary(-spare)} more than there are"
         )
         more = nodes
         while more < MOST_NODES:
             more = min(2 * more, MOST_NODES)
-            row, capacity = leanest(self.space(more))
-            if row.total <= capacity:
+            row, spare = self._leanest(more)
+            if spare >= 0:
                 return f"{line}; use --nodes {more}, where it takes {binary(row.total)}"
         return f"{line}; it does not fit on {MOST_NODES} nodes either: use GPUs with more memory, or shorter sequences"
+
+    def _leanest(self, nodes: int) -> tuple[Row, int]:
+        """The fullest row of the candidate that takes least, and the bytes that are left of what it may take."""
+        space = self.space(nodes)
+        assert space.capacity is not None, "without GPUs everything fits"
+        row = fullest(leanest(space)[1], space.capacity)
+        return row, space.capacity - row.total
 
     def lines(self, found: Found) -> Iterator[str]:
         best, counts = found.results[0], found.counts
         size, machine = best.job.derived.world_size, self.machine
         yield (
-            f"fastest layouts of {self.path} on {best.job.config.job.nodes} nodes of {best.job.config.job.ntasks_per_node} "
+            f"fastest layouts of {self.path} on {best.job.config.job.nodes} x {best.job.config.job.ntasks_per_node} ranks "
             f"of {machine.name}"
         )
         if not machine.measured:
@@ -127,9 +134,12 @@ class Asked:
         if len(found.results) > 1:
             yield f"  {'why not the second':<22}{difference(best, found.results[1])}"
         yield (
-            f"  {'candidates':<22}{counts.all:,} of {counts.dominated:,} and {counts.too_large:,} more choices of single "
-            f"roles, which were slower and as large, or too large; excluded by memory {counts.by_memory:,}, by the bound "
-            f"{counts.by_bound:,}, by the job's checks {counts.rejected:,}; computed {counts.evaluated:,}"
+            f"  {'choices of one role':<22}{counts.too_large:,} too large, {counts.dominated:,} slower and no smaller than "
+            f"others; {counts.opened} of {counts.frames} placements looked into"
+        )
+        yield (
+            f"  {'candidates of the rest':<22}{counts.all:,}: {counts.by_memory:,} excluded by memory, {counts.by_bound:,} "
+            f"by the bound, {counts.rejected:,} by the job's checks; {counts.evaluated:,} computed"
         )
         if found.bound < best.prediction.seconds:
             gain = 1 - found.bound / best.prediction.seconds
@@ -266,3 +276,7 @@ def value_of(config: Config, key: str) -> object:
 
 def _yaml(value: object) -> str:
     return "null" if value is None else str(value)
+
+
+def _nodes(count: int) -> str:
+    return "node" if count == 1 else "nodes"

@@ -1,12 +1,10 @@
-"""The search finds what computing every candidate finds; what it returns fits, is valid, and can be written and read."""
+"""The search finds what computing every candidate finds; what it returns fits, and can be written and read."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
-from tests.predict.machines import gpu
 
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
@@ -21,6 +19,7 @@ from hpcrl.predict.search_command import differences, nodes_of, write
 from hpcrl.predict.space import Knobs, Space
 from hpcrl.predict.step import predict
 from hpcrl.runtime.exits import is_user_error
+from tests.predict.machines import gpu
 
 ROOT = Path(__file__).parents[2]
 MACHINE = gpu()
