@@ -17,7 +17,8 @@ from hpcrl.config.loader import explain
 from hpcrl.config.schema import Section
 from hpcrl.config.yaml_core import ConfigError
 
-MACHINES = Path(__file__).resolve().parents[2] / "configs" / "machines"
+PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
+MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
 Dtype = Literal["float32", "bfloat16", "float8"]
 
 
