@@ -65,3 +65,15 @@ def shared_cores(alone: float, together: Sequence[float]) -> float:
     """Ranks that compute at full speed at the same time: the sum of the rates `together` in units of the rate `alone`,
     at most the number of ranks."""
     return min(sum(together) / alone, float(len(together)))
+
+
+def ring_bandwidth(size: int, nodes: Sequence[Sequence[int]], inside: float, between: float, has_rings: bool) -> float:
+    """Bandwidth of the links that a collective of the first `size` ranks uses, of which the all-reduce has a share.
+
+    nodes: ranks of each node. has_rings: between nodes, each rank of a node has a ring of its own (NCCL's channels), up
+    to the bandwidth inside a node.
+    """
+    each = [count for ranks in nodes if (count := sum(rank < size for rank in ranks))]
+    if len(each) == 1:
+        return inside
+    return min(inside, min(each) * between) if has_rings and min(each) > 1 else between

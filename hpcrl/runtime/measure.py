@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.fits import shared_cores
+from hpcrl.runtime.fits import ring_bandwidth, shared_cores
 from hpcrl.runtime.measure_device import DeviceFigures, measure_device, product_rate
 from hpcrl.runtime.measure_links import bus_bandwidths, node_network, pair_link
 
@@ -72,22 +72,22 @@ def _device(world: World, alone: Sequence[DeviceFigures]) -> dict[str, Any]:
     def middle(figure: Callable[[DeviceFigures], float]) -> float:
         return median(map(figure, alone))
 
+    def rates(kind: str) -> dict[str, dict[str, float]]:
+        found = [getattr(figures, kind) for figures in alone]
+        return {
+            dtype: {
+                "flops": median(rates[dtype][0] for rates in found),
+                "half_rows": median(rates[dtype][1] for rates in found),
+            }
+            for dtype in found[0]
+        }
+
     on_gpu = world.device.type == "cuda"
-    names = list(alone[0].matmul)
     return {
         "kind": "gpu" if on_gpu else "cpu",
         "memory_gib": torch.cuda.get_device_properties(world.device).total_memory / GIB if on_gpu else None,
-        "matmul": {
-            name: {
-                "flops": middle(lambda figures, name=name: figures.matmul[name][0]),  # type: ignore[misc]
-                "half_rows": middle(lambda figures, name=name: figures.matmul[name][1]),  # type: ignore[misc]
-            }
-            for name in names
-        },
-        "attention": {
-            name: {"flops": middle(lambda figures, name=name: figures.attention[name])}  # type: ignore[misc]
-            for name in names
-        },
+        "matmul": rates("matmul"),
+        "attention": rates("attention"),
         "memory_bandwidth": middle(lambda figures: figures.memory_bandwidth),
         "launch": middle(lambda figures: figures.launch),
         "replay": middle(lambda figures: figures.replay or 0.0),
@@ -118,10 +118,11 @@ def _links(world: World, nodes: Sequence[Sequence[int]], device: dict[str, Any])
         between = pair_link(world, (nodes[0][0], nodes[1][0]))
     itself = (device["launch"], device["memory_bandwidth"] / 2)
     inside, between = inside or between or itself, between or inside or itself
-    shares = {}
-    for size, bandwidth in bus_bandwidths(world).items():
-        share = max(sum(rank < size for rank in ranks) for ranks in nodes)  # ranks of the group on a node
-        shares[size] = bandwidth / (inside[1] if share == size else between[1] * share)
+    on_gpu = world.device.type == "cuda"
+    shares = {
+        size: bandwidth / ring_bandwidth(size, nodes, inside[1], between[1], on_gpu)
+        for size, bandwidth in bus_bandwidths(world).items()
+    }
     return {"inside": _link(inside), "between": _link(between), "group": shares}
 
 
@@ -204,11 +205,9 @@ def _cpu_name(path: str = "/proc/cpuinfo") -> str:
 
 def _device_lines(device: dict[str, Any]) -> list[str]:
     lines = [
-        f"matmul {name:<11} {rate['flops'] / 1e9:,.1f} GFLOP/s, half of it with {rate['half_rows']:.1f} rows"
-        for name, rate in device["matmul"].items()
-    ]
-    lines += [
-        f"attention {name:<8} {rate['flops'] / 1e9:,.1f} GFLOP/s, causal" for name, rate in device["attention"].items()
+        f"{f'{kind} {dtype}':<18} {rate['flops'] / 1e9:,.2f} GFLOP/s, half of it with {rate['half_rows']:.1f} rows"
+        for kind in ("matmul", "attention")
+        for dtype, rate in device[kind].items()
     ]
     lines.append(f"memory             {_bytes(device['memory_bandwidth'])} read and written")
     replayed = f", {1e6 * device['replay']:.2f} us in a CUDA graph" if device["replay"] else ""

@@ -42,11 +42,11 @@ ON_GPU = Sizes((8192, 8192), (1, 8, 64, 512, 4096), 32, 128, (512, 2048, 8192), 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """Figures of a rank that runs alone. matmul: (flops, half_rows) by dtype; attention: flops by dtype. Bytes per
-    second and seconds. replay: None without CUDA graphs."""
+    """Figures of a rank that runs alone. matmul, attention: (flops, half_rows) by dtype. Bytes per second and seconds.
+    replay: None without CUDA graphs."""
 
     matmul: dict[str, tuple[float, float]]
-    attention: dict[str, float]
+    attention: dict[str, tuple[float, float]]
     memory_bandwidth: float
     launch: float
     replay: float | None
@@ -83,11 +83,11 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]
     return fit_rate(rows, seconds, 2.0 * inner * outer)
 
 
-def attention_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of causal attention forward, at the longest sequence that is short enough to measure.
+def attention_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """(flops, half_rows) of causal attention forward, fitted over lengths L.
 
-    They are counted as in `hpcrl.model.sizes`: 2 * head_dim * (L + 1) * L per head, products that the mask removes not
-    included.
+    Operations are counted as in `hpcrl.model.sizes`: 2 * head_dim * (L + 1) * L per head, without products that the
+    mask removes. So the time divided by L + 1 is linear in L.
     """
     sizes = sizes_of(device)
 
@@ -97,7 +97,8 @@ def attention_rate(device: torch.device, dtype: torch.dtype) -> float:
         return lambda: scaled_dot_product_attention(query, key, value, is_causal=True)
 
     lengths, seconds = growing(sizes.lengths, attention, lambda length: length**2, device)
-    return 2.0 * sizes.heads * sizes.head_dim * lengths[-1] * (lengths[-1] + 1.0) / seconds[-1]
+    per_row = [second / (length + 1) for length, second in zip(lengths, seconds, strict=True)]
+    return fit_rate(lengths, per_row, 2.0 * sizes.heads * sizes.head_dim)
 
 
 def memory_bandwidth(device: torch.device) -> float:
