@@ -40,15 +40,16 @@ def save(path: str, figures: Mapping[str, Any]) -> str:
     """
     target = Path(path)
     machine = {"name": target.stem, **_rounded(figures)}
+    text = yaml_core.dump(machine)
     try:
-        Machine.model_validate(machine)
+        Machine.model_validate(yaml_core.parse(text, path).plain())
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ConfigError(f"measured {key}={first['input']!r}: {first['msg']}; measure again") from None
     draft = _draft(target)
     try:
-        draft.write_text(yaml_core.dump(machine), encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
         os.replace(draft, target)
     except OSError as error:
         draft.unlink(missing_ok=True)

@@ -119,8 +119,8 @@ def _links(world: World, nodes: Sequence[Sequence[int]], device: dict[str, Any])
     itself = (device["launch"], device["memory_bandwidth"] / 2)
     inside, between = inside or between or itself, between or inside or itself
     on_gpu = world.device.type == "cuda"
-    shares = {
-        size: bandwidth / ring_bandwidth(size, nodes, inside[1], between[1], on_gpu)
+    shares = {  # keys of YAML files are text
+        str(size): bandwidth / ring_bandwidth(size, nodes, inside[1], between[1], on_gpu)
         for size, bandwidth in bus_bandwidths(world).items()
     }
     return {"inside": _link(inside), "between": _link(between), "group": shares}
