@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
@@ -20,6 +20,7 @@ from hpcrl.config.yaml_core import ConfigError
 PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
 MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
 Dtype = Literal["float32", "bfloat16", "float8"]
+Ranks = Annotated[PositiveInt, Field(strict=False)]  # keys of YAML files are text
 
 
 class Rate(Section):
@@ -63,9 +64,9 @@ class Node(Section):
 class Links(Section):
     inside: Link = Field(description="between ranks of a node")
     between: Link = Field(description="between ranks of two nodes")
-    group: dict[PositiveInt, NonNegativeFloat] = Field(
+    group: dict[Ranks, NonNegativeFloat] = Field(
         default_factory=dict,
-        description="ranks of a group -> bus bandwidth of its all-reduce as a share of the link's; between them: linear",
+        description="ranks of a group -> bus bandwidth of its all-reduce as a share of the link's; linear between them",
     )
 
 
