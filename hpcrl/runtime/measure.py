@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from hpcrl.runtime.world import World
 
 GIB = 2**30
-ALONE_SECONDS, TOGETHER_SECONDS = 0.4, 1.2
+ALONE_SECONDS, TOGETHER_SECONDS = 0.3, 0.9
+IDLE = 0.9  # of the time of its cores that a rank has if nothing else runs there
 FILE_BYTES = {"cpu": 2**24, "cuda": 2**26}  # of each rank
 BLOCK = 2**22
 SHARED = 0.8  # of what the links of a node's ranks carry one by one; below, they share a limit
@@ -44,8 +45,13 @@ def measure(world: World, nodes: Sequence[Sequence[int]], folder: str, say: Call
     for line in _device_lines(device):
         tell(line)
     local = next(node for node in nodes if world.rank in node)
-    node: dict[str, Any] = {"ranks": max(map(len, nodes)), "cores": _cores(world, local)}
-    tell(f"cores              {node['cores']:.2f} of {len(nodes[0])} ranks compute at full speed together")
+    cores, own = _cores(world, local)
+    node: dict[str, Any] = {"ranks": max(map(len, nodes)), "cores": cores}
+    tell(f"cores              {cores:.2f} of {len(local)} ranks compute at full speed together")
+    busy = ""
+    if world.device.type == "cpu" and own < IDLE:
+        busy = f"; other programs had {1 - own:.0%} of the time of a rank's cores"
+        tell(f"not idle           {busy[2:]}: measure again on idle nodes")
     if world.device.type == "cuda" and node["cores"] > SHARED * node["ranks"]:
         node["cores"] = None
     node["host_copy"] = median(figures.host_copy for figures in alone)
@@ -58,7 +64,8 @@ def measure(world: World, nodes: Sequence[Sequence[int]], folder: str, say: Call
         tell(f"network of a node  {_bytes(node['network']) if node['network'] else 'no limit beside the links'}")
     node["write"], node["read"] = _file_system(world, nodes, folder)
     tell(f"file system        written {_bytes(node['write'])}, read {_bytes(node['read'])} by a node in {folder}")
-    return {"sources": [_source(world, len(nodes))], "measured": True, "device": device, "node": node, "links": links}
+    sources = [_source(world, len(nodes)) + busy]
+    return {"sources": sources, "measured": True, "device": device, "node": node, "links": links}
 
 
 def _alone(world: World, nodes: Sequence[Sequence[int]]) -> list[DeviceFigures]:
@@ -94,17 +101,21 @@ def _device(world: World, alone: Sequence[DeviceFigures]) -> dict[str, Any]:
     }
 
 
-def _cores(world: World, local: Sequence[int]) -> float:
-    """Ranks of a node that compute at full speed at the same time, of the node with the fewest. Collective."""
+def _cores(world: World, local: Sequence[int]) -> tuple[float, float]:
+    """(ranks of a node that compute at full speed at the same time, share of its cores' time that a rank has when it
+    runs alone), the least of all nodes. Collective."""
     rates = []
     for together in (False, True, False):
         world.barrier()
         runs = together or world.rank == local[0]
         seconds = TOGETHER_SECONDS if together else ALONE_SECONDS
-        rates.append(world.all_gather_object(product_rate(world.device, seconds) if runs else 0.0))
+        rates.append(world.all_gather_object(product_rate(world.device, seconds) if runs else (0.0, 0.0)))
     before, beside, after = rates
-    alone = mean((before[local[0]], after[local[0]]))
-    return min(world.all_gather_object(shared_cores(alone, [beside[rank] for rank in local])))
+    alone = mean((before[local[0]][0], after[local[0]][0]))
+    cores = shared_cores(alone, [beside[rank][0] for rank in local])
+    own = mean((before[local[0]][1], after[local[0]][1])) / world.threads
+    found = world.all_gather_object((cores, own))
+    return min(cores for cores, _ in found), min(own for _, own in found)
 
 
 def _links(world: World, nodes: Sequence[Sequence[int]], device: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from hpcrl.runtime.fits import fit_rate
 
 DTYPES = (torch.float32, torch.bfloat16)
-LARGEST = 0.3  # seconds that one call may take; products and sequences grow up to it
-REPEATS, REPEAT_SECONDS = 9, 0.8  # of a call, whichever ends first, but at least 3 calls
+LARGEST = 0.25  # seconds that one call may take; products and sequences grow up to it
+REPEATS, REPEAT_SECONDS = 9, 0.5  # of a call, whichever ends first, but at least 3 calls
 SMALL_CALLS = 500  # of an operator that takes microseconds
 
 
@@ -132,16 +132,18 @@ def replay_seconds(device: torch.device) -> float:
     return median_seconds(graph.replay, device) / SMALL_CALLS
 
 
-def product_rate(device: torch.device, seconds: float) -> float:
-    """Operations per second of fp32 products of 64 rows, repeated for this time, beside other ranks or alone."""
+def product_rate(device: torch.device, seconds: float) -> tuple[float, float]:
+    """(operations, CPU seconds) per second of fp32 products of 64 rows, repeated for this time, beside other ranks or
+    alone."""
     inner, outer = sizes_of(device).weight
     weight, factor = torch.randn(inner, outer, device=device), torch.randn(64, inner, device=device)
-    began, count = time.perf_counter(), 0
+    used, began, count = time.process_time(), time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         torch.mm(factor, weight)
         synchronize(device)
         count += 1
-    return 2.0 * 64 * inner * outer * count / (time.perf_counter() - began)
+    took = time.perf_counter() - began
+    return 2.0 * 64 * inner * outer * count / took, (time.process_time() - used) / took
 
 
 def growing(
