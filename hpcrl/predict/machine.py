@@ -27,7 +27,7 @@ class Rate(Section):
     """Operations per second of a kind of work. A product of few rows is slower: `half_rows` is Hockney's n1/2 (Hockney
     and Jesshope 1988), the rows at which half of `flops` is reached."""
 
-    flops: PositiveFloat = Field(description="operations per second of one rank that runs alone")
+    flops: PositiveFloat = Field(description="operations per second of one rank, if no other computes")
     half_rows: NonNegativeFloat = Field(0.0, description="rows of a product at which half of flops is reached")
 
 

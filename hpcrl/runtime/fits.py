@@ -61,10 +61,10 @@ def group_sizes(ranks: int) -> list[int]:
     return sizes if ranks < 2 or ranks in sizes else [*sizes, ranks]
 
 
-def shared_cores(alone: float, together: Sequence[float]) -> float:
-    """Ranks that compute at full speed at the same time: the sum of the rates `together` in units of the rate `alone`,
-    at most the number of ranks."""
-    return min(sum(together) / alone, float(len(together)))
+def shared_cores(single: float, together: Sequence[float]) -> float:
+    """Ranks that compute at full speed at the same time: the sum of the rates `together` in units of the rate `single`
+    of one rank while the others wait, at most the number of ranks."""
+    return min(sum(together) / single, float(len(together)))
 
 
 def ring_bandwidth(size: int, nodes: Sequence[Sequence[int]], inside: float, between: float, has_rings: bool) -> float:

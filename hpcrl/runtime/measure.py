@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpcrl.runtime.world import World
 
 GIB = 2**30
-ALONE_SECONDS, TOGETHER_SECONDS = 0.3, 0.9
+SINGLE_SECONDS, TOGETHER_SECONDS = 0.3, 0.9
 IDLE = 0.9  # of the time of its cores that a rank has if nothing else runs there
 FILE_BYTES = {"cpu": 2**24, "cuda": 2**26}  # of each rank
 BLOCK = 2**22
@@ -39,48 +39,48 @@ def measure(world: World, nodes: Sequence[Sequence[int]], folder: str, say: Call
 
     nodes: ranks of each node. folder: where files are written and read. say: called on rank 0 with a line per figure.
     """
-    tell = say if world.rank == 0 else lambda line: None
-    alone = _alone(world, nodes)
-    device = _device(world, alone)
+    show = say if world.rank == 0 else lambda line: None
+    single = _first_ranks(world, nodes)
+    device = _device(world, single)
     for line in _device_lines(device):
-        tell(line)
+        show(line)
     local = next(node for node in nodes if world.rank in node)
     cores, own = _cores(world, local)
     node: dict[str, Any] = {"ranks": max(map(len, nodes)), "cores": cores}
-    tell(f"cores              {cores:.2f} of {len(local)} ranks compute at full speed together")
+    show(f"cores              {cores:.2f} of {len(local)} ranks compute at full speed together")
     busy = ""
     if world.device.type == "cpu" and own < IDLE:
         busy = f"; other programs had {1 - own:.0%} of the time of a rank's cores"
-        tell(f"not idle           {busy[2:]}: measure again on idle nodes")
+        show(f"not idle           {busy[2:]}: measure again on idle nodes")
     if world.device.type == "cuda" and node["cores"] > SHARED * node["ranks"]:
         node["cores"] = None
-    node["host_copy"] = median(figures.host_copy for figures in alone)
-    tell(f"host copy          {_bytes(node['host_copy'])}")
+    node["host_copy"] = median(figures.host_copy for figures in single)
+    show(f"host copy          {_bytes(node['host_copy'])}")
     links = _links(world, nodes, device)
     for line in _link_lines(links):
-        tell(line)
+        show(line)
     node["network"] = _network(world, nodes, links["between"]["bandwidth"])
     if len(nodes) > 1:
-        tell(f"network of a node  {_bytes(node['network']) if node['network'] else 'no limit beside the links'}")
+        show(f"network of a node  {_bytes(node['network']) if node['network'] else 'no limit beside the links'}")
     node["write"], node["read"] = _file_system(world, nodes, folder)
-    tell(f"file system        written {_bytes(node['write'])}, read {_bytes(node['read'])} by a node in {folder}")
+    show(f"file system        written {_bytes(node['write'])}, read {_bytes(node['read'])} by a node in {folder}")
     sources = [_source(world, len(nodes)) + busy]
     return {"sources": sources, "measured": True, "device": device, "node": node, "links": links}
 
 
-def _alone(world: World, nodes: Sequence[Sequence[int]]) -> list[DeviceFigures]:
+def _first_ranks(world: World, nodes: Sequence[Sequence[int]]) -> list[DeviceFigures]:
     """Figures of the first rank of each node, while its other ranks wait."""
     leads = any(world.rank == ranks[0] for ranks in nodes)
     found = world.all_gather_object(measure_device(world.device) if leads else None)
     return [figures for figures in found if figures is not None]
 
 
-def _device(world: World, alone: Sequence[DeviceFigures]) -> dict[str, Any]:
+def _device(world: World, single: Sequence[DeviceFigures]) -> dict[str, Any]:
     def middle(figure: Callable[[DeviceFigures], float]) -> float:
-        return median(map(figure, alone))
+        return median(map(figure, single))
 
     def rates(kind: str) -> dict[str, dict[str, float]]:
-        found = [getattr(figures, kind) for figures in alone]
+        found = [getattr(figures, kind) for figures in single]
         return {
             dtype: {
                 "flops": median(rates[dtype][0] for rates in found),
@@ -102,17 +102,17 @@ def _device(world: World, alone: Sequence[DeviceFigures]) -> dict[str, Any]:
 
 
 def _cores(world: World, local: Sequence[int]) -> tuple[float, float]:
-    """(ranks of a node that compute at full speed at the same time, share of its cores' time that a rank has when it
-    runs alone), the least of all nodes. Collective."""
+    """(ranks of a node that compute at full speed at the same time, share of its cores' time that a rank has while the
+    others wait), the least of all nodes. Collective."""
     rates = []
     for together in (False, True, False):
         world.barrier()
         runs = together or world.rank == local[0]
-        seconds = TOGETHER_SECONDS if together else ALONE_SECONDS
+        seconds = TOGETHER_SECONDS if together else SINGLE_SECONDS
         rates.append(world.all_gather_object(product_rate(world.device, seconds) if runs else (0.0, 0.0)))
     before, beside, after = rates
-    alone = mean((before[local[0]][0], after[local[0]][0]))
-    cores = shared_cores(alone, [beside[rank][0] for rank in local])
+    single = mean((before[local[0]][0], after[local[0]][0]))
+    cores = shared_cores(single, [beside[rank][0] for rank in local])
     own = mean((before[local[0]][1], after[local[0]][1])) / world.threads
     found = world.all_gather_object((cores, own))
     return min(cores for cores, _ in found), min(own for _, own in found)

@@ -42,7 +42,7 @@ ON_GPU = Sizes((8192, 8192), (1, 8, 64, 512, 4096), 32, 128, (512, 2048, 8192), 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """Figures of a rank that runs alone. matmul, attention: (flops, half_rows) by dtype. Bytes per second and seconds.
+    """Figures of a rank while others wait. matmul, attention: (flops, half_rows) by dtype. Bytes per second and seconds.
     replay: None without CUDA graphs."""
 
     matmul: dict[str, tuple[float, float]]
@@ -133,8 +133,7 @@ def replay_seconds(device: torch.device) -> float:
 
 
 def product_rate(device: torch.device, seconds: float) -> tuple[float, float]:
-    """(operations, CPU seconds) per second of fp32 products of 64 rows, repeated for this time, beside other ranks or
-    alone."""
+    """(operations, CPU seconds) per second of fp32 products of 64 rows, repeated for this time."""
     inner, outer = sizes_of(device).weight
     weight, factor = torch.randn(inner, outer, device=device), torch.randn(64, inner, device=device)
     used, began, count = time.process_time(), time.perf_counter(), 0
