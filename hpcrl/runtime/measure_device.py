@@ -42,7 +42,7 @@ ON_GPU = Sizes((8192, 8192), (1, 8, 64, 512, 4096), 32, 128, (512, 2048, 8192), 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """Figures of a rank while others wait. matmul, attention: (flops, half_rows) by dtype. Bytes per second and seconds.
+    """Figures of one rank. matmul, attention: (flops, half_rows) by dtype. The others: bytes per second, and seconds.
     replay: None without CUDA graphs."""
 
     matmul: dict[str, tuple[float, float]]
