@@ -23,6 +23,7 @@ LAYERS = (
     ("model",),
     ("engine", "reshard", "data", "checkpoint"),
     ("rollout", "plan", "slurm", "viewer", "report"),
+    ("predict",),
     ("workers",),
     ("rollout_source",),
     ("run",),

@@ -1,0 +1,108 @@
+"""What a machine can do, as data: rates, bandwidths and latencies of a rank, its node and the network.
+
+`configs/machines/*.yaml` describe well-known ones from published figures; `hpcrl check --job --machine FILE` writes the
+one that it runs on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+
+from hpcrl.config import yaml_core
+from hpcrl.config.loader import explain
+from hpcrl.config.schema import Section
+from hpcrl.config.yaml_core import ConfigError
+
+PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
+MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
+Dtype = Literal["float32", "bfloat16", "float8"]
+Ranks = Annotated[PositiveInt, Field(strict=False)]  # keys of YAML files are text
+
+
+class Rate(Section):
+    """Operations per second of a kind of work. A product of few rows is slower: `half_rows` is Hockney's n1/2 (Hockney
+    and Jesshope 1988), the rows at which half of `flops` is reached."""
+
+    flops: PositiveFloat = Field(description="operations per second of one rank, if no other computes")
+    half_rows: NonNegativeFloat = Field(0.0, description="rows of a product at which half of flops is reached")
+
+
+class Link(Section):
+    """Messages between two ranks: `latency` + bytes / `bandwidth` (Hockney's model)."""
+
+    latency: NonNegativeFloat = Field(description="seconds of an empty message")
+    bandwidth: PositiveFloat = Field(description="bytes per second in one direction, of one rank")
+
+
+class Device(Section):
+    """What one rank computes with: a GPU, or its share of a node's cores."""
+
+    kind: Literal["gpu", "cpu"]
+    memory_gib: PositiveFloat | None = Field(None, description="of one GPU; null: the host's")
+    matmul: dict[Dtype, Rate] = Field(description="matrix products, by dtype", min_length=1)
+    attention: dict[Dtype, Rate] = Field(description="attention over long sequences, by dtype", min_length=1)
+    memory_bandwidth: PositiveFloat = Field(description="bytes per second, read and written")
+    launch: NonNegativeFloat = Field(description="seconds that an operator takes at least")
+    replay: NonNegativeFloat = Field(0.0, description="the same within a CUDA graph; 0: there are no graphs")
+
+
+class Node(Section):
+    ranks: PositiveInt = Field(description="ranks that it is made for")
+    cores: PositiveFloat | None = Field(
+        None, description="ranks that can compute at full speed at the same time; null: all, each has a GPU"
+    )
+    host_copy: PositiveFloat = Field(description="bytes per second between a device and host memory, of one rank")
+    network: PositiveFloat | None = Field(None, description="bytes per second that all ranks share; null: no limit")
+    write: PositiveFloat = Field(description="bytes per second written to the shared file system")
+    read: PositiveFloat = Field(description="bytes per second read from it")
+
+
+class Links(Section):
+    inside: Link = Field(description="between ranks of a node")
+    between: Link = Field(description="between ranks of two nodes")
+    group: dict[Ranks, NonNegativeFloat] = Field(
+        default_factory=dict,
+        description="ranks of a group -> bus bandwidth of its all-reduce as a share of the link's; linear between them",
+    )
+
+
+class Machine(Section):
+    """A machine file."""
+
+    name: str
+    sources: list[str] = Field(description="where the figures are from")
+    measured: bool = Field(False, description="whether the figures were measured on it")
+    device: Device
+    node: Node
+    links: Links
+    efficiency: dict[str, PositiveFloat] = Field(
+        default_factory=dict,
+        description="by phase, the ideal time as a share of the time that it takes; `hpcrl plan --calibrate` fits them",
+    )
+    spread: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict,
+        description="by phase, the relative standard error of these; for a phase that is missing, 0.5",
+    )
+
+
+def read_machine(name: str) -> Machine:
+    """The machine of a file, or of `configs/machines/NAME.yaml`. Raises ConfigError, one line."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = MACHINES / f"{name}.yaml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = sorted(file.stem for file in MACHINES.glob("*.yaml"))
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"expected a YAML file or one of {', '.join(known)}"
+        raise ConfigError(f"no machine {name}: {getattr(error, 'strerror', None) or error}; {hint}") from None
+    tree = yaml_core.parse(text, str(path))
+    try:
+        return Machine.model_validate(tree.plain())
+    except ValidationError as error:
+        raise ConfigError(explain(error, tree, Machine)) from None
