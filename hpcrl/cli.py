@@ -198,8 +198,9 @@ def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayou
 
 def plan(arguments: list[str]) -> NoReturn:
     from hpcrl.plan import command
+    from hpcrl.predict import table
 
-    command.main(arguments, load_job)
+    command.main(arguments, load_job, command.Extension("machine", table.add_arguments, table.lines_of))
 
 
 def check(arguments: list[str]) -> NoReturn:

@@ -7,6 +7,7 @@ memory only of a refit.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.model.params import shards
@@ -102,19 +103,35 @@ def _saved(model: RoleModel) -> int:
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "refit", "total")
 
 
-def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoReturn:
+class Extension(NamedTuple):
+    """Options that another package adds to the command, and the lines that it adds to the table; `asks` is the option
+    without which there are none."""
+
+    asks: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    lines_of: Callable[[TrainingPlan, argparse.Namespace], list[str]]
+
+
+def main(arguments: list[str], load_job: Callable[[str], JobDescription], extension: Extension) -> NoReturn:
     """Run the subcommand; ends with code 2 and one line for a config that cannot run."""
     parser = exits.ArgumentParser(prog="hpcrl plan", description=(__doc__ or "").split(": ", 1)[1])
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--refit", action="store_true", help="bytes and memory only of a refit")
     way.add_argument("--build", action="store_true", help="build the models, too, with torch: are they as planned?")
+    extension.add_arguments(parser)
     parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     parsed = parser.parse_intermixed_args(arguments)
+    if parsed.refit and getattr(parsed, extension.asks) is not None:
+        parser.error(f"found --{extension.asks} beside --refit, which prints a refit's bytes only; leave one out")
     job, colon, path = parsed.config.rpartition(":")
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")
-    description = refit.describe if parsed.refit else partial(describe, builds=parsed.build)
+
+    def added(job: TrainingPlan) -> list[str]:
+        return extension.lines_of(job, parsed)
+
+    description = refit.describe if parsed.refit else partial(describe, builds=parsed.build, added=added)
     with exits.one_line_for_user_errors():
         lines = description(load_job(job if colon else "train"), path, parsed.overrides)
     if is_first_launched(os.environ):
@@ -122,8 +139,15 @@ def main(arguments: list[str], load_job: Callable[[str], JobDescription]) -> NoR
     sys.exit(exits.DONE)
 
 
-def describe(described: JobDescription, path: str, overrides: Sequence[str] = (), *, builds: bool = False) -> list[str]:
-    """The lines of the table. builds: whether the models are built, too."""
+def describe(
+    described: JobDescription,
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    builds: bool = False,
+    added: Callable[[TrainingPlan], list[str]] | None = None,
+) -> list[str]:
+    """The lines of the table. builds: whether the models are built, too. added: further lines."""
     job = TrainingPlan(described.read_config(path, overrides), tuple(described.own_specs()))
     rows = job.rows()
     in_gib = tightest(rows).total >= GIB
@@ -147,6 +171,7 @@ def describe(described: JobDescription, path: str, overrides: Sequence[str] = ()
         *_fit(job, rows),
         *_costs(job),
         *(_built(job) if builds else ()),
+        *(added(job) if added is not None else ()),
     ]
 
 

@@ -1,0 +1,123 @@
+"""Seconds of communication in a group of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpcrl.grid.layout import Layout
+from hpcrl.predict.machine import Machine
+
+
+class Group(NamedTuple):
+    """Ranks that communicate. per_node: those of one node, the fewest of any node. busy: ranks of a node that
+    communicate between nodes at the same time, in this group and in others of its kind."""
+
+    size: int
+    per_node: int
+    busy: int
+
+    @property
+    def is_inside(self) -> bool:
+        return self.per_node == self.size
+
+
+@lru_cache(maxsize=1024)
+def group_of(layout: Layout, ranks_per_node: int, *dims: str) -> Group:
+    """The group with the fewest ranks on one node, of those whose ranks differ along `dims`."""
+    groups = layout.groups(*dims)
+    fewest = len(groups[0])
+    for group in groups:
+        fewest = min(fewest, *Counter(rank // ranks_per_node for rank in group).values())
+    busy = max(Counter(rank // ranks_per_node for rank in layout.ranks).values())
+    return Group(len(groups[0]), fewest, busy)
+
+
+class Hop(NamedTuple):
+    """Seconds of an empty message, and bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+
+class Network(NamedTuple):
+    """The links of a machine. shared: bytes per second of all ranks of a node; None: no limit. has_rings: whether all
+    ranks of a node send to other nodes at the same time in one collective. shares: by ranks of a group, ascending."""
+
+    inside: Hop
+    outside: Hop
+    shared: float | None
+    has_rings: bool
+    shares: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, machine: Machine) -> Network:
+        links = machine.links
+        inside, outside = (Hop(link.latency, link.bandwidth) for link in (links.inside, links.between))
+        is_gpu = machine.device.kind == "gpu"
+        return cls(inside, outside, machine.node.network, is_gpu, tuple(sorted(links.group.items())))
+
+    def between(self, busy: int = 1) -> Hop:
+        """Between nodes, of which each has so many ranks that communicate at the same time."""
+        bandwidth = self.outside.bandwidth
+        return Hop(self.outside.latency, bandwidth if self.shared is None else min(bandwidth, self.shared / busy))
+
+    def link(self, group: Group) -> Hop:
+        """What each hop of a ring over the group has. Between nodes, a ring of a GPU for each of a node's members
+        shares the bytes (NCCL's channels), until the links inside a node limit it."""
+        inside = self.inside
+        if group.is_inside:
+            return Hop(inside.latency, inside.bandwidth * interpolated(self.shares, group.size))
+        link = self.between(group.busy)
+        rings = group.per_node if self.has_rings else 1
+        bandwidth = min(inside.bandwidth, rings * link.bandwidth) if rings > 1 else link.bandwidth
+        return Hop(link.latency, bandwidth * interpolated(self.shares, group.size))
+
+    def all_gather(self, nbytes: float, group: Group) -> float:
+        """Ring: (n - 1) (latency + B / n / bandwidth), of B bytes that all ranks have in the end (Thakur, Rabenseifner
+        and Gropp 2005, section 4.1). A reduce-scatter of B bytes takes the same (section 4.3)."""
+        if group.size < 2:
+            return 0.0
+        link = self.link(group)
+        return (group.size - 1) * (link.latency + nbytes / group.size / link.bandwidth)
+
+    def all_reduce(self, nbytes: float, group: Group) -> float:
+        """The faster of a ring, a reduce-scatter and an all-gather, and of recursive doubling, lg n (latency + B /
+        bandwidth), which suits short messages (Thakur et al. 2005, section 4.5)."""
+        if group.size < 2:
+            return 0.0
+        link = self.link(group)
+        doubling = math.ceil(math.log2(group.size)) * (link.latency + nbytes / link.bandwidth)
+        return min(2 * self.all_gather(nbytes, group), doubling)
+
+    def all_to_all(self, nbytes: float, group: Group) -> float:
+        """Each rank sends B / n bytes to each other rank; what leaves its node takes the network, the rest at the same
+        time the links inside (Thakur et al. 2005, section 4.4, pairwise exchange)."""
+        if group.size < 2:
+            return 0.0
+        inside, between = self.inside, self.between(group.busy)
+        near, far = group.per_node - 1, group.size - group.per_node
+        latency = near * inside.latency + far * between.latency
+        share = nbytes / group.size
+        return latency + max(near * share / inside.bandwidth, far * share / between.bandwidth)
+
+    def send(self, nbytes: float, group: Group) -> float:
+        """One message to a neighbour of the group."""
+        if group.size < 2:
+            return 0.0
+        link = self.inside if group.is_inside else self.between(group.busy)
+        return link.latency + nbytes / link.bandwidth
+
+
+def interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
+    """Linear between points, which ascend, and constant beyond them; 1 without any."""
+    if not points:
+        return 1.0
+    above = next((place for place, (size, _) in enumerate(points) if size >= at), len(points) - 1)
+    if above == 0 or at >= points[-1][0]:
+        return points[above][1]
+    (low, first), (high, last) = points[above - 1], points[above]
+    return first + (last - first) * (at - low) / (high - low)

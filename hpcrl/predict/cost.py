@@ -1,0 +1,122 @@
+"""Seconds by what limits them, and the roofline of one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from hpcrl.predict.machine import Device, Dtype, Rate
+
+NEAREST: dict[Dtype, tuple[Dtype, ...]] = {  # the rates to take, in this order
+    "float32": ("float32", "bfloat16"),
+    "bfloat16": ("bfloat16", "float32"),
+    "float8": ("float8", "bfloat16", "float32"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds, by what limits them. copies: between device and host memory, and to the file system. waiting: for a
+    core, or for ranks with more work."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    launches: float = 0.0
+    communication: float = 0.0
+    bubble: float = 0.0
+    copies: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.products
+            + self.attention
+            + self.memory
+            + self.launches
+            + self.communication
+            + self.bubble
+            + self.copies
+            + self.waiting
+        )
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.launches + other.launches,
+            self.communication + other.communication,
+            self.bubble + other.bubble,
+            self.copies + other.copies,
+            self.waiting + other.waiting,
+        )
+
+    def __mul__(self, factor: float) -> Cost:
+        return Cost(
+            self.products * factor,
+            self.attention * factor,
+            self.memory * factor,
+            self.launches * factor,
+            self.communication * factor,
+            self.bubble * factor,
+            self.copies * factor,
+            self.waiting * factor,
+        )
+
+    def shares(self) -> dict[str, float]:
+        """Each kind's share of the seconds; kinds without any are left out."""
+        total = self.seconds
+        each = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {kind: seconds / total for kind, seconds in each.items() if seconds > 0}
+
+
+NOTHING = Cost()
+
+
+def rate_of(rates: Mapping[Dtype, Rate], dtype: Dtype) -> Rate:
+    """The rate of a dtype, or of the nearest one that the machine has."""
+    found = next((rates[other] for other in NEAREST[dtype] if other in rates), None)
+    return found or next(iter(rates.values()))
+
+
+class Units(NamedTuple):
+    """A device at one dtype. flops, half_rows: of products; attended: operations per second of attention."""
+
+    itemsize: int
+    flops: float
+    half_rows: float
+    attended: Rate
+    bandwidth: float
+    launch: float
+
+    @classmethod
+    def of(cls, device: Device, dtype: Dtype, itemsize: int, *, replays: bool = False) -> Units:
+        """replays: whether operators are launched by a CUDA graph."""
+        product = rate_of(device.matmul, dtype)
+        launch = device.replay if replays and device.replay else device.launch
+        attended = rate_of(device.attention, dtype)
+        return cls(itemsize, product.flops, product.half_rows, attended, device.memory_bandwidth, launch)
+
+    def product(self, rows: float, inner: float, outer: float, *, groups: float = 1.0) -> Cost:
+        """(rows, inner) times (inner, outer), `rows` divided over so many groups, each with a matrix of its own.
+
+        max(operations / rate, bytes / bandwidth) + launch: the roofline (Williams, Waterman and Patterson 2009). The
+        rate of r rows is flops * r / (r + half_rows), Hockney's n1/2 (Hockney and Jesshope 1988), so the time of the
+        operations is 2 inner outer (r + half_rows) / flops per group. What memory takes longer counts as memory.
+        """
+        computing = 2.0 * inner * outer * (rows + groups * self.half_rows) / self.flops
+        moving = (rows * (inner + outer) + groups * inner * outer) * self.itemsize / self.bandwidth
+        return Cost(products=computing, memory=max(0.0, moving - computing), launches=self.launch)
+
+    def attention(self, pairs: float, rows: float, width: float) -> Cost:
+        """Causal attention over so many pairs of tokens, of sequences of `rows` tokens in the mean; width: of queries
+        and of values, of all heads of the rank. Two operations for each number of a pair: scores, and values."""
+        slowed = 1.0 + self.attended.half_rows / max(rows, 1.0)
+        return Cost(attention=2.0 * pairs * width * slowed / self.attended.flops, launches=self.launch)
+
+    def moved(self, nbytes: float, operators: float = 1.0) -> Cost:
+        """Operators that only read and write memory."""
+        return Cost(memory=nbytes / self.bandwidth, launches=operators * self.launch)

@@ -1,0 +1,78 @@
+"""How long a step of a training job takes on a machine, phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpcrl.plan.memory import TrainingPlan
+from hpcrl.predict.bound import least
+from hpcrl.predict.cost import Cost
+from hpcrl.predict.lengths import Lengths
+from hpcrl.predict.machine import Machine
+from hpcrl.predict.modes import step_of
+from hpcrl.predict.phases import JobTimes
+from hpcrl.predict.timeline import Span
+
+APART = ("save_checkpoint",)  # between two steps
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """seconds: of a step, with its share of a save. phases: seconds by the name of `timing_s/<phase>`; those of phases
+    that overlap add up to more than the step. parts: by phase, the share of its time by what limits it, see
+    `hpcrl.predict.cost.Cost`. spans: what the step's ranks do, from its start; of an asynchronous job, several steps,
+    the tasks of step k named `<phase>/<k>`."""
+
+    seconds: float
+    phases: Mapping[str, float]
+    parts: Mapping[str, Mapping[str, float]]
+    tokens_per_second: float
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def step(self) -> float:
+        """Seconds of `timing_s/step`, which has no save."""
+        return self.seconds - sum(self.phases.get(name, 0.0) for name in APART)
+
+
+def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction:
+    """Raises ConfigError or InputError, one line, if the job cannot run.
+
+    A phase takes its ideal time divided by `machine.efficiency[phase]`. Phases of a role follow each other, and those
+    of roles on the same ranks too; on ranks of their own they overlap as far as the job's mode lets them, and if ranks
+    of a node have too few cores, each takes longer.
+    """
+    times = JobTimes(job, machine, lengths)
+    timed = [it._replace(cost=it.cost * (1 / machine.efficiency.get(it.name, 1.0))) for it in times.phases()]
+    inside = [it for it in timed if it.name not in APART]
+    mode, each = job.config.async_training, job.config.job.ntasks_per_node
+    step = step_of(inside, mode, machine.node.cores, each)
+    took = _durations(step.spans)
+    parts, phases = {}, {}
+    for it in timed:
+        ideal = it.cost.seconds
+        phases[it.name] = took.get(it.name, ideal)
+        cost = it.cost + Cost(waiting=max(0.0, phases[it.name] - ideal))
+        parts[it.name] = cost.shares() if cost.seconds > 0 else {}
+    seconds = step.seconds + sum(it.cost.seconds for it in timed if it.name in APART)
+    tokens = job.derived.samples_per_step * lengths.mean
+    return Prediction(seconds, phases, parts, tokens / seconds, tuple(step.spans))
+
+
+def lower_bound(job: TrainingPlan, machine: Machine, lengths: Lengths) -> float:
+    """Seconds that are no more than `predict(...).seconds`: without communication, launches, bubbles and copies."""
+    mode, each = job.config.async_training, job.config.job.ntasks_per_node
+    return step_of(least(JobTimes(job, machine, lengths)), mode, None, each).seconds
+
+
+def _durations(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of each phase, of several steps in the last one but one, which has others beside it."""
+    steps = [int(span.task.rpartition("/")[2]) for span in spans if "/" in span.task]
+    wanted = max(steps) - 1 if steps else 0
+    found = {}
+    for span in spans:
+        name, _, step = span.task.partition("/")
+        if not step or int(step) == wanted:
+            found[name] = span.end - span.start
+    return found
