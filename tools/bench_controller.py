@@ -303,7 +303,9 @@ class BenchRun:
             self.wait()
             self.metrics |= self.controller.collect_traffic() | self.stragglers.observe(step)
             self.timers.collect()
-            spent = {name: after - before for (name, after), before in zip(clocks().items(), began.values(), strict=True)}
+            spent = {
+                name: after - before for (name, after), before in zip(clocks().items(), began.values(), strict=True)
+            }
             self.seen.append(self.metrics | spent)
 
     def log(self, found: dict[str, float]) -> None:
@@ -413,7 +415,7 @@ def serve(arguments: argparse.Namespace) -> None:
     world = World(comm.rank, comm.size, comm, comm.rank, comm.size, 1, device, cast("Any", None))
     if comm.rank:  # hundreds of ranks on a few cores: those that wait for commands leave the cores to rank 0
         back_off.eager_tests, back_off.last_pause = 10, 20e-3
-    profile = cProfile.Profile() if arguments.profile and world.rank == 0 else None
+    profile = cProfile.Profile(time.process_time) if arguments.profile and world.rank == 0 else None
     found = [measure(world, case, profile) for case in cases_of(arguments)]
     loaded = world.all_gather_object([name for name in FORBIDDEN if name in sys.modules])
     memory = world.all_gather_object(proportional_set_size())
@@ -465,7 +467,7 @@ def slopes(rows: Sequence[Measured], name: str) -> dict[str, float]:
     logs = [[math.log(getattr(row, axis)) for axis in axes] + [1.0] for row in rows]
     values = [math.log(max(getattr(row, name), 1e-9)) for row in rows]
     fitted = np.linalg.lstsq(np.array(logs), np.array(values), rcond=None)[0]
-    return {axis: math.nan for axis in ("ranks", "samples")} | dict(zip(axes, fitted.tolist(), strict=False))
+    return dict.fromkeys(("ranks", "samples"), math.nan) | dict(zip(axes, fitted.tolist(), strict=False))
 
 
 SHOWN = {
@@ -506,10 +508,20 @@ def report(results: Iterable[dict[str, Any]], path: str | None) -> int:
     memory = max(found, key=lambda result: result["all_mb"])
     print(f"memory: {memory['rank_mb']:.0f} MB of a rank, {memory['all_mb']:.0f} MB of all (PSS)")
     if path is not None:
-        Path(path).write_text(json.dumps({"results": found, "slopes": {
-            algorithm: {name: slopes([row for row in rows if row.algorithm == algorithm], name) for name in SHOWN}
-            for algorithm in dict.fromkeys(row.algorithm for row in rows)
-        }}, indent=1))
+        Path(path).write_text(
+            json.dumps(
+                {
+                    "results": found,
+                    "slopes": {
+                        algorithm: {
+                            name: slopes([row for row in rows if row.algorithm == algorithm], name) for name in SHOWN
+                        }
+                        for algorithm in dict.fromkeys(row.algorithm for row in rows)
+                    },
+                },
+                indent=1,
+            )
+        )
     imported = sorted({name for result in found for name in result["imported"]})
     if imported:
         print(f"ranks have imported {', '.join(imported)}; expected none of {', '.join(FORBIDDEN)}", file=sys.stderr)

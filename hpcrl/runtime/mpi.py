@@ -37,8 +37,9 @@ _FIRST_PAUSE = 20e-6  # seconds
 class BackOff:
     """How a rank waits: tests that yield the core before the first sleep, and seconds of the longest sleep."""
 
-    # Measured, 1 KB all-reduce of 4 ranks on 2 cores: 24 us with 300 to 2,000 yielding tests before the first sleep, but
-    # 2,800 us with 60: a rank that sleeps too early delays every round of the others. 1,000 tests cost 0.6 ms of CPU.
+    # Measured, 1 KB all-reduce of 4 ranks on 2 cores: 24 us with 300 to 2,000 yielding tests before the first sleep,
+    # but 2,800 us with 60: a rank that sleeps too early delays every round of the others. 1,000 tests cost 0.6 ms of
+    # CPU.
     eager_tests: int = 1000
     last_pause: float = 1e-3
 
