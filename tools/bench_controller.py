@@ -316,8 +316,10 @@ class BenchRun:
             self.calls.pop(0).get()
 
     def archive(self, batch: Any) -> None:
-        batch.get()
+        samples = batch.get().samples
         self.wait()
+        lengths = (samples["prompt_length"] + samples["response_length"]).tolist()
+        self.log({"perf/total_num_tokens": float(sum(lengths))})
 
     def before_call(self, registration: Registration) -> None: ...
 
@@ -423,7 +425,8 @@ def serve(arguments: argparse.Namespace) -> None:
         result = {
             "measured": [asdict(measured) for measured in found if measured is not None],
             "imported": sorted({name for names in loaded for name in names}),
-            "rank_mb": max(memory) / 1e6,
+            "rank_mb": float(np.median(memory)) / 1e6,
+            "rank_0_mb": memory[0] / 1e6,
             "all_mb": sum(memory) / 1e6,
         }
         Path(arguments.result).write_text(json.dumps(result))
@@ -442,9 +445,10 @@ def proportional_set_size() -> int:
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     return [
-        Case(algorithm, samples, arguments.tokens, arguments.steps)
+        Case(algorithm, samples, tokens, arguments.steps)
         for algorithm in arguments.algorithms
         for samples in arguments.samples
+        for tokens in arguments.tokens
     ]
 
 
@@ -454,9 +458,9 @@ def launch(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [str(MPIEXEC), "-n", str(ranks), sys.executable, __file__, "--result", str(result)]
-        for name in ("algorithms", "samples"):
+        for name in ("algorithms", "samples", "tokens"):
             command += [f"--{name}", *map(str, getattr(arguments, name))]
-        command += ["--tokens", str(arguments.tokens), "--steps", str(arguments.steps)]
+        command += ["--steps", str(arguments.steps)]
         subprocess.run(command + ["--profile"] * arguments.profile, env=environment, stdout=2, check=True)
         return dict(json.loads(result.read_text()))
 
@@ -480,14 +484,14 @@ SHOWN = {
 
 
 def table(rows: Sequence[Measured]) -> Iterator[str]:
-    yield "| | ranks | samples | " + " | ".join(SHOWN.values()) + " |"
-    yield "|---" * (3 + len(SHOWN)) + "|"
+    yield "| | ranks | samples | tokens | " + " | ".join(SHOWN.values()) + " |"
+    yield "|---|" + "---:|" * (3 + len(SHOWN))
     for row in rows:
         numbers = (
             f"{value:.3f}" if name.endswith("_s") else f"{value / 1e6:.2f}"
             for name, value in ((name, getattr(row, name)) for name in SHOWN)
         )
-        yield f"| {row.algorithm} | {row.ranks} | {row.samples:,} | " + " | ".join(numbers) + " |"
+        yield f"| {row.algorithm} | {row.ranks} | {row.samples:,} | {row.tokens:,} | " + " | ".join(numbers) + " |"
 
 
 def slope_lines(rows: Sequence[Measured]) -> Iterator[str]:
@@ -503,10 +507,13 @@ def report(results: Iterable[dict[str, Any]], path: str | None) -> int:
     found = list(results)
     names = {field.name for field in fields(Measured)}
     rows = [Measured(**{name: row[name] for name in names}) for result in found for row in result["measured"]]
-    rows.sort(key=lambda row: (row.algorithm, row.samples, row.ranks))
+    rows.sort(key=lambda row: (row.algorithm, row.samples, row.tokens, row.ranks))
     print(*table(rows), "", *slope_lines(rows), sep="\n")
     memory = max(found, key=lambda result: result["all_mb"])
-    print(f"memory: {memory['rank_mb']:.0f} MB of a rank, {memory['all_mb']:.0f} MB of all (PSS)")
+    print(
+        f"memory: {memory['rank_mb']:.0f} MB of a rank, {memory['rank_0_mb']:.0f} MB of rank 0, "
+        f"{memory['all_mb'] / 1e3:.1f} GB of all"
+    )
     if path is not None:
         Path(path).write_text(
             json.dumps(
@@ -533,7 +540,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64, 128, 256])
     parser.add_argument("--samples", type=int, nargs="+", default=[1024, 8192, 65536])
-    parser.add_argument("--tokens", type=int, default=64, help="of the longest sample; a multiple of 16")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64], help="of the longest sample; multiples of 16")
     parser.add_argument("--steps", type=int, default=3, help="steps that are measured")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--profile", action="store_true", help="print where rank 0's time is spent")
