@@ -1,11 +1,14 @@
 """CPU time and messages of rank 0, against the number of ranks and of samples, without models.
 
     python tools/bench_controller.py [--ranks 8 256] [--samples 1024 8192] [--json FILE]
+    python tools/bench_controller.py --plan CONFIG [key=value ...]
 
 Each number of ranks is an MPI job of processes of numpy and mpi4py on this machine. Rank 0 runs the loop of `hpcrl
 train` with its controller, its source of samples and its assignment of samples to replicas. The workers do nothing
 but return columns of the right sizes. A slope is the exponent of a power of ranks or of samples, fitted to all rows:
 1 is linear.
+
+With --plan nothing runs: it times what rank 0 computes for a step of a job as large as job.nodes says.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import cProfile
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -31,13 +35,17 @@ import numpy as np
 from hpcrl.algorithms.metrics import Mean, Sum
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.controller.controller import Controller, run_program
+from hpcrl.controller.columns import Block, Location, Read, Shares
+from hpcrl.controller.controller import Controller, replica_column, run_program
+from hpcrl.controller.executor import Command
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.mpi import back_off, wait_time
 from hpcrl.runtime.world import World, finish, start_mpi
 
 if TYPE_CHECKING:
+    from hpcrl.config.derive import Derived
+    from hpcrl.config.schema import Config
     from hpcrl.controller.register import Registration
     from hpcrl.jobs.train import Train
     from hpcrl.run.calls import Call
@@ -452,6 +460,66 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """CPU seconds and bytes of rank 0 for a step of so many samples: the assignment to replicas, then the commands of a
+    call whose columns move from the rollout's leaders to those of the actor."""
+
+    samples: int
+    assignment_s: float
+    commands_s: float
+    command_bytes: int
+
+
+def plan_step(config: Config, derived: Derived, samples: int) -> Planned:
+    """Plan a step without ranks. Lengths are uniform at random."""
+    from hpcrl.run.rollouts import assign_to_replicas
+
+    n, data = config.rollout.n, config.data
+    generator, num_prompts = np.random.default_rng(0), samples // n
+    lengths = [generator.integers(1, most + 1, samples) for most in (data.max_prompt_length, data.max_response_length)]
+    prompt = np.repeat(np.arange(num_prompts, dtype=np.int32), n)
+    columns = {"prompt_length": lengths[0], "response_length": lengths[1], "prompt": prompt}
+    batch = DataProto({}, columns, {"num_prompts": num_prompts, "step": 1})
+    began = time.process_time()
+    assign_to_replicas(batch, config, derived)
+    assigned = time.process_time()
+    actor, rollout = derived.roles["actor"], derived.roles["rollout"]
+    owner = np.repeat(np.array(rollout.leaders, np.int32), -(-samples // rollout.dp))[:samples]
+    destination = np.array(actor.leaders, np.int32)[batch.samples[replica_column(actor.dp)]]
+    reads = [Read(name, Location.of_block(Block(1), owner)) for name in ("input_ids", "response_mask", "log_probs")]
+    shares = Shares(reads, destination)
+    owners = {*rollout.leaders, *actor.ranks}
+    command = Command(1, "actor", "compute_log_prob", reports=True)
+    nbytes = sum(len(pickle.dumps(replace(command, share=shares.of(rank)), protocol=5)) for rank in owners)
+    return Planned(samples, assigned - began, time.process_time() - assigned, nbytes)
+
+
+def report_plan(path: str, overrides: Sequence[str]) -> int:
+    """Print the times of one step of the template, and of steps of other sizes."""
+    from hpcrl.jobs.train import Train
+
+    config = Train.prepare(Train.read_config(path, overrides))
+    derived = Train.check(config, config.job.nodes * config.job.ntasks_per_node)
+    print(f"{derived.world_size} ranks; data-parallel sizes {sorted({role.dp for role in derived.roles.values()})}")
+    for samples in sorted({derived.samples_per_step, 8192, 65536}):
+        prompts = samples // config.rollout.n
+        found = plan_step(of_size(config, prompts), derived, samples)
+        print(
+            f"{samples:>6} samples: assignment {found.assignment_s:.2f} s, commands of a call {found.commands_s:.2f} s "
+            f"and {found.command_bytes / 1e6:.2f} MB"
+        )
+    return 0
+
+
+def of_size(config: Config, prompts: int) -> Config:
+    """The config with steps of so many prompts, and mini-batches in proportion."""
+    mini_batch = max(1, config.actor.ppo_mini_batch_size * prompts // config.data.train_batch_size)
+    data = config.data.model_copy(update={"train_batch_size": prompts})
+    actor = config.actor.model_copy(update={"ppo_mini_batch_size": mini_batch})
+    return config.model_copy(update={"data": data, "actor": actor})
+
+
 def launch(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Run the cases on so many ranks of this machine."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout.ROOT)}
@@ -544,11 +612,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="steps that are measured")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--profile", action="store_true", help="print where rank 0's time is spent")
+    parser.add_argument("--plan", nargs="+", metavar=("CONFIG", "key=value"))
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--result", help=argparse.SUPPRESS)  # a rank of one job
     arguments = parser.parse_args()
     if arguments.result is not None:
         serve(arguments)
+    if arguments.plan is not None:
+        return report_plan(arguments.plan[0], arguments.plan[1:])
     return report((launch(arguments, ranks) for ranks in arguments.ranks), arguments.json)
 
 
