@@ -30,7 +30,7 @@ import numpy as np
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import Columns, DataProto, LocalColumn
 from hpcrl.controller.busy import BusyReport
-from hpcrl.controller.columns import Block, Location, PlacedColumn, Read, Shares, rows_of_each
+from hpcrl.controller.columns import Block, Location, PlacedColumn, Read, Shares, ranks_in, rows_of_each
 from hpcrl.controller.executor import (
     BUSY,
     COMMANDS,
@@ -287,7 +287,7 @@ class Controller:
     def _new_block(self, ranks: np.ndarray) -> Block:
         """A block whose rows are at `ranks`, which free them when rank 0 has no more references to it."""
         block = Block(self._number())
-        weakref.finalize(block, self._free_later, block.id, np.unique(ranks).tolist())
+        weakref.finalize(block, self._free_later, block.id, ranks_in(ranks))
         return block
 
     def _free_later(self, block: int, ranks: list[int]) -> None:
@@ -297,7 +297,7 @@ class Controller:
     def _issue_to_owners(self, command: int, plan: _Plan, running: set[int]) -> None:
         """Have the ranks that do not run the method send the rows that they have."""
         ranks = [read.location.rank for read in plan.reads]
-        owners = {rank for has in ranks for rank in np.unique(has[has != plan.destination]).tolist()}
+        owners = {rank for has in ranks for rank in ranks_in(has[has != plan.destination])}
         for rank in sorted(owners - running):
             self._issue(rank, Command(command, None, "send rows", share=plan.shares.of(rank)))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcrl.batch.data_proto import DataProto, LocalColumn
 from hpcrl.controller.busy import BusyClock, BusyReport, MemoryLedger
-from hpcrl.controller.columns import ColumnStore, Share, merge_rows, receivers_of, rows_between, senders_of
+from hpcrl.controller.columns import ColumnStore, Share, merge_rows, ranks_in, receivers_of, rows_between, senders_of
 from hpcrl.controller.profiler import Profiler
 from hpcrl.controller.register import Worker, registration_of
 from hpcrl.controller.wire import Wire
@@ -278,7 +278,7 @@ class Executor:
         columns = {}
         for index, read in enumerate(reads):
             parts, positions = [], []
-            for sender in np.unique(read.location.rank[needed]).tolist():
+            for sender in ranks_in(read.location.rank[needed]):
                 rows = rows_between(read.location, destination, sender, mine)
                 parts.append(self.store.rows(read.location, rows) if sender == mine else received[sender][index])
                 positions.append(np.searchsorted(needed, rows))
