@@ -198,9 +198,12 @@ def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayou
 
 def plan(arguments: list[str]) -> NoReturn:
     from hpcrl.plan import command
-    from hpcrl.predict import table
+    from hpcrl.predict import search_command, table
 
-    command.main(arguments, load_job, command.Extension("machine", table.add_arguments, table.lines_of))
+    help_text = "search for the fastest layouts, with --machine"
+    replacement = command.Replacement("search", help_text, search_command.add_arguments, search_command.describe)
+    extension = command.Extension("machine", table.add_arguments, table.lines_of)
+    command.main(arguments, load_job, extension, replacement)
 
 
 def check(arguments: list[str]) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hpcrl.config.schema import MoeConfig, RecomputeConfig
 from hpcrl.kernels.budget import HEAD_CHUNK_BYTES, HEAD_CHUNKS
-from hpcrl.model.params import EMBEDDING, stage_layers
+from hpcrl.model.params import stage_layers
 from hpcrl.model.shape import PROJECTIONS, LatentAttention
 from hpcrl.plan.state import FP32, RoleModel
 from hpcrl.plan.tower import PicturePass
@@ -400,7 +400,6 @@ class Pass:
         at_layer = 2 * self._hidden + product + max(self.gathered() + weight, product)
         if piece > 0:
             return at_layer
-        embedding = next(shard for shard in model.shards(0) if shard.name == EMBEDDING)
-        rows, columns = embedding.local_shape
-        last = rows * columns * model.itemsize + self.gathered() + self._hidden - self.kept(0)
+        embedding = shape.padded_vocab_size // layout.tp * shape.hidden_size
+        last = embedding * model.itemsize + self.gathered() + self._hidden - self.kept(0)
         return max(at_layer, last)

@@ -1,0 +1,336 @@
+"""Search for the fastest layouts of a job: best first, pruned by memory and by a lower bound of the step.
+
+A candidate is a placement of the roles, a way of recomputing, and a choice for each role: layout, micro-batch, offload.
+A node of the search tree has choices for the first roles; its bound is the time of a step in which each role that is
+left has its fastest choice. Nodes are visited in the order of their bounds, so nothing is faster than the results as
+soon as a bound reaches them. A large space may have more candidates near the best than can be computed: then the search
+ends after `MOST_COMPUTED` of them, and says how much faster another one could be.
+
+HybridFlow's mapping (Sheng et al. 2024, arXiv:2409.19256, section 6, algorithm 1) is alike: it enumerates sets of
+colocated models, gives each set at least the ranks that its memory needs, takes each model's fastest layout on so many
+ranks, once for each number of them, and estimates the step by simulation. Different here: layouts of colocated roles
+are chosen together, because the fastest one of each may not fit beside the others; memory is that of `hpcrl plan`, with
+activations and offload; micro-batches, recomputation, offload and the KV cache are chosen, too; only what does not fit,
+what is slower and as large as another choice, or what a bound excludes is dropped. Theirs has any number of sets and
+sizes; here there are at most three sets, of multiples of a quarter of the nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from hpcrl.config.schema import Config
+from hpcrl.plan.fixes import tightest
+from hpcrl.plan.memory import Row, TrainingPlan, with_keys
+from hpcrl.predict.bound import least
+from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, undominated
+from hpcrl.predict.lengths import Lengths
+from hpcrl.predict.machine import Machine
+from hpcrl.predict.phases import JobTimes, Timed
+from hpcrl.predict.space import Keys, Placement, Space
+from hpcrl.predict.step import Prediction, lower_bound, predict
+from hpcrl.runtime.exits import is_user_error
+
+KEPT = 5  # results
+MOST_COMPUTED = 150  # candidates whose memory is computed exactly
+FIRST = ("actor", "rollout")  # roles whose layouts tell results apart
+SPLIT = ("generate", "forward", "train")  # kinds of phases that are a role's own
+PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
+
+
+@dataclass
+class Counts:
+    """frames: placements and ways of recomputing; opened: those whose choices were made. too_large: choices of a role
+    that do not fit even if it has its ranks for itself; dominated: those that are slower than another one and take no
+    less memory. The rest counts candidates, which have a choice of each role. by_memory, by_bound: excluded; rejected:
+    by the job's own checks; evaluated: those whose step was predicted."""
+
+    frames: int = 0
+    opened: int = 0
+    too_large: int = 0
+    dominated: int = 0
+    all: int = 0
+    by_memory: int = 0
+    rejected: int = 0
+    evaluated: int = 0
+
+    @property
+    def by_bound(self) -> int:
+        return self.all - self.by_memory - self.rejected - self.evaluated
+
+
+@dataclass(frozen=True)
+class Result:
+    keys: Keys  # all that a candidate sets
+    job: TrainingPlan
+    prediction: Prediction
+    row: Row  # the fullest one
+    layout: tuple[object, ...]  # placement, and layouts of actor and rollout
+
+    @property
+    def left(self) -> int | None:
+        """Bytes of a GPU."""
+        return None if self.job.capacity is None else self.job.capacity - self.row.total
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest candidates, each with another placement, or another layout of the actor or the engine. bound: no
+    other candidate is faster, in seconds."""
+
+    results: list[Result]
+    counts: Counts
+    bound: float
+
+
+class Frame(NamedTuple):
+    """A part of the space: choices of each role, the fastest first. fastest: of each role the least of each part."""
+
+    placement: Placement
+    common: Keys
+    choices: tuple[list[Choice], ...] = ()
+    fastest: tuple[Split, ...] = ()
+    idle: Mapping[str, int] = MappingProxyType({})  # of each role the least
+
+    def below(self, depth: int) -> int:
+        """Candidates with the same choices of the first roles."""
+        return math.prod(len(each) for each in self.choices[depth:])
+
+
+@dataclass
+class Search:
+    """A search on a fixed number of nodes."""
+
+    space: Space
+    machine: Machine
+    lengths: Lengths
+    kept: int = KEPT
+    most: float = MOST_COMPUTED
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        roles = list(self.space.specs)
+        self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
+        self._choices: dict[tuple[object, ...], list[Choice]] = {}
+        self._floors: dict[tuple[object, ...], Split] = {}
+        self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
+
+    def run(self) -> Found:
+        waiting: list[tuple[float, int, Frame, tuple[Choice, ...] | None]] = []  # None: choices are not made yet
+        numbers = itertools.count()  # of two equal bounds the earlier one is first
+        for placement in self.space.placements():
+            for common in self.space.common():
+                self.counts.frames += 1
+                frame = Frame(placement, common)
+                heapq.heappush(waiting, (self._floor(frame), next(numbers), frame, None))
+        bound = math.inf
+        while waiting:
+            bound, _, frame, chosen = heapq.heappop(waiting)
+            if bound >= self._limit():
+                break
+            if chosen is None:
+                made = self._with_choices(frame)
+                if all(made.choices):
+                    heapq.heappush(waiting, (max(bound, self._bound(made, ())), next(numbers), made, ()))
+            elif bound >= self._limit(frame, chosen):
+                continue
+            elif not self._may_fit(frame, chosen):
+                self.counts.by_memory += frame.below(len(chosen))
+            elif len(chosen) < len(self.roles):
+                for longer in ((*chosen, choice) for choice in frame.choices[len(chosen)]):
+                    if (its := self._bound(frame, longer)) < self._limit(frame, longer):
+                        heapq.heappush(waiting, (its, next(numbers), frame, longer))
+            elif self._computed >= self.most:
+                break
+            else:
+                self._evaluate(frame, chosen)
+        else:
+            bound = math.inf
+        results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
+        return Found(results, self.counts, bound)
+
+    def _with_choices(self, frame: Frame) -> Frame:
+        choices = tuple(self._choices_of(role, frame.placement, frame.common) for role in self.roles)
+        made = frame._replace(choices=choices)
+        self.counts.opened += 1
+        self.counts.all += made.below(0)
+        fastest = tuple(_least(choice.split for choice in each) for each in choices)
+        idle = {role: min((it.idle for it in each), default=0) for role, each in zip(self.roles, choices, strict=True)}
+        return made._replace(fastest=fastest, idle=idle)
+
+    def _floor(self, frame: Frame) -> float:
+        """Seconds of a step at least, before the layouts of models are looked at: all operations at the full rate of a
+        role's ranks, and the engine's fastest choice."""
+        splits = []
+        for role in self.roles:
+            if role == "rollout":
+                splits.append(_least(choice.split for choice in self._choices_of(role, frame.placement, frame.common)))
+                continue
+            key = "floor", role, frame.placement.of(role)[1], frame.placement.mode
+            if key not in self._floors:
+                first, count = frame.placement.of(role)
+                config = with_keys(self.space.base.config, {"async_training.mode": frame.placement.mode})
+                ranks = tuple(range(first, first + count))
+                probe = Probe(config, self.space.own_roles, base=self.space.base, role=role, ranks=ranks)
+                self._floors[key] = self._split(probe, least(JobTimes(probe, self.machine, self.lengths)), exact=False)
+            splits.append(self._floors[key])
+        return self._bound(frame._replace(fastest=tuple(splits)), ())
+
+    def _choices_of(self, role: str, placement: Placement, common: Keys) -> list[Choice]:
+        """A role's choices, the fastest first; the same for all placements with as many ranks at the same place of a
+        node."""
+        first, count = placement.of(role)
+        first %= self.space.per_node
+        trains = self.space.specs[role].trains
+        key = role, first, count, placement.mode, tuple(common.items()) if trains else ()
+        if key not in self._choices:
+            config = with_keys(self.space.base.config, {**common, "async_training.mode": placement.mode})
+            made = list(self._made(role, config, tuple(range(first, first + count)), tuple(common.values())))
+            few = undominated(made, by_grid=role in FIRST)
+            self.counts.dominated += len(made) - len(few)
+            self._choices[key] = few
+        return self._choices[key]
+
+    def _made(self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...]) -> Iterator[Choice]:
+        """The choices whose state may fit, which is computed first."""
+        space, capacity = self.space, self.space.capacity
+        offloads = space.offloads(role)
+
+        def probe(keys: Keys) -> Probe:
+            return Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
+
+        for grid in space.grids(role, ranks[0], len(ranks)):
+            leanest = Choice(grid, probe({**grid, **dict.fromkeys(offloads[-1], True)}), Split())
+            works = space.work(role)
+            if capacity is not None and leanest.state > capacity:
+                self.counts.too_large += len(works) * len(offloads)
+                continue
+            for work, moved in itertools.product(works, offloads):
+                keys = {**grid, **work, **moved}
+                made, shared = probe(keys), (role, len(ranks), *common, *grid.values(), *work.values())
+                choice = Choice(
+                    keys,
+                    made,
+                    self._split(made, JobTimes(made, self.machine, self.lengths).phases()),
+                    shared,
+                    self._memo,
+                )
+                if capacity is None or choice.peak <= capacity:
+                    yield choice
+                else:
+                    self.counts.too_large += 1
+
+    def _split(self, probe: Probe, timed: Sequence[Timed], *, exact: bool = True) -> Split:
+        """exact: before the machine's efficiency, as `JobTimes` has phases."""
+        seconds = dict.fromkeys(Split._fields, 0.0)
+        for it in timed:
+            if it.role == probe.role and it.kind in SPLIT:
+                efficiency = self.machine.efficiency.get(it.name, 1.0) if exact else 1.0
+                seconds[PART_OF.get(it.name, it.kind)] += it.cost.seconds / efficiency
+        return Split(**seconds)
+
+    def _bound(self, frame: Frame, chosen: Sequence[Choice]) -> float:
+        """Seconds that a step takes at least."""
+        splits = [*(choice.split for choice in chosen), *frame.fastest[len(chosen) :]]
+        by_role = dict(zip(self.roles, splits, strict=True))
+        sets = [[by_role[role] for role in roles] for roles in frame.placement.sets]
+        if frame.placement.mode == "sync":
+            parts = zip(*([sum(part) for part in zip(*each, strict=True)] for each in sets), strict=True)
+            return sum(map(max, parts))
+        return max(sum(map(sum, each)) for each in sets)
+
+    def _limit(self, frame: Frame | None = None, chosen: Sequence[Choice] = ()) -> float:
+        """Seconds from which on a candidate changes no result."""
+        seconds = sorted(result.prediction.seconds for result in self._found.values())
+        limit = seconds[self.kept - 1] if len(seconds) >= self.kept else math.inf
+        if frame is not None and len(chosen) >= len(FIRST):
+            same = self._found.get(self._layout(frame, chosen))
+            return limit if same is None else min(limit, same.prediction.seconds)
+        return limit
+
+    def _layout(self, frame: Frame, chosen: Sequence[Choice]) -> tuple[object, ...]:
+        return frame.placement, *(choice.grid for choice in chosen[: len(FIRST)])
+
+    def _may_fit(self, frame: Frame, chosen: Sequence[Choice]) -> bool:
+        """Whether the chosen roles fit on their ranks, if the others take as little as they can. State comes first,
+        because activations take longer to compute."""
+        capacity = self.space.capacity
+        if capacity is None or not chosen:
+            return True
+        by_role = dict(zip(self.roles, chosen, strict=False))
+        idle = {role: by_role[role].idle if role in by_role else frame.idle[role] for role in self.roles}
+        for size in ("state", "peak"):
+            for roles in frame.placement.sets:
+                taken = sum(idle[role] for role in roles)
+                if any(
+                    taken - idle[role] + getattr(by_role[role], size) > capacity for role in roles if role in by_role
+                ):
+                    return False
+        if "rollout" not in by_role:
+            return True
+        beside = sum(idle[role] for role in frame.placement.roles_beside("rollout"))
+        return by_role["rollout"].probe.generating(beside, idle["rollout"]) <= capacity
+
+    def _evaluate(self, frame: Frame, chosen: Sequence[Choice]) -> None:
+        space, counts = self.space, self.counts
+        keys = space.joined(frame.placement, frame.common, [choice.keys for choice in chosen])
+        config, limit = with_keys(space.template, keys), self._limit(frame, chosen)
+        job = Candidate(config, space.own_roles, self._memo)
+        try:
+            if lower_bound(job, self.machine, self.lengths) >= limit:
+                return
+            self._computed += 1
+            row = fullest(job, space.capacity)
+        except Exception as error:
+            if not is_user_error(error):
+                raise
+            counts.rejected += 1
+            return
+        if space.capacity is not None and row.total > space.capacity:
+            counts.by_memory += 1
+            return
+        counts.evaluated += 1
+        prediction, layout = predict(job, self.machine, self.lengths), self._layout(frame, chosen)
+        if prediction.seconds < limit:
+            self._found[layout] = Result(keys, job, prediction, row, layout)
+
+
+def fullest(job: Candidate, capacity: int | None) -> Row:
+    """The row with most bytes. A refit's buffers have their own size only where the largest would not fit."""
+    row = tightest(job.rows())
+    if capacity is not None and row.total > capacity and row.phase == "refit":
+        return tightest(TrainingPlan(job.config, job.own_roles).rows())
+    return row
+
+
+def leanest(space: Space) -> tuple[Row, int]:
+    """The fullest row of about the layout that takes least memory, and the bytes that it may take: all roles on all
+    ranks, everything offloaded, layers recomputed, one sequence in a micro-batch, of each role the smallest peak."""
+    common, chosen = {"model.recompute.granularity": "full"}, []
+    placement = Placement("sync", (tuple(space.specs),), ((0, space.num_ranks),))
+    config, ranks = with_keys(space.base.config, common), tuple(range(space.num_ranks))
+    for role in space.specs:
+        moved, work = space.offloads(role)[-1], space.work(role)[-1 if role == "rollout" else 0]
+        choices = []
+        for grid in space.grids(role, 0, space.num_ranks):
+            keys = {**grid, **work, **dict.fromkeys(moved, True)}
+            probe = Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
+            choices.append(Choice(keys, probe, Split()))
+        # of an engine, whose choices have no peak of their own, the one with the most ranks
+        chosen.append(min(choices, key=lambda it: (it.peak, -it.probe.derived.roles[role].tp)).keys)
+    job = Candidate(with_keys(space.template, space.joined(placement, common, chosen)), space.own_roles)
+    capacity = space.capacity
+    assert capacity is not None, "without GPUs everything fits"
+    return fullest(job, capacity), capacity
+
+
+def _least(splits: Iterable[Split]) -> Split:
+    """The least of each part; no bound of what has no choice."""
+    each = list(splits)
+    return Split(*map(min, zip(*each, strict=True))) if each else Split()

@@ -1,0 +1,268 @@
+"""`hpcrl plan --search CONFIG --machine NAME`: the fastest layouts of a job, and how they scale over nodes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import yaml_core
+from hpcrl.config.derive import JobDescription
+from hpcrl.config.roles import RoleSpec
+from hpcrl.config.schema import Config
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.plan.memory import TrainingPlan, binary, with_keys
+from hpcrl.predict.lengths import Lengths
+from hpcrl.predict.machine import Machine, read_machine
+from hpcrl.predict.search import Found, Result, Search, leanest
+from hpcrl.predict.space import AXES, Knobs, Mode, Space
+from hpcrl.predict.table import lengths_of, limits
+from hpcrl.runtime.exits import InputError
+
+OBJECTIVES = ("step", "walltime", "node-hours")
+MODES: tuple[Mode, ...] = ("sync", "one_step_off", "bounded_staleness")
+MOST_NODES = 1024  # up to which a size that fits is looked for
+UNKNOWN_SPREAD = 0.5  # of a phase whose standard error the machine file does not have
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes",
+        metavar="N[..M]",
+        help="with --search: nodes, or a range that is doubled through; by default job.nodes",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="step",
+        help="with --search: what is smallest over a range of nodes: a step's time, the run's time, or node-hours",
+    )
+    parser.add_argument(
+        "--modes",
+        metavar="MODE,...",
+        help="with --search: values of async_training.mode to compare, which differ in the age of samples; by default "
+        "the template's",
+    )
+    parser.add_argument("--out", metavar="FILE", help="with --search: write the fastest as a YAML file")
+
+
+def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: argparse.Namespace) -> list[str]:
+    """The lines of the tables. Raises ConfigError or InputError, one line."""
+    if parsed.machine is None:
+        raise ConfigError("found --search without --machine; name a machine of configs/machines or a file")
+    if job.trained_role != "actor" or job.saves_last:
+        raise InputError(
+            "--search is for jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
+        )
+    machine = read_machine(parsed.machine)
+    config = job.read_config(path, overrides)
+    asked = Asked(
+        path, config, tuple(job.own_specs()), machine, lengths_of(TrainingPlan(config), parsed.response_lengths)
+    )
+    modes = _modes(parsed.modes)
+    found = {}
+    for nodes in nodes_of(parsed.nodes, config.job.nodes):
+        results = Search(asked.space(nodes, modes), machine, asked.lengths).run()
+        if results.results:
+            found[nodes] = results
+    if not found:
+        raise InputError(asked.fits_nowhere(nodes_of(parsed.nodes, config.job.nodes)[-1]))
+    best = min(found, key=lambda nodes: score(found[nodes].results[0], parsed.objective))
+    lines = [*asked.lines(found[best])]
+    if len(found) > 1:
+        lines += ["", *scaling(found)]
+    if parsed.out is not None:
+        write(Path(parsed.out), path, job.read_config(path), found[best].results[0].job.config)
+        lines.append(f"  {'written':<22}{parsed.out}: the first, for `hpcrl plan` and `hpcrl train`")
+    return lines
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A template, and the machine that it is planned for."""
+
+    path: str
+    config: Config
+    own_roles: tuple[RoleSpec, ...]
+    machine: Machine
+    lengths: Lengths
+
+    def space(self, nodes: int, modes: tuple[Mode, ...] = ()) -> Space:
+        config, memory = self.config, self.machine.device.memory_gib
+        if memory is not None and config.job.gpus_per_node > 0 and memory < config.job.gpu_memory_gib:
+            config = with_keys(config, {"job.gpu_memory_gib": memory})
+        return Space(config, nodes, Knobs(modes=modes), self.own_roles)
+
+    def fits_nowhere(self, nodes: int) -> str:
+        """The line for a job without a layout that fits: what is missing, and on how many nodes there is one."""
+        row, capacity = leanest(self.space(nodes))
+        line = (
+            f"{self.path} fits on {nodes} nodes in no layout: with everything offloaded, recomputed and as divided as it "
+            f"can be, {row.phase} takes {binary(row.total)}, {binary(row.total - capacity)} more than a GPU has for it"
+        )
+        more = nodes
+        while more < MOST_NODES:
+            more = min(2 * more, MOST_NODES)
+            row, capacity = leanest(self.space(more))
+            if row.total <= capacity:
+                return f"{line}; use --nodes {more}, where it takes {binary(row.total)}"
+        return f"{line}; it does not fit on {MOST_NODES} nodes either: use GPUs with more memory, or shorter sequences"
+
+    def lines(self, found: Found) -> Iterator[str]:
+        best, counts = found.results[0], found.counts
+        size, machine = best.job.derived.world_size, self.machine
+        yield (
+            f"fastest layouts of {self.path} on {best.job.config.job.nodes} nodes of {best.job.config.job.ntasks_per_node} "
+            f"of {machine.name}"
+        )
+        if not machine.measured:
+            yield f"  an extrapolation: the figures of {machine.name} are published ones, and were not measured on it"
+        for place, result in enumerate(found.results, 1):
+            yield from ("", *self._result(place, result, size))
+        yield ""
+        if len(found.results) > 1:
+            yield f"  {'why not the second':<22}{difference(best, found.results[1])}"
+        yield (
+            f"  {'candidates':<22}{counts.all:,} of {counts.dominated:,} and {counts.too_large:,} more choices of single "
+            f"roles, which were slower and as large, or too large; excluded by memory {counts.by_memory:,}, by the bound "
+            f"{counts.by_bound:,}, by the job's checks {counts.rejected:,}; computed {counts.evaluated:,}"
+        )
+        if found.bound < best.prediction.seconds:
+            gain = 1 - found.bound / best.prediction.seconds
+            yield f"  {'not computed':<22}candidates that may be faster, by {gain:.1%} at most"
+
+    def _result(self, place: int, result: Result, size: int) -> Iterator[str]:
+        step, job = result.prediction, result.job
+        band = spread(result, self.machine)
+        what = "GPU" if job.on_gpu else "rank"
+        yield (
+            f"{place}. {step.seconds:.4g} s per step, {step.seconds / (1 + band):.4g} to {step.seconds * (1 + band):.4g}; "
+            f"{step.tokens_per_second / size:.4g} tokens/s per {what}; {cost(result)}"
+        )
+        for role in job.derived.roles:
+            yield f"     {role:<10}{self._role(role, job)}"
+        for key in ("model.recompute.granularity", "async_training.mode", "rollout.gpu_memory_utilization"):
+            yield f"     {key}={_yaml(value_of(job.config, key))}"
+        shares = ", ".join(
+            f"{name} {seconds / step.seconds:.0%}"
+            for name, seconds in sorted(step.phases.items(), key=lambda phase: -phase[1])
+            if seconds >= 0.01 * step.seconds
+        )
+        slowest = max(step.phases, key=lambda name: step.phases[name])
+        yield f"     phases    {shares}; {slowest} is limited by {limits(step.parts[slowest])}"
+        if result.left is not None:
+            yield f"     memory    {binary(result.left)} are left in {result.row.phase}"
+
+    def _role(self, role: str, job: TrainingPlan) -> str:
+        placed = job.derived.roles[role]
+        axes = " ".join(f"{axis} {getattr(placed, axis)}" for axis in AXES if axis == "tp" or getattr(placed, axis) > 1)
+        text = f"{axes} dp {placed.dp} on ranks {placed.ranks[0]}-{placed.ranks[-1]}"
+        spec = job.specs.get(role)
+        if spec is not None and spec.max_tokens:
+            text += f", micro-batches of {spec.token_budget(job.config)} tokens"
+            away = [
+                part
+                for part in ("param", "grad", "optimizer")
+                if getattr(spec.config_of(job.config), f"{part}_offload", 0)
+            ]
+            text += f", offloads {' '.join(away)}" if away else ""
+        return text
+
+
+def spread(result: Result, machine: Machine) -> float:
+    """Relative error of a step, if those of its phases add up."""
+    phases = result.prediction.phases
+    total = sum(phases.values())
+    return sum(machine.spread.get(name, UNKNOWN_SPREAD) * seconds for name, seconds in phases.items()) / total
+
+
+def cost(result: Result) -> str:
+    nodes, steps = result.job.config.job.nodes, result.job.config.trainer.total_training_steps
+    hours = nodes * result.prediction.seconds / 3600
+    return f"{hours:.4g} node-hours per step" if steps is None else f"{hours * steps:,.4g} node-hours for {steps} steps"
+
+
+def score(result: Result, objective: str) -> float:
+    """What is to be smallest; a run has as many steps on any number of nodes."""
+    return result.prediction.seconds * (result.job.config.job.nodes if objective == "node-hours" else 1)
+
+
+def difference(best: Result, other: Result) -> str:
+    """The phase that the other one loses most in."""
+    mine, its = best.prediction.phases, other.prediction.phases
+    name = max(its, key=lambda name: its[name] - mine.get(name, 0.0))
+    return (
+        f"{name} takes {its[name]:.4g} s and not {mine.get(name, 0.0):.4g}, of a difference of "
+        f"{other.prediction.seconds - best.prediction.seconds:.4g} s per step"
+    )
+
+
+def scaling(found: Mapping[int, Found]) -> Iterator[str]:
+    first = next(iter(found))
+    ideal = first * found[first].results[0].prediction.seconds
+    yield f"  {'nodes':>6}{'s per step':>12}{'tokens/s':>12}{'efficiency':>12}  cost"
+    for nodes, its in found.items():
+        step = its.results[0].prediction
+        share = ideal / nodes / step.seconds
+        yield f"  {nodes:>6}{step.seconds:>12.4g}{step.tokens_per_second:>12.4g}{share:>12.0%}  {cost(its.results[0])}"
+
+
+def nodes_of(text: str | None, default: int) -> list[int]:
+    """4..64 is 4, 8, 16, 32, 64; the end is always among them."""
+    if text is None:
+        return [default]
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text, re.ASCII)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not match or not 1 <= first <= last:
+        why = "is empty" if match and first > last else "is no range"
+        raise ConfigError(f"--nodes {text} {why}; expected a number of nodes, or a range such as 4..64")
+    found = []
+    while first < last:
+        found.append(first)
+        first *= 2
+    return [*found, last]
+
+
+def _modes(text: str | None) -> tuple[Mode, ...]:
+    if text is None:
+        return ()
+    named = text.split(",")
+    if unknown := [name for name in named if name not in MODES]:
+        raise ConfigError(f"--modes {text} has {unknown[0]!r}; expected some of {','.join(MODES)}")
+    return tuple(mode for mode in MODES if mode in named)
+
+
+def write(out: Path, template: str, base: Config, config: Config) -> None:
+    """The file that extends the template and sets what is different."""
+    changes = differences(base.model_dump(), config.model_dump())
+    extends = os.path.relpath(Path(template).resolve(), out.resolve().parent)
+    try:
+        out.write_text(yaml_core.dump({"extends": extends, **changes}), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror}; name a file in a folder that exists") from None
+
+
+def differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in other.items():
+        if key not in base or not (isinstance(value, dict) and isinstance(base[key], dict)):
+            if key not in base or base[key] != value:
+                found[key] = value
+        elif inner := differences(base[key], value):
+            found[key] = inner
+    return found
+
+
+def value_of(config: Config, key: str) -> object:
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)
