@@ -109,6 +109,10 @@ readme = Path(__file__).with_name("README.md")
 kernels = Path(__file__).with_name("hpcrl") / "kernels"
 if not kernels.exists():
     kernels.symlink_to("../kernels")
+# machine files stand with the other YAML files, and are data of the package
+machines = Path(__file__).with_name("hpcrl") / "machines"
+if not machines.exists():
+    machines.symlink_to("../configs/machines")
 
 setup(
     name="hpcrl",
@@ -119,7 +123,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["hpcrl", "hpcrl.*"]),
-    package_data={"hpcrl": ["**/*.json", "**/*.jinja", "report/assets/*"]},
+    package_data={"hpcrl": ["**/*.json", "**/*.jinja", "report/assets/*", "machines/*.yaml"]},
     install_requires=COMMON,
     extras_require={
         "cpu": CPU,

@@ -212,29 +212,40 @@ def check(arguments: list[str]) -> NoReturn:
     parser = ArgumentParser(prog="hpcrl check", description=TOOLS["check"][1])
     parser.add_argument("--trtllm", action="store_true", help="whether TensorRT-LLM can be used here; collective")
     parser.add_argument("--job", action="store_true", help="the nodes and links of this allocation; collective")
+    parser.add_argument("--machine", metavar="OUT.yaml", help="with --job: measure the machine, and write its file")
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="with --job: YAML file of the run to check, too")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key")
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.config and not parsed.job:
         parser.error(f"found {parsed.config!r}, which only --job reads")
+    if parsed.machine and not parsed.job:
+        parser.error("found --machine, which needs --job")
     if parsed.job:
-        check_job(parsed.config, parsed.overrides)
+        check_job(parsed.config, parsed.overrides, parsed.machine)
     from hpcrl.rollout.tensorrt_llm.signatures import findings
 
     check.main(findings if parsed.trtllm else None)
 
 
-def check_job(config: str | None, overrides: list[str]) -> NoReturn:
+def check_job(config: str | None, overrides: list[str], machine: str | None) -> NoReturn:
     from hpcrl.checkpoint.manifest import verify
     from hpcrl.runtime import check_job
 
+    save_machine = None
+    if machine:
+        from hpcrl.predict import measured
+
+        save_machine = partial(measured.save, machine)
+
     def folder() -> str:
+        if machine:
+            measured.check_target(machine)
         if config is None:
             return ""
         run = load_job("train").read_config(config, overrides).run
         return str(Path(run.dir, run.name))
 
-    check_job.main(folder, partial(verify, with_links=True))
+    check_job.main(folder, partial(verify, with_links=True), save_machine)
 
 
 def submit(arguments: list[str]) -> NoReturn:

@@ -83,12 +83,25 @@ def test_package_files_are_empty() -> None:
         body = ast.parse(path.read_text(encoding="utf-8")).body
         # names of hpcrl.algorithms are imported when they are asked for
         lazy = (ast.ImportFrom, ast.Assign, ast.If, ast.FunctionDef) if path.parent.name == "algorithms" else ()
+        lazy = (ast.Import, ast.If) if path.parent == PACKAGE else lazy  # where hpcrl.kernels is
         assert all(isinstance(node, (ast.Expr, *lazy)) for node in body), f"{path} holds code"
 
 
 def test_every_folder_is_a_package() -> None:
     for path in sources():
         assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py, so pip would leave it out"
+
+
+def test_kernels_are_found_without_the_link(tmp_path: Path) -> None:
+    """As in a checkout beside an installed wheel, in whose folder Python takes the checkout's modules."""
+    (tmp_path / "hpcrl").mkdir()
+    for path in PACKAGE.iterdir():
+        if path.name != "kernels":
+            (tmp_path / "hpcrl" / path.name).symlink_to(path)
+    (tmp_path / "kernels").symlink_to(PACKAGE.parent / "kernels")
+    program = "import hpcrl.kernels.budget; print(hpcrl.kernels.budget.__file__)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == str(tmp_path / "kernels" / "budget.py")
 
 
 def loaded_after(code: str) -> set[str]:

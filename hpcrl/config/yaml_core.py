@@ -1,8 +1,6 @@
 """YAML in and out by the core schema of YAML 1.2: `1e-4` is a number, `no` is text, `00:30:00` is text.
 
 PyYAML follows YAML 1.1, where these are text, False and 1800.
-
-PyYAML follows YAML 1.1, where these are text, False and 1800.
 """
 
 from __future__ import annotations

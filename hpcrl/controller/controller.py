@@ -22,6 +22,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ import numpy as np
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import Columns, DataProto, LocalColumn
 from hpcrl.controller.busy import BusyReport
-from hpcrl.controller.columns import Block, Location, PlacedColumn, Read
+from hpcrl.controller.columns import Block, Location, PlacedColumn, Read, Shares, ranks_in, rows_of_each
 from hpcrl.controller.executor import (
     BUSY,
     COMMANDS,
@@ -142,6 +143,7 @@ class Controller:
         mode, layout = registration.mode, group.layout
         collect: Callable[[list[Any]], Any] = list
         reporters = tuple(mode.reporters(layout))
+        reporting = frozenset(reporters)
         batch, plan = DataProto(), None
         if mode.takes_batch:
             batch, args = args[0], args[1:]
@@ -150,12 +152,10 @@ class Controller:
                 collect = self._collector(plan)
         ranks = layout.leaders if registration.leader_only else layout.ranks
         call = _Call(self._number(), method, reporters, runs_here=self._wire.rank in ranks)
+        parts = plan.parts(batch, layout, registration) if plan is not None else None
         for rank in ranks:
-            reports, leader_only = rank in reporters, registration.leader_only
-            command = Command(call.id, group.role, method, args, kwargs, reports=reports, leader_only=leader_only)
-            if plan is not None:
-                command = plan.onto(command, batch, layout.coord(rank).dp)
-            self._issue(rank, command)
+            part = parts(rank) if parts is not None else {}
+            self._issue(rank, Command(call.id, group.role, method, args, kwargs, reports=rank in reporting, **part))
         if plan is not None:
             self._issue_to_owners(call.id, plan, set(ranks))
         return Future(lambda: collect(self._wait_for(call)), lambda: self._is_complete(call))
@@ -178,7 +178,7 @@ class Controller:
         read = Read("fetched", column.locations[0])
         plan = _Plan((read,), np.zeros(len(column), np.int32))
         call = _Call(self._number(), FETCH, (0,), runs_here=True)
-        self._issue(0, Command(call.id, FETCH, FETCH, reads=plan.reads, destination=plan.destination, reports=True))
+        self._issue(0, Command(call.id, FETCH, FETCH, share=plan.shares.of(0), reports=True))
         self._issue_to_owners(call.id, plan, {0})
         (columns,) = self._wait_for(call)
         return columns[read.column]
@@ -280,14 +280,14 @@ class Controller:
                 column.locations.append(Location.of_block(block, destination))
                 moved_to = block.id
             reads.append(Read(name, location, moved_to))
-        rows = [np.flatnonzero(assignment == dp) for dp in range(group.layout.dp)]
+        rows = rows_of_each(assignment, group.layout.dp)
         writes = {name.removesuffix("?"): self._new_block(destination) for name in registration.writes}
         return _Plan(tuple(reads), destination, rows, sample_reads, writes)
 
     def _new_block(self, ranks: np.ndarray) -> Block:
         """A block whose rows are at `ranks`, which free them when rank 0 has no more references to it."""
         block = Block(self._number())
-        weakref.finalize(block, self._free_later, block.id, np.unique(ranks).tolist())
+        weakref.finalize(block, self._free_later, block.id, ranks_in(ranks))
         return block
 
     def _free_later(self, block: int, ranks: list[int]) -> None:
@@ -295,10 +295,11 @@ class Controller:
             self._unreferenced[rank].append(block)
 
     def _issue_to_owners(self, command: int, plan: _Plan, running: set[int]) -> None:
-        owners = {rank for read in plan.reads for rank in np.unique(read.location.rank).tolist()}
+        """Have the ranks that do not run the method send the rows that they have."""
+        ranks = [read.location.rank for read in plan.reads]
+        owners = {rank for has in ranks for rank in ranks_in(has[has != plan.destination])}
         for rank in sorted(owners - running):
-            if any((plan.destination[read.location.rank == rank] != rank).any() for read in plan.reads):
-                self._issue(rank, Command(command, None, "send rows", reads=plan.reads, destination=plan.destination))
+            self._issue(rank, Command(command, None, "send rows", share=plan.shares.of(rank)))
 
     def _issue(self, rank: int, command: Command) -> None:
         if free := tuple(self._unreferenced.pop(rank, ())):
@@ -385,16 +386,25 @@ class _Plan:
     sample_reads: list[str] = field(default_factory=list)
     writes: dict[str, Block] = field(default_factory=dict)
 
-    def onto(self, command: Command, batch: DataProto, dp: int) -> Command:
-        """`command` with the part of the batch that a rank of replica `dp` needs."""
-        return replace(
-            command,
-            reads=self.reads,
-            destination=self.destination,
-            samples={name: batch.samples[name][self.rows[dp]] for name in self.sample_reads},
-            meta={name: value for name, value in batch.meta_info.items() if name != "metrics"},
-            writes={name: block.id for name, block in self.writes.items()},
-        )
+    @cached_property
+    def shares(self) -> Shares:
+        return Shares(self.reads, self.destination)
+
+    def parts(self, batch: DataProto, layout: Layout, registration: Registration) -> Callable[[int], dict[str, Any]]:
+        """A function that returns the fields of a rank's command that are about the batch."""
+        common = {
+            "meta": {name: value for name, value in batch.meta_info.items() if name != "metrics"},
+            "writes": {name: block.id for name, block in self.writes.items()},
+            "broadcasts": not registration.leader_only and layout.size > layout.dp and bool(registration.reads),
+        }
+        replica = {leader: dp for dp, leader in enumerate(layout.leaders)}
+
+        def part(rank: int) -> dict[str, Any]:
+            rows = self.rows[replica[rank]] if rank in replica else None
+            samples = {} if rows is None else {name: batch.samples[name][rows] for name in self.sample_reads}
+            return {"share": self.shares.of(rank), "samples": samples, **common}
+
+        return part
 
 
 def _assignment(batch: DataProto, layout: Layout, group_by: str | None) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcrl.batch.data_proto import DataProto, LocalColumn
 from hpcrl.controller.busy import BusyClock, BusyReport, MemoryLedger
-from hpcrl.controller.columns import ColumnStore, Read, merge_rows, receivers_of, rows_between, senders_of
+from hpcrl.controller.columns import ColumnStore, Share, merge_rows, ranks_in, receivers_of, rows_between, senders_of
 from hpcrl.controller.profiler import Profiler
 from hpcrl.controller.register import Worker, registration_of
 from hpcrl.controller.wire import Wire
@@ -45,10 +45,11 @@ class Command:
     """One entry of a rank's FIFO, as that rank receives it.
 
     role: the role that runs `method` here; None on a rank that only sends rows.
-    reads: token-level columns that the method needs. destination: int32 (N,) leader that gets each row; None without a
-    batch. samples: sample-level columns of this replica's rows. meta: the batch's meta_info, without metrics.
+    share: token-level columns that the method needs, and which of their rows this rank sends and receives; None without
+    a batch. samples: on a leader, sample-level columns of its replica's rows. meta: the batch's meta_info, without
+    metrics.
     writes: column that the method writes -> id of the block in which it is stored.
-    leader_only: the method runs on the replica's leader only.
+    broadcasts: the leader sends its rows, and their samples, to the other ranks of its replica.
     reports: the result goes to rank 0.
     free: blocks that no later command can refer to.
     """
@@ -58,12 +59,11 @@ class Command:
     method: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    reads: tuple[Read, ...] = ()
-    destination: np.ndarray | None = None
+    share: Share | None = None
     samples: dict[str, np.ndarray] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     writes: dict[str, int] = field(default_factory=dict)
-    leader_only: bool = False
+    broadcasts: bool = False
     reports: bool = False
     free: tuple[int, ...] = ()
 
@@ -205,9 +205,9 @@ class Executor:
         if command.role in (BUSY, PROFILE):
             return True
         method = registration_of(type(self.workers[command.role]), command.method) if command.role != FETCH else None
-        if method is None or not method.reentrant or command.destination is None:
+        if method is None or not method.reentrant or command.share is None:
             return False
-        return not senders_of(command.reads, command.destination, self.wire.rank)
+        return not senders_of(command.share.reads, command.share.destinations, self.wire.rank)
 
     def _execute(self, command: Command) -> Any:
         if command.role == FETCH:
@@ -228,9 +228,10 @@ class Executor:
     def _run_method(self, command: Command) -> Any:
         worker = self.workers[command.role]  # type: ignore[index]
         method = getattr(worker, command.method)
-        if command.destination is None:
+        if command.share is None:
             return method(*command.args, **command.kwargs)
-        batch = DataProto(dict(self._replica_rows(command, worker)), dict(command.samples), dict(command.meta))
+        columns, samples = self._replica_rows(command, worker)
+        batch = DataProto(dict(columns), dict(samples), dict(command.meta))
         output = method(batch, *command.args, **command.kwargs)
         return self._store_output(command, worker, output) if worker.is_leader else None
 
@@ -254,13 +255,13 @@ class Executor:
 
     def _send_rows(self, command: Command) -> None:
         """Send the rows that other ranks need for the command and this rank has."""
-        if command.destination is None:
+        if command.share is None:
             return
-        mine = self.wire.rank
-        for receiver in receivers_of(command.reads, command.destination, mine):
+        mine, reads, destination = self.wire.rank, command.share.reads, command.share.destinations
+        for receiver in receivers_of(reads, destination, mine):
             columns = [
-                self.store.rows(read.location, rows_between(read.location, command.destination, mine, receiver))
-                for read in command.reads
+                self.store.rows(read.location, rows_between(read.location, destination, mine, receiver))
+                for read in reads
             ]
             began = time.perf_counter()
             nbytes = self.wire.send(columns, receiver, ROWS)
@@ -268,16 +269,16 @@ class Executor:
 
     def _gather_rows(self, command: Command) -> dict[str, LocalColumn]:
         """Every column of the command, with the rows whose destination is this rank, in batch order."""
-        assert command.destination is not None
-        mine, destination = self.wire.rank, command.destination
-        if not command.reads:
+        assert command.share is not None
+        mine, reads, destination = self.wire.rank, command.share.reads, command.share.destinations
+        if not reads:
             return {}
-        received = {sender: self._receive_rows(sender) for sender in senders_of(command.reads, destination, mine)}
+        received = {sender: self._receive_rows(sender) for sender in senders_of(reads, destination, mine)}
         needed = np.flatnonzero(destination == mine)
         columns = {}
-        for index, read in enumerate(command.reads):
+        for index, read in enumerate(reads):
             parts, positions = [], []
-            for sender in np.unique(read.location.rank[needed]).tolist():
+            for sender in ranks_in(read.location.rank[needed]):
                 rows = rows_between(read.location, destination, sender, mine)
                 parts.append(self.store.rows(read.location, rows) if sender == mine else received[sender][index])
                 positions.append(np.searchsorted(needed, rows))
@@ -293,14 +294,18 @@ class Executor:
         spans.add_transfer("columns", sender, self.wire.rank, nbytes, began, time.perf_counter())
         return columns
 
-    def _replica_rows(self, command: Command, worker: Worker) -> dict[str, LocalColumn]:
-        """The replica's rows on each of its ranks: the leader gathers them and broadcasts them inside the replica."""
+    def _replica_rows(self, command: Command, worker: Worker) -> tuple[dict[str, LocalColumn], dict[str, np.ndarray]]:
+        """The replica's columns and samples on each of its ranks: the leader gathers the columns, gets the samples from
+        rank 0, and broadcasts both inside the replica."""
+        found = self._gather_rows(command) if worker.is_leader else {}, command.samples
+        if not command.broadcasts:
+            return found
         dp = worker.layout.coord(worker.rank).dp
         replica = worker.layout.replica(dp)
-        columns = self._gather_rows(command) if worker.is_leader else {}
-        if command.leader_only or len(replica) == 1 or not command.reads:
-            return columns
-        return broadcast_object(self._replicas[replica], columns, replica.index(worker.layout.leader(dp)))
+        root = replica.index(worker.layout.leader(dp))
+        received: tuple[dict[str, LocalColumn], dict[str, np.ndarray]]
+        received = broadcast_object(self._replicas[replica], found, root)
+        return received
 
 
 def _replica_communicators(comm: MPI.Intracomm, layouts: Mapping[str, Layout]) -> dict[tuple[int, ...], MPI.Intracomm]:

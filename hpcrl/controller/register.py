@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from hpcrl.config.roles import RoleSpec
 from hpcrl.grid.layout import Layout
 from hpcrl.runtime.rank_status import RankStatus
 
 if TYPE_CHECKING:
+    from hpcrl.config.roles import RoleSpec
     from hpcrl.controller.executor import Executor
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.runtime.mpi import duplicate, wait, wait_all, wait_for_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+TESTS_PER_SEND = 8
 
 
 class Wire:
@@ -21,12 +23,12 @@ class Wire:
         self.size: int = comm.size
         self.bytes_sent: Counter[int] = Counter()  # by tag
         self.bytes_received: Counter[int] = Counter()
-        self._sends: list[tuple[MPI.Request, Any]] = []
+        self._sends: deque[tuple[MPI.Request, Any]] = deque()
 
     def send(self, message: object, to: int, tag: int) -> int:
         """Start a send; its buffer is kept until the send has completed. Returns its bytes."""
         data = pickle.dumps(message, protocol=5)
-        self._sends = [(request, held) for request, held in self._sends if not request.Test()]
+        self._free_completed()
         self.bytes_sent[tag] += len(data)
         self._sends.append((self.comm.Isend(data, dest=to, tag=tag), data))
         return len(data)
@@ -62,6 +64,14 @@ class Wire:
         wait(message.Irecv([buffer, MPI.BYTE]))
         self.bytes_received[tag] += len(buffer)
         return [buffer]
+
+    def _free_completed(self) -> None:
+        """Free buffers of completed sends. A call tests a few of them in turn, because a call for each of many ranks
+        would otherwise test all sends to the ranks before."""
+        for _ in range(min(len(self._sends), TESTS_PER_SEND)):
+            request, held = self._sends.popleft()
+            if not request.Test():
+                self._sends.append((request, held))
 
     def flush(self) -> None:
         wait_all([request for request, _ in self._sends])

@@ -1,6 +1,7 @@
 """`hpcrl check --job`: whether the nodes and links of an allocation can run a job, in less than a minute.
 
-Runs on all ranks of the job, under srun or mpiexec like the job. The exit code is 1 if something is wrong.
+Runs on all ranks of the job, under srun or mpiexec like the job. The exit code is 1 if something is wrong. With
+--machine it also measures the machine, if nothing is wrong with it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from hpcrl.runtime.mpi import all_gather_object, barrier, broadcast_object, run_
 from hpcrl.runtime.rank_status import RankStatus
 from hpcrl.runtime.store import own_address
 from hpcrl.runtime.watchdog import format_ranks
-from hpcrl.runtime.world import abort, finish, finish_with_error, start_mpi
+from hpcrl.runtime.world import abort, finish, finish_with_error, set_torch_precision, start_mpi, start_torch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -172,6 +173,7 @@ def late_links(seconds: Sequence[float], kinds: Sequence[bool]) -> list[int]:
 
 
 DEADLINE = 60.0  # seconds, without the check of the bundle, which may be large
+MEASURING_DEADLINE = 300.0  # seconds
 CLOCKS_DIFFER, CLOCKS_WRONG = 1.0, 60.0  # seconds
 PACKAGES = ("hpcrl", "torch", "megatron-core", "mpi4py", "numpy", "transformers", "tensorrt-llm", "transformer-engine")
 CANARY_SECONDS = 10.0
@@ -211,16 +213,19 @@ class Folder:
     unseen: list[int]
 
 
-def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> NoReturn:
+def main(
+    find_folder: Callable[[], str],
+    verify: Callable[[str], list[str]],
+    save_machine: Callable[[dict[str, Any]], str] | None = None,
+) -> NoReturn:
     """Run the subcommand. Collective over the ranks that the launcher started.
 
     find_folder: returns the run directory, on rank 0; it may be relative, and need not exist. verify: returns what is
-    wrong with the files of a bundle.
+    wrong with the files of a bundle. save_machine: with --machine, writes the description of the machine on rank 0, and
+    returns the file's name.
     """
     status = RankStatus(phase="starting MPI")
-    timer = threading.Timer(DEADLINE, _give_up, (status,))
-    timer.daemon = True
-    timer.start()
+    timer = _start_timer(status, DEADLINE)
     try:
         comm = start_mpi()
     except InputError as error:
@@ -228,7 +233,7 @@ def main(find_folder: Callable[[], str], verify: Callable[[str], list[str]]) -> 
             report([Finding("MPI", "unusable", str(error))])
         os._exit(exits.OTHER)
     try:
-        finish(_run(comm, status, timer, find_folder, verify))
+        finish(_run(comm, status, timer, find_folder, verify, save_machine))
     except BaseException as error:  # the others would wait for this rank
         abort(error, rank=comm.rank, phase=status.phase)
 
@@ -239,6 +244,7 @@ def _run(
     timer: threading.Timer,
     find_folder: Callable[[], str],
     verify: Callable[[str], list[str]],
+    save_machine: Callable[[dict[str, Any]], str] | None,
 ) -> int:
     """Run the checks and return the exit code on every rank. `timer` is cancelled after all steps that may hang."""
     from mpi4py import MPI
@@ -270,7 +276,39 @@ def _run(
             *bundle_findings(shared.path, verify),
         ]
         code = report(table, "a job on these nodes")
-    return int(broadcast_object(comm, code))
+    code = int(broadcast_object(comm, code))
+    if save_machine is not None and code == exits.DONE:
+        _measure(comm, status, [node.ranks for node in nodes], shared.path, save_machine)
+    elif save_machine is not None and comm.rank == 0:
+        print("the machine is not measured, because something is wrong with it")
+    return code
+
+
+def _measure(
+    comm: MPI.Intracomm,
+    status: RankStatus,
+    nodes: Sequence[Sequence[int]],
+    folder: str,
+    save: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure the machine and save its description. Ends the job if that cannot be done. Collective."""
+    timer = _start_timer(status, MEASURING_DEADLINE)
+    try:
+        with status.within("check", "starting torch"):
+            world = start_torch(comm, status=status, nccl_timeout=MEASURING_DEADLINE)
+        from hpcrl.runtime.measure import measure
+
+        set_torch_precision(full_determinism=False)
+        if comm.rank == 0:
+            print(f"\nmeasuring on {comm.size} rank(s), {world.threads} thread(s) per rank", flush=True)
+        with status.within("check", "measuring"):
+            found = measure(world, nodes, folder, partial(print, flush=True))
+        path = run_collectively(comm, lambda: save(found) if comm.rank == 0 else None)
+    except InputError as error:
+        finish_with_error(error, comm.rank)
+    timer.cancel()
+    if comm.rank == 0:
+        print(f"\nwritten to {path}", flush=True)
 
 
 def nodes_of(hosts: Sequence[str]) -> list[Node]:
@@ -408,10 +446,17 @@ def _pair(nodes: Sequence[Node], pair: Pair) -> str:
     return f"{nodes[pair[0]].host} and {nodes[pair[1]].host}"
 
 
-def _give_up(status: RankStatus) -> NoReturn:
+def _start_timer(status: RankStatus, seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, _give_up, (status, seconds))
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _give_up(status: RankStatus, seconds: float) -> NoReturn:
     """End the job when a dead link makes MPI wait forever. Every rank prints the step that it is in."""
     rank = launched_rank(os.environ) or "?"
-    os.write(2, f"hpcrl check: rank {rank} on {node_name()} is still {status.phase} after {DEADLINE:.0f} s\n".encode())
+    os.write(2, f"hpcrl check: rank {rank} on {node_name()} is still {status.phase} after {seconds:.0f} s\n".encode())
     time.sleep(1.0)  # launchers drop output that is still in their pipes when the first rank exits
     os._exit(exits.OTHER)
 

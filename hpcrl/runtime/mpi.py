@@ -30,11 +30,18 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="MPI.Comm")
 T = TypeVar("T")
 
-# Measured, 1 KB all-reduce of 4 ranks on 2 cores: 24 us with 300 to 2,000 yielding tests before the first sleep, but
-# 2,800 us with 60: a rank that sleeps too early delays every round of the others. 1,000 tests cost 0.6 ms of CPU.
-_EAGER_TESTS = 1000
 _FIRST_PAUSE = 20e-6  # seconds
-_LAST_PAUSE = 1e-3  # seconds
+
+
+@dataclass
+class BackOff:
+    """How a rank waits: tests that yield the core before the first sleep, and seconds of the longest sleep."""
+
+    # Measured, 1 KB all-reduce of 4 ranks on 2 cores: 24 us with 300 to 2,000 yielding tests before the first sleep,
+    # but 2,800 us with 60: a rank that sleeps too early delays every round of the others. 1,000 tests cost 0.6 ms of
+    # CPU.
+    eager_tests: int = 1000
+    last_pause: float = 1e-3
 
 
 @dataclass
@@ -42,39 +49,43 @@ class WaitTime:
     """How long the main thread has waited for other ranks. Waits inside NCCL's kernels are not measured.
 
     seconds: total of the waits that have ended. since: start of the current wait on `time.perf_counter`, None outside
-    waits.
+    waits. cpu_seconds: CPU time of the tests in the waits that have ended.
     """
 
     seconds: float = 0.0
     since: float | None = None
+    cpu_seconds: float = 0.0
 
 
 # Of this process: waits happen below torch.distributed and MPI, to which no object of ours can be passed.
+back_off = BackOff()
 wait_time = WaitTime()
 
 
-def wait_until(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> None:
+def wait_until(ready: Callable[[], bool], eager_tests: int | None = None) -> None:
     """Call `ready` until it returns True: first yielding the core in between, then sleeping for 20 us up to 1 ms.
 
     `ready` must make progress itself, as MPI_Test does: nothing else makes progress while this rank sleeps.
+    eager_tests: those of `back_off` by default.
     """
-    for _ in range(eager_tests):
+    for _ in range(back_off.eager_tests if eager_tests is None else eager_tests):
         if ready():
             return
         os.sched_yield()
     pause = _FIRST_PAUSE
     while not ready():
         time.sleep(pause)
-        pause = min(2 * pause, _LAST_PAUSE)
+        pause = min(2 * pause, back_off.last_pause)
 
 
-def wait_for_ranks(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -> None:
+def wait_for_ranks(ready: Callable[[], bool], eager_tests: int | None = None) -> None:
     """As `wait_until`, and count the time in `wait_time` and in the trace. Nested calls count once."""
     if ready():
         return
     if wait_time.since is not None:
         return wait_until(ready, eager_tests)
     wait_time.since = began = time.perf_counter()
+    cpu_began = time.thread_time()
     spans.begin_wait(began)
     try:
         wait_until(ready, eager_tests)
@@ -82,6 +93,7 @@ def wait_for_ranks(ready: Callable[[], bool], eager_tests: int = _EAGER_TESTS) -
         ended = time.perf_counter()
         wait_time.since = None
         wait_time.seconds += ended - began
+        wait_time.cpu_seconds += time.thread_time() - cpu_began
         spans.end_wait(ended)
 
 

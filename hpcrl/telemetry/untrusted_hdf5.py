@@ -10,7 +10,8 @@ import h5py
 import numpy as np
 
 _FLETCHER32 = {h5py.h5z.FILTER_FLETCHER32}
-_STRINGS_AT_ONCE = 64
+_AT_ONCE = 2**28  # bytes of strings that are read together at most, if each were as long as the file
+_FEWEST_AT_ONCE = 64
 
 
 def member(group: h5py.Group, name: str) -> h5py.Group | h5py.Dataset:
@@ -52,11 +53,12 @@ def _check_storage(dataset: h5py.Dataset) -> None:
 
 
 def _strings(dataset: h5py.Dataset) -> np.ndarray:
-    """Read a few strings at a time, because many entries may refer to the same long string."""
+    """Read some strings at a time, because many entries may refer to the same long string."""
     size, left = dataset.size, dataset.file.id.get_filesize()
+    at_once = max(_FEWEST_AT_ONCE, _AT_ONCE // max(left, 1))
     found = np.empty(size, object)
-    for start in range(0, size, _STRINGS_AT_ONCE):
-        strings = dataset.asstr()[start : start + _STRINGS_AT_ONCE]
+    for start in range(0, size, at_once):
+        strings = dataset.asstr()[start : start + at_once]
         left -= sum(map(len, strings))
         if left < 0:
             raise ValueError(f"{dataset.name} has longer strings than the file has bytes")

@@ -1,0 +1,67 @@
+"""Machine files that `hpcrl check --job --machine` writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcrl.config import yaml_core
+from hpcrl.config.yaml_core import ConfigError
+from hpcrl.predict.machine import Machine
+
+DIGITS = 3  # that measurements are good for
+
+
+def check_target(path: str) -> None:
+    """Raise ConfigError, one line, if a machine file cannot be written there."""
+    target = Path(path)
+    if target.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--machine: found {path!r}, expected the name of a YAML file, such as machine.yaml")
+    if target.is_dir():
+        raise ConfigError(f"--machine: {path} is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--machine: there is no folder {target.parent}; create it, or name another file")
+    draft = _draft(target)
+    try:
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise ConfigError(f"--machine: {target.parent} cannot be written to: {error.strerror}") from None
+
+
+def save(path: str, figures: Mapping[str, Any]) -> str:
+    """Write the machine file of measured figures, and return its name. An existing file is replaced atomically.
+
+    Raises ConfigError, one line, if the figures are no machine, or if the file cannot be written.
+    """
+    target = Path(path)
+    machine = {"name": target.stem, **_rounded(figures)}
+    text = yaml_core.dump(machine)
+    try:
+        Machine.model_validate(yaml_core.parse(text, path).plain())
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"measured {key}={first['input']!r}: {first['msg']}; measure again") from None
+    draft = _draft(target)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, target)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(f"--machine: {path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _draft(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -1,0 +1,199 @@
+"""What one rank computes and copies in a second, measured with torch on its own device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpcrl.runtime.fits import fit_rate
+
+DTYPES = (torch.float32, torch.bfloat16)
+LARGEST = 0.25  # seconds that one call may take; products and sequences grow up to it
+REPEATS, REPEAT_SECONDS = 9, 0.5  # of a call, whichever ends first, but at least 3 calls
+SMALL_CALLS = 500  # of an operator that takes microseconds
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    weight: rows and columns of the second factor of products. rows: of the first factor. heads, head_dim, lengths: of
+    attention. copied: bytes of a copy, more than caches hold. calls: before each synchronization with the device.
+    """
+
+    weight: tuple[int, int]
+    rows: tuple[int, ...]
+    heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    copied: int
+    calls: int
+
+
+ON_CPU = Sizes((512, 2048), (1, 8, 64, 512, 4096), 4, 64, (64, 256, 1024), 2**27, 1)
+ON_GPU = Sizes((8192, 8192), (1, 8, 64, 512, 4096), 32, 128, (512, 2048, 8192), 2**30, 10)
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """Figures of one rank. matmul, attention: (flops, half_rows) by dtype. The others: bytes per second, and seconds.
+    replay: None without CUDA graphs."""
+
+    matmul: dict[str, tuple[float, float]]
+    attention: dict[str, tuple[float, float]]
+    memory_bandwidth: float
+    launch: float
+    replay: float | None
+    host_copy: float
+
+
+def sizes_of(device: torch.device) -> Sizes:
+    return ON_GPU if device.type == "cuda" else ON_CPU
+
+
+def measure_device(device: torch.device) -> DeviceFigures:
+    with torch.no_grad():
+        return DeviceFigures(
+            {_name(dtype): matmul_rate(device, dtype) for dtype in DTYPES},
+            {_name(dtype): attention_rate(device, dtype) for dtype in DTYPES},
+            memory_bandwidth(device),
+            launch_seconds(device),
+            replay_seconds(device) if device.type == "cuda" else None,
+            host_copy(device),
+        )
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """(flops, half_rows) of products with one weight, fitted over the numbers of rows."""
+    sizes = sizes_of(device)
+    inner, outer = sizes.weight
+    weight = torch.randn(inner, outer, device=device).to(dtype)
+
+    def product(rows: int) -> Callable[[], object]:
+        factor = torch.randn(rows, inner, device=device).to(dtype)
+        return lambda: torch.mm(factor, weight)
+
+    rows, seconds = growing(sizes.rows, product, lambda rows: rows, device)
+    return fit_rate(rows, seconds, 2.0 * inner * outer)
+
+
+def attention_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """(flops, half_rows) of causal attention forward, fitted over lengths L.
+
+    Operations are counted as in `hpcrl.model.sizes`: 2 * head_dim * (L + 1) * L per head, without products that the
+    mask removes. So the time divided by L + 1 is linear in L.
+    """
+    sizes = sizes_of(device)
+
+    def attention(length: int) -> Callable[[], object]:
+        shape = (1, sizes.heads, length, sizes.head_dim)
+        query, key, value = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+        return lambda: scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    lengths, seconds = growing(sizes.lengths, attention, lambda length: length**2, device)
+    per_row = [second / (length + 1) for length, second in zip(lengths, seconds, strict=True)]
+    return fit_rate(lengths, per_row, 2.0 * sizes.heads * sizes.head_dim)
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy within the device's memory."""
+    source = torch.zeros(sizes_of(device).copied, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
+
+
+def host_copy(device: torch.device) -> float:
+    """Bytes per second of a copy from pinned host memory to the device; on the CPU of a copy within memory."""
+    source = torch.zeros(sizes_of(device).copied // 2, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.zeros(source.shape, dtype=torch.uint8, device=device)
+    return source.numel() / median_seconds(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Seconds of an operator on few elements, in a row of them."""
+    small = torch.zeros(16, device=device)
+    return median_seconds(lambda: _add(small), device) / SMALL_CALLS
+
+
+def replay_seconds(device: torch.device) -> float:
+    """Seconds of the same operator in a replayed CUDA graph."""
+    small = torch.zeros(16, device=device)
+    _add(small)  # a graph may not load kernels
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _add(small)
+    return median_seconds(graph.replay, device) / SMALL_CALLS
+
+
+def product_rate(device: torch.device, seconds: float) -> tuple[float, float]:
+    """(operations, CPU seconds) per second of fp32 products of 64 rows, repeated for this time."""
+    inner, outer = sizes_of(device).weight
+    weight, factor = torch.randn(inner, outer, device=device), torch.randn(64, inner, device=device)
+    used, began, count = time.process_time(), time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        torch.mm(factor, weight)
+        synchronize(device)
+        count += 1
+    took = time.perf_counter() - began
+    return 2.0 * 64 * inner * outer * count / took, (time.process_time() - used) / took
+
+
+def growing(
+    sizes: Sequence[int],
+    make: Callable[[int], Callable[[], object]],
+    cost: Callable[[int], float],
+    device: torch.device,
+) -> tuple[list[int], list[float]]:
+    """Seconds of `make(size)()`, for growing sizes until a call is expected to take longer than `LARGEST`.
+
+    cost: work of a size in any unit, from which the time of the next size is expected.
+    """
+    measured: list[int] = []
+    seconds: list[float] = []
+    for size in sizes:
+        if measured and seconds[-1] * cost(size) / cost(measured[-1]) > LARGEST:
+            break
+        measured.append(size)
+        seconds.append(median_seconds(make(size), device))
+    return measured, seconds
+
+
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median time of a call on this device, after one that is not counted.
+
+    Of a rank with one thread on the CPU it is CPU time, which is the same on an idle node and does not include what
+    other programs take.
+    """
+    calls = sizes_of(device).calls
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    call()
+    synchronize(device)
+    found: list[float] = []
+    while len(found) < 3 or (len(found) < REPEATS and sum(found) * calls < REPEAT_SECONDS):
+        began = clock()
+        for _ in range(calls):
+            call()
+        synchronize(device)
+        found.append((clock() - began) / calls)
+    return median(found)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _add(small: Tensor) -> None:
+    for _ in range(SMALL_CALLS):
+        small.add_(1.0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
