@@ -101,8 +101,8 @@ class Asked:
         """The line for a job without a layout that fits: what is missing, and on how many nodes there is one."""
         row, spare = self._leanest(nodes)
         line = (
-            f"{self.path} fits on {nodes} {_nodes(nodes)} in no layout: with everything offloaded, recomputed and divided, "
-            f"{row.phase} takes {binary(row.total)} of a GPU, {binary(-spare)} more than there are"
+            f"{self.path} fits on {nodes} {_nodes(nodes)} in no layout: with everything offloaded, recomputed and "
+            f"divided, {row.phase} takes {binary(row.total)} of a GPU, {binary(-spare)} more than there are"
         )
         more = nodes
         while more < MOST_NODES:
@@ -121,11 +121,8 @@ class Asked:
 
     def lines(self, found: Found) -> Iterator[str]:
         best, counts = found.results[0], found.counts
-        size, machine = best.job.derived.world_size, self.machine
-        yield (
-            f"fastest layouts of {self.path} on {best.job.config.job.nodes} x {best.job.config.job.ntasks_per_node} ranks "
-            f"of {machine.name}"
-        )
+        size, machine, its = best.job.derived.world_size, self.machine, best.job.config.job
+        yield f"fastest layouts of {self.path} on {its.nodes} x {its.ntasks_per_node} ranks of {machine.name}"
         if not machine.measured:
             yield f"  an extrapolation: the figures of {machine.name} are published ones, and were not measured on it"
         for place, result in enumerate(found.results, 1):
@@ -133,13 +130,14 @@ class Asked:
         yield ""
         if len(found.results) > 1:
             yield f"  {'why not the second':<22}{difference(best, found.results[1])}"
+        yield f"  {'placements':<22}{counts.frames:,}, of which the bound excluded {counts.frames - counts.opened:,}"
         yield (
-            f"  {'choices of one role':<22}{counts.too_large:,} too large, {counts.dominated:,} slower and no smaller than "
-            f"others; {counts.opened} of {counts.frames} placements looked into"
+            f"  {'choices of a role':<22}{counts.too_large:,} were too large, {counts.dominated:,} slower and no "
+            "smaller than others"
         )
         yield (
-            f"  {'candidates of the rest':<22}{counts.all:,}: {counts.by_memory:,} excluded by memory, {counts.by_bound:,} "
-            f"by the bound, {counts.rejected:,} by the job's checks; {counts.evaluated:,} computed"
+            f"  {'candidates':<22}{counts.all:,} of the rest: {counts.by_memory:,} excluded by memory, "
+            f"{counts.by_bound:,} by the bound, {counts.rejected:,} by the job's checks; {counts.evaluated:,} computed"
         )
         if found.bound < best.prediction.seconds:
             gain = 1 - found.bound / best.prediction.seconds
@@ -148,9 +146,9 @@ class Asked:
     def _result(self, place: int, result: Result, size: int) -> Iterator[str]:
         step, job = result.prediction, result.job
         band = spread(result, self.machine)
-        what = "GPU" if job.on_gpu else "rank"
+        what, low, high = "GPU" if job.on_gpu else "rank", step.seconds / (1 + band), step.seconds * (1 + band)
         yield (
-            f"{place}. {step.seconds:.4g} s per step, {step.seconds / (1 + band):.4g} to {step.seconds * (1 + band):.4g}; "
+            f"{place}. {step.seconds:.4g} s per step, {low:.4g} to {high:.4g}; "
             f"{step.tokens_per_second / size:.4g} tokens/s per {what}; {cost(result)}"
         )
         for role in job.derived.roles:
