@@ -153,7 +153,18 @@ class Search:
         else:
             bound = math.inf
         results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
-        return Found(results, self.counts, bound)
+        return Found(results or self._only_one(), self.counts, bound)
+
+    def _only_one(self) -> list[Result]:
+        """The leanest candidate, if it fits: the fastest ones that were computed did not."""
+        space = self.space
+        if space.capacity is None or "sync" not in (space.knobs.modes or (space.template.async_training.mode,)):
+            return []
+        keys, job = leanest(space)
+        row = fullest(job, space.capacity)
+        if row.total > space.capacity:
+            return []
+        return [Result(keys, job, predict(job, self.machine, self.lengths), row, ())]
 
     def _with_choices(self, frame: Frame) -> Frame:
         choices = tuple(self._choices_of(role, frame.placement, frame.common) for role in self.roles)
@@ -309,12 +320,12 @@ def fullest(job: Candidate, capacity: int | None) -> Row:
     return row
 
 
-def leanest(space: Space) -> tuple[Row, int]:
-    """The fullest row of about the layout that takes least memory, and the bytes that it may take: all roles on all
-    ranks, everything offloaded, layers recomputed, one sequence in a micro-batch, of each role the smallest peak."""
-    common, chosen = {"model.recompute.granularity": "full"}, []
+def leanest(space: Space) -> tuple[Keys, Candidate]:
+    """About the candidate that takes least memory: all roles on all ranks, everything offloaded, layers recomputed, one
+    sequence in a micro-batch, and of each role the smallest peak."""
+    common: Keys = {"model.recompute.granularity": "full"}
     placement = Placement("sync", (tuple(space.specs),), ((0, space.num_ranks),))
-    config, ranks = with_keys(space.base.config, common), tuple(range(space.num_ranks))
+    config, ranks, chosen = with_keys(space.base.config, common), tuple(range(space.num_ranks)), []
     for role in space.specs:
         moved, work = space.offloads(role)[-1], space.work(role)[-1 if role == "rollout" else 0]
         choices = []
@@ -322,12 +333,10 @@ def leanest(space: Space) -> tuple[Row, int]:
             keys = {**grid, **work, **dict.fromkeys(moved, True)}
             probe = Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
             choices.append(Choice(keys, probe, Split()))
-        # of an engine, whose choices have no peak of their own, the one with the most ranks
-        chosen.append(min(choices, key=lambda it: (it.peak, -it.probe.derived.roles[role].tp)).keys)
-    job = Candidate(with_keys(space.template, space.joined(placement, common, chosen)), space.own_roles)
-    capacity = space.capacity
-    assert capacity is not None, "without GPUs everything fits"
-    return fullest(job, capacity), capacity
+        best = min(choices, key=lambda it: (it.peak, -it.probe.derived.roles[it.probe.role].tp))
+        chosen.append(best.keys)
+    keys = space.joined(placement, common, chosen)
+    return keys, Candidate(with_keys(space.template, keys), space.own_roles)
 
 
 def _least(splits: Iterable[Split]) -> Split:

@@ -15,10 +15,10 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.roles import RoleSpec
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.plan.memory import TrainingPlan, binary, with_keys
+from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine, read_machine
-from hpcrl.predict.search import Found, Result, Search, leanest
+from hpcrl.predict.search import Found, Result, Search, fullest, leanest
 from hpcrl.predict.space import AXES, Knobs, Mode, Space
 from hpcrl.predict.table import lengths_of, limits
 from hpcrl.runtime.exits import InputError
@@ -99,26 +99,30 @@ class Asked:
 
     def fits_nowhere(self, nodes: int) -> str:
         """The line for a job without a layout that fits: what is missing, and on how many nodes there is one."""
-        row, capacity = leanest(self.space(nodes))
+        row, spare = self._leanest(nodes)
         line = (
-            f"{self.path} fits on {nodes} nodes in no layout: with everything offloaded, recomputed and as divided as it "
-            f"can be, {row.phase} takes {binary(row.total)}, {binary(row.total - capacity)} more than a GPU has for it"
+            f"{self.path} fits on {nodes} {_nodes(nodes)} in no layout: with everything offloaded, recomputed and "
+            f"divided, {row.phase} takes {binary(row.total)} of a GPU, {binary(-spare)} more than there are"
         )
         more = nodes
         while more < MOST_NODES:
             more = min(2 * more, MOST_NODES)
-            row, capacity = leanest(self.space(more))
-            if row.total <= capacity:
+            row, spare = self._leanest(more)
+            if spare >= 0:
                 return f"{line}; use --nodes {more}, where it takes {binary(row.total)}"
         return f"{line}; it does not fit on {MOST_NODES} nodes either: use GPUs with more memory, or shorter sequences"
 
+    def _leanest(self, nodes: int) -> tuple[Row, int]:
+        """The fullest row of the candidate that takes least, and the bytes that are left of what it may take."""
+        space = self.space(nodes)
+        assert space.capacity is not None, "without GPUs everything fits"
+        row = fullest(leanest(space)[1], space.capacity)
+        return row, space.capacity - row.total
+
     def lines(self, found: Found) -> Iterator[str]:
         best, counts = found.results[0], found.counts
-        size, machine = best.job.derived.world_size, self.machine
-        yield (
-            f"fastest layouts of {self.path} on {best.job.config.job.nodes} nodes of {best.job.config.job.ntasks_per_node} "
-            f"of {machine.name}"
-        )
+        size, machine, its = best.job.derived.world_size, self.machine, best.job.config.job
+        yield f"fastest layouts of {self.path} on {its.nodes} x {its.ntasks_per_node} ranks of {machine.name}"
         if not machine.measured:
             yield f"  an extrapolation: the figures of {machine.name} are published ones, and were not measured on it"
         for place, result in enumerate(found.results, 1):
@@ -126,10 +130,14 @@ class Asked:
         yield ""
         if len(found.results) > 1:
             yield f"  {'why not the second':<22}{difference(best, found.results[1])}"
+        yield f"  {'placements':<22}{counts.frames:,}, of which the bound excluded {counts.frames - counts.opened:,}"
         yield (
-            f"  {'candidates':<22}{counts.all:,} of {counts.dominated:,} and {counts.too_large:,} more choices of single "
-            f"roles, which were slower and as large, or too large; excluded by memory {counts.by_memory:,}, by the bound "
-            f"{counts.by_bound:,}, by the job's checks {counts.rejected:,}; computed {counts.evaluated:,}"
+            f"  {'choices of a role':<22}{counts.too_large:,} were too large, {counts.dominated:,} slower and no "
+            "smaller than others"
+        )
+        yield (
+            f"  {'candidates':<22}{counts.all:,} of the rest: {counts.by_memory:,} excluded by memory, "
+            f"{counts.by_bound:,} by the bound, {counts.rejected:,} by the job's checks; {counts.evaluated:,} computed"
         )
         if found.bound < best.prediction.seconds:
             gain = 1 - found.bound / best.prediction.seconds
@@ -138,9 +146,9 @@ class Asked:
     def _result(self, place: int, result: Result, size: int) -> Iterator[str]:
         step, job = result.prediction, result.job
         band = spread(result, self.machine)
-        what = "GPU" if job.on_gpu else "rank"
+        what, low, high = "GPU" if job.on_gpu else "rank", step.seconds / (1 + band), step.seconds * (1 + band)
         yield (
-            f"{place}. {step.seconds:.4g} s per step, {step.seconds / (1 + band):.4g} to {step.seconds * (1 + band):.4g}; "
+            f"{place}. {step.seconds:.4g} s per step, {low:.4g} to {high:.4g}; "
             f"{step.tokens_per_second / size:.4g} tokens/s per {what}; {cost(result)}"
         )
         for role in job.derived.roles:
@@ -266,3 +274,7 @@ def value_of(config: Config, key: str) -> object:
 
 def _yaml(value: object) -> str:
     return "null" if value is None else str(value)
+
+
+def _nodes(count: int) -> str:
+    return "node" if count == 1 else "nodes"

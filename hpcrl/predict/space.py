@@ -1,5 +1,5 @@
-"""The candidates of a job, as dotted keys to change: placements of its roles, and for each role the layouts, micro-batches
-and offloads that the config's rules allow. Nothing is computed before it is asked for."""
+"""The candidates of a job, as dotted keys to change: placements of its roles, and for each role the layouts,
+micro-batches and offloads that the config's rules allow. Nothing is computed before it is asked for."""
 
 from __future__ import annotations
 
