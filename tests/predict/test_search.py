@@ -1,4 +1,4 @@
-"""The search finds what computing every candidate finds; what it returns fits, is valid, and can be written and read."""
+"""The search finds what computing every candidate finds; what it returns fits, is valid, and survives a YAML file."""
 
 from __future__ import annotations
 
