@@ -68,9 +68,9 @@ class Candidate(TrainingPlan):
         layout, asked = self.layouts["rollout"], self.refit.resharding
         if layout.tp not in self.memo.engines:
             one = replace(layout, ranks=tuple(range(layout.tp)))
-            alone = Resharding(asked.shape, one, one, asked.itemsize, destination_format=asked.destination_format)
+            replica = Resharding(asked.shape, one, one, asked.itemsize, destination_format=asked.destination_format)
             held = dict.fromkeys(one.ranks, 0)
-            for group in alone.destination_groups:
+            for group in replica.destination_groups:
                 for rank in group.ranks:
                     held[rank] += sum(math.prod(shard.local_shape) for shard in group.shards) * asked.itemsize
             self.memo.engines[layout.tp] = max(held.values())

@@ -144,7 +144,7 @@ def test_the_objective_chooses_the_number_of_nodes() -> None:
     assert score(few, "node-hours") < score(many, "node-hours")
 
 
-def test_a_model_that_fits_nowhere_is_told_how_many_nodes_it_needs() -> None:
+def test_of_a_model_that_fits_nowhere_the_line_has_the_nodes_that_it_needs() -> None:
     config = small(2, **{"job.gpu_memory_gib": 6.0})
     assert not Search(Space(config, 1), MACHINE, LENGTHS).run().results
     line = asked(config).fits_nowhere(1)
