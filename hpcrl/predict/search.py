@@ -39,7 +39,7 @@ from hpcrl.runtime.exits import is_user_error
 
 KEPT = 5  # results
 MOST_COMPUTED = 150  # candidates whose memory is computed exactly
-FIRST = ("actor", "rollout")  # roles whose layouts distinguish results
+FIRST = ("actor", "rollout")  # roles whose layouts differ between results
 SPLIT = ("generate", "forward", "train")  # kinds of phases that are a role's own
 PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
 
