@@ -1,7 +1,9 @@
-"""The search finds what computing every candidate finds; what it returns fits, is valid, and survives a YAML file."""
+"""The search finds what computing every candidate finds; what it returns fits, and can be written and read."""
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -9,16 +11,17 @@ import pytest
 from hpcrl.config.loader import load_config
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
+from hpcrl.jobs.sft import Sft
 from hpcrl.jobs.train import Train
 from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import TrainingPlan, with_keys
 from hpcrl.predict.candidates import Candidate
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.search import Search
-from hpcrl.predict.search_command import differences, nodes_of, write
+from hpcrl.predict.search_command import Asked, describe, differences, nodes_of, score, write
 from hpcrl.predict.space import Knobs, Space
 from hpcrl.predict.step import predict
-from hpcrl.runtime.exits import is_user_error
+from hpcrl.runtime.exits import InputError, is_user_error
 from tests.predict.machines import gpu
 
 ROOT = Path(__file__).parents[2]
@@ -78,12 +81,14 @@ def brute_force(space: Space) -> dict[tuple[object, ...], float]:
 
 
 LAYOUT = ("placement.pools", "placement.actor", "placement.rollout", "async_training")
+FIXED = {"micro_batches": False, "offload": False, "kv_cache": False, "recompute": False}
 CASES = [
-    (4, {}, Knobs(axes=("tp", "pp"), micro_batches=False, kv_cache=False, recompute=False, pools=False)),
-    (4, EXPERTS, Knobs(axes=("tp", "ep"), micro_batches=False, kv_cache=False, recompute=False, offload=False)),
-    (8, {}, Knobs(axes=("tp",), micro_batches=False, kv_cache=False, offload=False, recompute=False)),
-    (8, {"job.gpu_memory_gib": 16.0}, Knobs(axes=("tp",), kv_cache=False, offload=False, pools=False)),
-    (4, {}, Knobs(axes=("tp",), micro_batches=False, kv_cache=False, offload=False, modes=("one_step_off",))),
+    (4, {}, Knobs(("tp", "pp"), **{**FIXED, "offload": True}, pools=False)),
+    (4, {}, Knobs(("tp",), **{**FIXED, "recompute": True}, pools=False)),
+    (4, {}, Knobs(("tp",), **FIXED, modes=("one_step_off", "sync"))),
+    (4, EXPERTS, Knobs(("ep", "etp"), **FIXED)),
+    (8, {}, Knobs(("tp",), **FIXED)),
+    (4, {"job.gpus_per_node": 0}, Knobs(("tp", "pp"), **FIXED)),  # memory has no limit
 ]
 
 
@@ -99,8 +104,8 @@ def test_search_finds_what_brute_force_finds(ranks: int, changes: dict[str, obje
 
 def test_results_fit_and_are_valid() -> None:
     config = small(8)
-    found = Search(Space(config, 2), MACHINE, LENGTHS, most=20).run()
-    assert found.results
+    found, again = (Search(Space(config, 2), MACHINE, LENGTHS, most=10).run() for _ in range(2))
+    assert found.results and [it.keys for it in found.results] == [it.keys for it in again.results]
     for result in found.results:
         job = TrainingPlan(with_keys(config, result.keys))
         row = tightest(job.rows())
@@ -124,3 +129,43 @@ def test_a_range_of_nodes_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="--nodes"):
         nodes_of(text, 1)
     assert nodes_of("4..48", 1) == [4, 8, 16, 32, 48]
+
+
+def asked(config: Config) -> Asked:
+    return Asked("small.yaml", config, (), MACHINE, LENGTHS)
+
+
+def test_the_objective_chooses_the_number_of_nodes() -> None:
+    """Twice the nodes take less time per step, and more node-hours."""
+    knobs = Knobs(("tp",), **FIXED, pools=False)
+    few, many = (Search(Space(small(4), nodes, knobs), MACHINE, LENGTHS).run().results[0] for nodes in (1, 2))
+    assert score(many, "step") < score(few, "step")
+    assert score(many, "walltime") < score(few, "walltime")
+    assert score(few, "node-hours") < score(many, "node-hours")
+
+
+def test_of_a_model_that_fits_nowhere_the_line_has_the_nodes_that_it_needs() -> None:
+    config = small(2, **{"job.gpu_memory_gib": 6.0})
+    assert not Search(Space(config, 1), MACHINE, LENGTHS).run().results
+    line = asked(config).fits_nowhere(1)
+    nodes = int(re.search(r"use --nodes (\d+)", line)[1])  # type: ignore[index]
+    assert "small.yaml fits on 1 node in no layout" in line and "more than there are" in line
+    assert Search(Space(config, nodes), MACHINE, LENGTHS).run().results
+    assert "does not fit on 1024 nodes either" in asked(small(2, **{"job.gpu_memory_gib": 0.5})).fits_nowhere(512)
+
+
+@pytest.mark.parametrize(
+    ("job", "changes", "text"),
+    [
+        (Train, {"machine": None}, "without --machine"),
+        (Train, {"machine": "none_such"}, "no machine none_such"),
+        (Train, {"nodes": "8..4"}, "--nodes 8..4 is empty"),
+        (Train, {"modes": "async"}, "--modes async"),
+        (Sft, {}, "is for jobs of `hpcrl train`"),
+    ],
+)
+def test_bad_input_is_one_line(job: type[Train], changes: dict[str, object], text: str) -> None:
+    options = {"machine": "dgx_h100", "nodes": None, "modes": None, "response_lengths": None, "out": None}
+    with pytest.raises((ConfigError, InputError)) as caught:
+        describe(job, str(ROOT / "configs" / "grpo_8b.yaml"), [], argparse.Namespace(**{**options, **changes}))
+    assert text in str(caught.value) and "\n" not in str(caught.value)
