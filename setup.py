@@ -106,13 +106,11 @@ MUTATION = [
 readme = Path(__file__).with_name("README.md")
 
 # hpcrl.kernels stands in kernels/: the link is made here, because archives and some checkouts lose one that git keeps
-kernels = Path(__file__).with_name("hpcrl") / "kernels"
-if not kernels.exists():
-    kernels.symlink_to("../kernels")
 # machine files stand with the other YAML files, and are data of the package
-machines = Path(__file__).with_name("hpcrl") / "machines"
-if not machines.exists():
-    machines.symlink_to("../configs/machines")
+for name, target in (("kernels", "../kernels"), ("machines", "../configs/machines")):
+    link = Path(__file__).with_name("hpcrl") / name
+    if not link.exists():
+        link.symlink_to(target)
 
 setup(
     name="hpcrl",

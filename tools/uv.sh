@@ -1,7 +1,7 @@
 # To be sourced: uv, which resolves requirements with the settings of pip.
 
-# install_uv PYTHON FOLDER: install uv into FOLDER, from the index of that Python's pip. A mirror of PyPI takes PyPI's
-# place; further indexes and folders of wheels do not count.
+# install_uv PYTHON FOLDER: install uv into FOLDER, from the index of PYTHON's pip, which replaces PyPI. Further indexes
+# and folders of wheels do not count.
 install_uv() {
     local pip=("$1" -m pip --disable-pip-version-check)
     "${pip[@]}" install -qq --target "$2" uv

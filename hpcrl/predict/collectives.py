@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hpcrl.grid.layout import Layout
 from hpcrl.predict.machine import Machine
+from hpcrl.runtime.fits import ring_link
 
 
 class Group(NamedTuple):
@@ -72,8 +73,7 @@ class Network(NamedTuple):
         if group.is_inside:
             return Hop(inside.latency, inside.bandwidth * interpolated(self.shares, group.size))
         link = self.between(group.busy)
-        rings = group.per_node if self.has_rings else 1
-        bandwidth = min(inside.bandwidth, rings * link.bandwidth) if rings > 1 else link.bandwidth
+        bandwidth = ring_link(inside.bandwidth, link.bandwidth, group.per_node if self.has_rings else 1)
         return Hop(link.latency, bandwidth * interpolated(self.shares, group.size))
 
     def all_gather(self, nbytes: float, group: Group) -> float:

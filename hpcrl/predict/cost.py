@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from operator import add
 from typing import NamedTuple
 
 from hpcrl.predict.machine import Device, Dtype, Rate
@@ -15,8 +15,7 @@ NEAREST: dict[Dtype, tuple[Dtype, ...]] = {  # the rates to take, in this order
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds, by what limits them. copies: between device and host memory, and to the file system. waiting: for a
     core, or for ranks with more work."""
 
@@ -31,46 +30,18 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        return (
-            self.products
-            + self.attention
-            + self.memory
-            + self.launches
-            + self.communication
-            + self.bubble
-            + self.copies
-            + self.waiting
-        )
+        return sum(self)
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.memory + other.memory,
-            self.launches + other.launches,
-            self.communication + other.communication,
-            self.bubble + other.bubble,
-            self.copies + other.copies,
-            self.waiting + other.waiting,
-        )
+    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+        return Cost(*map(add, self, other))
 
-    def __mul__(self, factor: float) -> Cost:
-        return Cost(
-            self.products * factor,
-            self.attention * factor,
-            self.memory * factor,
-            self.launches * factor,
-            self.communication * factor,
-            self.bubble * factor,
-            self.copies * factor,
-            self.waiting * factor,
-        )
+    def __mul__(self, factor: float) -> Cost:  # type: ignore[override]
+        return Cost(*(seconds * factor for seconds in self))
 
     def shares(self) -> dict[str, float]:
         """Each kind's share of the seconds; kinds without any are left out."""
         total = self.seconds
-        each = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {kind: seconds / total for kind, seconds in each.items() if seconds > 0}
+        return {kind: seconds / total for kind, seconds in self._asdict().items() if seconds > 0}
 
 
 NOTHING = Cost()

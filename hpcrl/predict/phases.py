@@ -178,10 +178,13 @@ class JobTimes:
     def work(self) -> Work:
         """The sequences of an engine."""
         rollout, derived = self.job.config.rollout, self.job.derived
-        total, dp = derived.samples_per_step, self.job.layouts["rollout"].dp
-        sequences = math.ceil(total / dp)
-        prompts = sequences / (rollout.n if rollout.enable_prefix_caching else 1)
-        return Work(sequences, prompts, total, self._slots(rollout.max_num_seqs))
+        prompts = self._sequences / (rollout.n if rollout.enable_prefix_caching else 1)
+        return Work(self._sequences, prompts, derived.samples_per_step, self._slots(rollout.max_num_seqs))
+
+    @property
+    def _sequences(self) -> int:
+        """Of an engine in a step."""
+        return math.ceil(self.job.derived.samples_per_step / self.job.layouts["rollout"].dp)
 
     def generation(self) -> Cost:
         work, lengths = self.work, self.lengths
@@ -195,8 +198,7 @@ class JobTimes:
         cfg = self.job.config.async_training
         if cfg.mode != "bounded_staleness" or cfg.staleness_threshold == 0 or not cfg.partial_rollout:
             return None
-        sequences = math.ceil(self.job.derived.samples_per_step / self.job.layouts["rollout"].dp)
-        return sequences * (1 + cfg.staleness_threshold)
+        return self._sequences * (1 + cfg.staleness_threshold)
 
     def _greedy(self) -> Cost:
         """One response more per prompt."""

@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hpcrl.config import yaml_core
 from hpcrl.config.derive import JobDescription
@@ -24,7 +25,7 @@ from hpcrl.predict.table import lengths_of, limits
 from hpcrl.runtime.exits import InputError
 
 OBJECTIVES = ("step", "walltime", "node-hours")
-MODES: tuple[Mode, ...] = ("sync", "one_step_off", "bounded_staleness")
+MODES: tuple[Mode, ...] = get_args(Mode)
 MOST_NODES = 1024  # up to which a size that fits is looked for
 UNKNOWN_SPREAD = 0.5  # of a phase whose standard error the machine file does not have
 
@@ -63,14 +64,13 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
     asked = Asked(
         path, config, tuple(job.own_specs()), machine, lengths_of(TrainingPlan(config), parsed.response_lengths)
     )
-    modes = _modes(parsed.modes)
-    found = {}
-    for nodes in nodes_of(parsed.nodes, config.job.nodes):
+    modes, sizes, found = _modes(parsed.modes), nodes_of(parsed.nodes, config.job.nodes), {}
+    for nodes in sizes:
         results = Search(asked.space(nodes, modes), machine, asked.lengths).run()
         if results.results:
             found[nodes] = results
     if not found:
-        raise InputError(asked.fits_nowhere(nodes_of(parsed.nodes, config.job.nodes)[-1]))
+        raise InputError(asked.fits_nowhere(sizes[-1]))
     best = min(found, key=lambda nodes: score(found[nodes].results[0], parsed.objective))
     lines = [*asked.lines(found[best])]
     if len(found) > 1:
@@ -154,7 +154,7 @@ class Asked:
         for role in job.derived.roles:
             yield f"     {role:<10}{self._role(role, job)}"
         for key in ("model.recompute.granularity", "async_training.mode", "rollout.gpu_memory_utilization"):
-            yield f"     {key}={_yaml(value_of(job.config, key))}"
+            yield f"     {key}={_yaml(attrgetter(key)(job.config))}"
         shares = ", ".join(
             f"{name} {seconds / step.seconds:.0%}"
             for name, seconds in sorted(step.phases.items(), key=lambda phase: -phase[1])
@@ -262,13 +262,6 @@ def differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
                 found[key] = value
         elif inner := differences(base[key], value):
             found[key] = inner
-    return found
-
-
-def value_of(config: Config, key: str) -> object:
-    found: Any = config
-    for part in key.split("."):
-        found = getattr(found, part)
     return found
 
 

@@ -76,4 +76,9 @@ def ring_bandwidth(size: int, nodes: Sequence[Sequence[int]], inside: float, bet
     each = [count for ranks in nodes if (count := sum(rank < size for rank in ranks))]
     if len(each) == 1:
         return inside
-    return min(inside, min(each) * between) if has_rings and min(each) > 1 else between
+    return ring_link(inside, between, min(each) if has_rings else 1)
+
+
+def ring_link(inside: float, between: float, rings: int) -> float:
+    """Bandwidth between nodes of so many rings that share the bytes, until the links inside a node limit them."""
+    return min(inside, rings * between) if rings > 1 else between

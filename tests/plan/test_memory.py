@@ -21,40 +21,16 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.packed import pack
 from hpcrl.model.params import Head, stage_layers
 from hpcrl.model.router import NOT_RECORDED
-from hpcrl.model.shape import LatentAttention, Lora, ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.meta import DTYPES, fake_rank, parameter_bytes
 from hpcrl.plan.state import RoleModel
 from tests.covering import covering
 from tests.live_bytes import LiveBytes
 from tests.plan.passes import TOKENS, loss, make_batch, make_pass
+from tests.plan.shapes import DEEPSEEK, MOE, SHAPE
 
-SHAPE = ModelShape(
-    num_layers=5,
-    hidden_size=96,
-    ffn_hidden_size=208,
-    num_attention_heads=8,
-    num_query_groups=4,
-    head_dim=16,
-    vocab_size=1000,
-)
 TIED = replace(SHAPE, tie_word_embeddings=True)
-MOE = replace(SHAPE, num_experts=8, moe_ffn_hidden_size=72, moe_topk=2, dense_layers=(0,), qk_norm=True)
-DEEPSEEK = replace(
-    SHAPE,
-    num_query_groups=8,
-    head_dim=24,
-    mla=LatentAttention(48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
-    num_experts=8,
-    moe_ffn_hidden_size=72,
-    dense_layers=(0,),
-    moe_shared_ffn_hidden_size=72,
-    moe_score_function="sigmoid",
-    moe_score_bias=True,
-    moe_num_groups=4,
-    moe_topk_groups=2,
-    moe_group_best=2,
-)
 SHAPES = {"dense": SHAPE, "tied": TIED, "experts": MOE}
 HEADS: tuple[Head, ...] = ("lm", "value")
 

@@ -9,40 +9,16 @@ from typing import Any
 import pytest
 
 from hpcrl.grid.layout import Layout
-from hpcrl.model.shape import LatentAttention, Lora, ModelShape
+from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.sizes import forward_flops
 from hpcrl.predict.collectives import Network
 from hpcrl.predict.cost import Cost, Units
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.passes import Micro, PassModel, Recompute, most_of, pipelined
 from hpcrl.predict.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
+from tests.plan.shapes import DEEPSEEK, MOE, SHAPE
 from tests.predict.machines import gpu
 
-SHAPE = ModelShape(
-    num_layers=5,
-    hidden_size=96,
-    ffn_hidden_size=208,
-    num_attention_heads=8,
-    num_query_groups=4,
-    head_dim=16,
-    vocab_size=1000,
-)
-MOE = replace(SHAPE, num_experts=8, moe_ffn_hidden_size=72, moe_topk=2, dense_layers=(0,), qk_norm=True)
-DEEPSEEK = replace(
-    SHAPE,
-    num_query_groups=8,
-    head_dim=24,
-    mla=LatentAttention(48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
-    num_experts=8,
-    moe_ffn_hidden_size=72,
-    dense_layers=(0,),
-    moe_shared_ffn_hidden_size=72,
-    moe_score_function="sigmoid",
-    moe_score_bias=True,
-    moe_num_groups=4,
-    moe_topk_groups=2,
-    moe_group_best=2,
-)
 RATE = 8e14
 FAST: dict[str, Any] = {
     "device__matmul": {"bfloat16": {"flops": RATE}},

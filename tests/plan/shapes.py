@@ -1,0 +1,33 @@
+"""Small models of several kinds, for tests of the planner and of the time model. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpcrl.model.shape import LatentAttention, ModelShape
+
+SHAPE = ModelShape(
+    num_layers=5,
+    hidden_size=96,
+    ffn_hidden_size=208,
+    num_attention_heads=8,
+    num_query_groups=4,
+    head_dim=16,
+    vocab_size=1000,
+)
+MOE = replace(SHAPE, num_experts=8, moe_ffn_hidden_size=72, moe_topk=2, dense_layers=(0,), qk_norm=True)
+DEEPSEEK = replace(
+    SHAPE,
+    num_query_groups=8,
+    head_dim=24,
+    mla=LatentAttention(48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+    num_experts=8,
+    moe_ffn_hidden_size=72,
+    dense_layers=(0,),
+    moe_shared_ffn_hidden_size=72,
+    moe_score_function="sigmoid",
+    moe_score_bias=True,
+    moe_num_groups=4,
+    moe_topk_groups=2,
+    moe_group_best=2,
+)
