@@ -128,7 +128,7 @@ def explain(error: ValidationError, tree: Node, schema: type[Section] = Config, 
 
     `tree` is what was validated by `schema`, and is found under the key `prefix` of the config.
     """
-    known = [*keys_of(), *keys_of(schema, prefix)]
+    known = list(dict.fromkeys([*keys_of(), *keys_of(schema, prefix)]))
     errors = error.errors(include_url=False)
     unknown = [item for item in errors if item["type"] == "extra_forbidden" or _is_extra(tree, item, known)]
     first = (unknown or errors)[0]
