@@ -891,6 +891,11 @@ class JobConfig(Section):
     gpu_memory_gib: PositiveFloat = Field(
         80.0, description="memory of a GPU that `hpcrl plan` fits the job into, in GiB"
     )
+    machine: str | None = Field(
+        None,
+        description="machine file, or the name of one in configs/machines: submit and train predict by it how long a "
+        "step takes; null: they do not",
+    )
     cpus_per_task: PositiveInt | None = Field(None, description="cores per rank")
     mem: SlurmValue | None = Field(None, description='memory per node, such as "480G"; "0": all of it')
     exclusive: bool = Field(False, description="do not share nodes with other jobs")
