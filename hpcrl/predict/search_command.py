@@ -27,7 +27,6 @@ from hpcrl.runtime.exits import InputError
 OBJECTIVES = ("step", "walltime", "node-hours")
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST_NODES = 1024  # up to which a size that fits is looked for
-UNKNOWN_SPREAD = 0.5  # of a phase whose standard error the machine file does not have
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,8 +122,8 @@ class Asked:
         best, counts = found.results[0], found.counts
         size, machine, its = best.job.derived.world_size, self.machine, best.job.config.job
         yield f"fastest layouts of {self.path} on {its.nodes} x {its.ntasks_per_node} ranks of {machine.name}"
-        if not machine.measured:
-            yield f"  an extrapolation: the figures of {machine.name} are published ones, and were not measured on it"
+        if (caveat := machine.caveat()) is not None:
+            yield f"  {caveat}"
         for place, result in enumerate(found.results, 1):
             yield from ("", *self._result(place, result, size))
         yield ""
@@ -145,8 +144,7 @@ class Asked:
 
     def _result(self, place: int, result: Result, size: int) -> Iterator[str]:
         step, job = result.prediction, result.job
-        band = spread(result, self.machine)
-        what, low, high = "GPU" if job.on_gpu else "rank", step.seconds / (1 + band), step.seconds * (1 + band)
+        what, (low, high) = "GPU" if job.on_gpu else "rank", step.band(self.machine)
         yield (
             f"{place}. {step.seconds:.4g} s per step, {low:.4g} to {high:.4g}; "
             f"{step.tokens_per_second / size:.4g} tokens/s per {what}; {cost(result)}"
@@ -179,13 +177,6 @@ class Asked:
             ]
             text += f", offloads {' '.join(away)}" if away else ""
         return text
-
-
-def spread(result: Result, machine: Machine) -> float:
-    """Relative error of a step, if those of its phases add up."""
-    phases = result.prediction.phases
-    total = sum(phases.values())
-    return sum(machine.spread.get(name, UNKNOWN_SPREAD) * seconds for name, seconds in phases.items()) / total
 
 
 def cost(result: Result) -> str:

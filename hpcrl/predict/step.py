@@ -9,7 +9,7 @@ from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.bound import least
 from hpcrl.predict.cost import Cost
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine
+from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine
 from hpcrl.predict.modes import step_of
 from hpcrl.predict.phases import JobTimes
 from hpcrl.predict.timeline import Span
@@ -34,6 +34,17 @@ class Prediction:
     def step(self) -> float:
         """Seconds of `timing_s/step`, which has no save."""
         return self.seconds - sum(self.phases.get(name, 0.0) for name in APART)
+
+    def spread(self, machine: Machine) -> float:
+        """Relative error of the step on the machine, if those of its phases add up."""
+        total = sum(self.phases.values())
+        errors = (machine.spread.get(name, UNKNOWN_SPREAD) * seconds for name, seconds in self.phases.items())
+        return sum(errors) / total if total else UNKNOWN_SPREAD
+
+    def band(self, machine: Machine) -> tuple[float, float]:
+        """Seconds between which the step is, about: less and more by the factor 1 + spread."""
+        factor = 1 + self.spread(machine)
+        return self.seconds / factor, self.seconds * factor
 
 
 def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction:

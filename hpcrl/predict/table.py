@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import read_machine
+from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.step import Prediction, predict
 
 NAMED = 2  # kinds of a phase that a row names
@@ -40,7 +40,9 @@ def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
     title = f"step on {machine.name}: prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f}"
     if parsed.response_lengths is not None:
         title += f" in the mean, {lengths.longest(job.derived.samples_per_step):.0f} the longest"
-    return ["", title, *rows(prediction), *summary(job, prediction)]
+    caveat = machine.caveat()
+    head = [title] if caveat is None else [title, f"  {caveat}"]
+    return ["", *head, *rows(prediction, machine), *summary(job, prediction)]
 
 
 def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:
@@ -56,12 +58,13 @@ def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:
         raise ConfigError(why) from None
 
 
-def rows(prediction: Prediction) -> Iterator[str]:
+def rows(prediction: Prediction, machine: Machine) -> Iterator[str]:
     yield f"  {'phase':<26}{'seconds':>10}{'share':>8}  limited by"
     for name, seconds in prediction.phases.items():
         share = seconds / prediction.seconds
         yield f"  {name:<26}{seconds:>10.4g}{share:>8.1%}  {limits(prediction.parts[name])}"
-    yield f"  {'step':<26}{prediction.seconds:>10.4g}"
+    low, high = prediction.band(machine)
+    yield f"  {'step':<26}{prediction.seconds:>10.4g}          {low:.4g} to {high:.4g} by the error of its phases"
 
 
 def limits(parts: Mapping[str, float]) -> str:
