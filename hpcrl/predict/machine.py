@@ -21,7 +21,6 @@ PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed p
 MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
 UNKNOWN_SPREAD = 0.5  # relative error of a phase that was not measured
 Dtype = Literal["float32", "bfloat16", "float8"]
-UNKNOWN_SPREAD = 0.5  # of a phase whose relative error the machine file does not have
 Ranks = Annotated[PositiveInt, Field(strict=False)]  # keys of YAML files are text
 
 

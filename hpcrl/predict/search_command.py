@@ -18,7 +18,7 @@ from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine, read_machine
+from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.search import Found, Result, Search, fullest, leanest
 from hpcrl.predict.space import AXES, Knobs, Mode, Space
 from hpcrl.predict.table import lengths_of, limits
