@@ -33,7 +33,7 @@ CALIBRATED = (
     "dense grpo log-normal: pp2 cp2, engine tp1",
     "moe grpo fixed: ep2, engine tp1",
     "moe ppo log-normal: tp2 pp2, engine tp1",
-    "moe ppo fixed: cp2 ep4, engine tp1",
+    "moe ppo log-normal: cp2 ep4, engine tp1",
 )
 
 
@@ -72,7 +72,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--misses", type=int, default=10, help="cases that are listed, the worst first")
     options = parser.parse_args(arguments)
-    lines = [line for line in read(options.file) if line["repeat"] != "memory"]
+    every = read(options.file)
+    lines = [line for line in every if line["repeat"] != "memory"]
+    for text in memory([line for line in every if line["repeat"] == "memory"]):
+        print(text)
     machine = read_machine(options.machine)
     measured = measurements(lines)
     chosen = [measured[name][0] for name in CALIBRATED if name in measured]
@@ -90,6 +93,24 @@ def main(arguments: list[str] | None = None) -> None:
         print(describe(it))
     if options.plot:
         plot(held_out, options.plot)
+
+
+def memory(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Peaks of live tensor bytes as shares of what `hpcrl plan` counts, by the ranks that hold the same."""
+    peaks = {line["case"]: line["peak_bytes"] for line in lines}
+    shares: dict[str, float] = {}
+    for case in cases():
+        if case.name in peaks:
+            job = TrainingPlan(config_of(case, Path("/nowhere")))
+            rows = job.rows()
+            for place in job.places:
+                planned = max(row.total for row in rows if row.place == place)
+                measured = max(peaks[case.name][rank] for rank in place.ranks)
+                shares[f"{case.name}, rank {place.ranks[0]}"] = measured / planned
+    if shares:
+        most, middle = max(shares, key=lambda name: shares[name]), median(shares.values())
+        yield f"memory: {len(shares)} ranks of {len(peaks)} cases, measured / planned {middle:.2f} in the middle,"
+        yield f"  {min(shares.values()):.2f} to {shares[most]:.2f} ({most})"
 
 
 def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured, float]]:
