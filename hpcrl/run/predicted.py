@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
-from hpcrl.plan.memory import TrainingPlan
+from hpcrl.plan.memory import TrainingPlan, with_keys
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.step import APART, Prediction, forget_lengths, predict
@@ -191,10 +191,10 @@ def on_ranks(config: Config, num_ranks: int, ranks_per_node: int, on_gpu: bool, 
     nodes have different numbers of ranks, smaller nodes of equal numbers are taken."""
     each = math.gcd(num_ranks, ranks_per_node)
     sizes = {"nodes": num_ranks // each, "ntasks_per_node": each, "gpus_per_node": each * on_gpu}
-    changes = {"job": config.job.model_copy(update=sizes)}
+    changes = {f"job.{name}": number for name, number in sizes.items()}
     if config.model.path is None:
-        changes["model"] = config.model.model_copy(update={"vocab_size": vocab_size})
-    return config.model_copy(update=changes)
+        changes["model.vocab_size"] = vocab_size
+    return with_keys(config, changes)
 
 
 def methods_by_phase(controller: Controller) -> dict[str, list[str]]:
