@@ -18,8 +18,9 @@ class Evidence(NamedTuple):
     """What is known of a phase that takes longer than predicted.
 
     methods: "role.method" of those that run in it. seconds: measured. parts: the prediction's shares, by what limits
-    it. metrics: of the last step. slow: ranks that are slower than their peers. swapped: bytes of rank 0's process.
-    device_gib: memory of a GPU; None: there is none, or it is not known.
+    it. metrics: of the last step. is_fitted: whether the machine file has an efficiency of the phase. slow: ranks that
+    are slower than their peers. swapped: bytes of rank 0's process. device_gib: memory of a GPU; None: there is none,
+    or it is not known.
     """
 
     phase: str
@@ -28,7 +29,7 @@ class Evidence(NamedTuple):
     parts: Mapping[str, float]
     metrics: Mapping[str, float]
     machine: str
-    num_nodes: int = 1
+    is_fitted: bool = True
     slow: Sequence[Slow] = ()
     swapped: int = 0
     device_gib: float | None = None
@@ -97,8 +98,10 @@ def _waiting(found: Evidence) -> str | None:
     busiest = found.most("perf/busy_s", "/max")
     if busiest == 0 or busiest >= WORKING * found.seconds:
         return None
-    where = f"the links may be slower than {found.machine} says" if found.num_nodes > 1 else "rank 0 may be late"
-    return f"the busiest rank works {busiest:.3g} of {found.seconds:.3g} s and waits for messages otherwise: {where}"
+    return (
+        f"the busiest rank works {busiest:.3g} of {found.seconds:.3g} s and waits for messages otherwise: the links may "
+        f"be slower than {found.machine} says, or rank 0 is late"
+    )
 
 
 LIMITS = {  # kind of a prediction's seconds -> what may be slower than the machine file says
@@ -116,6 +119,8 @@ LIMITS = {  # kind of a prediction's seconds -> what may be slower than the mach
 def _limit(found: Evidence) -> str:
     kind, share = max(found.parts.items(), key=lambda part: part[1], default=("", 0.0))
     advice = "`hpcrl check --job --machine FILE` measures it"
+    if not found.is_fitted:
+        advice += "; the file has no efficiency of this phase, which `hpcrl plan --calibrate` fits"
     if share < LEAST or kind not in LIMITS:
         return f"the machine may be slower than {found.machine} says: {advice}"
     return f"{share:.0%} of the prediction is {kind}; {LIMITS[kind]} than {found.machine} says: {advice}"

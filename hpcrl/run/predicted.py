@@ -162,7 +162,7 @@ class PredictedSteps:
                 prediction.parts[phase],
                 metrics,
                 self._machine.name,
-                self._plan.config.job.nodes,
+                set(phases) <= set(self._machine.efficiency),
                 slow,
                 swapped_bytes(),
                 self._machine.device.memory_gib if self._plan.on_gpu else None,

@@ -85,9 +85,7 @@ def test_a_phase_is_reported_once_after_ten_slow_steps_in_a_row() -> None:
     assert reported == [(2 * STEPS, STEPS)]
 
 
-EVIDENCE = Evidence(
-    "update_actor", (UPDATE,), 10.0, {"products": 0.3, "communication": 0.6, "launches": 0.1}, {}, "m", num_nodes=2
-)
+EVIDENCE = Evidence("update_actor", (UPDATE,), 10.0, {"products": 0.3, "communication": 0.6, "launches": 0.1}, {}, "m")
 BUSY = {f"perf/busy_s/{UPDATE}/median": 9.0, f"perf/busy_s/{UPDATE}/max": 9.5}
 
 
@@ -110,6 +108,10 @@ BUSY = {f"perf/busy_s/{UPDATE}/median": 9.0, f"perf/busy_s/{UPDATE}/max": 9.5}
         ({"phase": "reward"}, "it includes reward functions"),
         ({"metrics": {f"perf/busy_s/{UPDATE}/{it}": 2.0 for it in ("median", "max")}}, "works 2 of 10 s and waits"),
         ({"metrics": BUSY, "parts": {"products": 0.9, "launches": 0.1}}, "90% of the prediction is products; matrix"),
+        (
+            {"is_fitted": False},
+            "says: `hpcrl check --job --machine FILE` measures it; the file has no efficiency of this",
+        ),
         ({"parts": {}}, "the machine may be slower than m says: `hpcrl check --job --machine FILE` measures it"),
     ],
 )
