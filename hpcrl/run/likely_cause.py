@@ -99,8 +99,8 @@ def _waiting(found: Evidence) -> str | None:
     if busiest == 0 or busiest >= WORKING * found.seconds:
         return None
     return (
-        f"the busiest rank works {busiest:.3g} of {found.seconds:.3g} s and waits for messages otherwise: the links may "
-        f"be slower than {found.machine} says, or rank 0 is late"
+        f"the busiest rank works {busiest:.3g} of {found.seconds:.3g} s and waits for messages otherwise: the links "
+        f"may be slower than {found.machine} says, or rank 0 is late"
     )
 
 
