@@ -57,6 +57,9 @@ class Node(Section):
     cores: PositiveFloat | None = Field(
         None, description="ranks that can compute at full speed at the same time; null: all, each has a GPU"
     )
+    contention: NonNegativeFloat = Field(
+        0.0, description="seconds that a collective takes longer where its ranks have no cores of their own"
+    )
     host_copy: PositiveFloat = Field(description="bytes per second between a device and host memory, of one rank")
     network: PositiveFloat | None = Field(None, description="bytes per second that all ranks share; null: no limit")
     write: PositiveFloat = Field(description="bytes per second written to the shared file system")

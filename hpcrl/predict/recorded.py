@@ -35,14 +35,11 @@ def read_measured(folder: str, job: JobDescription) -> list[Measured]:
         raise InputError(f"{folder}: found no step with timing_s/gen in its metrics; expected a run of `hpcrl train`")
     usable = timed[WARM_UP:] or timed[-1:]
     chosen = [usable[number * len(usable) // STEPS] for number in range(STEPS)] if len(usable) > STEPS else usable
-    plan = TrainingPlan(
-        on_its_ranks(job.read_config(str(run / "config.yaml")), _num_ranks(run)), tuple(job.own_specs())
-    )
+    config = on_its_ranks(job.read_config(str(run / "config.yaml")), _num_ranks(run))
+    plan = TrainingPlan(config, tuple(job.own_specs()))
+    samples = plan.derived.samples_per_step
     return [
-        Measured(
-            folder, plan, lengths_of_step(run, step, rows[step], plan.derived.samples_per_step), _seconds(rows[step])
-        )
-        for step in chosen
+        Measured(folder, plan, lengths_of_step(run, step, rows[step], samples), _seconds(rows[step])) for step in chosen
     ]
 
 

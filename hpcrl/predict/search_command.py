@@ -19,7 +19,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine, read_machine
-from hpcrl.predict.search import Found, Result, Search, fullest, leanest
+from hpcrl.predict.search import KEPT, Found, Result, Search, fullest, leanest
 from hpcrl.predict.space import AXES, Knobs, Mode, Space
 from hpcrl.predict.table import lengths_of, limits
 from hpcrl.runtime.exits import InputError
@@ -69,12 +69,15 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
     )
     modes, sizes, found = _modes(parsed.modes), nodes_of(parsed.nodes, config.job.nodes), {}
     for nodes in sizes:
-        results = Search(asked.space(nodes, modes), machine, asked.lengths).run()
+        kept = KEPT if len(sizes) == 1 else 1
+        results = Search(asked.space(nodes, modes), machine, asked.lengths, kept).run()
         if results.results:
             found[nodes] = results
     if not found:
         raise InputError(asked.fits_nowhere(sizes[-1]))
     best = min(found, key=lambda nodes: score(found[nodes].results[0], parsed.objective))
+    if len(sizes) > 1:
+        found[best] = Search(asked.space(best, modes), machine, asked.lengths).run()
     lines = [*asked.lines(found[best])]
     if len(found) > 1:
         lines += ["", *scaling(found)]
