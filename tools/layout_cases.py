@@ -30,7 +30,7 @@ DENSE = {
 MOE = DENSE | {"family": "qwen3_moe", "num_experts": 8, "moe_topk": 2, "moe_ffn_hidden_size": 352}
 MODELS = {"dense": DENSE, "moe": MOE}
 AXES = ("tp", "pp", "cp", "vpp", "ep")
-ALONE = (("alone", 1),)  # one rank trains, beside the one that leads and two that generate
+SINGLE = (("single", 1),)  # one rank trains, beside the one that leads and two that generate
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Case:
     def layout(self) -> str:
         """What is the same for all algorithms and lengths."""
         sizes = " ".join(f"{axis}{size}" for axis, size in self.actor if size > 1)
-        sizes = sizes or ("alone" if self.actor == ALONE else "dp")
+        sizes = sizes or ("single" if self.actor == SINGLE else "dp")
         return f"{sizes}, engine tp{self.engine_tp}" + (f", split, {self.mode}" if self.split else "")
 
     @property
@@ -63,7 +63,7 @@ class Case:
         if self.algorithm == "ppo":
             placement["critic"] = sizes
         if self.split:
-            first = {"lead": "0", "train": "1"} if self.actor == ALONE else {"train": "0-1"}
+            first = {"lead": "0", "train": "1"} if self.actor == SINGLE else {"train": "0-1"}
             placement["pools"] = {**first, "generate": "2-3"}
             for role in placement.keys() - {"pools"}:
                 placement[role] = {**placement[role], "pool": "generate" if role == "rollout" else "train"}
@@ -114,7 +114,7 @@ def cases() -> Iterator[Case]:
             for sizes, engine_tp in product(actor_layouts(RANKS // 2, with_experts=False), (1, 2)):
                 yield Case(model, algorithm, lengths, sizes, engine_tp, True)
             for engine_tp, mode in product((1, 2), ("sync", "one_step_off")):
-                yield Case(model, algorithm, lengths, ALONE, engine_tp, True, mode)
+                yield Case(model, algorithm, lengths, SINGLE, engine_tp, True, mode)
 
 
 def actor_layouts(ranks: int, *, with_experts: bool) -> Iterator[tuple[tuple[str, int], ...]]:

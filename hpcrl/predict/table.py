@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME_OR_FILE",
-        help="seconds of a step, too, on a machine of configs/machines or of a file",
+        help="seconds of a step, too, on a machine of configs/machines or of a file; without it, of job.machine",
     )
     parser.add_argument(
         "--response-lengths",
@@ -30,12 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
-    """The lines of the table; none without --machine. Raises ConfigError, one line."""
-    if parsed.machine is None:
+    """The lines of the table; none without --machine or job.machine. Raises ConfigError, one line."""
+    name = parsed.machine or job.config.job.machine
+    if name is None:
         if parsed.response_lengths is not None:
             raise ConfigError("found --response-lengths without --machine; name a machine")
         return []
-    machine, lengths = read_machine(parsed.machine), lengths_of(job, parsed.response_lengths)
+    machine, lengths = read_machine(name), lengths_of(job, parsed.response_lengths)
     prediction = predict(job, machine, lengths)
     title = f"step on {machine.name}: prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f}"
     if parsed.response_lengths is not None:

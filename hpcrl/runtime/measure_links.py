@@ -85,7 +85,7 @@ def contention(world: World, local: Sequence[int], cores: float) -> float:
     Collective.
 
     local: ranks of this rank's node; neighbours are pairs. All compute and reduce in turn; what a turn takes more than
-    their products, and more than the all-reduce of one pair alone, is divided by the share of ranks without a core and
+    their products, and more than an all-reduce without products, is divided by the share of ranks without a core and
     by how much slower all are.
     """
     pairs = [tuple(local[place : place + 2]) for place in range(0, len(local) - 1, 2)]
