@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import NamedTuple, NoReturn
 
 from hpcrl.config.derive import JobDescription
+from hpcrl.config.schema import AUTO
 from hpcrl.model.params import shards
 from hpcrl.plan import refit
 from hpcrl.plan.fixes import cheapest_fix, tightest
@@ -279,7 +280,11 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
         steps = config.trainer.total_training_steps
         total = "" if steps is None else f", {size(archive * steps)} in {steps} steps"
         yield f"  {'rollout archive':<22}at most {size(archive)} per step{total}"
-    yield f"  {'node-hours':<22}{config.job.node_hours:g} at most per slice ({config.job.nodes} x {config.job.time})"
+    its = config.job
+    if its.time == AUTO:
+        yield f"  {'node-hours':<22}{its.nodes} x job.time, which `hpcrl submit` sets: job.time=auto"
+    else:
+        yield f"  {'node-hours':<22}{its.node_hours:g} at most per slice ({its.nodes} x {its.time})"
 
 
 def _built(job: TrainingPlan) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import read_machine
+from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.step import Prediction, predict
 
 NAMED = 2  # kinds of a phase that a row names
@@ -27,20 +28,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --machine: log-normal lengths of responses, by their mean in tokens and the standard deviation of "
         "their logarithm, up to data.max_response_length; without it, all have that length",
     )
+    parser.add_argument(
+        "--timeline",
+        metavar="OUT",
+        action="append",
+        default=[],
+        help="with --machine: draw the step into a .png file, or write it for Perfetto into a .json file; repeatable",
+    )
 
 
 def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
-    """The lines of the table; none without --machine. Raises ConfigError, one line."""
+    """The lines of the table; none without --machine. Raises ConfigError or InputError, one line."""
     if parsed.machine is None:
-        if parsed.response_lengths is not None:
-            raise ConfigError("found --response-lengths without --machine; name a machine")
+        given = {"--response-lengths": parsed.response_lengths, "--timeline": parsed.timeline}
+        for option in (option for option, value in given.items() if value):
+            raise ConfigError(f"found {option} without --machine; name a machine")
         return []
     machine, lengths = read_machine(parsed.machine), lengths_of(job, parsed.response_lengths)
     prediction = predict(job, machine, lengths)
     title = f"step on {machine.name}: prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f}"
     if parsed.response_lengths is not None:
         title += f" in the mean, {lengths.longest(job.derived.samples_per_step):.0f} the longest"
-    return ["", title, *rows(prediction), *summary(job, prediction)]
+    return [
+        "",
+        title,
+        *rows(prediction),
+        *summary(job, prediction),
+        *_written(job, prediction, machine, parsed.timeline),
+    ]
+
+
+def _written(job: TrainingPlan, prediction: Prediction, machine: Machine, names: Sequence[str]) -> Iterator[str]:
+    if names:
+        from hpcrl.predict import timeline_files
+
+        timeline_files.check(names)
+        what = "extrapolated" if not machine.measured else "predicted"
+        title = f"{job.config.run.name} on {machine.name}, {what}: {prediction.seconds:.4g} s per step"
+        for name in names:
+            yield f"  {'timeline':<26}{timeline_files.write(Path(name), title, prediction)}"
 
 
 def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:
