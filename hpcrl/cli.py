@@ -198,12 +198,23 @@ def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayou
 
 def plan(arguments: list[str]) -> NoReturn:
     from hpcrl.plan import command
-    from hpcrl.predict import search_command, table
+    from hpcrl.predict import calibrate_command, search_command, table
 
-    help_text = "search for the fastest layouts, with --machine"
-    replacement = command.Replacement("search", help_text, search_command.add_arguments, search_command.describe)
-    extension = command.Extension("machine", table.add_arguments, table.lines_of)
-    command.main(arguments, load_job, extension, replacement)
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        table.add_arguments(parser)
+        search_command.add_arguments(parser)
+
+    searches = "search for the fastest layouts, with --machine"
+    calibrates = "fit --machine to the runs whose folders are given in place of CONFIG"
+    command.main(
+        arguments,
+        load_job,
+        command.Extension("machine", add_arguments, table.lines_of),
+        (
+            command.Replacement("search", searches, search_command.describe),
+            command.Replacement("calibrate", calibrates, calibrate_command.describe),
+        ),
+    )
 
 
 def check(arguments: list[str]) -> NoReturn:

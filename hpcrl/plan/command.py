@@ -105,12 +105,12 @@ COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV 
 
 
 class Replacement(NamedTuple):
-    """A way of another package to run the command, which replaces the table: its option --`name`, and further ones."""
+    """A way of another package to run the command, which replaces the table: its option --`name`. describe: lines for
+    the job, the file and the overrides; `parsed`: all options."""
 
     name: str
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    describe: Callable[..., list[str]]  # of the job, the file and the overrides; `parsed`: all options
+    describe: Callable[..., list[str]]
 
 
 class Extension(NamedTuple):
@@ -126,16 +126,16 @@ def main(
     arguments: list[str],
     load_job: Callable[[str], JobDescription],
     extension: Extension,
-    replacement: Replacement,
+    replacements: Sequence[Replacement],
 ) -> NoReturn:
     """Run the subcommand; ends with code 2 and one line for a config that cannot run."""
     parser = exits.ArgumentParser(prog="hpcrl plan", description=(__doc__ or "").split(": ", 1)[1])
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--refit", action="store_true", help="bytes and memory only of a refit")
     way.add_argument("--build", action="store_true", help="build the models, too, with torch: are they as planned?")
-    way.add_argument(f"--{replacement.name}", action="store_true", help=replacement.help)
+    for each in replacements:
+        way.add_argument(f"--{each.name}", action="store_true", help=each.help)
     extension.add_arguments(parser)
-    replacement.add_arguments(parser)
     parser.add_argument("config", metavar="[JOB.py:]CONFIG", help="YAML file; before it, the file of a job of your own")
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override a key")
     parsed = parser.parse_intermixed_args(arguments)
@@ -149,8 +149,9 @@ def main(
         return extension.lines_of(job, parsed)
 
     description = refit.describe if parsed.refit else partial(describe, builds=parsed.build, added=added)
-    if getattr(parsed, replacement.name):
-        description = partial(replacement.describe, parsed=parsed)
+    for each in replacements:
+        if getattr(parsed, each.name):
+            description = partial(each.describe, parsed=parsed)
     with exits.one_line_for_user_errors():
         lines = description(load_job(job if colon else "train"), path, parsed.overrides)
     if is_first_launched(os.environ):

@@ -32,6 +32,11 @@ class Cost(NamedTuple):
     def seconds(self) -> float:
         return sum(self)
 
+    @property
+    def busy(self) -> float:
+        """Seconds in which a core computes or copies."""
+        return self.seconds - self.bubble - self.waiting
+
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
         return Cost(*map(add, self, other))
 

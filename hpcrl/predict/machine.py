@@ -19,6 +19,7 @@ from hpcrl.config.yaml_core import ConfigError
 
 PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
 MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
+UNKNOWN_SPREAD = 0.5  # relative error of a phase that was not measured
 Dtype = Literal["float32", "bfloat16", "float8"]
 Ranks = Annotated[PositiveInt, Field(strict=False)]  # keys of YAML files are text
 

@@ -16,21 +16,21 @@ from hpcrl.predict.machine import Machine
 DIGITS = 3  # that measurements are good for
 
 
-def check_target(path: str) -> None:
-    """Raise ConfigError, one line, if a machine file cannot be written there."""
+def check_target(path: str, option: str = "--machine") -> None:
+    """Raise ConfigError, one line, if a machine file cannot be written there. option: that names it."""
     target = Path(path)
     if target.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--machine: found {path!r}, expected the name of a YAML file, such as machine.yaml")
+        raise ConfigError(f"{option}: found {path!r}, expected the name of a YAML file, such as machine.yaml")
     if target.is_dir():
-        raise ConfigError(f"--machine: {path} is a folder; name a file in it")
+        raise ConfigError(f"{option}: {path} is a folder; name a file in it")
     if not target.parent.is_dir():
-        raise ConfigError(f"--machine: there is no folder {target.parent}; create it, or name another file")
+        raise ConfigError(f"{option}: there is no folder {target.parent}; create it, or name another file")
     draft = _draft(target)
     try:
         draft.touch()
         draft.unlink()
     except OSError as error:
-        raise ConfigError(f"--machine: {target.parent} cannot be written to: {error.strerror}") from None
+        raise ConfigError(f"{option}: {target.parent} cannot be written to: {error.strerror}") from None
 
 
 def save(path: str, figures: Mapping[str, Any]) -> str:

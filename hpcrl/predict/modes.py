@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from hpcrl.config.schema import AsyncTrainingConfig
@@ -58,7 +59,7 @@ def _chain(timed: Sequence[Timed], step: str, first: tuple[str, ...]) -> list[Ta
 
 
 def _task(it: Timed, step: str, after: tuple[str, ...]) -> Task:
-    return Task(f"{it.name}{step}", it.ranks, it.cost.seconds, after)
+    return Task(f"{it.name}{step}", it.ranks, it.cost.seconds, after, it.demand)
 
 
 def _sampled(timed: Sequence[Timed], step: str, after: tuple[str, ...]) -> list[Task]:
@@ -112,7 +113,7 @@ def _streaming(timed: Sequence[Timed], steps: int, threshold: int) -> list[Task]
         version = step - 1 - threshold
         begun = (f"update_weights/{version}",) if version >= 1 else ()
         samples = _sampled(timed, f"/{step}", begun)
-        samples[0] = Task(samples[0].name, samples[0].ranks, samples[0].seconds + interrupted, samples[0].after)
+        samples[0] = replace(samples[0], seconds=samples[0].seconds + interrupted)
         chain = _chain(timed, f"/{step}", (*(task.name for task in samples), *trained))
         ended = tuple(task.name for task in chain)
         last = [Task(f"{it.name}/{step}", actor, it.cost.seconds, ended) for it in rest]

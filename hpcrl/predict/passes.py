@@ -269,6 +269,12 @@ def pipelined(stages: Sequence[Cost], count: int, vpp: int = 1, send: float = 0.
     return slowest * count + Cost(bubble=others / vpp, communication=messages)
 
 
+def evenness(stages: Sequence[Cost]) -> float:
+    """Seconds of the mean stage as a share of those of the slowest one."""
+    slowest = max(stage.seconds for stage in stages)
+    return sum(stage.seconds for stage in stages) / len(stages) / slowest if slowest > 0 else 1.0
+
+
 def _sum(costs: Iterable[Cost]) -> Cost:
     found = NOTHING
     for cost in costs:

@@ -21,7 +21,15 @@ from hpcrl.predict.layers import Stage, numbers_of
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Dtype, Machine
 from hpcrl.predict.passes import PassModel, Recompute
-from hpcrl.predict.training import Optimizer, Passes, Update, copied_cost, forward_cost, update_cost
+from hpcrl.predict.training import (
+    Optimizer,
+    Passes,
+    Update,
+    copied_cost,
+    forward_cost,
+    stage_evenness,
+    update_cost,
+)
 from hpcrl.predict.transfer import Moved, refit_cost, refit_shares
 
 COLUMNS = 8  # of a response's tokens, in fp32, that advantages read or write, and that an archive has
@@ -31,13 +39,21 @@ DTYPES: dict[int, Dtype] = {4: "float32", 2: "bfloat16"}
 
 
 class Timed(NamedTuple):
-    """A phase, its role's ranks and its cost."""
+    """A phase, its role's ranks and its cost. evenness: work of the mean rank as a share of that of the one that the
+    cost is of."""
 
     name: str
     role: str
     kind: str
     ranks: tuple[int, ...]
     cost: Cost
+    evenness: float = 1.0
+
+    @property
+    def demand(self) -> float:
+        """Cores that a rank needs in the mean: while it waits for another one it needs none."""
+        seconds = self.cost.seconds
+        return self.cost.busy / seconds * self.evenness if seconds > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -73,11 +89,11 @@ class JobTimes:
             elif phase.kind == "refit":
                 found.append(self._timed("update_weights", phase, self._refit()))
             elif phase.kind == "forward":
-                found.append(self._timed(phase.name, phase, self._forward(phase)))
+                found.append(self._timed(phase.name, phase, self._forward(phase), self._evenness(phase)))
             elif phase.kind == "train":
                 if phase.name.startswith("update") and not any(it.name == "adv" for it in found):
                     found.append(Timed("adv", "actor", "forward", self._ranks("actor"), self._advantages()))
-                found.append(self._timed(phase.name, phase, self._update(phase)))
+                found.append(self._timed(phase.name, phase, self._update(phase), self._evenness(phase)))
         if self.job.config.trainer.save_rollouts:
             actor = self._ranks("actor")
             found.append(Timed("dump_rollout_generations", "actor", "save", actor, self._archive()))
@@ -85,11 +101,11 @@ class JobTimes:
             found.append(Timed("save_checkpoint", "actor", "save", self._saving_ranks(), self._save()))
         return found
 
-    def _timed(self, name: str, phase: Phase, cost: Cost) -> Timed:
+    def _timed(self, name: str, phase: Phase, cost: Cost, evenness: float = 1.0) -> Timed:
         ranks = self._ranks(phase.role)
         if phase.kind == "refit":
             ranks = tuple(sorted({*ranks, *self._ranks("actor")}))
-        return Timed(name, phase.role, phase.kind, ranks, cost)
+        return Timed(name, phase.role, phase.kind, ranks, cost, evenness)
 
     def _ranks(self, role: str) -> tuple[int, ...]:
         return self.job.derived.roles[role].ranks
@@ -151,6 +167,13 @@ class JobTimes:
         update = Update(optimizer, self.updates(phase), reduces, gathers)
         cost = update_cost(model, self.passes(phase), update, self.lengths)
         return cost + self._copied(phase, model, ("parameters", "optimizer"))
+
+    def _evenness(self, phase: Phase) -> float:
+        """Only machines whose ranks share cores have to know."""
+        if self.machine.node.cores is None:
+            return 1.0
+        trains = phase.kind == "train"
+        return stage_evenness(self.pass_model(phase.role, phase), self.passes(phase), self.lengths, trains=trains)
 
     def _copied(self, phase: Phase, model: PassModel, parts: tuple[str, ...]) -> Cost:
         away = offloaded(self.job.config, self.job.specs[phase.role])

@@ -19,7 +19,7 @@ from hpcrl.config.schema import AUTO, Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine, read_machine
+from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine, read_machine
 from hpcrl.predict.search import Found, Result, Search, fullest, leanest
 from hpcrl.predict.slices import Slice, counted, divide, order, slice_of
 from hpcrl.predict.space import AXES, Knobs, Mode, Space
@@ -53,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --search: values of async_training.mode to compare, which differ in the age of samples; by default "
         "the template's",
     )
-    parser.add_argument("--out", metavar="FILE", help="with --search: write the fastest as a YAML file")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="with --search: write the fastest as a YAML file; with --calibrate: write the machine",
+    )
 
 
 def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: argparse.Namespace) -> list[str]:

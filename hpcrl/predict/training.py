@@ -16,7 +16,7 @@ from hpcrl.predict.collectives import Group, group_of
 from hpcrl.predict.cost import NOTHING, Cost
 from hpcrl.predict.layers import Numbers
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.passes import Micro, PassModel, pipelined
+from hpcrl.predict.passes import Micro, PassModel, evenness, pipelined
 
 PACKED = 256  # sequences that are packed one by one; more are taken to need micro-batches in proportion
 OPTIMIZER_OPERATORS = 20
@@ -87,6 +87,14 @@ def forward_cost(model: PassModel, passes: Passes, lengths: Lengths) -> Cost:
     micro, count = micro_batch(model, passes, lengths)
     found = pipelined(model.forward(micro), count, model.layout.vpp, model.send(micro))
     return found + _waiting(found, passes, lengths, model.layout.dp)
+
+
+def stage_evenness(model: PassModel, passes: Passes, lengths: Lengths, *, trains: bool) -> float:
+    """Of a pass, see `evenness`."""
+    if len(model.stages) == 1:
+        return 1.0
+    micro, _ = micro_batch(model, passes, lengths)
+    return evenness(model.training(micro) if trains else model.forward(micro))
 
 
 def _waiting(found: Cost, passes: Passes, lengths: Lengths, dp: int) -> Cost:

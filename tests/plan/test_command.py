@@ -250,7 +250,7 @@ def test_the_arithmetic_needs_no_torch() -> None:
         ([TEMPLATE, "job.gpu_memory_gb=80"], "gpu_memory_gib"),
         (["nowhere.yaml"], "no such config file"),
         (["--fast", TEMPLATE], "--fast"),
-        ([], "usage: hpcrl plan [-h] [--refit | --build | --search]"),
+        ([], "usage: hpcrl plan [-h] [--refit | --build | --search | --calibrate]"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: list[str], found: str) -> None:

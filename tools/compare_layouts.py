@@ -1,0 +1,223 @@
+"""How well `hpcrl plan` predicts the lines of tools/bench_layouts.py: a table, and a plot.
+
+    .venv/bin/python tools/compare_layouts.py FILE.jsonl --machine FILE.yaml [--plot FILE.png] [--misses 10]
+
+The machine's efficiencies are fitted to the six cases of CALIBRATED; all figures are of the other cases. A case's
+seconds are the medians of its repeats, each of which is the median of a job's counted steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import checkout  # noqa: F401
+from bench_layouts import STEPS, config_of, read
+from layout_cases import PROMPT_LENGTH, PROMPTS, SAMPLES, Case, cases, response_length
+
+from hpcrl.plan.memory import TrainingPlan
+from hpcrl.predict.calibrate import Measured, fit, fitted_machine
+from hpcrl.predict.lengths import Lengths
+from hpcrl.predict.machine import Machine, read_machine
+from hpcrl.predict.step import Prediction, predict
+
+CALIBRATED = (
+    "dense grpo fixed: dp, engine tp1",
+    "dense ppo log-normal: tp2, engine tp2",
+    "dense grpo log-normal: pp2 cp2, engine tp1",
+    "moe grpo fixed: ep2, engine tp1",
+    "moe ppo log-normal: tp2 pp2, engine tp1",
+    "moe ppo fixed: cp2 ep4, engine tp1",
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """spread: of the repeats' step times, largest less smallest, as a share of the median."""
+
+    case: Case
+    measured: Measured
+    spread: float
+    predicted: Prediction
+
+    @property
+    def step(self) -> float:
+        return self.measured.seconds["step"]
+
+    @property
+    def error(self) -> float:
+        """Of the step, relative."""
+        return self.predicted.step / self.step - 1
+
+    def phase_errors(self) -> dict[str, float]:
+        """Relative, of those that take a part of the step."""
+        found = self.measured.phases
+        return {
+            name: self.predicted.phases[name] / took - 1
+            for name, took in found.items()
+            if name in self.predicted.phases
+        }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--machine", required=True, help="machine file, or the name of one")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--misses", type=int, default=10, help="cases that are listed, the worst first")
+    options = parser.parse_args(arguments)
+    every = read(options.file)
+    lines = [line for line in every if line["repeat"] != "memory"]
+    for text in memory([line for line in every if line["repeat"] == "memory"]):
+        print(text)
+    machine = read_machine(options.machine)
+    measured = measurements(lines)
+    chosen = [measured[name][0] for name in CALIBRATED if name in measured]
+    fitted = fitted_machine(machine, fit(chosen, machine))
+    held_out = [
+        Compared(
+            case, *measured[case.name], predict(measured[case.name][0].job, fitted, measured[case.name][0].lengths)
+        )
+        for case in cases()
+        if case.name in measured and case.name not in CALIBRATED
+    ]
+    for line in report(held_out, fitted, len(chosen)):
+        print(line)
+    for it in sorted(held_out, key=lambda it: -abs(math.log1p(it.error)))[: options.misses]:
+        print(describe(it))
+    if options.plot:
+        plot(held_out, options.plot)
+
+
+def memory(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Peaks of live tensor bytes as shares of what `hpcrl plan` counts, by the ranks that hold the same."""
+    peaks = {line["case"]: line["peak_bytes"] for line in lines}
+    shares: dict[str, float] = {}
+    for case in cases():
+        if case.name in peaks:
+            job = TrainingPlan(config_of(case, Path("/nowhere")))
+            rows = job.rows()
+            for place in job.places:
+                planned = max(row.total for row in rows if row.place == place)
+                measured = max(peaks[case.name][rank] for rank in place.ranks)
+                shares[f"{case.name}, rank {place.ranks[0]}"] = measured / planned
+    if shares:
+        most, middle = max(shares, key=lambda name: shares[name]), median(shares.values())
+        yield f"memory: {len(shares)} ranks of {len(peaks)} cases, measured / planned {middle:.2f} in the middle,"
+        yield f"  {min(shares.values()):.2f} to {shares[most]:.2f} ({most})"
+
+
+def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured, float]]:
+    """By case, the medians and the spread of the step."""
+    repeats: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for line in lines:
+        repeats[line["case"]].append({phase: median(seconds) for phase, seconds in line["phases"].items()})
+    found = {}
+    for case in cases():
+        if case.name in repeats:
+            each = repeats[case.name]
+            middle = {phase: median(it[phase] for it in each) for phase in each[0]}
+            steps = [it["step"] for it in each]
+            job = TrainingPlan(config_of(case, Path("/nowhere")))
+            measured = Measured(case.name, job, lengths_of(case), middle)
+            found[case.name] = measured, (max(steps) - min(steps)) / middle["step"]
+    return found
+
+
+def lengths_of(case: Case) -> Lengths:
+    """About those that were drawn: the generator's distribution."""
+    drawn = [
+        response_length(case.lengths, f"prompt {row}", sample)
+        for row in range(PROMPTS * STEPS)
+        for sample in range(SAMPLES)
+    ]
+    return Lengths.of_samples([PROMPT_LENGTH] * len(drawn), drawn)
+
+
+def report(held_out: Sequence[Compared], machine: Machine, fitted_to: int) -> Iterator[str]:
+    spread = median(it.spread for it in held_out)
+    yield f"{machine.name}: {len(held_out)} cases, fitted to {fitted_to} others; spread of the repeats {spread:.1%}"
+    steps = [abs(it.error) for it in held_out]
+    yield f"  step          median error {median(steps):6.1%}, 90% below {quantile(steps, 0.9):6.1%}"
+    errors: dict[str, list[float]] = defaultdict(list)
+    for it in held_out:
+        for name, error in it.phase_errors().items():
+            errors[name].append(error)
+    for name, values in errors.items():
+        absolute = [abs(value) for value in values]
+        yield (
+            f"  {name:<14}median error {median(absolute):6.1%}, 90% below {quantile(absolute, 0.9):6.1%}, in the "
+            f"middle {median(values):+.1%}, of {len(values)}; efficiency {machine.efficiency.get(name, 1.0):.2f}"
+        )
+    yield "  order of layouts, and the step of the one that is predicted to be fastest against the fastest measured:"
+    groups: dict[str, list[Compared]] = defaultdict(list)
+    for it in held_out:
+        groups[f"{it.case.model} {it.case.algorithm} {it.case.lengths}"].append(it)
+    for name, group in groups.items():
+        best = min(group, key=lambda it: it.step)
+        chosen = min(group, key=lambda it: it.predicted.step)
+        slowest = max(it.step for it in group) / best.step
+        yield (
+            f"  {name:<24}{len(group):>4} layouts, rank correlation {correlation(group):.2f}; "
+            f"{chosen.step / best.step:.2f} ({chosen.case.layout}; fastest {best.case.layout}; slowest {slowest:.1f})"
+        )
+
+
+def correlation(group: Sequence[Compared]) -> float:
+    """Spearman's, of predicted and measured steps."""
+    places = [ranks([it.predicted.step for it in group]), ranks([it.step for it in group])]
+    mean = (len(group) - 1) / 2
+    above = sum((a - mean) * (b - mean) for a, b in zip(*places, strict=True))
+    return above / math.sqrt(math.prod(sum((a - mean) ** 2 for a in place) for place in places))
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Equal values have the mean of their places."""
+    return [
+        (sum(other < value for other in values) + sum(other <= value for other in values) - 1) / 2 for value in values
+    ]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def describe(it: Compared) -> str:
+    phases = ", ".join(
+        f"{name} {it.predicted.phases.get(name, 0):.2f}/{took:.2f}" for name, took in it.measured.phases.items()
+    )
+    return f"  {it.error:+.0%} {it.case.name}: predicted/measured {it.predicted.step:.2f}/{it.step:.2f} s; {phases}"
+
+
+def plot(held_out: Sequence[Compared], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
+    for axis, model in zip(axes, ("dense", "moe"), strict=True):
+        group = [it for it in held_out if it.case.model == model]
+        for algorithm, marker in (("grpo", "o"), ("ppo", "^")):
+            for lengths, color in (("fixed", "tab:blue"), ("log-normal", "tab:orange")):
+                some = [it for it in group if (it.case.algorithm, it.case.lengths) == (algorithm, lengths)]
+                steps = [it.step for it in some], [it.predicted.step for it in some]
+                axis.scatter(*steps, marker=marker, s=18, color=color, alpha=0.7, label=f"{algorithm}, {lengths}")
+        limits = [min(it.step for it in group) * 0.8, max(it.step for it in group) * 1.25]
+        axis.plot(limits, limits, color="gray", linewidth=1)
+        for factor in (0.85, 1.15):
+            axis.plot(limits, [factor * limit for limit in limits], color="gray", linewidth=0.6, linestyle=":")
+        axis.set(xscale="log", yscale="log", xlim=limits, ylim=limits, xlabel="measured, s per step", title=model)
+    axes[0].set_ylabel("predicted, s per step")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
