@@ -120,6 +120,7 @@ class Extension(NamedTuple):
     asks: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     lines_of: Callable[[TrainingPlan, argparse.Namespace], list[str]]
+    own: tuple[str, ...] = ()  # those of its options that nothing but the table has a use for
 
 
 def main(
@@ -141,6 +142,10 @@ def main(
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.refit and getattr(parsed, extension.asks) is not None:
         parser.error(f"found --{extension.asks} beside --refit, which prints a refit's bytes only; leave one out")
+    ways = [name for name in ("refit", *(each.name for each in replacements)) if getattr(parsed, name)]
+    for name in extension.own:
+        if ways and getattr(parsed, name):
+            parser.error(f"found --{name} beside --{ways[0]}, which has no use for it; leave one out")
     job, colon, path = parsed.config.rpartition(":")
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")

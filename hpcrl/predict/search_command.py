@@ -19,11 +19,10 @@ from hpcrl.config.schema import AUTO, Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine, read_machine
+from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.search import Found, Result, Search, fullest, leanest
 from hpcrl.predict.slices import Slice, counted, divide, order, slice_of
 from hpcrl.predict.space import AXES, Knobs, Mode, Space
-from hpcrl.predict.step import spread
 from hpcrl.predict.table import lengths_of, limits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
@@ -68,8 +67,6 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
         raise InputError(
             "--search is for jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
         )
-    if parsed.timeline:
-        raise ConfigError("found --timeline beside --search; write a layout with --out, and draw the plan of that file")
     machine = read_machine(parsed.machine)
     config = job.read_config(path, overrides)
     if parsed.objective == "walltime" and config.job.time == AUTO:
@@ -199,8 +196,7 @@ class Asked:
 
     def _result(self, place: int, result: Result, size: int) -> Iterator[str]:
         step, job = result.prediction, result.job
-        band = spread(step, self.machine)
-        what, low, high = "GPU" if job.on_gpu else "rank", step.seconds / (1 + band), step.seconds * (1 + band)
+        what, (low, high) = "GPU" if job.on_gpu else "rank", step.band(self.machine)
         yield (
             f"{place}. {step.seconds:.4g} s per step, {low:.4g} to {high:.4g}; "
             f"{step.tokens_per_second / size:.4g} tokens/s per {what}; {self.cost(result)}"

@@ -9,13 +9,12 @@ from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.bound import least
 from hpcrl.predict.cost import Cost
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine
+from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine
 from hpcrl.predict.modes import step_of
 from hpcrl.predict.phases import JobTimes
 from hpcrl.predict.timeline import Span
 
 APART = ("save_checkpoint",)  # between two steps
-UNKNOWN_SPREAD = 0.5  # of a phase whose standard error the machine file does not have
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,17 @@ class Prediction:
     def step(self) -> float:
         """Seconds of `timing_s/step`, which has no save."""
         return self.seconds - sum(self.phases.get(name, 0.0) for name in APART)
+
+    def spread(self, machine: Machine) -> float:
+        """Relative error of the step on the machine, if those of its phases add up."""
+        total = sum(self.phases.values())
+        errors = (machine.spread.get(name, UNKNOWN_SPREAD) * seconds for name, seconds in self.phases.items())
+        return sum(errors) / total if total else UNKNOWN_SPREAD
+
+    def band(self, machine: Machine) -> tuple[float, float]:
+        """Seconds between which the step is, about: less and more by the factor 1 + spread."""
+        factor = 1 + self.spread(machine)
+        return self.seconds / factor, self.seconds * factor
 
 
 def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction:
@@ -61,13 +71,6 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
     tokens = job.derived.samples_per_step * lengths.mean
     roles = {it.name: it.role for it in timed}
     return Prediction(seconds, phases, parts, tokens / seconds, tuple(step.spans), roles)
-
-
-def spread(prediction: Prediction, machine: Machine) -> float:
-    """Relative error of a step, if those of its phases add up."""
-    phases = prediction.phases
-    total = sum(phases.values())
-    return sum(machine.spread.get(name, UNKNOWN_SPREAD) * seconds for name, seconds in phases.items()) / total
 
 
 def lower_bound(job: TrainingPlan, machine: Machine, lengths: Lengths) -> float:

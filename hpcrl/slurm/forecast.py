@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import AUTO, Config, seconds_of
@@ -15,7 +14,7 @@ from hpcrl.predict.search import Result, Search
 from hpcrl.predict.search_command import Asked, has_rollout
 from hpcrl.predict.slices import Slice, clock, counted, divide, shortest, slice_of
 from hpcrl.predict.space import Knobs
-from hpcrl.predict.step import Prediction, predict, spread
+from hpcrl.predict.step import Prediction, predict
 from hpcrl.predict.table import lengths_of
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
@@ -39,10 +38,6 @@ class Forecast:
     def config(self) -> Config:
         return self.asked.config
 
-    @cached_property
-    def spread(self) -> float:
-        return spread(self.prediction, self.asked.machine)
-
     def slice(self, length: float) -> Slice:
         asked = self.asked
         return slice_of(
@@ -58,7 +53,7 @@ class Forecast:
                 "set it, or job.time"
             )
         limit = None if max_time is None else seconds_of(max_time)
-        step, its = self.prediction.seconds * (1 + self.spread), self.slice(limit or 0.0)
+        step, its = self.prediction.band(self.asked.machine)[1], self.slice(limit or 0.0)
         needed = shortest(self.asked.steps, step, its, limit)
         if needed is None:
             raise InputError(
@@ -69,9 +64,10 @@ class Forecast:
 
     def line(self, time: str) -> str:
         """Seconds of a step, and what the run takes in slices of so much time."""
-        step, band, machine = self.prediction.seconds, self.spread, self.asked.machine
+        step, machine = self.prediction.seconds, self.asked.machine
+        low, high = self.prediction.band(machine)
         kind = "predicted" if machine.measured else "extrapolated"
-        text = f"{step:.4g} s per step ({step / (1 + band):.4g} to {step * (1 + band):.4g}), {kind} for {machine.name}"
+        text = f"{step:.4g} s per step ({low:.4g} to {high:.4g}), {kind} for {machine.name}"
         its, nodes = self.slice(seconds_of(time)), self.config.job.nodes
         setup = f"{its.setup:.0f} s of set-up each, {'measured' if 'setup_s' in self.asked.measured else 'assumed'}"
         if self.asked.steps is None:
