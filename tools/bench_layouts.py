@@ -77,6 +77,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def run_on_ranks(options: argparse.Namespace) -> None:
     """Run jobs one after the other in one world."""
     from hpcrl.jobs.train import Train
+    from hpcrl.plan.memory import with_keys
     from hpcrl.runtime.job import run_spmd
 
     every, folder = list(layout_cases.cases()), options.folder
@@ -87,7 +88,7 @@ def run_on_ranks(options: argparse.Namespace) -> None:
         text = "\n".join(json.dumps({**row, "data_source": "bench"}) for row in prompts)
         (folder / "prompts.jsonl").write_text(text)
         (folder / "score.py").write_text(SCORE)
-        return config_of(jobs[0][0], folder)
+        return with_keys(config_of(jobs[0][0], folder), {"run.name": "start"})  # a folder for logs
 
     def on_every_rank(world: World, config: Any) -> int:
         for case, repeat in jobs:
@@ -102,8 +103,8 @@ def run_on_ranks(options: argparse.Namespace) -> None:
 
 
 def prompt(row: int) -> str:
-    """Of 32 tokens, with the one that begins it."""
-    return f"{row * 7919 % 10**9:09d}+" * 3 + "0"
+    """Of PROMPT_LENGTH tokens, with the one that begins it."""
+    return f"{row * 7919 % 10**6:06d}+" * 9
 
 
 def config_of(case: Case, folder: Path) -> Any:

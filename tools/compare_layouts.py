@@ -33,7 +33,7 @@ CALIBRATED = (
     "dense grpo log-normal: pp2 cp2, engine tp1",
     "moe grpo fixed: ep2, engine tp1",
     "moe ppo log-normal: tp2 pp2, engine tp1",
-    "moe ppo fixed: cp2 ep4, engine tp1",
+    "moe ppo log-normal: cp2 ep4, engine tp1",
 )
 
 

@@ -12,6 +12,7 @@ from hpcrl.config.schema import Config
 KEYS = (
     "run.plugins",
     "run.job_file",
+    "job.machine",
     "model.path",
     "model.tokenizer",
     "model.init_from",
@@ -49,12 +50,18 @@ def inputs(config: Config) -> Iterator[Input]:
         for name in key.split("."):
             value = getattr(value, name, None)
         for path in [value] if isinstance(value, str) else value or ():
-            yield Input(key, file_of(key, path))
+            if key != "job.machine" or is_machine_file(path):
+                yield Input(key, file_of(key, path))
 
 
 def missing(config: Config) -> list[Input]:
     """Those that are not there."""
     return [given for given in inputs(config) if not os.path.exists(given.path)]
+
+
+def is_machine_file(machine: str) -> bool:
+    """Whether job.machine is a file, and not the name of one in configs/machines."""
+    return machine.endswith((".yaml", ".yml"))
 
 
 def file_of(key: str, path: str) -> str:

@@ -35,6 +35,7 @@ class OnlineDpo(Train):
 
     name = label = "online_dpo"
     section = OnlineDpoConfig
+    is_predicted = False
     memory_advice = (
         "a smaller actor.ppo_max_token_len_per_gpu, model.recompute.granularity=full, a larger placement.actor.tp, a "
         "smaller rollout.gpu_memory_utilization"
@@ -114,7 +115,10 @@ class OnlineDpo(Train):
     @classmethod
     def without_effect(cls, config: Config) -> list[str]:
         given = config.algorithm.model_fields_set - {"filter_groups", "rollout_correction"}
-        return [f"algorithm.{name} is for `hpcrl train`: online DPO has no advantages" for name in sorted(given)]
+        found = [f"algorithm.{name} is for `hpcrl train`: online DPO has no advantages" for name in sorted(given)]
+        if config.job.machine is not None:
+            found.append("job.machine is for `hpcrl train`: steps of online DPO are not predicted")
+        return found
 
     def roles(self) -> list[RoleSpec]:
         workers = {"actor": "online_dpo:OnlineDpoActorWorker", "ref": "preference:PairRefWorker"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from hpcrl.runtime.job import run_directory
 if TYPE_CHECKING:
     from hpcrl.batch.data_proto import DataProto
     from hpcrl.run.calls import Role
+    from hpcrl.run.predicted import PredictedSteps
     from hpcrl.run.run import Run
     from hpcrl.workers.team import Inputs
 
@@ -62,7 +63,9 @@ class Train(TrainingJob):
     saves_last = False
     phases_from_update = ("update_critic", "update_actor", "update_weights", "dump_rollout_generations")
     phases_per_token = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
+    is_predicted: ClassVar[bool] = True  # the time of its steps, by job.machine
     derived: Derived
+    predicted: PredictedSteps | None = None
 
     def loop(self, run: Run) -> None:
         """Rank 0's part of the job; the roles' ranks run what it calls.
@@ -123,6 +126,14 @@ class Train(TrainingJob):
         if self.derived.needs_sum_pi_squared:
             run.wait()
             actor.variance_proxy(batch, run.metrics.get("actor/grad_norm"))
+
+    @classmethod
+    def prepare(cls, config: Config) -> Config:
+        if config.job.machine is not None:
+            from hpcrl.predict.machine import read_machine
+
+            read_machine(config.job.machine)  # an invalid one is an error before anything is built
+        return super().prepare(config)
 
     @classmethod
     def check(cls, config: Config, num_ranks: int) -> Derived:
@@ -192,6 +203,10 @@ class Train(TrainingJob):
         self.rollouts = run.rollouts = make_rollout_source(run, self.derived, self.sampler, self.inputs.tokenizer)
         self.kl_controller = KLController(config.algorithm.kl_ctrl)
         self.peak_flops = peak_of(run.device_name) if run.device_name else None
+        if config.job.machine is not None and self.is_predicted:
+            from hpcrl.run.predicted import PredictedSteps
+
+            self.predicted = PredictedSteps.of_job(self, run)
         self.validator = Validator.of_job(run.controller, config, self.inputs, run.folder) if "val" in prompts else None
 
     @property
@@ -211,6 +226,9 @@ class Train(TrainingJob):
         self, run: Run, seconds: dict[str, float], lengths: list[int], num_response_tokens: int
     ) -> dict[str, float]:
         found: dict[str, float] = {}
+        if self.predicted is not None:
+            prompts, responses = run.prompt_lengths, run.response_lengths
+            found |= self.predicted.observe(seconds, prompts, responses, run.metrics, run.stragglers.slow)
         if self.peak_flops is not None:
             sizes = (self.config, self.derived, self.inputs.shape, lengths, num_response_tokens)
             tower = run.metrics.get("perf/tower_flops", 0.0)

@@ -99,7 +99,7 @@ def _read(arguments: Sequence[str], job: JobDescription, world_size: int, enviro
         )
     if not arguments:
         raise InputError("a dry run needs a YAML file")
-    config = job.read_config(arguments[0], arguments[1:])
+    config = job.prepare(job.read_config(arguments[0], arguments[1:]))
     roles = job.check(config, world_size).roles
     fields = {name: role.grid for name, role in roles.items()}
     return Placement(

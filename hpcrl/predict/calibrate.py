@@ -16,7 +16,7 @@ from hpcrl.predict.modes import GENERATES
 from hpcrl.predict.step import predict
 
 ROUNDS = 3  # phases that share cores change each other's time, so that the fit is repeated
-SMALLEST = 0.02  # share of a step; a phase that never takes as much tells nothing
+SMALLEST = 0.02  # share of a step; a shorter phase is not fitted
 OFF = 1.25  # times the fitted prediction, or less than it, that is said
 SHARE = 0.1  # by which a share of a phase's time differs from that of other runs to be named as the cause
 

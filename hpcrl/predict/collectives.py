@@ -46,20 +46,24 @@ class Hop(NamedTuple):
 
 class Network(NamedTuple):
     """The links of a machine. shared: bytes per second of all ranks of a node; None: no limit. has_rings: whether all
-    ranks of a node send to other nodes at the same time in one collective. shares: by ranks of a group, ascending."""
+    ranks of a node send to other nodes at the same time in one collective. shares: by ranks of a group, ascending.
+    cores, contention: of a node, see `hpcrl.predict.machine.Node`."""
 
     inside: Hop
     outside: Hop
     shared: float | None
     has_rings: bool
     shares: tuple[tuple[int, float], ...]
+    cores: float | None = None
+    contention: float = 0.0
 
     @classmethod
     def of(cls, machine: Machine) -> Network:
         links = machine.links
         inside, outside = (Hop(link.latency, link.bandwidth) for link in (links.inside, links.between))
-        is_gpu = machine.device.kind == "gpu"
-        return cls(inside, outside, machine.node.network, is_gpu, tuple(sorted(links.group.items())))
+        is_gpu, node = machine.device.kind == "gpu", machine.node
+        shares = tuple(sorted(links.group.items()))
+        return cls(inside, outside, node.network, is_gpu, shares, node.cores, node.contention)
 
     def between(self, busy: int = 1) -> Hop:
         """Between nodes, of which each has so many ranks that communicate at the same time."""
@@ -76,11 +80,18 @@ class Network(NamedTuple):
         bandwidth = ring_link(inside.bandwidth, link.bandwidth, group.per_node if self.has_rings else 1)
         return Hop(link.latency, bandwidth * interpolated(self.shares, group.size))
 
+    def contended(self, group: Group) -> float:
+        """Seconds in which a rank waits for one that has no core: of so many ranks on a node, the share without one."""
+        return self.contention * max(0.0, 1 - self.cores / group.busy) if self.cores is not None else 0.0
+
     def all_gather(self, nbytes: float, group: Group) -> float:
         """Ring: (n - 1) (latency + B / n / bandwidth), of B bytes that all ranks have in the end (Thakur, Rabenseifner
         and Gropp 2005, section 4.1). A reduce-scatter of B bytes takes the same (section 4.3)."""
         if group.size < 2:
             return 0.0
+        return self.contended(group) + self._ring(nbytes, group)
+
+    def _ring(self, nbytes: float, group: Group) -> float:
         link = self.link(group)
         return (group.size - 1) * (link.latency + nbytes / group.size / link.bandwidth)
 
@@ -91,7 +102,7 @@ class Network(NamedTuple):
             return 0.0
         link = self.link(group)
         doubling = math.ceil(math.log2(group.size)) * (link.latency + nbytes / link.bandwidth)
-        return min(2 * self.all_gather(nbytes, group), doubling)
+        return self.contended(group) + min(2 * self._ring(nbytes, group), doubling)
 
     def all_to_all(self, nbytes: float, group: Group) -> float:
         """Each rank sends B / n bytes to each other rank; what leaves its node takes the network, the rest at the same
@@ -102,14 +113,14 @@ class Network(NamedTuple):
         near, far = group.per_node - 1, group.size - group.per_node
         latency = near * inside.latency + far * between.latency
         share = nbytes / group.size
-        return latency + max(near * share / inside.bandwidth, far * share / between.bandwidth)
+        return self.contended(group) + latency + max(near * share / inside.bandwidth, far * share / between.bandwidth)
 
     def send(self, nbytes: float, group: Group) -> float:
         """One message to a neighbour of the group."""
         if group.size < 2:
             return 0.0
         link = self.inside if group.is_inside else self.between(group.busy)
-        return link.latency + nbytes / link.bandwidth
+        return self.contended(group) + link.latency + nbytes / link.bandwidth
 
 
 def interpolated(points: Sequence[tuple[int, float]], at: int) -> float:

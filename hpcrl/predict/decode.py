@@ -45,7 +45,7 @@ class Engine:
 
     def generate(self, work: Work, lengths: Lengths) -> Cost:
         """Until the last sequence of the engine that has the longest one has ended."""
-        return _generated(self, work, lengths)
+        return generation_cost(self, work, lengths)
 
     def steadily(self, work: Work, lengths: Lengths, running: float) -> Cost:
         """The same without an end: new sequences take the places of those that end, as in an engine that never stops,
@@ -102,7 +102,7 @@ def kv_width(model: PassModel) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _generated(engine: Engine, work: Work, lengths: Lengths) -> Cost:
+def generation_cost(engine: Engine, work: Work, lengths: Lengths) -> Cost:
     if work.sequences == 0:
         return NOTHING
     steps = schedule(lengths, work.sequences, work.slots, work.total)

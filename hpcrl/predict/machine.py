@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from hpcrl.config import yaml_core
+from hpcrl.config.inputs import is_machine_file
 from hpcrl.config.loader import explain
 from hpcrl.config.schema import Section
 from hpcrl.config.yaml_core import ConfigError
@@ -56,6 +57,9 @@ class Node(Section):
     cores: PositiveFloat | None = Field(
         None, description="ranks that can compute at full speed at the same time; null: all, each has a GPU"
     )
+    contention: NonNegativeFloat = Field(
+        0.0, description="seconds that a collective takes longer where its ranks have no cores of their own"
+    )
     host_copy: PositiveFloat = Field(description="bytes per second between a device and host memory, of one rank")
     network: PositiveFloat | None = Field(None, description="bytes per second that all ranks share; null: no limit")
     write: PositiveFloat = Field(description="bytes per second written to the shared file system")
@@ -92,9 +96,7 @@ class Machine(Section):
 
 def read_machine(name: str) -> Machine:
     """The machine of a file, or of `configs/machines/NAME.yaml`. Raises ConfigError, one line."""
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        path = MACHINES / f"{name}.yaml"
+    path = Path(name) if is_machine_file(name) else MACHINES / f"{name}.yaml"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

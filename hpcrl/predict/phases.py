@@ -169,7 +169,7 @@ class JobTimes:
         return cost + self._copied(phase, model, ("parameters", "optimizer"))
 
     def _evenness(self, phase: Phase) -> float:
-        """Only machines whose ranks share cores have to know."""
+        """1 on machines whose ranks share no cores, where it is not used."""
         if self.machine.node.cores is None:
             return 1.0
         trains = phase.kind == "train"

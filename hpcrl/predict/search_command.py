@@ -20,7 +20,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine, read_machine
-from hpcrl.predict.search import Found, Result, Search, fullest, leanest
+from hpcrl.predict.search import KEPT, Found, Result, Search, fullest, leanest
 from hpcrl.predict.slices import Slice, counted, divide, order, slice_of
 from hpcrl.predict.space import AXES, Knobs, Mode, Space
 from hpcrl.predict.table import lengths_of, limits
@@ -73,14 +73,17 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
         raise ConfigError("found --objective walltime with job.time=auto; set job.time, within which steps are to end")
     lengths = lengths_of(TrainingPlan(config), parsed.response_lengths)
     asked = Asked(path, config, tuple(job.own_specs()), machine, lengths, parsed.objective)
-    modes, sizes, found = _modes(parsed.modes), nodes_of(parsed.nodes, config.job.nodes), {}
+    knobs, sizes, found = Knobs(modes=_modes(parsed.modes)), nodes_of(parsed.nodes, config.job.nodes), {}
     for nodes in sizes:
-        results = Search(asked.space(nodes, Knobs(modes=modes)), machine, asked.lengths).run()
+        kept = KEPT if len(sizes) == 1 else 1
+        results = Search(asked.space(nodes, knobs), machine, asked.lengths, kept).run()
         if results.results:
             found[nodes] = results
     if not found:
         raise InputError(asked.fits_nowhere(sizes[-1]))
     best = min(found, key=lambda nodes: asked.score(found[nodes].results[0]))
+    if len(sizes) > 1:
+        found[best] = Search(asked.space(best, knobs), machine, asked.lengths).run()
     lines = [*asked.lines(found[best])]
     if len(found) > 1:
         lines += ["", *scaling(found, asked.cost)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.bound import least
 from hpcrl.predict.cost import Cost
+from hpcrl.predict.decode import generation_cost, schedule
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine
 from hpcrl.predict.modes import step_of
 from hpcrl.predict.phases import JobTimes
 from hpcrl.predict.timeline import Span
+from hpcrl.predict.training import forward_cost, packing, update_cost
 
 APART = ("save_checkpoint",)  # between two steps
 
@@ -47,6 +49,19 @@ class Prediction:
         factor = 1 + self.spread(machine)
         return self.seconds / factor, self.seconds * factor
 
+    def together(self, phases: Collection[str]) -> list[tuple[tuple[str, ...], float]]:
+        """Those of the phases that the step has, in groups that overlap, each with the seconds from the start of its
+        first phase to the end of its last one."""
+        spans = sorted((it.start, it.end, name) for name, it in _of_step(self.spans).items() if name in phases)
+        found: list[tuple[tuple[str, ...], float, float]] = []
+        for start, end, name in spans:
+            if found and start < found[-1][2]:
+                names, first, last = found.pop()
+                found.append(((*names, name), first, max(last, end)))
+            else:
+                found.append(((name,), start, end))
+        return [(names, end - start) for names, start, end in found]
+
 
 def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction:
     """Raises ConfigError or InputError, one line, if the job cannot run.
@@ -60,7 +75,7 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
     inside = [it for it in timed if it.name not in APART]
     mode, each = job.config.async_training, job.config.job.ntasks_per_node
     step = step_of(inside, mode, machine.node.cores, each)
-    took = _durations(step.spans)
+    took = {name: span.end - span.start for name, span in _of_step(step.spans).items()}
     parts, phases = {}, {}
     for it in timed:
         ideal = it.cost.seconds
@@ -79,13 +94,19 @@ def lower_bound(job: TrainingPlan, machine: Machine, lengths: Lengths) -> float:
     return step_of(least(JobTimes(job, machine, lengths)), mode, None, each).seconds
 
 
-def _durations(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each phase, of several steps in the last one but one, which has others beside it."""
+def forget_lengths() -> None:
+    """Free what is cached by lengths: those of a real step do not come again."""
+    for cached in (forward_cost, update_cost, packing, generation_cost, schedule):
+        cached.cache_clear()
+
+
+def _of_step(spans: Sequence[Span]) -> dict[str, Span]:
+    """The span of each phase, of several steps in the last one but one, which has others beside it."""
     steps = [int(span.task.rpartition("/")[2]) for span in spans if "/" in span.task]
     wanted = max(steps) - 1 if steps else 0
     found = {}
     for span in spans:
         name, _, step = span.task.partition("/")
         if not step or int(step) == wanted:
-            found[name] = span.end - span.start
+            found[name] = span
     return found

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME_OR_FILE",
-        help="seconds of a step, too, on a machine of configs/machines or of a file",
+        help="seconds of a step, too, on a machine of configs/machines or of a file; without it, of job.machine",
     )
     parser.add_argument(
         "--response-lengths",
@@ -38,13 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
-    """The lines of the table; none without --machine. Raises ConfigError or InputError, one line."""
-    if parsed.machine is None:
+    """The lines of the table; none without --machine or job.machine. Raises ConfigError or InputError, one line."""
+    name = parsed.machine or job.config.job.machine
+    if name is None:
         given = {"--response-lengths": parsed.response_lengths, "--timeline": parsed.timeline}
         for option in (option for option, value in given.items() if value):
             raise ConfigError(f"found {option} without --machine; name a machine")
         return []
-    machine, lengths = read_machine(parsed.machine), lengths_of(job, parsed.response_lengths)
+    machine, lengths = read_machine(name), lengths_of(job, parsed.response_lengths)
     prediction = predict(job, machine, lengths)
     title = f"step on {machine.name}: prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f}"
     if parsed.response_lengths is not None:

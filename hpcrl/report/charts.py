@@ -58,7 +58,7 @@ PANELS = (
     Panel("learning", "Preference margin", "nats", (r"rewards/(margins|chosen|rejected)",)),
     Panel("learning", "Failed scores", "", (r"reward/(timeouts|crashes|errors)", r"reward/judge/unparsed_ratio")),
     Panel("time", "Tokens per second and rank", "tokens/s", (r"perf/throughput",)),
-    Panel("time", "Time per step", "s", (r"perf/time_per_step",)),
+    Panel("time", "Time per step", "s", (r"perf/time_per_step", r"perf/predicted_s/step")),
     Panel("time", "MFU", "share", (r"perf/mfu/.*",)),
     Panel("time", "Memory of devices", "GiB", (r"perf/max_memory_(allocated|reserved)_gb",)),
     Panel("time", "Memory of hosts", "GiB", (r"perf/cpu_memory_used_gb", r"memory/host_buffers_gb")),

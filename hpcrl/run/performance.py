@@ -145,6 +145,11 @@ class Stragglers:
         self._history: deque[dict[Slow, float]] = deque(maxlen=STEPS)
         self._logged: set[Slow] = set()
 
+    @property
+    def slow(self) -> list[Slow]:
+        """Ranks that were slow in most of the last steps."""
+        return sorted(self._logged)
+
     def observe(self, step: int) -> dict[str, float]:
         """Busy seconds and memory of the ranks since the last call, validation and saves included; {} while reports are
         missing. Logs each straggler once."""

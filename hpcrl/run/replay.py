@@ -39,6 +39,7 @@ RESULT_FILE = "replay.json"  # in the replay's folder
 FIXED = (  # a replay generates, validates, saves and reports nothing
     "async_training.mode=sync",
     "data.val_files=[]",
+    "job.machine=null",
     "job.on_event=[]",
     "rollout.engine=native",
     "trainer.logger=[]",

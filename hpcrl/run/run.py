@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.loader import dump_config
 from hpcrl.controller.controller import Controller
@@ -108,8 +110,7 @@ class Run:
         self._can_stop = False  # whether the step can be made again from what it began with
         self.calls: list[Call] = []  # of this step, which may still run
         self._steps: Iterator[int] = self._take_steps()
-        self._lengths: list[int] = []  # tokens of each sample of this step
-        self._num_response_tokens = 0
+        self.prompt_lengths = self.response_lengths = np.zeros(0, np.int64)  # tokens of each sample of this step
         self._state: StateAfterStep
 
     def roles(self, *names: str) -> list[Role]:
@@ -133,9 +134,8 @@ class Run:
     def account(self, batch: DataProto) -> None:
         """Count the samples of this step, for sizes and speeds."""
         samples = batch.samples
-        self._lengths = (samples["prompt_length"] + samples["response_length"]).tolist()
-        self._num_response_tokens = int(samples["response_length"].sum())
-        self.metrics["perf/total_num_tokens"] = float(sum(self._lengths))
+        self.prompt_lengths, self.response_lengths = samples["prompt_length"], samples["response_length"]
+        self.metrics["perf/total_num_tokens"] = float(self.prompt_lengths.sum() + self.response_lengths.sum())
 
     def archive(self, batch: DataProto | PendingBatch) -> None:
         """Write the step's samples with all columns to rollouts/, if trainer.save_rollouts is set."""
@@ -252,18 +252,19 @@ class Run:
         self.controller.end_trace_step(step)
         if self.config.async_training.mode == "sync":
             self.controller.align_clocks()
-        found, of_samples = self.timers.collect(), sum(self._lengths)
+        found, lengths = self.timers.collect(), (self.prompt_lengths + self.response_lengths).tolist()
+        of_samples, of_responses = sum(lengths), int(self.response_lengths.sum())
         for name in [name for name in found if name.startswith("timing_s/")] if of_samples else []:
             phase = name.removeprefix("timing_s/")
             if phase in self.job.phases_per_token:
-                tokens = self._num_response_tokens if phase == "gen" else of_samples
+                tokens = of_responses if phase == "gen" else of_samples
                 found[f"timing_per_token_ms/{phase}"] = 1e3 * found[name] / max(tokens, 1)
         seconds = found["timing_s/step"]
         found["perf/time_per_step"] = seconds
         num_tokens = self.metrics.get("perf/total_num_tokens", 0.0)
         found["perf/throughput"] = num_tokens / seconds / self.job.derived.world_size
         found["perf/cpu_memory_used_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        found |= self.job.step_metrics(self, found, self._lengths, self._num_response_tokens)
+        found |= self.job.step_metrics(self, found, lengths, of_responses)
         refit = self.rollouts.weights.metrics if self.rollouts is not None else {}
         return self.metrics | refit | found
 

@@ -21,7 +21,7 @@ import torch
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.fits import ring_bandwidth, shared_cores
 from hpcrl.runtime.measure_device import DeviceFigures, measure_device, product_rate
-from hpcrl.runtime.measure_links import bus_bandwidths, node_network, pair_link
+from hpcrl.runtime.measure_links import bus_bandwidths, contention, node_network, pair_link
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World
@@ -54,6 +54,11 @@ def measure(world: World, nodes: Sequence[Sequence[int]], folder: str, say: Call
         show(f"not idle           {busy[2:]}: measure again on idle nodes")
     if world.device.type == "cuda" and node["cores"] > SHARED * node["ranks"]:
         node["cores"] = None
+    if node["cores"] is not None and len(local) > 1:
+        node["contention"] = max(world.all_gather_object(contention(world, local, cores)))
+        show(
+            f"contention         {1e6 * node['contention']:.0f} us in a collective of ranks without cores of their own"
+        )
     node["host_copy"] = median(figures.host_copy for figures in single)
     show(f"host copy          {_bytes(node['host_copy'])}")
     links = _links(world, nodes, device)

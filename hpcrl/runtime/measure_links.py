@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MESSAGES = (4, 2**16, 2**20, 2**23)  # bytes
 REPEATS = 15
+TURN, TURNS = (384, 384), 200  # a product of about a millisecond, and how often
 STREAM = 8  # of the largest messages, from every rank of a node at the same time
 REDUCED = {"cpu": 2**23, "cuda": 2**28}  # bytes of an all-reduce
 
@@ -77,6 +78,36 @@ def node_network(world: World, first: Sequence[int], second: Sequence[int]) -> f
     paired = min(len(first), len(second))
     rates = world.all_gather_object(mine)
     return sum(rates[rank] for rank in first[:paired])
+
+
+def contention(world: World, local: Sequence[int], cores: float) -> float:
+    """Seconds that an all-reduce of two ranks takes longer while more ranks of their node compute than have cores.
+    Collective.
+
+    local: ranks of this rank's node; neighbours are pairs. All compute and reduce in turn; what a turn takes more than
+    their products, and more than an all-reduce without products, is divided by the share of ranks without a core and
+    by how much slower all are.
+    """
+    pairs = [tuple(local[place : place + 2]) for place in range(0, len(local) - 1, 2)]
+    every = sorted({pair for pairs in world.all_gather_object(pairs) for pair in pairs})
+    groups = {pair: dist.new_group(list(pair)) for pair in every}
+    mine = next((pair for pair in pairs if world.rank in pair), None)
+    values, factor = torch.zeros(MESSAGES[1] // 4, device=world.device), torch.randn(*TURN, device=world.device)
+
+    def turns(computes: bool, reduces: bool) -> float:
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(TURNS if mine is not None else 0):
+            if computes:
+                torch.mm(factor, factor)
+            if reduces:
+                dist.all_reduce(values, group=groups[mine])  # type: ignore[index]
+        return (time.perf_counter() - began) / TURNS
+
+    both, products, reduced = (turns(*which) for which in ((True, True), (True, False), (False, True)))
+    lost = max(world.all_gather_object(both - products - reduced))
+    slower = len(local) / cores
+    return max(0.0, lost) / (slower - 1) if slower > 1 else 0.0
 
 
 def bus_bandwidths(world: World) -> dict[int, float]:

@@ -27,7 +27,7 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def test_every_key_that_names_a_file_is_known() -> None:
-    files = ("path", "_file", "_files", "_from", "model_dir", "tokenizer", "plugins")
+    files = ("path", "_file", "_files", "_from", "model_dir", "tokenizer", "plugins", "machine")
     assert {key for key in keys(Train.schema()) if key.endswith(files)} - OTHERS == set(KEYS)
 
 
@@ -41,3 +41,9 @@ def test_what_a_job_reads(tmp_path: Path) -> None:
     assert ("reward.custom_reward_function.path", f"{tmp_path}/mine.py") in found
     assert "reward.custom_reward_function.path" not in [given.key for given in missing(config)]
     assert "data.train_files" in [given.key for given in missing(config)]
+
+    machine = {name: load_config(template, [f"job.machine={name}"]) for name in ("dgx_h100", "mine.yaml")}
+    assert [("job.machine", "mine.yaml")] == [
+        tuple(it) for it in inputs(machine["mine.yaml"]) if it.key == "job.machine"
+    ]
+    assert "job.machine" not in [given.key for given in inputs(machine["dgx_h100"])], "a name is no file"

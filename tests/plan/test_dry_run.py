@@ -81,6 +81,7 @@ def test_eight_ranks_without_torch(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (("train", "no.yaml"), "no such config file: no.yaml"),
+        (("train", "{}/configs/ppo_countdown_cpu.yaml", "job.machine=dgx_h10"), "no machine dgx_h10"),
         (
             ("sft", "{}/configs/sft_countdown_cpu.yaml", "placement.actor.tp=2"),
             "placement.actor: tp*pp*cp=2*1*1=2 does",

@@ -211,6 +211,10 @@ def test_table() -> None:
         lines(response_lengths="8,1")
     with pytest.raises(ConfigError, match="did you mean|expected a YAML file"):
         lines(machine="no_such")
+    job = job_of("grpo_countdown_cpu", job__machine="dgx_h10")
+    with pytest.raises(ConfigError, match="did you mean dgx_h100"):
+        lines()
+    assert any("step on dgx_a100" in line for line in lines(machine="dgx_a100"))
 
 
 def test_table_of_a_machine_file(tmp_path: Path) -> None:

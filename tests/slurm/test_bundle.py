@@ -45,6 +45,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
             "data.train_files=[data/a/train.parquet, data/b/train.parquet]",
             "data.val_files=data/val.parquet",
             "reward.custom_reward_function.path=mine.py:score",
+            "job.machine=configs/machines/dgx_h100.yaml",
             "algorithm.rollout_correction.preset=bypass_ppo_clip",
             "job.on_event=['./notify.sh \"to me\"', mail]",
         ],
@@ -67,7 +68,7 @@ def test_the_job_reads_the_same(job: Config, tmp_path: Path) -> None:
     os.chdir("/")  # nothing depends on where the job starts
     assert load_config(made / "config.yaml") == staged
     same = staged.model_dump()
-    for section, name in (("run", "dir"), ("model", "init_from"), ("model", "tokenizer")):
+    for section, name in (("run", "dir"), ("model", "init_from"), ("model", "tokenizer"), ("job", "machine")):
         same[section][name] = job.model_dump()[section][name]
     same["data"] |= {name: job.model_dump()["data"][name] for name in ("train_files", "val_files")}
     assert staged.job.on_event == [f"{tmp_path}/notify.sh 'to me'", "mail"]
