@@ -209,7 +209,7 @@ def plan(arguments: list[str]) -> NoReturn:
     command.main(
         arguments,
         load_job,
-        command.Extension("machine", add_arguments, table.lines_of),
+        command.Extension("machine", add_arguments, table.lines_of, own=("timeline",)),
         (
             command.Replacement("search", searches, search_command.describe),
             command.Replacement("calibrate", calibrates, calibrate_command.describe),

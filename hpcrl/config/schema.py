@@ -875,12 +875,26 @@ SlurmValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:@+=&|*()\[\]/%-]+$")]
 SbatchOption = Annotated[str, Field(pattern=r"^--?[A-Za-z][A-Za-z0-9-]*([= ][A-Za-z0-9_.,:@+=&|*()\[\]/%-]+)?$")]
 
 
+WallTime = Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$")]
+AUTO = "auto"  # of job.time
+
+
+def seconds_of(time: WallTime) -> int:
+    days, _, clock = time.rpartition("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
 class JobConfig(Section):
     """The allocation that `hpcrl submit` asks for; what is null here comes from the site file, or is left to Slurm."""
 
     nodes: PositiveInt = Field(1, description="nodes")
     ntasks_per_node: PositiveInt = Field(1, description="ranks per node")
-    time: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$", description="wall time, [D-]HH:MM:SS")
+    time: WallTime | Literal["auto"] = Field(
+        "01:00:00",
+        description="wall time of a slice, [D-]HH:MM:SS; auto: submit sets it to what the run takes on job.machine, at "
+        "most the site file's max_time",
+    )
     partition: SlurmValue | None = Field(None, description="partition")
     account: SlurmValue | None = Field(None, description="account that is charged")
     qos: SlurmValue | None = Field(None, description="quality of service")
@@ -913,9 +927,8 @@ class JobConfig(Section):
 
     @property
     def time_seconds(self) -> int:
-        days, _, clock = self.time.rpartition("-")
-        hours, minutes, rest = map(int, clock.split(":"))
-        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+        """Of a slice. Raises ValueError for `auto`, which submit replaces."""
+        return seconds_of(self.time)
 
     @property
     def node_hours(self) -> float:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import NamedTuple, NoReturn
 
 from hpcrl.config.derive import JobDescription
+from hpcrl.config.schema import AUTO
 from hpcrl.model.params import shards
 from hpcrl.plan import refit
 from hpcrl.plan.fixes import cheapest_fix, tightest
@@ -119,6 +120,7 @@ class Extension(NamedTuple):
     asks: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     lines_of: Callable[[TrainingPlan, argparse.Namespace], list[str]]
+    own: tuple[str, ...] = ()  # those of its options that nothing but the table has a use for
 
 
 def main(
@@ -140,6 +142,10 @@ def main(
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.refit and getattr(parsed, extension.asks) is not None:
         parser.error(f"found --{extension.asks} beside --refit, which prints a refit's bytes only; leave one out")
+    ways = [name for name in ("refit", *(each.name for each in replacements)) if getattr(parsed, name)]
+    for name in extension.own:
+        if ways and getattr(parsed, name):
+            parser.error(f"found --{name} beside --{ways[0]}, which has no use for it; leave one out")
     job, colon, path = parsed.config.rpartition(":")
     if "=" in parsed.config and not os.path.exists(path):
         parser.error(f"found the override {parsed.config!r} in place of a YAML file")
@@ -280,7 +286,11 @@ def _costs(job: TrainingPlan) -> Iterator[str]:
         steps = config.trainer.total_training_steps
         total = "" if steps is None else f", {size(archive * steps)} in {steps} steps"
         yield f"  {'rollout archive':<22}at most {size(archive)} per step{total}"
-    yield f"  {'node-hours':<22}{config.job.node_hours:g} at most per slice ({config.job.nodes} x {config.job.time})"
+    its = config.job
+    if its.time == AUTO:
+        yield f"  {'node-hours':<22}{its.nodes} x job.time, which `hpcrl submit` sets: job.time=auto"
+    else:
+        yield f"  {'node-hours':<22}{its.node_hours:g} at most per slice ({its.nodes} x {its.time})"
 
 
 def _built(job: TrainingPlan) -> Iterator[str]:

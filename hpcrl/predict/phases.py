@@ -315,14 +315,23 @@ class JobTimes:
         return Cost(copies=self.job.derived.samples_per_step * tokens * TOKEN / self.machine.node.write)
 
     def _save(self) -> Cost:
-        """What a save takes of each step. All nodes write at the same time; the loop waits for it, or only for the copy
-        in host memory (trainer.checkpoint.async_save)."""
-        trainer, node = self.job.config.trainer, self.machine.node
-        nbytes = sum(self.checkpoint_bytes().values())
-        ranks = len(self._saving_ranks())
-        written = nbytes / node.write / max(1, ranks // self.ranks_per_node)
-        seconds = nbytes / ranks / node.host_copy if trainer.checkpoint.async_save else written
-        return Cost(copies=seconds / trainer.save_freq)
+        """What a save takes of each step: the loop waits for it, or only for the copy in host memory
+        (trainer.checkpoint.async_save)."""
+        trainer = self.job.config.trainer
+        nbytes, ranks = sum(self.checkpoint_bytes().values()), len(self._saving_ranks())
+        copied = nbytes / ranks / self.machine.node.host_copy
+        return Cost(copies=(copied if trainer.checkpoint.async_save else self.writing()) / trainer.save_freq)
+
+    def writing(self) -> float:
+        """Seconds of a save, until it is in the file system. All nodes write at the same time."""
+        return sum(self.checkpoint_bytes().values()) / self.machine.node.write / self._saving_nodes()
+
+    def reading(self) -> float:
+        """Seconds in which the nodes read a save."""
+        return sum(self.checkpoint_bytes().values()) / self.machine.node.read / self._saving_nodes()
+
+    def _saving_nodes(self) -> int:
+        return max(1, len(self._saving_ranks()) // self.ranks_per_node)
 
     def checkpoint_bytes(self) -> dict[str, float]:
         """By role: weights and optimizer state of trained models."""

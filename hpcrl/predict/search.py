@@ -20,7 +20,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -103,15 +105,25 @@ class Frame(NamedTuple):
         return math.prod(len(each) for each in self.choices[depth:])
 
 
+class _OutOfTime(Exception):
+    """A search has taken its seconds."""
+
+
 @dataclass
 class Search:
-    """A search on a fixed number of nodes."""
+    """A search on a fixed number of nodes.
+
+    kept: results. most: candidates that are computed. faster_than: seconds of a step; slower ones are not looked for.
+    seconds: of CPU time that the search takes at most; how far it gets in them depends on the machine.
+    """
 
     space: Space
     machine: Machine
     lengths: Lengths
     kept: int = KEPT
     most: float = MOST_COMPUTED
+    faster_than: float = math.inf
+    seconds: float = math.inf
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -122,6 +134,14 @@ class Search:
         self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
 
     def run(self) -> Found:
+        self._deadline, self._reached = time.process_time() + self.seconds, 0.0
+        with suppress(_OutOfTime):
+            self._visit()
+        results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
+        return Found(results or self._only_one(), self.counts, self._reached)
+
+    def _visit(self) -> None:
+        """Visit nodes of the tree until nothing is faster than the results."""
         waiting: list[tuple[float, int, Frame, tuple[Choice, ...] | None]] = []  # None: choices are not made yet
         numbers = itertools.count()  # of two equal bounds the earlier one is first
         for placement in self.space.placements():
@@ -129,9 +149,10 @@ class Search:
                 self.counts.frames += 1
                 frame = Frame(placement, common)
                 heapq.heappush(waiting, (self._floor(frame), next(numbers), frame, None))
-        bound = math.inf
         while waiting:
+            self._check_time()
             bound, _, frame, chosen = heapq.heappop(waiting)
+            self._reached = bound
             if bound >= self._limit():
                 break
             if chosen is None:
@@ -151,14 +172,20 @@ class Search:
             else:
                 self._evaluate(frame, chosen)
         else:
-            bound = math.inf
-        results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
-        return Found(results or self._only_one(), self.counts, bound)
+            self._reached = math.inf
+
+    def _check_time(self) -> None:
+        if time.process_time() >= self._deadline:
+            raise _OutOfTime
 
     def _only_one(self) -> list[Result]:
         """The leanest candidate, if it fits: the fastest ones that were computed did not."""
-        space = self.space
-        if space.capacity is None or "sync" not in (space.knobs.modes or (space.template.async_training.mode,)):
+        space, is_limited = self.space, min(self.faster_than, self.seconds) < math.inf
+        if (
+            is_limited
+            or space.capacity is None
+            or "sync" not in (space.knobs.modes or (space.template.async_training.mode,))
+        ):
             return []
         keys, job = leanest(space)
         row = fullest(job, space.capacity)
@@ -223,6 +250,7 @@ class Search:
                 self.counts.too_large += len(works) * len(offloads)
                 continue
             for work, moved in itertools.product(works, offloads):
+                self._check_time()
                 keys = {**grid, **work, **moved}
                 made, shared = probe(keys), (role, len(ranks), *common, *grid.values(), *work.values())
                 choice = Choice(
@@ -259,7 +287,7 @@ class Search:
     def _limit(self, frame: Frame | None = None, chosen: Sequence[Choice] = ()) -> float:
         """Seconds from which on a candidate changes no result."""
         seconds = sorted(result.prediction.seconds for result in self._found.values())
-        limit = seconds[self.kept - 1] if len(seconds) >= self.kept else math.inf
+        limit = seconds[self.kept - 1] if len(seconds) >= self.kept else self.faster_than
         if frame is not None and len(chosen) >= len(FIRST):
             same = self._found.get(self._layout(frame, chosen))
             return limit if same is None else min(limit, same.prediction.seconds)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
@@ -14,15 +15,18 @@ from typing import Any, get_args
 from hpcrl.config import yaml_core
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.roles import RoleSpec
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import AUTO, Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import Row, TrainingPlan, binary, with_keys
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.search import KEPT, Found, Result, Search, fullest, leanest
+from hpcrl.predict.slices import Slice, counted, divide, order, slice_of
 from hpcrl.predict.space import AXES, Knobs, Mode, Space
 from hpcrl.predict.table import lengths_of, limits
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.job import run_directory
+from hpcrl.runtime.json_file import read_json
 
 OBJECTIVES = ("step", "walltime", "node-hours")
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -39,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=OBJECTIVES,
         default="step",
-        help="with --search: what is smallest over a range of nodes: a step's time, the run's time, or node-hours",
+        help="with --search, over a range of nodes: the shortest step; all steps within one job.time on the fewest "
+        "nodes, else the most steps in it; or the fewest node-hours",
     )
     parser.add_argument(
         "--modes",
@@ -58,33 +63,39 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
     """The lines of the tables. Raises ConfigError or InputError, one line."""
     if parsed.machine is None:
         raise ConfigError("found --search without --machine; name a machine of configs/machines or a file")
-    if job.trained_role != "actor" or job.saves_last:
+    if not has_rollout(job):
         raise InputError(
             "--search is for jobs of `hpcrl train` and jobs of your own like it; other jobs have no rollout"
         )
     machine = read_machine(parsed.machine)
     config = job.read_config(path, overrides)
-    asked = Asked(
-        path, config, tuple(job.own_specs()), machine, lengths_of(TrainingPlan(config), parsed.response_lengths)
-    )
-    modes, sizes, found = _modes(parsed.modes), nodes_of(parsed.nodes, config.job.nodes), {}
+    if parsed.objective == "walltime" and config.job.time == AUTO:
+        raise ConfigError("found --objective walltime with job.time=auto; set job.time, within which steps are to end")
+    lengths = lengths_of(TrainingPlan(config), parsed.response_lengths)
+    asked = Asked(path, config, tuple(job.own_specs()), machine, lengths, parsed.objective)
+    knobs, sizes, found = Knobs(modes=_modes(parsed.modes)), nodes_of(parsed.nodes, config.job.nodes), {}
     for nodes in sizes:
         kept = KEPT if len(sizes) == 1 else 1
-        results = Search(asked.space(nodes, modes), machine, asked.lengths, kept).run()
+        results = Search(asked.space(nodes, knobs), machine, asked.lengths, kept).run()
         if results.results:
             found[nodes] = results
     if not found:
         raise InputError(asked.fits_nowhere(sizes[-1]))
-    best = min(found, key=lambda nodes: score(found[nodes].results[0], parsed.objective))
+    best = min(found, key=lambda nodes: asked.score(found[nodes].results[0]))
     if len(sizes) > 1:
-        found[best] = Search(asked.space(best, modes), machine, asked.lengths).run()
+        found[best] = Search(asked.space(best, knobs), machine, asked.lengths).run()
     lines = [*asked.lines(found[best])]
     if len(found) > 1:
-        lines += ["", *scaling(found)]
+        lines += ["", *scaling(found, asked.cost)]
     if parsed.out is not None:
         write(Path(parsed.out), path, job.read_config(path), found[best].results[0].job.config)
         lines.append(f"  {'written':<22}{parsed.out}: the first, for `hpcrl plan` and `hpcrl train`")
     return lines
+
+
+def has_rollout(job: JobDescription) -> bool:
+    """Whether it is `hpcrl train`, or a job of the user's own like it."""
+    return job.trained_role == "actor" and not job.saves_last
 
 
 @dataclass(frozen=True)
@@ -96,12 +107,49 @@ class Asked:
     own_roles: tuple[RoleSpec, ...]
     machine: Machine
     lengths: Lengths
+    objective: str = "step"
 
-    def space(self, nodes: int, modes: tuple[Mode, ...] = ()) -> Space:
+    def space(self, nodes: int, knobs: Knobs | None = None) -> Space:
         config, memory = self.config, self.machine.device.memory_gib
         if memory is not None and config.job.gpus_per_node > 0 and memory < config.job.gpu_memory_gib:
             config = with_keys(config, {"job.gpu_memory_gib": memory})
-        return Space(config, nodes, Knobs(modes=modes), self.own_roles)
+        return Space(config, nodes, knobs, self.own_roles)
+
+    @cached_property
+    def measured(self) -> Mapping[str, float]:
+        """What the run's slices have measured, if there were some."""
+        found = read_json(run_directory(self.config) / "times.json", {})
+        return {name: value for name, value in found.items() if type(value) in (int, float)}
+
+    @property
+    def steps(self) -> int | None:
+        """Of the run; None before its first slice has counted those of the data."""
+        return self.config.trainer.total_training_steps or int(self.measured.get("total_steps", 0)) or None
+
+    def score(self, result: Result) -> tuple[float, ...]:
+        """What is to be smallest over numbers of nodes."""
+        nodes, seconds = result.job.config.job.nodes, result.prediction.seconds
+        if self.objective == "walltime":
+            return order(nodes, self.steps, seconds, self._slice(result))
+        return (seconds * (nodes if self.objective == "node-hours" else 1),)
+
+    def cost(self, result: Result) -> str:
+        """Of the run: slices and hours where the wall time is the objective, and node-hours."""
+        steps, its, seconds = self.steps, result.job.config.job, result.prediction.seconds
+        if self.objective != "walltime":
+            return cost(its.nodes, seconds, steps)
+        each = self._slice(result).num_steps(seconds)
+        division = None if steps is None else divide(steps, seconds, self._slice(result))
+        if division is None:
+            return f"{each} steps end within {its.time}"
+        hours = division.seconds / 3600
+        took = f"{steps} steps take {counted(division.slices)} of {its.time}, {hours:.4g} h"
+        took = f"{took}, {its.nodes * hours:,.4g} node-hours"
+        return took if division.slices == 1 else f"{took}; {each} end within one"
+
+    def _slice(self, result: Result) -> Slice:
+        job = result.job
+        return slice_of(job, self.machine, self.lengths, job.config.job.time_seconds, self.measured)
 
     def fits_nowhere(self, nodes: int) -> str:
         """The line for a job without a layout that fits: what is missing, and on how many nodes there is one."""
@@ -154,7 +202,7 @@ class Asked:
         what, (low, high) = "GPU" if job.on_gpu else "rank", step.band(self.machine)
         yield (
             f"{place}. {step.seconds:.4g} s per step, {low:.4g} to {high:.4g}; "
-            f"{step.tokens_per_second / size:.4g} tokens/s per {what}; {cost(result)}"
+            f"{step.tokens_per_second / size:.4g} tokens/s per {what}; {self.cost(result)}"
         )
         for role in job.derived.roles:
             yield f"     {role:<10}{self._role(role, job)}"
@@ -186,15 +234,9 @@ class Asked:
         return text
 
 
-def cost(result: Result) -> str:
-    nodes, steps = result.job.config.job.nodes, result.job.config.trainer.total_training_steps
-    hours = nodes * result.prediction.seconds / 3600
+def cost(nodes: int, seconds: float, steps: int | None) -> str:
+    hours = nodes * seconds / 3600
     return f"{hours:.4g} node-hours per step" if steps is None else f"{hours * steps:,.4g} node-hours for {steps} steps"
-
-
-def score(result: Result, objective: str) -> float:
-    """What is to be smallest; a run has as many steps on any number of nodes."""
-    return result.prediction.seconds * (result.job.config.job.nodes if objective == "node-hours" else 1)
 
 
 def difference(best: Result, other: Result) -> str:
@@ -207,7 +249,7 @@ def difference(best: Result, other: Result) -> str:
     )
 
 
-def scaling(found: Mapping[int, Found]) -> Iterator[str]:
+def scaling(found: Mapping[int, Found], cost: Callable[[Result], str]) -> Iterator[str]:
     first = next(iter(found))
     ideal = first * found[first].results[0].prediction.seconds
     yield f"  {'nodes':>6}{'s per step':>12}{'tokens/s':>12}{'efficiency':>12}  cost"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.bound import least
@@ -24,13 +24,14 @@ class Prediction:
     """seconds: of a step, with its share of a save. phases: seconds by the name of `timing_s/<phase>`; those of phases
     that overlap add up to more than the step. parts: by phase, the share of its time by what limits it, see
     `hpcrl.predict.cost.Cost`. spans: what the step's ranks do, from its start; of an asynchronous job, several steps,
-    the tasks of step k named `<phase>/<k>`."""
+    the tasks of step k named `<phase>/<k>`. roles: by phase, the role that works in it."""
 
     seconds: float
     phases: Mapping[str, float]
     parts: Mapping[str, Mapping[str, float]]
     tokens_per_second: float
     spans: tuple[Span, ...] = ()
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def step(self) -> float:
@@ -83,7 +84,8 @@ def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction
         parts[it.name] = cost.shares() if cost.seconds > 0 else {}
     seconds = step.seconds + sum(it.cost.seconds for it in timed if it.name in APART)
     tokens = job.derived.samples_per_step * lengths.mean
-    return Prediction(seconds, phases, parts, tokens / seconds, tuple(step.spans))
+    roles = {it.name: it.role for it in timed}
+    return Prediction(seconds, phases, parts, tokens / seconds, tuple(step.spans), roles)
 
 
 def lower_bound(job: TrainingPlan, machine: Machine, lengths: Lengths) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.memory import TrainingPlan
@@ -27,14 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --machine: log-normal lengths of responses, by their mean in tokens and the standard deviation of "
         "their logarithm, up to data.max_response_length; without it, all have that length",
     )
+    parser.add_argument(
+        "--timeline",
+        metavar="OUT",
+        action="append",
+        default=[],
+        help="with --machine: draw the step into a .png file, or write it for Perfetto into a .json file; repeatable",
+    )
 
 
 def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
-    """The lines of the table; none without --machine or job.machine. Raises ConfigError, one line."""
+    """The lines of the table; none without --machine or job.machine. Raises ConfigError or InputError, one line."""
     name = parsed.machine or job.config.job.machine
     if name is None:
-        if parsed.response_lengths is not None:
-            raise ConfigError("found --response-lengths without --machine; name a machine")
+        given = {"--response-lengths": parsed.response_lengths, "--timeline": parsed.timeline}
+        for option in (option for option, value in given.items() if value):
+            raise ConfigError(f"found {option} without --machine; name a machine")
         return []
     machine, lengths = read_machine(name), lengths_of(job, parsed.response_lengths)
     prediction = predict(job, machine, lengths)
@@ -42,8 +51,25 @@ def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
     if parsed.response_lengths is not None:
         title += f" in the mean, {lengths.longest(job.derived.samples_per_step):.0f} the longest"
     caveat = machine.caveat()
-    head = [title] if caveat is None else [title, f"  {caveat}"]
-    return ["", *head, *rows(prediction, machine), *summary(job, prediction)]
+    return [
+        "",
+        title,
+        *([] if caveat is None else [f"  {caveat}"]),
+        *rows(prediction, machine),
+        *summary(job, prediction),
+        *_written(job, prediction, machine, parsed.timeline),
+    ]
+
+
+def _written(job: TrainingPlan, prediction: Prediction, machine: Machine, names: Sequence[str]) -> Iterator[str]:
+    if names:
+        from hpcrl.predict import timeline_files
+
+        timeline_files.check(names)
+        what = "extrapolated" if not machine.measured else "predicted"
+        title = f"{job.config.run.name} on {machine.name}, {what}: {prediction.seconds:.4g} s per step"
+        for name in names:
+            yield f"  {'timeline':<26}{timeline_files.write(Path(name), title, prediction)}"
 
 
 def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:

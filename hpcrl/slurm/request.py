@@ -90,6 +90,7 @@ class Request:
     stages: list[Stage] = field(default_factory=list)
     job_overrides: list[str] = field(default_factory=list)  # of all stages; a stage's own override counts more
     site: str | None = None
+    response_lengths: str | None = None  # MEAN,SIGMA
     dry_run: bool = False
 
 
@@ -98,7 +99,8 @@ def make_parser(description: str = "") -> ArgumentParser:
     parser = ArgumentParser(
         prog="hpcrl submit",
         usage="hpcrl submit [COMMAND:]CONFIG [key=value ...] [--array key=a,b,c] [--chain [COMMAND:]CONFIG ...] "
-        "[--nodes N] [--ntasks-per-node N] [--time D-HH:MM:SS] [--partition P] [--site FILE] [--dry-run]",
+        "[--nodes N] [--ntasks-per-node N] [--time D-HH:MM:SS] [--partition P] [--site FILE] "
+        "[--response-lengths MEAN,SIGMA] [--dry-run]",
         description=description,
         allow_abbrev=False,
         epilog="--chain begins a further job, which starts once the one before it has ended well, from the weights of "
@@ -110,6 +112,11 @@ def make_parser(description: str = "") -> ArgumentParser:
     for option, key in JOB_OPTIONS.items():
         parser.add_argument(f"--{option.replace('_', '-')}", help=f"{key} of all jobs that do not override it")
     parser.add_argument("--site", metavar="FILE", help="site file")
+    parser.add_argument(
+        "--response-lengths",
+        metavar="MEAN,SIGMA",
+        help="with job.machine: lengths of responses, as `hpcrl plan` takes them",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the batch scripts and submit nothing")
     return parser
 
@@ -139,5 +146,6 @@ def parse(arguments: Sequence[str], commands: Sequence[str], description: str = 
         request.stages.append(Stage(command if colon else "train", config, parsed.overrides, parsed.array))
         given = {key: getattr(parsed, option) for option, key in JOB_OPTIONS.items()}
         request.job_overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
+        request.response_lengths = parsed.response_lengths or request.response_lengths
         request.site, request.dry_run = parsed.site or request.site, parsed.dry_run or request.dry_run
     return request

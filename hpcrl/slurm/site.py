@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, ValidationError
 
 from hpcrl.config import yaml_core
-from hpcrl.config.schema import SbatchOption, Section, SlurmValue
+from hpcrl.config.schema import SbatchOption, Section, SlurmValue, WallTime
 from hpcrl.config.yaml_core import ConfigError
 
 VARIABLE = "HPCRL_SITE"
@@ -91,6 +91,9 @@ class SiteConfig(Section):
     )
     interface: SlurmValue | None = Field(None, description="network interface; null: chosen on the node")
     extra_sbatch: list[SbatchOption] = Field(default_factory=list, description="further options of sbatch")
+    max_time: WallTime | None = Field(
+        None, description="longest wall time that job.time=auto asks for, [D-]HH:MM:SS; null: there is no limit"
+    )
     charge_factor: NonNegativeFloat = Field(1.0, description="what one node-hour costs, in the site's own unit")
 
 

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.checkpoint.store import load_path
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
 from hpcrl.config.loader import quoted
-from hpcrl.config.schema import Config, JobConfig
+from hpcrl.config.schema import AUTO, Config, JobConfig
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
@@ -23,6 +23,9 @@ from hpcrl.slurm import bundle, chain
 from hpcrl.slurm.request import Request, Stage, array_elements, parse, sbatch_command, submit_chain
 from hpcrl.slurm.site import SiteConfig, find_site, load_site
 from hpcrl.slurm.template import Batch, render
+
+if TYPE_CHECKING:
+    from hpcrl.slurm.forecast import Forecast
 
 MARGIN = 1.2  # for differences between nodes, and a busy file system
 TIMES = "times.json"  # in the run's folder, written by its first slice
@@ -66,6 +69,7 @@ class PlannedJob:
     folder: Path  # of the script and of Slurm's output
     trains_policy: bool  # its runs hold weights that a later job can start from
     saves_last: bool  # after its last step, whatever trainer.save_freq is
+    forecast: Forecast | None = None  # of its slowest run
 
     @property
     def script(self) -> Path:
@@ -84,7 +88,9 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
     site = load_site(find_site(request.site, os.environ))
     plans: list[PlannedJob] = []
     for stage in request.stages:
-        plans.append(plan(stage, load_job(stage.command), request.job_overrides, check, plans))
+        plans.append(plan(stage, load_job(stage.command), request, check, site, plans))
+    if request.response_lengths and all(config.job.machine is None for its in plans for config in its.configs):
+        raise InputError("found --response-lengths without job.machine, by which times are predicted; set job.machine")
     created_later = runs_before(plans)
     texts = [render(planned.batch, site, sys.prefix) for planned in plans]
     for planned, created in zip(plans, created_later, strict=True):
@@ -93,6 +99,11 @@ def run(request: Request, load_job: LoadJob, check: Check) -> None:
             if not request.dry_run:
                 raise InputError(line)
             _log(f"warning: {line}")
+    for planned in plans:
+        if planned.forecast is not None:
+            _log(f"{planned.batch.name}: {planned.forecast.line(planned.batch.job.time)}")
+            for line in planned.forecast.warnings(planned.batch.job.time):
+                _log(f"warning: {planned.batch.name}: {line}")
     if request.dry_run:
         for number, (planned, text) in enumerate(zip(plans, texts, strict=True)):
             _log(shlex.join(sbatch_command(planned.script, "JOB_BEFORE" if number else None)))
@@ -177,22 +188,38 @@ def chained(config: Config, before: Sequence[PlannedJob]) -> list[str]:
 
 
 def plan(
-    stage: Stage, job: JobDescription, job_overrides: Sequence[str], check: Check, before: Sequence[PlannedJob] = ()
+    stage: Stage,
+    job: JobDescription,
+    request: Request,
+    check: Check,
+    site: SiteConfig,
+    before: Sequence[PlannedJob] = (),
 ) -> PlannedJob:
-    """Return the stage's job, checked for its number of ranks and for the length of a slice. `before`: the jobs before
-    it in the chain."""
-    overrides = [*job_overrides, *stage.overrides]
+    """Return the stage's job, checked for its number of ranks and for the length of a slice, with a wall time in place
+    of job.time=auto. `before`: the jobs before it in the chain."""
+    overrides = [*request.job_overrides, *stage.overrides]
     overrides += chained(job.read_config(stage.config, overrides), before)
     base = job.read_config(stage.config, overrides)
     variants = array_elements(stage.arrays, base.run.dir, base.run.name) if stage.arrays else [[]]
-    configs = [job.read_config(stage.config, [*overrides, *variant]) for variant in variants]
+    runs = [[*overrides, *variant] for variant in variants]
+    configs = [job.read_config(stage.config, words) for words in runs]
     for config in configs:
         check(job, config, config.job.nodes * config.job.ntasks_per_node)
+    forecast, given = None, [base, *configs]
+    if any(config.job.machine is not None or config.job.time == AUTO for config in given):
+        from hpcrl.slurm.forecast import slowest_of
+
+        pairs = list(zip(runs, configs, strict=True))
+        forecast = slowest_of(job, stage.config, pairs, request.response_lengths, _log)
+    if forecast is not None and any(config.job.time == AUTO for config in given):
+        time = f"job.time={forecast.time(site.max_time)}"
+        base, *configs = [job.read_config(stage.config, [*words, time]) for words in (overrides, *runs)]
+    for config in configs:
         check_slice(config.job, run_directory(config))
     run_dirs = tuple(run_directory(config) for config in configs)
     command = "run" if job.file is not None else stage.command
     batch = Batch(base.run.name, command, base.job, run_dirs, mounts=_mounts(configs), is_array=bool(stage.arrays))
-    return PlannedJob(batch, tuple(configs), run_directory(base), job.trained_role == "actor", job.saves_last)
+    return PlannedJob(batch, tuple(configs), run_directory(base), job.trained_role == "actor", job.saves_last, forecast)
 
 
 def cost(batch: Batch, site: SiteConfig) -> str:

@@ -146,7 +146,7 @@ def write(out: Path, events: Iterable[Event], metadata: dict[str, Any], drawn: l
             file.write(f'\n], "metadata": {json.dumps(metadata, ensure_ascii=False)}}}\n')
         os.replace(draft, out)
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror or error}; choose another --out") from error
+        raise InputError(f"{out} cannot be written: {error.strerror or error}; name another file") from error
     finally:
         draft.unlink(missing_ok=True)
     return count

@@ -19,7 +19,7 @@ TRACKS_PER_RANK = 1000
 GIB = 2**30
 
 
-class _Slice(NamedTuple):
+class Slice(NamedTuple):
     """A complete event in ns since the beginning of the file; sorted so that outer ones come first."""
 
     began: int
@@ -59,10 +59,7 @@ class Timeline:
             return self._threads[rank, track], []
         index = sum(other == rank for other, _ in self._threads)
         tid = self._threads[rank, track] = (rank + 1) * TRACKS_PER_RANK + index
-        return tid, [
-            _meta("thread_name", pid, tid, name=label),
-            _meta("thread_sort_index", pid, tid, sort_index=tid),
-        ]
+        return tid, list(track_names(pid, tid, label))
 
     def step(self, window: Window, rank: RankStep, stragglers: list[dict]) -> Iterator[Event]:
         """The events of one step of one rank. stragglers: of the step."""
@@ -76,7 +73,7 @@ class Timeline:
         yield from named
         tid, named = self.thread(pid, rank.rank, "", f"rank {rank.rank}")
         yield from named
-        slices: list[_Slice] = []
+        slices: list[Slice] = []
         beside: list[Beside] = []
         ends: list[tuple[int, Transfer, bool]] = []
         for record in rank.records:
@@ -87,7 +84,7 @@ class Timeline:
                 is_sender = transfer.source == rank.rank
                 if transfer.kind == "columns":
                     name = f"send to rank {transfer.destination}" if is_sender else f"receive from {transfer.source}"
-                    slices.append(_Slice(began, -ended, name, "transfer", _bytes(transfer)))
+                    slices.append(Slice(began, -ended, name, "transfer", _bytes(transfer)))
                 ends.append(((began if is_sender else max(began, ended - 1)), transfer, is_sender))
             beside += events.beside
             for counter in events.counters:
@@ -98,7 +95,7 @@ class Timeline:
                 if first <= (at := ns(instant.at)) <= last:
                     yield _instant(instant.name, pid, tid, at)
         for one in nested(_clip(slices, first, last)):
-            yield _complete(one, pid, tid)
+            yield complete(one, pid, tid)
         seen: Count[tuple[Any, ...]] = Count()
         for at, transfer, is_sender in sorted(ends, key=lambda end: end[0]):
             key = (window.slice_ns, transfer.command, transfer.kind, transfer.source, transfer.destination)
@@ -106,7 +103,7 @@ class Timeline:
             if first <= at <= last:
                 flow = self._flows.setdefault((*key, seen[key]), len(self._flows) + 1)
                 yield from self._pair(flow, _flow(flow, transfer, pid, tid, at, is_sender))
-        found = [(one.track, _Slice(ns(one.began), -ns(one.ended), one.name, "background", {})) for one in beside]
+        found = [(one.track, Slice(ns(one.began), -ns(one.ended), one.name, "background", {})) for one in beside]
         yield from self._beside(pid, rank.rank, found, first, last)
         for entry in stragglers:
             if entry["rank"] == rank.rank:
@@ -120,7 +117,7 @@ class Timeline:
         else:
             yield from (other, event)
 
-    def _beside(self, pid: int, rank: int, work: list[tuple[str, _Slice]], first: int, last: int) -> Iterator[Event]:
+    def _beside(self, pid: int, rank: int, work: list[tuple[str, Slice]], first: int, last: int) -> Iterator[Event]:
         """Tracks of child processes and threads. Work of one track that overlaps is put on tracks of its own."""
         for name in sorted({track for track, _ in work}):
             busy_until: list[int] = []
@@ -130,10 +127,10 @@ class Timeline:
                 track = name if lane == 0 else f"{name} ({lane + 1})"
                 tid, named = self.thread(pid, rank, track, f"rank {rank} {track}")
                 yield from named
-                yield _complete(one, pid, tid)
+                yield complete(one, pid, tid)
 
 
-def _clip(slices: list[_Slice], first: int, last: int) -> list[_Slice]:
+def _clip(slices: list[Slice], first: int, last: int) -> list[Slice]:
     """The parts of the slices between two times."""
     return [
         one._replace(began=max(one.began, first), minus_ended=-min(one.ended, last))
@@ -142,11 +139,11 @@ def _clip(slices: list[_Slice], first: int, last: int) -> list[_Slice]:
     ]
 
 
-def _order(one: _Slice) -> tuple[int, int]:
+def _order(one: Slice) -> tuple[int, int]:
     return one[:2]
 
 
-def nested(slices: list[_Slice]) -> Iterator[_Slice]:
+def nested(slices: list[Slice]) -> Iterator[Slice]:
     """The slices in the order of their start, each inside the one that was open when it began: what would end later is
     cut, as the format demands."""
     open_until: list[int] = []
@@ -158,17 +155,17 @@ def nested(slices: list[_Slice]) -> Iterator[_Slice]:
         yield one._replace(minus_ended=-ended)
 
 
-def _slice(span: Recorded, began: int, ended: int) -> _Slice:
+def _slice(span: Recorded, began: int, ended: int) -> Slice:
     if span.name == WAIT:
-        return _Slice(began, -ended, WAIT, WAIT, {})
+        return Slice(began, -ended, WAIT, WAIT, {})
     category = "phase" if span.name.startswith("controller.") else "command" if span.command else "range"
     arguments: dict[str, Any] = {"waited_ms": round(span.waited * 1e3, 6)}
     if span.command:
         arguments["command"] = span.command
-    return _Slice(began, -ended, span.name, category, arguments)
+    return Slice(began, -ended, span.name, category, arguments)
 
 
-def _complete(one: _Slice, pid: int, tid: int) -> Event:
+def complete(one: Slice, pid: int, tid: int) -> Event:
     event: Event = {
         "ph": "X",
         "name": one.name,
@@ -208,15 +205,23 @@ def _meta(kind: str, pid: int, tid: int = 0, **arguments: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": arguments}
 
 
+def process_name(pid: int, name: str) -> Event:
+    return _meta("process_name", pid, name=name)
+
+
+def track_names(pid: int, tid: int, name: str) -> Iterator[Event]:
+    """The events that name a track, and put it behind those of smaller numbers."""
+    yield _meta("thread_name", pid, tid, name=name)
+    yield _meta("thread_sort_index", pid, tid, sort_index=tid)
+
+
 def phases_of(
     rows: dict[int, dict[str, float]], steps: list[int], stragglers: dict[int, list[dict]]
 ) -> Iterator[Event]:
     """Events of steps of which there is no trace, from metrics: the phases of a step one after the other."""
-    yield _meta("process_name", 1, name="phases, from metrics.jsonl")
-    tracks = {"steps": 1, "phases in sequence": 2}
-    for name, tid in tracks.items():
-        yield _meta("thread_name", 1, tid, name=name)
-        yield _meta("thread_sort_index", 1, tid, sort_index=tid)
+    yield process_name(1, "phases, from metrics.jsonl")
+    for tid, name in enumerate(("steps", "phases in sequence"), 1):
+        yield from track_names(1, tid, name)
     at = 0
     for step in steps:
         seconds = {
@@ -228,9 +233,9 @@ def phases_of(
         ended = at
         for name, value in seconds.items():
             length = round(value * 1e9)
-            yield _complete(_Slice(ended, -(ended + length), name, "phase", {}), 1, 2)
+            yield complete(Slice(ended, -(ended + length), name, "phase", {}), 1, 2)
             ended += length
-        yield _complete(_Slice(at, -(at + whole), f"step {step}", "phase", {}), 1, 1)
+        yield complete(Slice(at, -(at + whole), f"step {step}", "phase", {}), 1, 1)
         for entry in stragglers.get(step, []):
             yield _instant(f"rank {entry['rank']}: {_verdict(entry)}", 1, 1, at + whole)
         at = max(ended, at + whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import TrainingPlan, with_keys
 from hpcrl.predict.candidates import Candidate
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.search import Search
-from hpcrl.predict.search_command import Asked, describe, differences, nodes_of, score, write
+from hpcrl.predict.search import Result, Search
+from hpcrl.predict.search_command import Asked, describe, differences, nodes_of, write
 from hpcrl.predict.space import Knobs, Space
 from hpcrl.predict.step import predict
 from hpcrl.runtime.exits import InputError, is_user_error
@@ -137,11 +138,32 @@ def asked(config: Config) -> Asked:
 
 def test_the_objective_chooses_the_number_of_nodes() -> None:
     """Twice the nodes take less time per step, and more node-hours."""
-    knobs = Knobs(("tp",), **FIXED, pools=False)
-    few, many = (Search(Space(small(4), nodes, knobs), MACHINE, LENGTHS).run().results[0] for nodes in (1, 2))
-    assert score(many, "step") < score(few, "step")
-    assert score(many, "walltime") < score(few, "walltime")
-    assert score(few, "node-hours") < score(many, "node-hours")
+    knobs, config = (
+        Knobs(("tp",), **FIXED, pools=False),
+        small(4, **{"job.time": "01:00:00", "job.signal_seconds": 300}),
+    )
+    few, many = (Search(Space(config, nodes, knobs), MACHINE, LENGTHS).run().results[0] for nodes in (1, 2))
+
+    def best(objective: str, steps: int) -> Result:
+        its = asked(with_keys(config, {"trainer.total_training_steps": steps}))
+        its = replace(its, objective=objective)
+        assert f"{steps} steps" in its.cost(few)
+        return min((few, many), key=its.score)
+
+    assert best("step", 10) is many and best("node-hours", 10) is few
+    within = 3000 / few.prediction.seconds  # steps in an hour, with 300 s of set-up and as many at its end
+    assert best("walltime", int(0.97 * within)) is few and best("walltime", int(1.03 * within)) is many
+
+
+def test_a_search_for_what_is_faster() -> None:
+    """Than the best: nothing. Within no time: nothing either, and the bound says that nothing is known."""
+    space = Space(small(4), 1, Knobs(("tp", "pp"), **FIXED, pools=False))
+    best = Search(space, MACHINE, LENGTHS).run().results[0].prediction.seconds
+    assert not Search(space, MACHINE, LENGTHS, faster_than=best).run().results
+    found = Search(space, MACHINE, LENGTHS, kept=1, faster_than=best * 1.001).run().results
+    assert [it.prediction.seconds for it in found] == [best]
+    stopped = Search(space, MACHINE, LENGTHS, seconds=0.0).run()
+    assert not stopped.results and stopped.bound == 0.0
 
 
 def test_of_a_model_that_fits_nowhere_the_line_has_the_nodes_that_it_needs() -> None:
@@ -166,6 +188,7 @@ def test_of_a_model_that_fits_nowhere_the_line_has_the_nodes_that_it_needs() -> 
 )
 def test_bad_input_is_one_line(job: type[Train], changes: dict[str, object], text: str) -> None:
     options = {"machine": "dgx_h100", "nodes": None, "modes": None, "response_lengths": None, "out": None}
+    options["objective"] = "step"
     with pytest.raises((ConfigError, InputError)) as caught:
         describe(job, str(ROOT / "configs" / "grpo_8b.yaml"), [], argparse.Namespace(**{**options, **changes}))
     assert text in str(caught.value) and "\n" not in str(caught.value)

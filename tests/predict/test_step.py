@@ -215,7 +215,9 @@ def test_table() -> None:
     job = job_of("grpo_countdown_cpu")
 
     def lines(**options: Any) -> list[str]:
-        return lines_of(job, argparse.Namespace(**{"machine": None, "response_lengths": None, **options}))
+        return lines_of(
+            job, argparse.Namespace(**{"machine": None, "response_lengths": None, "timeline": [], **options})
+        )
 
     assert lines() == []
     with pytest.raises(ConfigError, match="name a machine"):
@@ -231,7 +233,7 @@ def test_table() -> None:
 def test_table_of_a_machine_file(tmp_path: Path) -> None:
     job, path = job_of("grpo_countdown_cpu"), tmp_path / "mine.yaml"
     path.write_text(cpu().model_dump_json(), encoding="utf-8")
-    options = argparse.Namespace(machine=str(path), response_lengths="8,0.5")
+    options = argparse.Namespace(machine=str(path), response_lengths="8,0.5", timeline=[])
     text = "\n".join(lines_of(job, options))
     assert "step on cpu" in text
     assert all(phase in text for phase in ("gen", "update_actor", "limited by", "tokens/s per rank", "node-hours"))

@@ -17,7 +17,7 @@ from hpcrl.runtime.spans import MOST_EVENTS, WAIT, Beside, Counter, Events, Inst
 from hpcrl.telemetry.archive import read_records
 from hpcrl.tracing.clocks import Alignment
 from hpcrl.tracing.command import export
-from hpcrl.tracing.perfetto import _Slice, nested
+from hpcrl.tracing.perfetto import Slice, nested
 from hpcrl.tracing.rank_trace import NEWEST, TraceFile, discard_from, discard_other_ranks
 from hpcrl.tracing.reader import TraceFiles
 from hpcrl.tracing.records import encode, trace_path
@@ -271,7 +271,7 @@ def test_spans_nest_and_waits_are_counted_once(program: list[Any]) -> None:
     taken.append(recorder.take())
     assert taken[-1].ended == now[0] and sum(one.ended - one.began for one in taken) == now[0]
     spans = [span for one in taken for span in one.spans]
-    slices = [_Slice(round(one.began * 1e9), -round(one.ended * 1e9), one.name, "", {}) for one in spans]
+    slices = [Slice(round(one.began * 1e9), -round(one.ended * 1e9), one.name, "", {}) for one in spans]
     assert sorted(one[:2] for one in nested(slices)) == sorted(one[:2] for one in slices)  # none was cut
     assert sum(span.waited for span in spans if span.name == WAIT) == sum(one.waited for one in taken)
     assert all(0 <= span.waited <= span.ended - span.began for span in spans)
