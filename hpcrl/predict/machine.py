@@ -20,9 +20,7 @@ from hpcrl.config.yaml_core import ConfigError
 
 PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
 MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
-UNKNOWN_SPREAD = (
-    1.1  # relative error of a phase that was not measured: the median of docs/performance.md's published figures
-)
+UNKNOWN_SPREAD = 1.1  # relative error of a phase that was not measured: that of the figures in docs/performance.md
 Dtype = Literal["float32", "bfloat16", "float8"]
 Ranks = Annotated[PositiveInt, Field(strict=False)]  # keys of YAML files are text
 
@@ -92,7 +90,7 @@ class Machine(Section):
     )
     spread: dict[str, NonNegativeFloat] = Field(
         default_factory=dict,
-        description="by phase, the relative standard error of these; for a phase that is missing, 0.5",
+        description="by phase, the relative standard error of these; for a phase that is missing, 1.1",
     )
 
     def caveat(self) -> str | None:
