@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--memory", action="store_true")
     # of a start of the ranks: numbers of cases, each with its repeat, and a folder for runs
     parser.add_argument("--jobs", type=json.loads, help=argparse.SUPPRESS)
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.jobs is not None:
         run_on_ranks(options)
     known = {(line["case"], line["repeat"]) for line in read(options.out)}
-    chosen = [(number, case) for number, case in enumerate(layout_cases.cases()) if options.only in case.name]
+    chosen = [(number, case) for number, case in enumerate(layout_cases.cases()) if re.search(options.only, case.name)]
     repeats = ["memory"] if options.memory else range(options.repeats)
     left = [(number, repeat) for repeat in repeats for number, case in chosen if (case.name, repeat) not in known]
     began = time.monotonic()

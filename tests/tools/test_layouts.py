@@ -1,0 +1,68 @@
+"""tools/bench_layouts.py writes lines that tools/compare_layouts.py compares."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import yaml_core
+from hpcrl.predict.machine import Machine
+from hpcrl.predict.step import predict
+from tests.predict.machines import cpu
+
+TOOLS = Path(__file__).parents[2] / "tools"
+EFFICIENCY = {"gen": 0.4, "old_log_prob": 0.6, "update_actor": 0.5}
+
+
+def tool(name: str, *arguments: object) -> str:
+    command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_times_of_a_known_machine_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import compare_layouts
+    from layout_cases import cases
+
+    base = cpu()
+    true = base.model_copy(update={"efficiency": EFFICIENCY})
+    machine, lines, plot = tmp_path / "machine.yaml", tmp_path / "lines.jsonl", tmp_path / "plot.png"
+    machine.write_text(yaml_core.dump(base.model_dump(mode="json")))
+    chosen = [case for case in cases() if case.lengths == "fixed" or case.name in compare_layouts.CALIBRATED]
+    with lines.open("w") as file:
+        for case in chosen[::2] + [case for case in chosen if case.name in compare_layouts.CALIBRATED]:
+            file.write(json.dumps({"case": case.name, "repeat": 0, "phases": phases_of(case, true)}) + "\n")
+    said = tool("compare_layouts.py", lines, "--machine", machine, "--plot", plot, "--misses", 1)
+    assert "fitted to 6 others" in said
+    step = next(line for line in said.splitlines() if line.startswith("  step"))
+    assert float(step.split("median error")[1].split("%")[0]) < 2.0
+    assert "rank correlation 1.00" in said or "rank correlation 0.99" in said
+    assert plot.stat().st_size > 10_000
+
+
+def phases_of(case, machine: Machine) -> dict[str, list[float]]:
+    from bench_layouts import config_of
+    from compare_layouts import lengths_of
+
+    from hpcrl.plan.memory import TrainingPlan
+
+    found = predict(TrainingPlan(config_of(case, Path("/nowhere"))), machine, lengths_of(case))
+    return {name: [seconds, seconds] for name, seconds in found.phases.items()} | {"step": [found.step, found.step]}
+
+
+@pytest.mark.slow
+def test_a_case_is_measured(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    case = "dense ppo log-normal: tp2 pp2, engine tp1"
+    for more in ([], [], ["--memory"]):  # a second call has nothing left to do
+        tool("bench_layouts.py", "--out", lines, "--repeats", 1, "--only", f"^{case}$", *more)
+    timed, counted = (json.loads(line) for line in lines.read_text().splitlines())
+    assert timed["case"] == counted["case"] == case
+    assert {"gen", "values", "update_critic", "update_actor", "step"} <= set(timed["phases"])
+    assert min(counted["peak_bytes"]) > 2**20
