@@ -18,6 +18,7 @@ from hpcrl.predict.step import predict
 ROUNDS = 3  # phases that share cores change each other's time, so that the fit is repeated
 SMALLEST = 0.02  # share of a step; a shorter phase is not fitted
 OFF = 1.25  # times the fitted prediction, or less than it, that is said
+ASSUMED = 0.5  # relative error of a phase that one run has
 SHARE = 0.1  # by which a share of a phase's time differs from that of other runs to be named as the cause
 
 
@@ -84,7 +85,7 @@ def _spread(values: Sequence[float]) -> float | None:
 def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
     """The machine with these efficiencies; of other phases it keeps its own."""
     efficiency = {name: it.efficiency for name, it in found.items()}
-    spread = {name: it.spread for name, it in found.items() if it.spread is not None}
+    spread = {name: ASSUMED if it.spread is None else it.spread for name, it in found.items()}
     return machine.model_copy(
         update={"efficiency": machine.efficiency | efficiency, "spread": machine.spread | spread, "measured": True}
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.yaml_core import ConfigError
-from hpcrl.predict.calibrate import Fitted, Measured, fit, fitted_machine, misses
-from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine, read_machine
+from hpcrl.predict.calibrate import ASSUMED, Fitted, Measured, fit, fitted_machine, misses
+from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.measured import check_target, save
 from hpcrl.predict.recorded import read_all
 
@@ -41,7 +41,7 @@ def table(found: Mapping[str, Fitted], measured: Sequence[Measured], machine: Ma
     yield f"{machine.name}, fitted to {len(measured)} steps of {runs} {'run' if runs == 1 else 'runs'}"
     yield f"  {'phase':<26}{'efficiency':>12}{'error':>8}{'runs':>6}"
     for name, it in found.items():
-        error = f"{UNKNOWN_SPREAD:.0%} *" if it.spread is None else f"{it.spread:.0%}"
+        error = f"{ASSUMED:.0%} *" if it.spread is None else f"{it.spread:.0%}"
         yield f"  {name:<26}{it.efficiency:>12.3f}{error:>8}{it.runs:>6}"
     if any(it.spread is None for it in found.values()):
         yield "  * of one run the error is not known: it is taken to be this"

@@ -25,6 +25,10 @@ class Group(NamedTuple):
     def is_inside(self) -> bool:
         return self.per_node == self.size
 
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.size / self.per_node)
+
 
 @lru_cache(maxsize=1024)
 def group_of(layout: Layout, ranks_per_node: int, *dims: str) -> Group:
@@ -86,23 +90,28 @@ class Network(NamedTuple):
 
     def all_gather(self, nbytes: float, group: Group) -> float:
         """Ring: (n - 1) (latency + B / n / bandwidth), of B bytes that all ranks have in the end (Thakur, Rabenseifner
-        and Gropp 2005, section 4.1). A reduce-scatter of B bytes takes the same (section 4.3)."""
+        and Gropp 2005, section 4.1). A reduce-scatter of B bytes takes the same (section 4.3). Of the hops, one fewer
+        than nodes are between nodes, as in NCCL's tuning model."""
         if group.size < 2:
             return 0.0
         return self.contended(group) + self._ring(nbytes, group)
 
     def _ring(self, nbytes: float, group: Group) -> float:
-        link = self.link(group)
-        return (group.size - 1) * (link.latency + nbytes / group.size / link.bandwidth)
+        hops = group.size - 1
+        return self._latency(hops, group.nodes - 1) + hops * nbytes / group.size / self.link(group).bandwidth
 
     def all_reduce(self, nbytes: float, group: Group) -> float:
         """The faster of a ring, a reduce-scatter and an all-gather, and of recursive doubling, lg n (latency + B /
-        bandwidth), which suits short messages (Thakur et al. 2005, section 4.5)."""
+        bandwidth), which suits short messages (Thakur et al. 2005, section 4.5); its last rounds are between nodes."""
         if group.size < 2:
             return 0.0
-        link = self.link(group)
-        doubling = math.ceil(math.log2(group.size)) * (link.latency + nbytes / link.bandwidth)
+        rounds, far = (math.ceil(math.log2(count)) for count in (group.size, group.nodes))
+        doubling = self._latency(rounds, far) + rounds * nbytes / self.link(group).bandwidth
         return self.contended(group) + min(2 * self._ring(nbytes, group), doubling)
+
+    def _latency(self, hops: int, far: int) -> float:
+        """Of so many hops after each other, `far` of them between nodes."""
+        return (hops - far) * self.inside.latency + far * self.outside.latency
 
     def all_to_all(self, nbytes: float, group: Group) -> float:
         """Each rank sends B / n bytes to each other rank; what leaves its node takes the network, the rest at the same

@@ -20,7 +20,7 @@ from hpcrl.config.yaml_core import ConfigError
 
 PACKAGED = Path(__file__).resolve().parents[1] / "machines"  # of an installed package; setup.py's link in a checkout
 MACHINES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "configs" / "machines"
-UNKNOWN_SPREAD = 0.5  # relative error of a phase that was not measured
+UNKNOWN_SPREAD = 1.1  # relative error of a phase that was not measured: that of the figures in docs/performance.md
 Dtype = Literal["float32", "bfloat16", "float8"]
 Ranks = Annotated[PositiveInt, Field(strict=False)]  # keys of YAML files are text
 
@@ -90,8 +90,14 @@ class Machine(Section):
     )
     spread: dict[str, NonNegativeFloat] = Field(
         default_factory=dict,
-        description="by phase, the relative standard error of these; for a phase that is missing, 0.5",
+        description="by phase, the relative standard error of these; for a phase that is missing, 1.1",
     )
+
+    def caveat(self) -> str | None:
+        """What a table says of predictions for a machine that was not measured; None for one that was."""
+        if self.measured:
+            return None
+        return f"an extrapolation: the figures of {self.name} are published ones, and were not measured on it"
 
 
 def read_machine(name: str) -> Machine:

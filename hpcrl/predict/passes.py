@@ -115,7 +115,7 @@ class PassModel:
         layer = self.layer(is_moe)
         found = self._products((*layer.attention, *layer.adapters), micro.tokens) + self._attention(micro)
         found = found + self._mlp(layer, micro) + self._elementwise(is_moe, micro)
-        return found + Cost(communication=self._reductions(micro) + self._exchanged_keys(micro))
+        return found + Cost(communication=self._reductions(is_moe, micro) + self._exchanged_keys(micro))
 
     def _training_layer(self, is_moe: bool, micro: Micro) -> Cost:
         """A backward pass has two products per product, of frozen weights one. Sequence parallelism gathers a layer's
@@ -126,7 +126,7 @@ class PassModel:
         products = self._products(layer.attention, micro.tokens) + self._mlp(layer, micro)
         found = products * frozen + self._products(layer.adapters, micro.tokens) * 3.0
         found = found + self._attention(micro) * (1 + BACKWARD_ATTENTION) + self._elementwise(is_moe, micro) * 3.0
-        reductions = self._reductions(micro) * (2.5 if self._shares_tokens else 2.0)
+        reductions = self._reductions(is_moe, micro) * (2.5 if self._shares_tokens else 2.0)
         summed = 0 if self.lora is not None else layer.parameters + layer.expert_parameters
         found = found + self.units.moved(2.0 * FP32 * summed, 0)  # gradients are added to those of other micro-batches
         return found + Cost(communication=reductions + 3.0 * self._exchanged_keys(micro))
@@ -165,7 +165,8 @@ class PassModel:
     def _experts(self, layer: Layer, micro: Micro) -> Cost:
         """Grouped products of the experts that tokens are sent to, and the exchange of the tokens. With tokens that
         choose at random, an expert-parallel rank with most of them has 1 + sqrt(2 ln(ep) (ep - 1) / copies) times the
-        mean (Raab and Steger 1998, theorem 1, the case of many balls)."""
+        mean (Raab and Steger 1998, theorem 1, the case of many balls). The ranks of an engine, which all have all
+        tokens, exchange none: their parts of each expert are summed with those of the layer, see `_reductions`."""
         shape, layout = self.shape, self.layout
         rows = micro.tokens * shape.moe_topk * layout.etp / layout.tp
         seen = micro.tokens * layout.etp * layout.ep / layout.tp  # tokens of the group
@@ -176,8 +177,9 @@ class PassModel:
         sent = rows / layout.etp * shape.hidden_size * self.units.itemsize
         moved = self.units.moved(4.0 * sent, 4)  # sorted by expert, and back
         exchanged = 2.0 * self.network.all_to_all(sent, group_of(layout, self.ranks_per_node, "ep"))
-        gathered = group_of(layout, self.ranks_per_node, "etp")
-        exchanged += 2.0 * self.network.all_gather(sent * layout.etp, gathered)
+        if self._shares_tokens or layout.tp == 1:
+            gathered = group_of(layout, self.ranks_per_node, "etp")
+            exchanged += 2.0 * self.network.all_gather(sent * layout.etp, gathered)
         waited = (uneven - 1.0) / uneven * found.seconds
         even = found * (1.0 / uneven)
         return even + moved + Cost(communication=exchanged, waiting=waited)
@@ -192,12 +194,14 @@ class PassModel:
         numbers = local * 10 * shape.hidden_size + micro.tokens * (2 * heads + 3 * ffn)
         return self.units.moved(numbers * self.units.itemsize, ELEMENTWISE)
 
-    def _reductions(self, micro: Micro) -> float:
+    def _reductions(self, is_moe: bool, micro: Micro) -> float:
         """Two all-reduces per layer, or as many pairs of a gather and a reduce-scatter (Shoeybi et al. 2019,
-        arXiv:1909.08053, section 3; Korthikanti et al. 2022, section 4.2)."""
+        arXiv:1909.08053, section 3; Korthikanti et al. 2022, section 4.2). Where ranks share tokens, each sends its own
+        to experts, so that only shared experts need the second pair."""
         nbytes = micro.tokens * self.shape.hidden_size * self.units.itemsize
         if self._shares_tokens:
-            return 4.0 * self.network.all_gather(nbytes, self._tp)
+            pairs = 1 if is_moe and not self.shape.moe_shared_ffn_hidden_size else 2
+            return 2.0 * pairs * self.network.all_gather(nbytes, self._tp)
         return 2.0 * self.network.all_reduce(nbytes, self._tp)
 
     def _exchanged_keys(self, micro: Micro) -> float:

@@ -177,8 +177,8 @@ class Asked:
         best, counts = found.results[0], found.counts
         size, machine, its = best.job.derived.world_size, self.machine, best.job.config.job
         yield f"fastest layouts of {self.path} on {its.nodes} x {its.ntasks_per_node} ranks of {machine.name}"
-        if not machine.measured:
-            yield f"  an extrapolation: the figures of {machine.name} are published ones, and were not measured on it"
+        if (caveat := machine.caveat()) is not None:
+            yield f"  {caveat}"
         for place, result in enumerate(found.results, 1):
             yield from ("", *self._result(place, result, size))
         yield ""

@@ -50,10 +50,12 @@ def lines_of(job: TrainingPlan, parsed: argparse.Namespace) -> list[str]:
     title = f"step on {machine.name}: prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f}"
     if parsed.response_lengths is not None:
         title += f" in the mean, {lengths.longest(job.derived.samples_per_step):.0f} the longest"
+    caveat = machine.caveat()
     return [
         "",
         title,
-        *rows(prediction),
+        *([] if caveat is None else [f"  {caveat}"]),
+        *rows(prediction, machine),
         *summary(job, prediction),
         *_written(job, prediction, machine, parsed.timeline),
     ]
@@ -83,12 +85,13 @@ def lengths_of(job: TrainingPlan, text: str | None) -> Lengths:
         raise ConfigError(why) from None
 
 
-def rows(prediction: Prediction) -> Iterator[str]:
+def rows(prediction: Prediction, machine: Machine) -> Iterator[str]:
     yield f"  {'phase':<26}{'seconds':>10}{'share':>8}  limited by"
     for name, seconds in prediction.phases.items():
         share = seconds / prediction.seconds
         yield f"  {name:<26}{seconds:>10.4g}{share:>8.1%}  {limits(prediction.parts[name])}"
-    yield f"  {'step':<26}{prediction.seconds:>10.4g}"
+    low, high = prediction.band(machine)
+    yield f"  {'step':<26}{prediction.seconds:>10.4g}          {low:.4g} to {high:.4g} by the error of its phases"
 
 
 def limits(parts: Mapping[str, float]) -> str:

@@ -69,6 +69,14 @@ def test_rings_between_nodes_share_the_links_of_a_node() -> None:
     assert Network.of(cpu()).link(Group(4, 2, 4)).bandwidth == 1e9  # one ring
 
 
+def test_a_ring_over_nodes_has_most_of_its_hops_inside_them() -> None:
+    network, nbytes = Network.of(gpu()), 1e9
+    assert network.all_gather(nbytes, ACROSS) == pytest.approx(14 * 3e-6 + 1e-5 + 15 / 16 * nbytes / 4e11)
+    assert network.all_reduce(8, ACROSS) == pytest.approx(3 * 3e-6 + 1e-5, rel=1e-3)
+    assert network.all_gather(0, Group(4, 1, 8)) == pytest.approx(3 * 1e-5)
+    assert network.all_gather(0, Group(12, 4, 4)) == pytest.approx(9 * 3e-6 + 2 * 1e-5)
+
+
 def test_an_exchange_takes_the_slower_of_its_links() -> None:
     network, nbytes = Network.of(gpu()), 16e9
     far = 8 * nbytes / 16 / 5e10

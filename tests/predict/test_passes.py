@@ -93,6 +93,26 @@ def test_sequence_parallelism_gathers_a_third_time() -> None:
     assert shared.training(micro())[0].communication > 10 * layers.communication
 
 
+def test_experts_have_the_collectives_of_their_layers() -> None:
+    """An engine sums a layer's parts twice; where ranks share tokens, attention gathers and scatters, and tokens go to
+    experts and back."""
+    machine, shape = gpu(), replace(MOE, dense_layers=())
+    nbytes = 4 * LENGTH * shape.hidden_size * 2
+
+    def each_layer(built: PassModel) -> float:
+        ends = built._ends(built.stages[0], micro(), trains=False)
+        return (built.forward(micro())[0].communication - ends.communication) / shape.num_layers
+
+    engine = model(shape, ranks=2, machine=machine, layout={"tp": 2, "etp": 2}, sequence_parallel=False)
+    assert each_layer(engine) == pytest.approx(2 * engine.network.all_reduce(nbytes, engine._tp))
+    trained = model(shape, ranks=2, machine=machine, layout={"tp": 2, "ep": 2})
+    pair = 2 * trained.network.all_gather(nbytes, trained._tp)
+    exchanged = 2 * trained.network.all_to_all(nbytes / 2 * shape.moe_topk, trained._tp)
+    assert each_layer(trained) == pytest.approx(pair + exchanged)
+    shared = replace(trained, shape=replace(shape, moe_shared_ffn_hidden_size=72))
+    assert each_layer(shared) == pytest.approx(2 * pair + exchanged)
+
+
 def simulated(stages: list[float], count: int) -> float:
     """Each stage runs a micro-batch when it has it and has ended the one before."""
     ends = [0.0] * len(stages)

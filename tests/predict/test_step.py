@@ -15,7 +15,7 @@ from hpcrl.config.yaml_core import ConfigError
 from hpcrl.plan.command import checkpoint_bytes
 from hpcrl.plan.memory import TrainingPlan, with_keys
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.machine import Machine
+from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine
 from hpcrl.predict.phases import JobTimes
 from hpcrl.predict.step import Prediction, lower_bound, predict
 from hpcrl.predict.table import lines_of
@@ -40,9 +40,10 @@ def machine_of(job: TrainingPlan, **changes: Any) -> Machine:
     return (gpu if job.on_gpu else cpu)(**changes)
 
 
-def lengths_of(job: TrainingPlan, sigma: float = 0.8) -> Lengths:
+def lengths_of(job: TrainingPlan, sigma: float = 0.8, mean: float | None = None) -> Lengths:
     data = job.config.data
-    return Lengths.log_normal(data.max_prompt_length, data.max_response_length / 2, sigma, data.max_response_length)
+    longest = data.max_response_length
+    return Lengths.log_normal(data.max_prompt_length, mean or longest / 2, sigma, longest)
 
 
 def predicted(job: TrainingPlan, **changes: Any) -> Prediction:
@@ -136,6 +137,18 @@ def test_efficiency_divides_the_time_of_a_phase() -> None:
     assert slow["update_actor"] == pytest.approx(usual["update_actor"])
 
 
+def test_the_band_is_that_of_the_phases() -> None:
+    job = job_of("grpo_8b")
+    spread = {"gen": 0.1, "update_actor": 0.3}
+    machine = machine_of(job, spread=spread)
+    found = predict(job, machine, lengths_of(job))
+    total = sum(found.phases.values())
+    parts = (spread.get(name, UNKNOWN_SPREAD) * seconds / total for name, seconds in found.phases.items())
+    assert found.spread(machine) == pytest.approx(sum(parts))
+    low, high = found.band(machine)
+    assert high / found.seconds == pytest.approx(found.seconds / low) == pytest.approx(1 + found.spread(machine))
+
+
 def test_ranks_share_the_cores_of_a_node() -> None:
     """Four ranks on two cores take twice as long; apart, generation is hidden only if there are cores for it."""
     job = job_of("grpo_countdown_cpu")
@@ -224,6 +237,11 @@ def test_table_of_a_machine_file(tmp_path: Path) -> None:
     text = "\n".join(lines_of(job, options))
     assert "step on cpu" in text
     assert all(phase in text for phase in ("gen", "update_actor", "limited by", "tokens/s per rank", "node-hours"))
+    low, high = predict(job, cpu(), lengths_of(job, 0.5, 8)).band(cpu())
+    assert f"{low:.4g} to {high:.4g}" in text
+    assert "an extrapolation: the figures of cpu are published ones" in text
+    path.write_text(cpu(measured=True).model_dump_json(), encoding="utf-8")
+    assert "extrapolation" not in "\n".join(lines_of(job, options))
     for wrong in ("8", "0,1", "8,-1", "a,b"):
         options.response_lengths = wrong
         with pytest.raises(ConfigError, match="MEAN,SIGMA"):

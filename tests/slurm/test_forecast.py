@@ -67,7 +67,7 @@ def test_auto_is_the_time_of_the_run(tmp_path: Path) -> None:
     whole = planned(*auto)
     assert whole.forecast is not None and not read_machine("dgx_h100").spread
     step, seconds = whole.forecast.prediction.seconds, whole.batch.job.time_seconds
-    assert 0 <= seconds - (500 * 1.5 * step + whole.forecast.slice(0.0).setup + 600) < 60  # job.signal_seconds
+    assert 0 <= seconds - (500 * 2.1 * step + whole.forecast.slice(0.0).setup + 600) < 60  # job.signal_seconds
     assert with_paths(whole.configs[0], {})["job"]["time"] == whole.batch.job.time
     (tmp_path / "grpo_8b").mkdir()
     (tmp_path / "grpo_8b" / "times.json").write_text(json.dumps({"setup_s": 1200.0, "step_s": 9.0, "save_s": 1}))

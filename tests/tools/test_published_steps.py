@@ -1,0 +1,64 @@
+"""tools/published_steps.py: its jobs have the sizes that their names say, and the page has its tables."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.predict.phases import whole_numbers
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*[A-Za-z])")
+ROUNDING = 0.02  # of a prediction in the page
+
+
+@cache
+def tool() -> Any:
+    spec = spec_from_file_location("published_steps", ROOT / "tools" / "published_steps.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def printed() -> tuple[str, ...]:
+    tree = tool().read()
+    figures = [figure for row in tree["rows"] for figure in tool().figures_of(row, tree)]
+    return (*tool().table(figures, tree), *tool().sources(tree), *tool().summary(figures))
+
+
+def test_models_have_the_weights_of_their_names() -> None:
+    tree = tool().read()
+    for name in tree["models"]:
+        row = next(
+            row for row in tree["rows"] if row["model"] == name and "kv_heads" not in row or row["model"] == name
+        )
+        numbers = whole_numbers(tool().job_of(row, tree).models["actor"].shape)
+        billions = float(re.findall(r"(\d+)b", name)[0])
+        assert numbers / 1e9 == pytest.approx(billions, rel=0.09), name
+
+
+def test_responses_have_the_published_mean() -> None:
+    tree = tool().read()
+    for row in tree["rows"]:
+        lengths, its = tool().lengths_of(row, tree["sigma"]), row["lengths"]
+        assert lengths.response == pytest.approx(its["response"], rel=1e-3)
+        assert lengths.responses[-1] <= its["longest"] - its["prompt"]
+
+
+def test_the_page_has_what_it_prints() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    first = lines.index(printed()[0])
+    section = [line for line in lines[first:] if line.startswith(("|", "- "))]
+    for found, line in zip(section, printed(), strict=False):
+        assert NUMBER.sub("#", found) == NUMBER.sub("#", line), "run tools/published_steps.py, and paste what it prints"
+        for mine, its in zip(NUMBER.findall(found), NUMBER.findall(line), strict=True):
+            assert float(mine) == pytest.approx(float(its), rel=ROUNDING, abs=0.011)
+    assert len(section) >= len(printed())
