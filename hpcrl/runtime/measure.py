@@ -118,6 +118,9 @@ def _cores(world: World, local: Sequence[int]) -> tuple[float, float]:
     before, beside, after = rates
     single = mean((before[local[0]][0], after[local[0]][0]))
     cores = shared_cores(single, [beside[rank][0] for rank in local])
+    if world.device.type == "cpu":  # a rank that was slowed by other programs while it ran by itself makes it too large
+        allowed = world.all_gather_object(os.sched_getaffinity(0))
+        cores = min(cores, len(set().union(*(allowed[rank] for rank in local))) / world.threads)
     own = mean((before[local[0]][1], after[local[0]][1])) / world.threads
     found = world.all_gather_object((cores, own))
     return min(cores for cores, _ in found), min(own for _, own in found)
