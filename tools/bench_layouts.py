@@ -2,7 +2,8 @@
 
     .venv/bin/python tools/bench_layouts.py --out FILE.jsonl [--repeats 3] [--only TEXT] [--memory]
 
-Each case of tools/layout_cases.py is a job of 3 steps, of which the first is not counted. The repeats are rounds over
+Each case of tools/layout_cases.py is a job of 3 steps, of which the first is not counted; asynchronous jobs have one
+more, in which nothing is generated, and which is not counted either. The repeats are rounds over
 all cases. Appends a JSON line per job; jobs whose line is there are left out, so that it can be stopped and continued.
 With --memory each case runs once, for the peak of live tensor bytes in place of seconds. tools/compare_layouts.py
 compares the lines with `hpcrl plan`. On two cores a round takes about 25 minutes.
@@ -85,7 +86,9 @@ def run_on_ranks(options: argparse.Namespace) -> None:
     jobs = [(every[number], repeat) for number, repeat in options.jobs]
 
     def load() -> Any:
-        prompts = [{"prompt": prompt(row), "reward_model": {"ground_truth": ""}} for row in range(PROMPTS * STEPS)]
+        prompts = [
+            {"prompt": prompt(row), "reward_model": {"ground_truth": ""}} for row in range(PROMPTS * (STEPS + 1))
+        ]
         text = "\n".join(json.dumps({**row, "data_source": "bench"}) for row in prompts)
         (folder / "prompts.jsonl").write_text(text)
         (folder / "score.py").write_text(SCORE)
@@ -113,7 +116,7 @@ def config_of(case: Case, folder: Path) -> Any:
     from hpcrl.jobs.train import Train
 
     template = case.config(folder)
-    template["trainer"]["total_training_steps"] = STEPS
+    template["trainer"]["total_training_steps"] = STEPS + (case.mode != "sync")
     return Train.prepare(Train.schema().model_validate(template))
 
 
@@ -153,13 +156,13 @@ def run_case(world: World, case: Case, folder: Path, *, in_bytes: bool) -> dict[
     if world.rank != 0:
         return {}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    counted = [line for line in lines if line["step"] > WARM_UP]
+    counted = [line for line in lines if WARM_UP < line["step"] <= STEPS]
     return {"phases": phases_of(counted), "response": [line["response_length/mean"] for line in counted]}
 
 
 def phases_of(lines: Sequence[dict[str, float]]) -> dict[str, list[float]]:
     """Seconds by the names of `timing_s/<phase>`."""
-    names = [name for name in lines[0] if name.startswith("timing_s/")]
+    names = [name for name in lines[0] if name.startswith("timing_s/") and all(name in line for line in lines)]
     return {name.removeprefix("timing_s/"): [round(line[name], 5) for line in lines] for name in names}
 
 

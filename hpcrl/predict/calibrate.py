@@ -15,7 +15,8 @@ from hpcrl.predict.machine import Machine
 from hpcrl.predict.modes import GENERATES
 from hpcrl.predict.step import predict
 
-ROUNDS = 3  # phases that share cores change each other's time, so that the fit is repeated
+ROUNDS = 8  # of Newton's method; phases that share cores change each other's time
+LEAST_SHARE = 0.2  # of what the efficiency divides, in a phase: less is taken to be this much, which slows the fit down
 SMALLEST = 0.02  # share of a step; a shorter phase is not fitted
 OFF = 1.25  # times the fitted prediction, or less than it, that is said
 ASSUMED = 0.5  # relative error of a phase that one run has
@@ -68,12 +69,11 @@ def fit(measured: Sequence[Measured], machine: Machine) -> dict[str, Fitted]:
     current = machine.model_copy(update={"efficiency": {}, "spread": {}})
     found: dict[str, Fitted] = {}
     for _ in range(ROUNDS):
-        ratios = {phase: list(of_runs.values()) for phase, of_runs in log_ratios(measured, current).items()}
-        before = {name: it.efficiency for name, it in found.items()}
-        found = {
-            phase: Fitted(before.get(phase, 1.0) * math.exp(fmean(values)), _spread(values), len(values))
-            for phase, values in ratios.items()
-        }
+        ratios, divided = log_ratios(measured, current)
+        for phase, of_runs in ratios.items():
+            values, before = list(of_runs.values()), found[phase].efficiency if phase in found else 1.0
+            change = fmean(values) / max(LEAST_SHARE, divided[phase])
+            found[phase] = Fitted(before * math.exp(change), _spread(values), len(values))
         current = fitted_machine(machine, found)
     return found
 
@@ -91,20 +91,26 @@ def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
     )
 
 
-def log_ratios(measured: Iterable[Measured], machine: Machine) -> dict[str, dict[str, float]]:
-    """By phase and run, log(predicted / measured), the mean over the run's steps."""
+def log_ratios(
+    measured: Iterable[Measured], machine: Machine
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """By phase and run, log(predicted / measured), the mean over the run's steps; by phase, the share of its time that
+    the efficiency divides."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    shares: dict[str, list[float]] = defaultdict(list)
     for it in measured:
-        predicted = predict(it.job, machine, it.lengths).phases
+        prediction = predict(it.job, machine, it.lengths)
         for name, took in it.phases.items():
-            if predicted.get(name):
-                found[name][it.run].append(math.log(predicted[name] / took))
-    return {name: {run: fmean(values) for run, values in of_runs.items()} for name, of_runs in found.items()}
+            if prediction.phases.get(name):
+                found[name][it.run].append(math.log(prediction.phases[name] / took))
+                shares[name].append(1 - prediction.parts[name].get("communication", 0.0))
+    ratios = {name: {run: fmean(values) for run, values in of_runs.items()} for name, of_runs in found.items()}
+    return ratios, {name: fmean(values) for name, values in shares.items()}
 
 
 def misses(measured: Sequence[Measured], machine: Machine) -> Iterator[Miss]:
     """The phases that a fitted machine predicts badly, with the likely cause, worst first."""
-    ratios = log_ratios(measured, machine)
+    ratios, _ = log_ratios(measured, machine)
     parts: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
     for it in measured:
         prediction = predict(it.job, machine, it.lengths)

@@ -62,12 +62,14 @@ class Network(NamedTuple):
     contention: float = 0.0
 
     @classmethod
-    def of(cls, machine: Machine) -> Network:
+    def of(cls, machine: Machine, ranks_per_node: int | None = None) -> Network:
+        """ranks_per_node: of the job; None: as many as the machine is made for."""
         links = machine.links
         inside, outside = (Hop(link.latency, link.bandwidth) for link in (links.inside, links.between))
         is_gpu, node = machine.device.kind == "gpu", machine.node
         shares = tuple(sorted(links.group.items()))
-        return cls(inside, outside, node.network, is_gpu, shares, node.cores, node.contention)
+        is_crowded = node.cores is not None and (ranks_per_node or node.ranks) > node.cores
+        return cls(inside, outside, node.network, is_gpu, shares, node.cores, node.contention if is_crowded else 0.0)
 
     def between(self, busy: int = 1) -> Hop:
         """Between nodes, of which each has so many ranks that communicate at the same time."""
@@ -85,8 +87,9 @@ class Network(NamedTuple):
         return Hop(link.latency, bandwidth * interpolated(self.shares, group.size))
 
     def contended(self, group: Group) -> float:
-        """Seconds in which a rank waits for one that has no core: of so many ranks on a node, the share without one."""
-        return self.contention * max(0.0, 1 - self.cores / group.busy) if self.cores is not None else 0.0
+        """Seconds in which the ranks wait for one of them that has no core. They are part of a task that takes longer
+        where ranks share cores, and are divided by how much longer."""
+        return self.contention * min(1.0, self.cores / group.busy) if self.cores is not None else 0.0
 
     def all_gather(self, nbytes: float, group: Group) -> float:
         """Ring: (n - 1) (latency + B / n / bandwidth), of B bytes that all ranks have in the end (Thakur, Rabenseifner

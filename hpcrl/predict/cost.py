@@ -43,6 +43,10 @@ class Cost(NamedTuple):
     def __mul__(self, factor: float) -> Cost:  # type: ignore[override]
         return Cost(*(seconds * factor for seconds in self))
 
+    def slowed(self, efficiency: float) -> Cost:
+        """All but communication takes 1 / efficiency as long."""
+        return (self * (1 / efficiency))._replace(communication=self.communication)
+
     def shares(self) -> dict[str, float]:
         """Each kind's share of the seconds; kinds without any are left out."""
         total = self.seconds

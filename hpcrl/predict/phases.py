@@ -66,7 +66,7 @@ class JobTimes:
 
     @cached_property
     def network(self) -> Network:
-        return Network.of(self.machine)
+        return Network.of(self.machine, self.ranks_per_node)
 
     @property
     def ranks_per_node(self) -> int:

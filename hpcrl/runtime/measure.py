@@ -55,7 +55,7 @@ def measure(world: World, nodes: Sequence[Sequence[int]], folder: str, say: Call
     if world.device.type == "cuda" and node["cores"] > SHARED * node["ranks"]:
         node["cores"] = None
     if node["cores"] is not None and len(local) > 1:
-        node["contention"] = max(world.all_gather_object(contention(world, local, cores)))
+        node["contention"] = max(world.all_gather_object(contention(world, local)))
         show(
             f"contention         {1e6 * node['contention']:.0f} us in a collective of ranks without cores of their own"
         )

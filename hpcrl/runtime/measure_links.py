@@ -80,13 +80,12 @@ def node_network(world: World, first: Sequence[int], second: Sequence[int]) -> f
     return sum(rates[rank] for rank in first[:paired])
 
 
-def contention(world: World, local: Sequence[int], cores: float) -> float:
+def contention(world: World, local: Sequence[int]) -> float:
     """Seconds that an all-reduce of two ranks takes longer while more ranks of their node compute than have cores.
     Collective.
 
-    local: ranks of this rank's node; neighbours are pairs. All compute and reduce in turn; what a turn takes more than
-    their products, and more than an all-reduce without products, is divided by the share of ranks without a core and
-    by how much slower all are.
+    local: ranks of this rank's node; neighbours are pairs. All compute and reduce in turn, which takes longer than the
+    products and the all-reduces one by one.
     """
     pairs = [tuple(local[place : place + 2]) for place in range(0, len(local) - 1, 2)]
     every = sorted({pair for pairs in world.all_gather_object(pairs) for pair in pairs})
@@ -105,9 +104,7 @@ def contention(world: World, local: Sequence[int], cores: float) -> float:
         return (time.perf_counter() - began) / TURNS
 
     both, products, reduced = (turns(*which) for which in ((True, True), (True, False), (False, True)))
-    lost = max(world.all_gather_object(both - products - reduced))
-    slower = len(local) / cores
-    return max(0.0, lost) / (slower - 1) if slower > 1 else 0.0
+    return max(0.0, *world.all_gather_object(both - products - reduced))
 
 
 def bus_bandwidths(world: World) -> dict[int, float]:
