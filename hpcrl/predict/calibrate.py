@@ -91,9 +91,7 @@ def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
     )
 
 
-def log_ratios(
-    measured: Iterable[Measured], machine: Machine
-) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+def log_ratios(measured: Iterable[Measured], machine: Machine) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """By phase and run, log(predicted / measured), the mean over the run's steps; by phase, the share of its time that
     the efficiency divides."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -58,7 +58,7 @@ class Node(Section):
         None, description="ranks that can compute at full speed at the same time; null: all, each has a GPU"
     )
     contention: NonNegativeFloat = Field(
-        0.0, description="seconds that a collective takes longer where its ranks have no cores of their own"
+        0.0, description="seconds that a collective takes longer where a node has more ranks than cores"
     )
     host_copy: PositiveFloat = Field(description="bytes per second between a device and host memory, of one rank")
     network: PositiveFloat | None = Field(None, description="bytes per second that all ranks share; null: no limit")
@@ -86,7 +86,8 @@ class Machine(Section):
     links: Links
     efficiency: dict[str, PositiveFloat] = Field(
         default_factory=dict,
-        description="by phase, the ideal time as a share of the time that it takes; `hpcrl plan --calibrate` fits them",
+        description="by phase, the ideal time as a share of the time that it takes, both without communication; "
+        "`hpcrl plan --calibrate` fits them",
     )
     spread: dict[str, NonNegativeFloat] = Field(
         default_factory=dict,

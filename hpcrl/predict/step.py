@@ -66,9 +66,9 @@ class Prediction:
 def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction:
     """Raises ConfigError or InputError, one line, if the job cannot run.
 
-    A phase takes its ideal time divided by `machine.efficiency[phase]`, and its communication. Phases of a role follow each other, and those
-    of roles on the same ranks too; on ranks of their own they overlap as far as the job's mode lets them, and if ranks
-    of a node have too few cores, each takes longer.
+    A phase takes its ideal time divided by `machine.efficiency[phase]`, and its communication. Phases of a role follow
+    each other, and those of roles on the same ranks too; on ranks of their own they overlap as far as the job's mode
+    lets them, and if ranks of a node have too few cores, each takes longer.
     """
     times = JobTimes(job, machine, lengths)
     timed = [it._replace(cost=it.cost.slowed(machine.efficiency.get(it.name, 1.0))) for it in times.phases()]
