@@ -271,7 +271,7 @@ class Search:
         for it in timed:
             if it.role == probe.role and it.kind in SPLIT:
                 efficiency = self.machine.efficiency.get(it.name, 1.0) if exact else 1.0
-                seconds[PART_OF.get(it.name, it.kind)] += it.cost.seconds / efficiency
+                seconds[PART_OF.get(it.name, it.kind)] += it.cost.slowed(efficiency).seconds
         return Split(**seconds)
 
     def _bound(self, frame: Frame, chosen: Sequence[Choice]) -> float:

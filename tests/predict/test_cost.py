@@ -7,6 +7,7 @@ import pytest
 from hpcrl.grid.layout import Layout
 from hpcrl.predict.collectives import Group, Network, group_of, interpolated
 from hpcrl.predict.cost import Cost, Units
+from hpcrl.predict.phases import Timed
 from tests.predict.machines import cpu, gpu
 
 UNITS = Units.of(gpu().device, "bfloat16", 2)
@@ -96,3 +97,19 @@ def test_measured_groups_are_interpolated() -> None:
     assert [interpolated(points, size) for size in (1, 2, 5, 8, 64)] == pytest.approx([0.9, 0.9, 0.75, 0.6, 0.6])
     slower = Network.of(gpu(links__group={2: 0.5}))
     assert slower.link(INSIDE).bandwidth == 2e11
+
+
+def test_ranks_without_cores_wait_in_collectives() -> None:
+    machine, pair = cpu(node__contention=1e-3), Group(2, 2, 4)
+    crowded, alike = Network.of(machine, 4), Network.of(machine, 2)
+    assert alike.all_reduce(4.0, pair) == Network.of(cpu()).all_reduce(4.0, pair)
+    for name in ("all_gather", "all_reduce", "all_to_all", "send"):
+        waited = getattr(crowded, name)(4.0, pair) - getattr(alike, name)(4.0, pair)
+        assert waited * 4 / 2 == pytest.approx(1e-3)  # tasks of 4 ranks take twice as long on 2 cores
+
+
+def test_a_rank_that_waits_needs_no_core() -> None:
+    cost = Cost(products=3.0, bubble=1.0)
+    assert Timed("update_actor", "actor", "train", (0, 1), cost, 0.5).demand == 0.75 * 0.5
+    assert cost.slowed(0.5) == Cost(products=6.0, bubble=2.0)
+    assert Cost(communication=2.0, memory=1.0).slowed(0.5) == Cost(communication=2.0, memory=2.0)
