@@ -132,8 +132,10 @@ def test_longer_responses_take_longer() -> None:
 
 def test_efficiency_divides_the_time_of_a_phase() -> None:
     job = job_of("grpo_8b")
-    usual, slow = predicted(job).phases, predicted(job, efficiency={"gen": 0.5}).phases
-    assert slow["gen"] == pytest.approx(2 * usual["gen"])
+    before, after = predicted(job), predicted(job, efficiency={"gen": 0.5})
+    usual, slow = before.phases, after.phases
+    communication = usual["gen"] * before.parts["gen"]["communication"]
+    assert slow["gen"] - communication == pytest.approx(2 * (usual["gen"] - communication))
     assert slow["update_actor"] == pytest.approx(usual["update_actor"])
 
 
