@@ -160,6 +160,8 @@ def report(held_out: Sequence[Compared], machine: Machine, fitted_to: int) -> It
     for it in held_out:
         groups[f"{it.case.model} {it.case.algorithm} {it.case.lengths}"].append(it)
     for name, group in groups.items():
+        if len(group) < 3:
+            continue
         best = min(group, key=lambda it: it.step)
         chosen = min(group, key=lambda it: it.predicted.step)
         slowest = max(it.step for it in group) / best.step

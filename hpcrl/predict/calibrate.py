@@ -16,7 +16,7 @@ from hpcrl.predict.modes import GENERATES
 from hpcrl.predict.step import predict
 
 ROUNDS = 8  # of Newton's method; phases that share cores change each other's time
-LEAST_SHARE = 0.2  # of what the efficiency divides, in a phase: less is taken to be this much, which slows the fit down
+RIDGE = 0.02  # weight of a communication that is as the machine file says, in squares of logarithms, of one run
 SMALLEST = 0.02  # share of a step; a shorter phase is not fitted
 OFF = 1.25  # times the fitted prediction, or less than it, that is said
 ASSUMED = 0.5  # relative error of a phase that one run has
@@ -42,12 +42,20 @@ class Measured:
 
 
 class Fitted(NamedTuple):
-    """Of a phase: the ideal time as a share of the measured one, the relative standard error of a prediction (None: of
-    one run it is not known), and the number of runs."""
+    """Of a phase: the ideal time as a share of the measured one, without communication, and of communication; the
+    relative standard error of a prediction (None: of one run it is not known), and the number of runs."""
 
     efficiency: float
+    communication: float
     spread: float | None
     runs: int
+
+
+class Ratio(NamedTuple):
+    """Of a phase of a run: log(predicted / measured), and communication's share of the predicted time."""
+
+    value: float
+    communication: float
 
 
 class Miss(NamedTuple):
@@ -60,55 +68,83 @@ class Miss(NamedTuple):
 
 
 def fit(measured: Sequence[Measured], machine: Machine) -> dict[str, Fitted]:
-    """By phase, the efficiency with which the geometric mean over runs of predicted / measured is 1.
+    """By phase, the efficiencies with which the squares of log(predicted / measured) over the runs are least.
 
-    Errors are taken to be factors, so means are of logarithms; a run counts once, whatever number of steps it has. The
-    standard error of a new prediction from n runs is s sqrt(1 + 1 / n), with s that of the n logarithms. Phases of a
-    timeline are taken as they are predicted there, that is, with what they wait for cores.
+    A run counts once, whatever number of steps it has. Runs with different shares of communication determine its
+    efficiency; without them it stays 1. The standard error of a new prediction from n runs is s sqrt(1 + 1 / n), with s
+    that of the n logarithms. Phases of a timeline are taken as they are predicted there, that is, with what they wait
+    for cores.
     """
-    current = machine.model_copy(update={"efficiency": {}, "spread": {}})
+    current = machine.model_copy(update={"efficiency": {}, "communication": {}, "spread": {}})
     found: dict[str, Fitted] = {}
     for _ in range(ROUNDS):
-        ratios, divided = log_ratios(measured, current)
-        for phase, of_runs in ratios.items():
-            values, before = list(of_runs.values()), found[phase].efficiency if phase in found else 1.0
-            change = fmean(values) / max(LEAST_SHARE, divided[phase])
-            found[phase] = Fitted(before * math.exp(change), _spread(values), len(values))
+        for phase, of_runs in log_ratios(measured, current).items():
+            before, ratios = found.get(phase, Fitted(1.0, 1.0, None, 0)), list(of_runs.values())
+            slower, slower_communication = newton(ratios, -math.log(before.communication))
+            efficiency, communication = before.efficiency / slower, before.communication / slower_communication
+            found[phase] = Fitted(efficiency, communication, _spread(ratios), len(ratios))
         current = fitted_machine(machine, found)
     return found
 
 
-def _spread(values: Sequence[float]) -> float | None:
-    return stdev(values) * math.sqrt(1 + 1 / len(values)) if len(values) > 1 else None
+def newton(ratios: Sequence[Ratio], log_communication: float) -> tuple[float, float]:
+    """One step of the least squares: factors of the time without communication, and of communication, which is
+    e^log_communication times what the machine file says.
+
+    With r_i = log(predicted / measured) and x_i communication's share: the a and b that make sum (r_i + a (1 - x_i) +
+    b x_i)^2 + RIDGE (log_communication + b)^2 least; the factors are e^a and e^b.
+    """
+    own = sum((1 - it.communication) ** 2 for it in ratios)
+    both = sum((1 - it.communication) * it.communication for it in ratios)
+    other = sum(it.communication**2 for it in ratios) + RIDGE
+    right = -sum((1 - it.communication) * it.value for it in ratios)
+    right_other = -sum(it.communication * it.value for it in ratios) - RIDGE * log_communication
+    determinant = own * other - both**2
+    if determinant < 1e-9:
+        return 1.0, math.exp(right_other / other)
+    a = (right * other - both * right_other) / determinant
+    b = (own * right_other - both * right) / determinant
+    return math.exp(max(-2.0, min(2.0, a))), math.exp(max(-2.0, min(2.0, b)))
+
+
+def _spread(ratios: Sequence[Ratio]) -> float | None:
+    return stdev(it.value for it in ratios) * math.sqrt(1 + 1 / len(ratios)) if len(ratios) > 1 else None
 
 
 def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
     """The machine with these efficiencies; of other phases it keeps its own."""
     efficiency = {name: it.efficiency for name, it in found.items()}
+    communication = {name: it.communication for name, it in found.items() if it.communication != 1.0}
     spread = {name: ASSUMED if it.spread is None else it.spread for name, it in found.items()}
     return machine.model_copy(
-        update={"efficiency": machine.efficiency | efficiency, "spread": machine.spread | spread, "measured": True}
+        update={
+            "efficiency": machine.efficiency | efficiency,
+            "communication": machine.communication | communication,
+            "spread": machine.spread | spread,
+            "measured": True,
+        }
     )
 
 
-def log_ratios(measured: Iterable[Measured], machine: Machine) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """By phase and run, log(predicted / measured), the mean over the run's steps; by phase, the share of its time that
-    the efficiency divides."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    shares: dict[str, list[float]] = defaultdict(list)
+def log_ratios(measured: Iterable[Measured], machine: Machine) -> dict[str, dict[str, Ratio]]:
+    """By phase and run, the mean over the run's steps."""
+    found: dict[str, dict[str, list[Ratio]]] = defaultdict(lambda: defaultdict(list))
     for it in measured:
         prediction = predict(it.job, machine, it.lengths)
         for name, took in it.phases.items():
             if prediction.phases.get(name):
-                found[name][it.run].append(math.log(prediction.phases[name] / took))
-                shares[name].append(1 - prediction.parts[name].get("communication", 0.0))
-    ratios = {name: {run: fmean(values) for run, values in of_runs.items()} for name, of_runs in found.items()}
-    return ratios, {name: fmean(values) for name, values in shares.items()}
+                parts = prediction.parts[name]  # what waits for cores is of both kinds
+                share = parts.get("communication", 0.0) / max(1e-9, 1 - parts.get("waiting", 0.0))
+                found[name][it.run].append(Ratio(math.log(prediction.phases[name] / took), min(1.0, share)))
+    return {
+        name: {run: Ratio(*map(fmean, zip(*values, strict=True))) for run, values in of_runs.items()}
+        for name, of_runs in found.items()
+    }
 
 
 def misses(measured: Sequence[Measured], machine: Machine) -> Iterator[Miss]:
     """The phases that a fitted machine predicts badly, with the likely cause, worst first."""
-    ratios, _ = log_ratios(measured, machine)
+    ratios = log_ratios(measured, machine)
     parts: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
     for it in measured:
         prediction = predict(it.job, machine, it.lengths)
@@ -116,10 +152,10 @@ def misses(measured: Sequence[Measured], machine: Machine) -> Iterator[Miss]:
             if name in prediction.parts:
                 parts[name][it.run] = prediction.parts[name]
     found = [
-        Miss(run, name, math.exp(-value), cause(value < 0, parts[name], run))
+        Miss(run, name, math.exp(-it.value), cause(it.value < 0, parts[name], run))
         for name, of_runs in ratios.items()
-        for run, value in of_runs.items()
-        if abs(value) > math.log(OFF)
+        for run, it in of_runs.items()
+        if abs(it.value) > math.log(OFF)
     ]
     yield from sorted(found, key=lambda it: -abs(math.log(it.ratio)))
 

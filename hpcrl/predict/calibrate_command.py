@@ -39,10 +39,10 @@ def describe(job: JobDescription, path: str, others: Sequence[str], parsed: argp
 def table(found: Mapping[str, Fitted], measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
     runs = len({it.run for it in measured})
     yield f"{machine.name}, fitted to {len(measured)} steps of {runs} {'run' if runs == 1 else 'runs'}"
-    yield f"  {'phase':<26}{'efficiency':>12}{'error':>8}{'runs':>6}"
+    yield f"  {'phase':<26}{'efficiency':>12}{'of communication':>18}{'error':>8}{'runs':>6}"
     for name, it in found.items():
         error = f"{ASSUMED:.0%} *" if it.spread is None else f"{it.spread:.0%}"
-        yield f"  {name:<26}{it.efficiency:>12.3f}{error:>8}{it.runs:>6}"
+        yield f"  {name:<26}{it.efficiency:>12.3f}{it.communication:>18.3f}{error:>8}{it.runs:>6}"
     if any(it.spread is None for it in found.values()):
         yield "  * of one run the error is not known: it is taken to be this"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from operator import add
 from typing import NamedTuple
 
-from hpcrl.predict.machine import Device, Dtype, Rate
+from hpcrl.predict.machine import Device, Dtype, Machine, Rate
 
 NEAREST: dict[Dtype, tuple[Dtype, ...]] = {  # the rates to take, in this order
     "float32": ("float32", "bfloat16"),
@@ -43,9 +43,9 @@ class Cost(NamedTuple):
     def __mul__(self, factor: float) -> Cost:  # type: ignore[override]
         return Cost(*(seconds * factor for seconds in self))
 
-    def slowed(self, efficiency: float) -> Cost:
-        """All but communication takes 1 / efficiency as long."""
-        return (self * (1 / efficiency))._replace(communication=self.communication)
+    def slowed(self, efficiency: float, communication: float = 1.0) -> Cost:
+        """All but communication takes 1 / efficiency times as long, and that 1 / communication times."""
+        return (self * (1 / efficiency))._replace(communication=self.communication / communication)
 
     def shares(self) -> dict[str, float]:
         """Each kind's share of the seconds; kinds without any are left out."""
@@ -54,6 +54,11 @@ class Cost(NamedTuple):
 
 
 NOTHING = Cost()
+
+
+def fitted(cost: Cost, machine: Machine, phase: str) -> Cost:
+    """A phase's cost with the machine's efficiencies."""
+    return cost.slowed(machine.efficiency.get(phase, 1.0), machine.communication.get(phase, 1.0))
 
 
 def rate_of(rates: Mapping[Dtype, Rate], dtype: Dtype) -> Rate:

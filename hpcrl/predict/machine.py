@@ -89,6 +89,9 @@ class Machine(Section):
         description="by phase, the ideal time as a share of the time that it takes, both without communication; "
         "`hpcrl plan --calibrate` fits them",
     )
+    communication: dict[str, PositiveFloat] = Field(
+        default_factory=dict, description="the same of a phase's communication; a phase that is missing has 1"
+    )
     spread: dict[str, NonNegativeFloat] = Field(
         default_factory=dict,
         description="by phase, the relative standard error of these; for a phase that is missing, 1.1",

@@ -32,6 +32,7 @@ from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import Row, TrainingPlan, with_keys
 from hpcrl.predict.bound import least
 from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, undominated
+from hpcrl.predict.cost import fitted
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine
 from hpcrl.predict.phases import JobTimes, Timed
@@ -270,8 +271,8 @@ class Search:
         seconds = dict.fromkeys(Split._fields, 0.0)
         for it in timed:
             if it.role == probe.role and it.kind in SPLIT:
-                efficiency = self.machine.efficiency.get(it.name, 1.0) if exact else 1.0
-                seconds[PART_OF.get(it.name, it.kind)] += it.cost.slowed(efficiency).seconds
+                cost = fitted(it.cost, self.machine, it.name) if exact else it.cost
+                seconds[PART_OF.get(it.name, it.kind)] += cost.seconds
         return Split(**seconds)
 
     def _bound(self, frame: Frame, chosen: Sequence[Choice]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.bound import least
-from hpcrl.predict.cost import Cost
+from hpcrl.predict.cost import Cost, fitted
 from hpcrl.predict.decode import generation_cost, schedule
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import UNKNOWN_SPREAD, Machine
@@ -66,12 +66,13 @@ class Prediction:
 def predict(job: TrainingPlan, machine: Machine, lengths: Lengths) -> Prediction:
     """Raises ConfigError or InputError, one line, if the job cannot run.
 
-    A phase takes its ideal time divided by `machine.efficiency[phase]`, and its communication. Phases of a role follow
-    each other, and those of roles on the same ranks too; on ranks of their own they overlap as far as the job's mode
-    lets them, and if ranks of a node have too few cores, each takes longer.
+    A phase takes its ideal time divided by `machine.efficiency[phase]`, its communication's by
+    `machine.communication[phase]`. Phases of a role follow each other, and those of roles on the same ranks too; on
+    ranks of their own they overlap as far as the job's mode lets them, and if ranks of a node have too few cores, each
+    takes longer.
     """
     times = JobTimes(job, machine, lengths)
-    timed = [it._replace(cost=it.cost.slowed(machine.efficiency.get(it.name, 1.0))) for it in times.phases()]
+    timed = [it._replace(cost=fitted(it.cost, machine, it.name)) for it in times.phases()]
     inside = [it for it in timed if it.name not in APART]
     mode, each = job.config.async_training, job.config.job.ntasks_per_node
     step = step_of(inside, mode, machine.node.cores, each)

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ from tests.predict.test_step import job_of, lengths_of, machine_of
 TRUE = {"gen": 0.6, "old_log_prob": 0.8, "values": 0.7, "update_actor": 0.5, "update_critic": 0.9}
 
 
-def measured_on(machine: Machine, name: str, run: str, factor: float = 1.0) -> Measured:
-    job = job_of(name)
+def measured_on(machine: Machine, name: str, run: str, factor: float = 1.0, **changes: Any) -> Measured:
+    job = job_of(name, **changes)
     lengths = lengths_of(job)
     found = predict(job, machine, lengths)
     return Measured(
@@ -42,6 +43,17 @@ def test_the_efficiencies_of_a_known_machine_are_found(names: tuple[str, ...]) -
         assert it.efficiency == pytest.approx(TRUE.get(phase, 1.0), rel=0.02), phase
     assert {"gen", "update_actor"} <= set(found)
     assert found["gen"].spread is None or found["gen"].spread < 0.02
+
+
+def test_communication_has_an_efficiency_of_its_own() -> None:
+    base = cpu(node__contention=1e-3)
+    true = base.model_copy(update={"efficiency": TRUE, "communication": {"update_actor": 0.4}})
+    runs = [measured_on(true, "grpo_countdown_cpu", f"tp{tp}", placement__actor__tp=tp) for tp in (1, 2)]
+    found = fit(runs, base)
+    assert found["update_actor"].efficiency == pytest.approx(TRUE["update_actor"], rel=0.1)
+    assert 0.3 < found["update_actor"].communication < 0.6  # of two runs, drawn towards 1
+    assert found["gen"].communication == pytest.approx(1.0)
+    assert not list(misses(runs, fitted_machine(base, found)))
 
 
 def test_runs_that_differ_by_a_factor_give_its_logarithm_as_the_error() -> None:
