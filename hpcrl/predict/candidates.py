@@ -137,16 +137,16 @@ class Split(NamedTuple):
     train: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Choice:
     """A role's layout, micro-batch and offload, its seconds, and the least bytes of a rank that it takes: less than
     the plan's by final norms, padding, and pictures."""
 
     keys: Keys
-    probe: Probe = field(compare=False, repr=False)
-    split: Split
+    probe: Probe = field(repr=False)
+    split: Split = Split()
     shared: tuple[object, ...] = ()  # what its activations depend on
-    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
+    memo: Memo = field(default_factory=Memo, repr=False)
 
     @cached_property
     def grid(self) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -50,13 +50,15 @@ PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward":
 @dataclass
 class Counts:
     """frames: placements and ways of recomputing; opened: those whose choices were made. too_large: choices of a role
-    that do not fit even if it has its ranks for itself; dominated: those that are slower than another one and take no
-    less memory. The rest counts candidates, which have a choice of each role. by_memory, by_bound: excluded; rejected:
-    by the job's own checks; evaluated: those whose step was predicted."""
+    that do not fit even if it has its ranks for itself; too_slow: those with which no step is as fast as the results;
+    dominated: those that are slower than another one and take no less memory. The rest counts candidates, which have a
+    choice of each role. by_memory, by_bound: excluded; rejected: by the job's own checks; evaluated: those whose step
+    was predicted."""
 
     frames: int = 0
     opened: int = 0
     too_large: int = 0
+    too_slow: int = 0
     dominated: int = 0
     all: int = 0
     by_memory: int = 0
@@ -130,16 +132,29 @@ class Search:
     def __post_init__(self) -> None:
         roles = list(self.space.specs)
         self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
-        self._choices: dict[tuple[object, ...], list[Choice]] = {}
+        self._choices: dict[tuple[object, ...], tuple[float, list[Choice]]] = {}
         self._floors: dict[tuple[object, ...], Split] = {}
         self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
 
     def run(self) -> Found:
         self._deadline, self._reached = time.process_time() + self.seconds, 0.0
         with suppress(_OutOfTime):
+            self._begin_with_fewer()
             self._visit()
         results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
         return Found(results or self._only_one(), self.counts, self._reached)
+
+    def _begin_with_fewer(self) -> None:
+        """Find results in a small part of the space first: what is slower need not be looked at in the whole one."""
+        space = self.space
+        fewer = replace(space.knobs, micro_batches=False, offload=False, kv_cache=False, recompute=False, pools=False)
+        if fewer == space.knobs:
+            return
+        part = Space(space.template, space.num_ranks // space.per_node, fewer, space.own_roles)
+        seconds = max(0.0, self._deadline - time.process_time())
+        first = Search(part, self.machine, self.lengths, self.kept, self.most, self.faster_than, seconds)
+        first.run()
+        self._found |= first._found
 
     def _visit(self) -> None:
         """Visit nodes of the tree until nothing is faster than the results."""
@@ -195,8 +210,13 @@ class Search:
         return [Result(keys, job, predict(job, self.machine, self.lengths), row, ())]
 
     def _with_choices(self, frame: Frame) -> Frame:
-        choices = tuple(self._choices_of(role, frame.placement, frame.common) for role in self.roles)
-        made = frame._replace(choices=choices)
+        limit, placement = self._limit(), frame.placement
+        choices = []
+        for role in self.roles:
+            # In a step, roles on the same ranks follow each other.
+            beside = sum(sum(self._floor_of(other, frame)) for other in placement.roles_beside(role))
+            choices.append(self._choices_of(role, placement, frame.common, limit - beside))
+        made = frame._replace(choices=tuple(choices))
         self.counts.opened += 1
         self.counts.all += made.below(0)
         fastest = tuple(_least(choice.split for choice in each) for each in choices)
@@ -206,38 +226,41 @@ class Search:
     def _floor(self, frame: Frame) -> float:
         """Seconds of a step at least, before the layouts of models are looked at: all operations at the full rate of a
         role's ranks, and the engine's fastest choice."""
-        splits = []
-        for role in self.roles:
-            if role == "rollout":
-                splits.append(_least(choice.split for choice in self._choices_of(role, frame.placement, frame.common)))
-                continue
-            key = "floor", role, frame.placement.of(role)[1], frame.placement.mode
-            if key not in self._floors:
-                first, count = frame.placement.of(role)
-                config = with_keys(self.space.base.config, {"async_training.mode": frame.placement.mode})
-                ranks = tuple(range(first, first + count))
-                probe = Probe(config, self.space.own_roles, base=self.space.base, role=role, ranks=ranks)
-                self._floors[key] = self._split(probe, least(JobTimes(probe, self.machine, self.lengths)), exact=False)
-            splits.append(self._floors[key])
-        return self._bound(frame._replace(fastest=tuple(splits)), ())
+        splits = tuple(self._floor_of(role, frame) for role in self.roles)
+        return self._bound(frame._replace(fastest=splits), ())
 
-    def _choices_of(self, role: str, placement: Placement, common: Keys) -> list[Choice]:
-        """A role's choices, the fastest first; the same for all placements with as many ranks at the same place of a
-        node."""
+    def _floor_of(self, role: str, frame: Frame) -> Split:
+        if role == "rollout":
+            return _least(choice.split for choice in self._choices_of(role, frame.placement, frame.common))
+        key = "floor", role, frame.placement.of(role)[1], frame.placement.mode
+        if key not in self._floors:
+            first, count = frame.placement.of(role)
+            config = with_keys(self.space.base.config, {"async_training.mode": frame.placement.mode})
+            ranks = tuple(range(first, first + count))
+            probe = Probe(config, self.space.own_roles, base=self.space.base, role=role, ranks=ranks)
+            self._floors[key] = self._split(probe, least(JobTimes(probe, self.machine, self.lengths)), exact=False)
+        return self._floors[key]
+
+    def _choices_of(self, role: str, placement: Placement, common: Keys, most: float = math.inf) -> list[Choice]:
+        """A role's choices that take less than `most` seconds of a step, and perhaps others, the fastest first; the
+        same for all placements with as many ranks at the same place of a node."""
         first, count = placement.of(role)
         first %= self.space.per_node
         trains = self.space.specs[role].trains
         key = role, first, count, placement.mode, tuple(common.items()) if trains else ()
-        if key not in self._choices:
+        known, few = self._choices.get(key, (-math.inf, []))
+        if known < most:
             config = with_keys(self.space.base.config, {**common, "async_training.mode": placement.mode})
-            made = list(self._made(role, config, tuple(range(first, first + count)), tuple(common.values())))
+            made = list(self._made(role, config, tuple(range(first, first + count)), tuple(common.values()), most))
             few = undominated(made, by_grid=role in FIRST)
             self.counts.dominated += len(made) - len(few)
-            self._choices[key] = few
-        return self._choices[key]
+            self._choices[key] = most, few
+        return few
 
-    def _made(self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...]) -> Iterator[Choice]:
-        """The choices whose state may fit, which is computed first."""
+    def _made(
+        self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...], most: float
+    ) -> Iterator[Choice]:
+        """The choices whose state may fit, which is computed first, and that take less than `most` seconds."""
         space, capacity = self.space, self.space.capacity
         offloads = space.offloads(role)
 
@@ -245,26 +268,30 @@ class Search:
             return Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
 
         for grid in space.grids(role, ranks[0], len(ranks)):
-            leanest = Choice(grid, probe({**grid, **dict.fromkeys(offloads[-1], True)}), Split())
+            leanest = Choice(grid, probe({**grid, **dict.fromkeys(offloads[-1], True)}))
             works = space.work(role)
             if capacity is not None and leanest.state > capacity:
                 self.counts.too_large += len(works) * len(offloads)
                 continue
-            for work, moved in itertools.product(works, offloads):
-                self._check_time()
-                keys = {**grid, **work, **moved}
-                made, shared = probe(keys), (role, len(ranks), *common, *grid.values(), *work.values())
-                choice = Choice(
-                    keys,
-                    made,
-                    self._split(made, JobTimes(made, self.machine, self.lengths).phases()),
-                    shared,
-                    self._memo,
-                )
-                if capacity is None or choice.peak <= capacity:
-                    yield choice
-                else:
-                    self.counts.too_large += 1
+            for work in works:
+                shared = role, len(ranks), *common, *grid.values(), *work.values()
+                for place, moved in enumerate(offloads):
+                    self._check_time()
+                    keys = {**grid, **work, **moved}
+                    choice = Choice(keys, probe(keys), shared=shared, memo=self._memo)
+                    if capacity is not None and (choice.state > capacity or choice.peak > capacity):
+                        self.counts.too_large += 1
+                        continue
+                    choice.split = self._split(
+                        choice.probe, JobTimes(choice.probe, self.machine, self.lengths).phases()
+                    )
+                    if sum(choice.split) < most:
+                        yield choice
+                    elif place == 0:  # it offloads nothing, so the others are slower still
+                        self.counts.too_slow += len(offloads)
+                        break
+                    else:
+                        self.counts.too_slow += 1
 
     def _split(self, probe: Probe, timed: Sequence[Timed], *, exact: bool = True) -> Split:
         """exact: before the machine's efficiency, as `JobTimes` has phases."""
@@ -361,7 +388,7 @@ def leanest(space: Space) -> tuple[Keys, Candidate]:
         for grid in space.grids(role, 0, space.num_ranks):
             keys = {**grid, **work, **dict.fromkeys(moved, True)}
             probe = Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
-            choices.append(Choice(keys, probe, Split()))
+            choices.append(Choice(keys, probe))
         best = min(choices, key=lambda it: (it.peak, -it.probe.derived.roles[it.probe.role].tp))
         chosen.append(best.keys)
     keys = space.joined(placement, common, chosen)

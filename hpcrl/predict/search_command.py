@@ -186,8 +186,8 @@ class Asked:
             yield f"  {'why not the second':<22}{difference(best, found.results[1])}"
         yield f"  {'placements':<22}{counts.frames:,}, of which the bound excluded {counts.frames - counts.opened:,}"
         yield (
-            f"  {'choices of a role':<22}{counts.too_large:,} were too large, {counts.dominated:,} slower and no "
-            "smaller than others"
+            f"  {'choices of a role':<22}{counts.too_large:,} were too large, {counts.too_slow:,} too slow, "
+            f"{counts.dominated:,} slower and no smaller than others"
         )
         yield (
             f"  {'candidates':<22}{counts.all:,} of the rest: {counts.by_memory:,} excluded by memory, "
