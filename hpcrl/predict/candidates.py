@@ -27,11 +27,13 @@ NOWHERE = Layout((-1,))
 
 @dataclass
 class Memo:
-    """State of a role's stages, weights of an engine's rank by its tensor parallelism, and activations of a choice."""
+    """State of a role's stages, weights of an engine's rank by its tensor parallelism, activations of a choice, and the
+    least state of a role's stages."""
 
     states: dict[tuple[object, ...], list[State]] = field(default_factory=dict)
     engines: dict[int, int] = field(default_factory=dict)
     activations: dict[tuple[object, ...], int] = field(default_factory=dict)
+    least: dict[tuple[object, ...], list[State]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,13 +142,14 @@ class Split(NamedTuple):
 @dataclass(eq=False)
 class Choice:
     """A role's layout, micro-batch and offload, its seconds, and the least bytes of a rank that it takes: less than
-    the plan's by final norms, padding, and pictures."""
+    the plan's by final norms, padding, and pictures. away: what is offloaded; None: what the probe's config says."""
 
     keys: Keys
     probe: Probe = field(repr=False)
     split: Split = Split()
     shared: tuple[object, ...] = ()  # what its activations depend on
     memo: Memo = field(default_factory=Memo, repr=False)
+    away: tuple[Part, ...] | None = None
 
     @cached_property
     def grid(self) -> tuple[object, ...]:
@@ -195,8 +198,10 @@ class Choice:
     def _working(self, phase: Phase, state: State) -> int:
         return state.without([part for part in self._away if part not in NEEDED[phase.kind]]).total
 
-    @property
+    @cached_property
     def _away(self) -> Collection[Part]:
+        if self.away is not None:
+            return self.away
         spec = self.probe.specs.get(self.probe.role)
         return offloaded(self.probe.config, spec) if spec is not None else ()
 
@@ -205,7 +210,10 @@ class Choice:
         """Of each stage. An engine has its weights, unless it may share the actor's."""
         probe = self.probe
         if probe.role in probe.models:
-            return least_states(probe.models[probe.role])
+            key = probe.role, len(probe.ranks), *self.grid
+            if key not in self.memo.least:
+                self.memo.least[key] = least_states(probe.models[probe.role])
+            return self.memo.least[key]
         if probe.role != "rollout":
             return []
         rollout, mode = probe.config.rollout, probe.config.async_training.mode

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hpcrl.config.roles import JUDGE, offloaded
+from hpcrl.config.roles import JUDGE, Part, offloaded
 from hpcrl.config.schema import EngineConfig, RecomputeConfig
 from hpcrl.grid.layout import Layout
 from hpcrl.model.shape import ModelShape
 from hpcrl.plan.generation import native_kv_cache
-from hpcrl.plan.memory import GIB, Phase, TrainingPlan
+from hpcrl.plan.memory import GIB, NEEDED, Phase, TrainingPlan
 from hpcrl.plan.state import FP32, ITEMSIZE
 from hpcrl.predict.collectives import Network, group_of
 from hpcrl.predict.cost import Cost, Units
@@ -85,7 +86,7 @@ class JobTimes:
                 if self.job.derived.needs_reward_baseline:
                     found.append(self._timed("gen_max", phase, self._greedy()))
             elif phase.kind == "generate":
-                found.append(self._timed(phase.name, phase, self._judged()))
+                found.append(self._timed(phase.name, phase, self._judged(phase)))
             elif phase.kind == "refit":
                 found.append(self._timed("update_weights", phase, self._refit()))
             elif phase.kind == "forward":
@@ -153,7 +154,7 @@ class JobTimes:
 
     def _forward(self, phase: Phase) -> Cost:
         model = self.pass_model(phase.role, phase)
-        return forward_cost(model, self.passes(phase), self.lengths) + self._copied(phase, model, ("parameters",))
+        return forward_cost(model, self.passes(phase), self.lengths) + self.copied(phase, self._away(phase))
 
     def _update(self, phase: Phase) -> Cost:
         optim = self.job.models[phase.role].optim
@@ -166,7 +167,7 @@ class JobTimes:
         gathers = may_gather if ddp.overlap_param_gather is None else ddp.overlap_param_gather
         update = Update(optimizer, self.updates(phase), reduces, gathers)
         cost = update_cost(model, self.passes(phase), update, self.lengths)
-        return cost + self._copied(phase, model, ("parameters", "optimizer"))
+        return cost + self.copied(phase, self._away(phase))
 
     def _evenness(self, phase: Phase) -> float:
         """1 on machines whose ranks share no cores, where it is not used."""
@@ -175,10 +176,18 @@ class JobTimes:
         trains = phase.kind == "train"
         return stage_evenness(self.pass_model(phase.role, phase), self.passes(phase), self.lengths, trains=trains)
 
-    def _copied(self, phase: Phase, model: PassModel, parts: tuple[str, ...]) -> Cost:
-        away = offloaded(self.job.config, self.job.specs[phase.role])
-        moved = tuple(part for part in parts if part in away)
-        return copied_cost(model, moved, self._optimizer(phase.role), self.machine.node.host_copy)
+    def _away(self, phase: Phase) -> tuple[Part, ...]:
+        return offloaded(self.job.config, self.job.specs[phase.role])
+
+    def copied(self, phase: Phase, away: Collection[Part]) -> Cost:
+        """Copies of a call, for which what is `away` of its role comes to the device, and back after it."""
+        host_copy = self.machine.node.host_copy
+        if phase.role == JUDGE.name:
+            judge = self.job.judge
+            assert judge is not None
+            return Cost(copies=2.0 * judge.weights * ("parameters" in away) / host_copy)
+        moved = tuple(part for part in NEEDED[phase.kind] if part in away and part != "gradients")
+        return copied_cost(self.pass_model(phase.role, phase), moved, self._optimizer(phase.role), host_copy)
 
     def _optimizer(self, role: str) -> Optimizer | None:
         model = self.job.models[role]
@@ -229,7 +238,7 @@ class JobTimes:
         sequences = math.ceil(each.total / n / self.job.layouts["rollout"].dp)
         return self.engine.generate(Work(sequences, sequences, each.total // n, each.slots), self.lengths)
 
-    def _judged(self) -> Cost:
+    def _judged(self, phase: Phase) -> Cost:
         """A question for each sample, whose answer has the largest length."""
         judge = self.job.judge
         assert judge is not None
@@ -239,8 +248,7 @@ class JobTimes:
         lengths = Lengths.fixed(prompt, cfg.max_response_length)
         engine = self._engine_of(cfg, judge.shape, judge.layout, judge.itemsize)
         cost = engine.generate(Work(sequences, sequences, total, cfg.max_num_seqs), lengths)
-        away = judge.weights if offloaded(self.job.config, JUDGE) else 0
-        return cost + Cost(copies=2.0 * away / self.machine.node.host_copy)
+        return cost + self.copied(phase, offloaded(self.job.config, JUDGE))
 
     def _slots(self, most: int) -> int:
         """Sequences that run at once: at most as the engine allows, and as the KV cache holds at their mean length."""

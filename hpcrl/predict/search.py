@@ -21,12 +21,13 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
+from hpcrl.config.roles import KEYS, Part
 from hpcrl.config.schema import Config
 from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import Row, TrainingPlan, with_keys
@@ -42,6 +43,7 @@ from hpcrl.runtime.exits import is_user_error
 
 KEPT = 5  # results
 MOST_COMPUTED = 150  # candidates whose memory is computed exactly
+FEW = 6  # candidates that are computed for each result that a search begins with
 FIRST = ("actor", "rollout")  # roles whose layouts differ between results
 SPLIT = ("generate", "forward", "train")  # kinds of phases that are a role's own
 PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
@@ -152,7 +154,8 @@ class Search:
             return
         part = Space(space.template, space.num_ranks // space.per_node, fewer, space.own_roles)
         seconds = max(0.0, self._deadline - time.process_time())
-        first = Search(part, self.machine, self.lengths, self.kept, self.most, self.faster_than, seconds)
+        most = min(self.most, FEW * self.kept)
+        first = Search(part, self.machine, self.lengths, self.kept, most, self.faster_than, seconds)
         first.run()
         self._found |= first._found
 
@@ -268,23 +271,25 @@ class Search:
             return Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
 
         for grid in space.grids(role, ranks[0], len(ranks)):
-            leanest = Choice(grid, probe({**grid, **dict.fromkeys(offloads[-1], True)}))
-            works = space.work(role)
-            if capacity is not None and leanest.state > capacity:
+            works = [(work, probe({**grid, **work, **offloads[0]})) for work in space.work(role)]
+            everything = self._parts(role, dict.fromkeys(offloads[-1], True))
+            if capacity is not None and Choice(grid, works[0][1], memo=self._memo, away=everything).state > capacity:
                 self.counts.too_large += len(works) * len(offloads)
                 continue
-            for work in works:
+            for work, own in works:
                 shared = role, len(ranks), *common, *grid.values(), *work.values()
+                split: Split | None = None
                 for place, moved in enumerate(offloads):
                     self._check_time()
-                    keys = {**grid, **work, **moved}
-                    choice = Choice(keys, probe(keys), shared=shared, memo=self._memo)
+                    choice = Choice({**grid, **work, **moved}, own, shared=shared, memo=self._memo)
+                    if place:
+                        choice.away = self._parts(role, moved)
                     if capacity is not None and (choice.state > capacity or choice.peak > capacity):
                         self.counts.too_large += 1
                         continue
-                    choice.split = self._split(
-                        choice.probe, JobTimes(choice.probe, self.machine, self.lengths).phases()
-                    )
+                    times = JobTimes(own, self.machine, self.lengths)
+                    split = split or self._split(own, times.phases())
+                    choice.split = self._with_copies(split, times, choice.away or ())
                     if sum(choice.split) < most:
                         yield choice
                     elif place == 0:  # it offloads nothing, so the others are slower still
@@ -292,6 +297,18 @@ class Search:
                         break
                     else:
                         self.counts.too_slow += 1
+
+    def _parts(self, role: str, moved: Keys) -> tuple[Part, ...]:
+        path = self.space.specs[role].path
+        return tuple(part for part, key in KEYS.items() if moved.get(f"{path}.{key}"))
+
+    def _with_copies(self, split: Split, times: JobTimes, away: Collection[Part]) -> Split:
+        """The seconds of a choice, from those of the same one that offloads nothing."""
+        seconds = split._asdict()
+        for phase in times.job.phases if away else ():
+            cost = fitted(times.copied(phase, away), self.machine, phase.name)
+            seconds[PART_OF.get(phase.name, phase.kind)] += cost.seconds
+        return Split(**seconds)
 
     def _split(self, probe: Probe, timed: Sequence[Timed], *, exact: bool = True) -> Split:
         """exact: before the machine's efficiency, as `JobTimes` has phases."""
