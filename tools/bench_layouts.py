@@ -5,7 +5,7 @@
 Each case of tools/layout_cases.py is a job of 3 steps, of which the first is not counted; asynchronous jobs have one
 more, in which nothing is generated, and which is not counted either. The repeats are rounds over
 all cases. Appends a JSON line per job; jobs whose line is there are left out, so that it can be stopped and continued.
-With --memory each case runs once, for the peak of live tensor bytes in place of seconds. tools/compare_layouts.py
+With --memory each case runs once more, for the peak of live tensor bytes. tools/compare_layouts.py
 compares the lines with `hpcrl plan`. On two cores a round takes about 25 minutes.
 """
 
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         run_on_ranks(options)
     known = {(line["case"], line["repeat"]) for line in read(options.out)}
     chosen = [(number, case) for number, case in enumerate(layout_cases.cases()) if re.search(options.only, case.name)]
-    repeats = ["memory"] if options.memory else range(options.repeats)
+    repeats = [*range(options.repeats), *(["memory"] if options.memory else [])]
     left = [(number, repeat) for repeat in repeats for number, case in chosen if (case.name, repeat) not in known]
     began = time.monotonic()
     for first in range(0, len(left), JOBS):
