@@ -68,7 +68,8 @@ class Study:
             lines = self.lines(f"{name}_{seed}")
             cells = [f"{100 * before:5.1f} -> {100 * after:5.1f}" for before, after in accuracy.values()]
             entropy = [line[ENTROPY] for line in lines if ENTROPY in line]
-            cells.append(f"{mean(entropy[:ENDS]):.2f} -> {mean(entropy[-ENDS:]):.2f}")
+            ends = f"{mean(entropy[:ENDS]):.2f} -> {mean(entropy[-ENDS:]):.2f}" if entropy else "not logged"
+            cells.append(ends)
             times = f"{minutes(self.lines(f'sft_{seed}')):12.1f} {minutes(lines):4.1f}"
             print(f"{name:9}  {seed:4}   " + "".join(f"{cell:16}" for cell in cells) + times)
         for algorithm in dict.fromkeys(name for name, _ in rows):
