@@ -54,8 +54,8 @@ def measure(world: World, nodes: Sequence[Sequence[int]], folder: str, say: Call
         show(f"not idle           {busy[2:]}: measure again on idle nodes")
     if world.device.type == "cuda" and node["cores"] > SHARED * node["ranks"]:
         node["cores"] = None
-    if node["cores"] is not None and len(local) > 1:
-        node["contention"] = max(world.all_gather_object(contention(world, local)))
+    if node["cores"] is not None and node["ranks"] > 1:
+        node["contention"] = contention(world, local)
         show(
             f"contention         {1e6 * node['contention']:.0f} us in a collective of ranks without cores of their own"
         )

@@ -81,8 +81,8 @@ def node_network(world: World, first: Sequence[int], second: Sequence[int]) -> f
 
 
 def contention(world: World, local: Sequence[int]) -> float:
-    """Seconds that an all-reduce of two ranks takes longer while more ranks of their node compute than have cores.
-    Collective.
+    """Seconds that an all-reduce of two ranks takes longer while more ranks of their node compute than have cores, the
+    most of all ranks. Collective.
 
     local: ranks of this rank's node; neighbours are pairs. All compute and reduce in turn, which takes longer than the
     products and the all-reduces one by one.
@@ -101,6 +101,7 @@ def contention(world: World, local: Sequence[int]) -> float:
                 torch.mm(factor, factor)
             if reduces:
                 dist.all_reduce(values, group=groups[mine])  # type: ignore[index]
+        synchronize(world.device)
         return (time.perf_counter() - began) / TURNS
 
     both, products, reduced = (turns(*which) for which in ((True, True), (True, False), (False, True)))
