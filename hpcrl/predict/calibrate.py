@@ -13,7 +13,7 @@ from hpcrl.plan.memory import TrainingPlan
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine
 from hpcrl.predict.modes import GENERATES
-from hpcrl.predict.step import predict
+from hpcrl.predict.step import Prediction, predict
 
 ROUNDS = 8  # of Newton's method; phases that share cores change each other's time
 RIDGE = 0.02  # weight of a communication that is as the machine file says, in squares of logarithms, of one run
@@ -78,7 +78,7 @@ def fit(measured: Sequence[Measured], machine: Machine) -> dict[str, Fitted]:
     current = machine.model_copy(update={"efficiency": {}, "communication": {}, "spread": {}})
     found: dict[str, Fitted] = {}
     for _ in range(ROUNDS):
-        for phase, of_runs in log_ratios(measured, current).items():
+        for phase, of_runs in log_ratios(predicted(measured, current)).items():
             before, ratios = found.get(phase, Fitted(1.0, 1.0, None, 0)), list(of_runs.values())
             slower, slower_communication = newton(ratios, -math.log(before.communication))
             efficiency, communication = before.efficiency / slower, before.communication / slower_communication
@@ -126,11 +126,14 @@ def fitted_machine(machine: Machine, found: Mapping[str, Fitted]) -> Machine:
     )
 
 
-def log_ratios(measured: Iterable[Measured], machine: Machine) -> dict[str, dict[str, Ratio]]:
+def predicted(measured: Iterable[Measured], machine: Machine) -> list[tuple[Measured, Prediction]]:
+    return [(it, predict(it.job, machine, it.lengths)) for it in measured]
+
+
+def log_ratios(pairs: Iterable[tuple[Measured, Prediction]]) -> dict[str, dict[str, Ratio]]:
     """By phase and run, the mean over the run's steps."""
     found: dict[str, dict[str, list[Ratio]]] = defaultdict(lambda: defaultdict(list))
-    for it in measured:
-        prediction = predict(it.job, machine, it.lengths)
+    for it, prediction in pairs:
         for name, took in it.phases.items():
             if prediction.phases.get(name):
                 parts = prediction.parts[name]  # what waits for cores is of both kinds
@@ -144,10 +147,10 @@ def log_ratios(measured: Iterable[Measured], machine: Machine) -> dict[str, dict
 
 def misses(measured: Sequence[Measured], machine: Machine) -> Iterator[Miss]:
     """The phases that a fitted machine predicts badly, with the likely cause, worst first."""
-    ratios = log_ratios(measured, machine)
+    pairs = predicted(measured, machine)
+    ratios = log_ratios(pairs)
     parts: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
-    for it in measured:
-        prediction = predict(it.job, machine, it.lengths)
+    for it, prediction in pairs:
         for name in it.phases:
             if name in prediction.parts:
                 parts[name][it.run] = prediction.parts[name]

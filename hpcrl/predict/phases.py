@@ -40,8 +40,8 @@ DTYPES: dict[int, Dtype] = {4: "float32", 2: "bfloat16"}
 
 
 class Timed(NamedTuple):
-    """A phase, its role's ranks and its cost. evenness: work of the mean rank as a share of that of the one that the
-    cost is of."""
+    """A phase, its role's ranks, and its cost on the rank with most work. evenness: the mean rank's work as a share of
+    it."""
 
     name: str
     role: str

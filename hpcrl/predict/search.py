@@ -277,6 +277,7 @@ class Search:
                 self.counts.too_large += len(works) * len(offloads)
                 continue
             for work, own in works:
+                times = JobTimes(own, self.machine, self.lengths)
                 shared = role, len(ranks), *common, *grid.values(), *work.values()
                 split: Split | None = None
                 for place, moved in enumerate(offloads):
@@ -287,7 +288,6 @@ class Search:
                     if capacity is not None and (choice.state > capacity or choice.peak > capacity):
                         self.counts.too_large += 1
                         continue
-                    times = JobTimes(own, self.machine, self.lengths)
                     split = split or self._split(own, times.phases())
                     choice.split = self._with_copies(split, times, choice.away or ())
                     if sum(choice.split) < most:

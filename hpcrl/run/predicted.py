@@ -109,7 +109,7 @@ class PredictedSteps:
 
     @classmethod
     def of_job(cls, job: TrainingJob, run: Run) -> PredictedSteps:
-        """Of the machine in job.machine, on as many ranks as there are."""
+        """For the machine that job.machine names, and the ranks that run."""
         world, name = job.world, job.config.job.machine
         assert name is not None
         on_gpu = world.device.type == "cuda"
