@@ -224,21 +224,25 @@ def check(arguments: list[str]) -> NoReturn:
     parser.add_argument("--trtllm", action="store_true", help="whether TensorRT-LLM can be used here; collective")
     parser.add_argument("--job", action="store_true", help="the nodes and links of this allocation; collective")
     parser.add_argument("--machine", metavar="OUT.yaml", help="with --job: measure the machine, and write its file")
+    rounds = "of --machine, a few seconds each, of which the best count (3)"
+    parser.add_argument("--rounds", metavar="N", type=int, default=3, help=rounds)
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="with --job: YAML file of the run to check, too")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a key")
     parsed = parser.parse_intermixed_args(arguments)
+    if parsed.rounds < 1:
+        parser.error(f"found --rounds {parsed.rounds}; expected at least 1")
     if parsed.config and not parsed.job:
         parser.error(f"found {parsed.config!r}, which only --job reads")
     if parsed.machine and not parsed.job:
         parser.error("found --machine, which needs --job")
     if parsed.job:
-        check_job(parsed.config, parsed.overrides, parsed.machine)
+        check_job(parsed.config, parsed.overrides, parsed.machine, parsed.rounds)
     from hpcrl.rollout.tensorrt_llm.signatures import findings
 
     check.main(findings if parsed.trtllm else None)
 
 
-def check_job(config: str | None, overrides: list[str], machine: str | None) -> NoReturn:
+def check_job(config: str | None, overrides: list[str], machine: str | None, rounds: int) -> NoReturn:
     from hpcrl.checkpoint.manifest import verify
     from hpcrl.runtime import check_job
 
@@ -256,7 +260,7 @@ def check_job(config: str | None, overrides: list[str], machine: str | None) -> 
         run = load_job("train").read_config(config, overrides).run
         return str(Path(run.dir, run.name))
 
-    check_job.main(folder, partial(verify, with_links=True), save_machine)
+    check_job.main(folder, partial(verify, with_links=True), save_machine, rounds)
 
 
 def submit(arguments: list[str]) -> NoReturn:

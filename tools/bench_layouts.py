@@ -4,7 +4,9 @@
 
 Each case of tools/layout_cases.py is a job of 3 steps, of which the first is not counted; asynchronous jobs have one
 more, in which nothing is generated, and which is not counted either. The repeats are rounds over
-all cases. Appends a JSON line per job; jobs whose line is there are left out, so that it can be stopped and continued.
+all cases, each in an order of its own, so that a machine that gets slower for minutes does not do so for neighbours in
+the list. Appends a JSON line per job, with the number of the start of the ranks that ran it; jobs whose line is there
+are left out, so that it can be stopped and continued.
 With --memory each case runs once more, for the peak of live tensor bytes. tools/compare_layouts.py
 compares the lines with `hpcrl plan`. On two cores a round takes about 25 minutes.
 """
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import checkout  # noqa: F401
 import layout_cases
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from hpcrl.runtime.world import World
 
 STEPS, WARM_UP = 3, 1
+STEPS_IN_BYTES = 2  # of a job whose bytes are counted, which takes ten times as long
 JOBS = 24  # that one start of the ranks runs
 SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -47,8 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--memory", action="store_true")
-    # of a start of the ranks: numbers of cases, each with its repeat, and a folder for runs
+    # of a start of the ranks: numbers of cases, each with its repeat, its own number, and a folder for runs
     parser.add_argument("--jobs", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jobs is not None:
@@ -56,12 +61,18 @@ def main(arguments: list[str] | None = None) -> None:
     known = {(line["case"], line["repeat"]) for line in read(options.out)}
     chosen = [(number, case) for number, case in enumerate(layout_cases.cases()) if re.search(options.only, case.name)]
     repeats = [*range(options.repeats), *(["memory"] if options.memory else [])]
-    left = [(number, repeat) for repeat in repeats for number, case in chosen if (case.name, repeat) not in known]
-    began = time.monotonic()
+    left = [
+        (number, repeat)
+        for repeat in repeats
+        for number, case in sorted(chosen, key=lambda it: crc32(f"{repeat} {it[1].name}".encode()))
+        if (case.name, repeat) not in known
+    ]
+    began, starts = time.monotonic(), 1 + max((line["start"] for line in read(options.out)), default=-1)
     for first in range(0, len(left), JOBS):
         jobs = left[first : first + JOBS]
         with tempfile.TemporaryDirectory(prefix="bench_layouts_") as folder:
-            own = ["--out", options.out, "--folder", folder, "--jobs", json.dumps(jobs)]
+            number = starts + first // JOBS
+            own = ["--out", options.out, "--folder", folder, "--jobs", json.dumps(jobs), "--number", str(number)]
             start = [Path(sys.executable).with_name("mpiexec"), "-n", str(RANKS), sys.executable, __file__, *own]
             with open(f"{folder}/log", "w") as log:
                 environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -99,7 +110,8 @@ def run_on_ranks(options: argparse.Namespace) -> None:
             line = run_case(world, case, folder, in_bytes=repeat == "memory")
             if world.rank == 0:
                 with options.out.open("a") as file:
-                    file.write(json.dumps({"case": case.name, "repeat": repeat, **line}) + "\n")
+                    of = {"case": case.name, "repeat": repeat, "start": options.number}
+                    file.write(json.dumps({**of, **line}) + "\n")
         return 0
 
     Train.schema()  # with which every rank unpickles the config
@@ -111,12 +123,12 @@ def prompt(row: int) -> str:
     return f"{row * 7919 % 10**6:06d}+" * 9
 
 
-def config_of(case: Case, folder: Path) -> Any:
+def config_of(case: Case, folder: Path, steps: int = STEPS) -> Any:
     """The config that the job of a case runs with, or is planned with."""
     from hpcrl.jobs.train import Train
 
     template = case.config(folder)
-    template["trainer"]["total_training_steps"] = STEPS + (case.mode != "sync")
+    template["trainer"]["total_training_steps"] = steps + (case.mode != "sync")
     return Train.prepare(Train.schema().model_validate(template))
 
 
@@ -138,7 +150,7 @@ def run_case(world: World, case: Case, folder: Path, *, in_bytes: bool) -> dict[
     class Job(Train):
         own_roles = (DrawnLengths,)
 
-    config = config_of(case, folder)
+    config = config_of(case, folder, STEPS_IN_BYTES if in_bytes else STEPS)
     run = run_directory(config)
     if world.rank == 0:
         shutil.rmtree(run, ignore_errors=True)

@@ -3,7 +3,8 @@
     .venv/bin/python tools/compare_layouts.py FILE.jsonl --machine FILE.yaml [--plot FILE.png] [--misses 10]
 
 The machine's efficiencies are fitted to the six cases of CALIBRATED; all figures are of the other cases. A case's
-seconds are the medians of its repeats, each of which is the median of a job's counted steps.
+seconds are the medians of its repeats, each of which is the median of a job's counted steps, divided by how much slower
+than otherwise the machine was during that start of the ranks, of 24 jobs: see `drift`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,7 @@ CALIBRATED = (
     "moe ppo log-normal: tp2 pp2, engine tp1",
     "moe ppo log-normal: cp2 ep4, engine tp1",
 )
+POLISHES = 20
 
 
 @dataclass(frozen=True)
@@ -73,26 +75,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--misses", type=int, default=10, help="cases that are listed, the worst first")
     options = parser.parse_args(arguments)
     every = read(options.file)
-    lines = [line for line in every if line["repeat"] != "memory"]
     for text in memory([line for line in every if line["repeat"] == "memory"]):
         print(text)
-    machine = read_machine(options.machine)
-    measured = measurements(lines)
-    chosen = [measured[name][0] for name in CALIBRATED if name in measured]
-    fitted = fitted_machine(machine, fit(chosen, machine))
-    held_out = [
-        Compared(
-            case, *measured[case.name], predict(measured[case.name][0].job, fitted, measured[case.name][0].lengths)
-        )
-        for case in cases()
-        if case.name in measured and case.name not in CALIBRATED
-    ]
-    for line in report(held_out, fitted, len(chosen)):
+    measured = measurements([line for line in every if line["repeat"] != "memory"])
+    held_out, fitted = compared(measured, read_machine(options.machine))
+    for line in report(held_out, fitted, len(measured) - len(held_out)):
         print(line)
     for it in sorted(held_out, key=lambda it: -abs(math.log1p(it.error)))[: options.misses]:
         print(describe(it))
     if options.plot:
         plot(held_out, options.plot)
+
+
+def compared(measured: Mapping[str, tuple[Measured, float]], machine: Machine) -> tuple[list[Compared], Machine]:
+    """All cases but those of CALIBRATED, and the machine that is fitted to these."""
+    fitted = fitted_machine(machine, fit([measured[name][0] for name in CALIBRATED if name in measured], machine))
+    held_out = []
+    for case in cases():
+        if case.name in measured and case.name not in CALIBRATED:
+            took, spread = measured[case.name]
+            held_out.append(Compared(case, took, spread, predict(took.job, fitted, took.lengths)))
+    return held_out, fitted
 
 
 def memory(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -113,11 +116,33 @@ def memory(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"  {min(shares.values()):.2f} to {shares[most]:.2f} ({most})"
 
 
+def drift(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """By start of the ranks, how many times as long as other repeats of their cases its jobs took, in the middle: a
+    machine that others use changes over minutes. Median polish (Tukey 1977) of logarithms of steps."""
+    logs = [(line["case"], line["start"], math.log(median(line["phases"]["step"]))) for line in lines]
+    of_start = dict.fromkeys((start for _, start, _ in logs), 0.0)
+    for _ in range(POLISHES):
+        of_case = _medians((case, value - of_start[start]) for case, start, value in logs)
+        of_start = _medians((start, value - of_case[case]) for case, start, value in logs)
+    middle = median(of_start[start] for _, start, _ in logs)
+    return {start: math.exp(value - middle) for start, value in of_start.items()}
+
+
+def _medians(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    grouped = defaultdict(list)
+    for key, value in pairs:
+        grouped[key].append(value)
+    return {key: median(values) for key, values in grouped.items()}
+
+
 def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured, float]]:
     """By case, the medians and the spread of the step."""
     repeats: dict[str, list[dict[str, float]]] = defaultdict(list)
+    slower = drift(lines)
     for line in lines:
-        repeats[line["case"]].append({phase: median(seconds) for phase, seconds in line["phases"].items()})
+        repeats[line["case"]].append(
+            {phase: median(seconds) / slower[line["start"]] for phase, seconds in line["phases"].items()}
+        )
     found = {}
     for case in cases():
         if case.name in repeats:

@@ -34,10 +34,11 @@ class Measured:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Those that take a part of the step and are timed as they are predicted: of an asynchronous job, `gen` and
-        `reward` are what the trainer waited for."""
+        """Those that take a part of the step and are timed as they are predicted: of an asynchronous job, `gen`,
+        `reward` and `update_weights` have what the trainer waited for."""
         step = self.seconds.get("step") or sum(self.seconds.values())
-        apart = {"step"} if self.job.config.async_training.mode == "sync" else {"step", "reward", *GENERATES}
+        waits = {"reward", "update_weights", *GENERATES}
+        apart = {"step"} if self.job.config.async_training.mode == "sync" else {"step", *waits}
         return {name: took for name, took in self.seconds.items() if name not in apart and took >= SMALLEST * step}
 
 

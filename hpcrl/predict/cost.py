@@ -68,7 +68,8 @@ def rate_of(rates: Mapping[Dtype, Rate], dtype: Dtype) -> Rate:
 
 
 class Units(NamedTuple):
-    """A device at one dtype. flops, half_rows: of products; attended: operations per second of attention."""
+    """A device at one dtype. flops, half_rows: of products; attended: operations per second of attention. is_ahead:
+    whether a host launches operators while the device still computes earlier ones."""
 
     itemsize: int
     flops: float
@@ -76,14 +77,15 @@ class Units(NamedTuple):
     attended: Rate
     bandwidth: float
     launch: float
+    is_ahead: bool
 
     @classmethod
     def of(cls, device: Device, dtype: Dtype, itemsize: int, *, replays: bool = False) -> Units:
         """replays: whether operators are launched by a CUDA graph."""
         product = rate_of(device.matmul, dtype)
-        launch = device.replay if replays and device.replay else device.launch
-        attended = rate_of(device.attention, dtype)
-        return cls(itemsize, product.flops, product.half_rows, attended, device.memory_bandwidth, launch)
+        launch = device.replay if replays else device.launch
+        attended, is_ahead = rate_of(device.attention, dtype), device.kind == "gpu" and not replays
+        return cls(itemsize, product.flops, product.half_rows, attended, device.memory_bandwidth, launch, is_ahead)
 
     def product(self, rows: float, inner: float, outer: float, *, groups: float = 1.0) -> Cost:
         """(rows, inner) times (inner, outer), `rows` divided over so many groups, each with a matrix of its own.

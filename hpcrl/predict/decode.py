@@ -17,7 +17,6 @@ from hpcrl.predict.passes import FP32, Micro, PassModel
 SIMULATED = 1024  # sequences of an engine that are scheduled one by one; of more, each stands for several
 GROUPS = 12  # decode steps with about equally many running sequences are computed together
 SAMPLING = 6.0  # times that sampling reads or writes the logits in fp32
-SAMPLING_OPERATORS = 12
 
 
 class Steps(NamedTuple):
@@ -76,7 +75,7 @@ class Engine:
         model, shape = self.model, self.model.shape
         logits = running * shape.padded_vocab_size * FP32
         tp = group_of(model.layout, model.ranks_per_node, "tp")
-        sampling = model.units.moved(SAMPLING * logits, SAMPLING_OPERATORS)
+        sampling = model.units.moved(SAMPLING * logits, 0)
         gathered = Cost(communication=model.network.all_gather(logits, tp))
         return model.forward(Micro(running, 0.0, 1.0, running))[0] + sampling + gathered
 

@@ -48,7 +48,7 @@ class Device(Section):
     matmul: dict[Dtype, Rate] = Field(description="matrix products, by dtype", min_length=1)
     attention: dict[Dtype, Rate] = Field(description="attention over long sequences, by dtype", min_length=1)
     memory_bandwidth: PositiveFloat = Field(description="bytes per second, read and written")
-    launch: NonNegativeFloat = Field(description="seconds that an operator takes at least")
+    launch: NonNegativeFloat = Field(description="seconds of a host for an operator, in the mean, whatever it computes")
     replay: NonNegativeFloat = Field(0.0, description="the same within a CUDA graph; 0: there are no graphs")
 
 

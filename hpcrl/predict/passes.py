@@ -14,9 +14,9 @@ from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.predict.collectives import Group, Network, group_of
 from hpcrl.predict.cost import NOTHING, Cost, Units
 from hpcrl.predict.layers import Layer, Matrix, Numbers, Stage, layer_of, numbers_of, stages_of
+from hpcrl.predict.operators import FORWARD, TRAINING, Operators
 
 FP32 = 4
-ELEMENTWISE = 8  # operators of a layer that are neither products nor attention: norms, rotary, residual, activation
 BACKWARD_ATTENTION = 2.5  # five products for the forward pass's two (Dao 2023, FlashAttention-2, arXiv:2307.08691)
 
 
@@ -43,7 +43,7 @@ class Micro(NamedTuple):
 @dataclass(frozen=True)
 class PassModel:
     """A role's model as its passes see it. sequence_parallel, recompute, lora: as in `hpcrl.plan`. recomputes_head:
-    whether logits are computed again in the backward pass."""
+    whether logits are computed again in the backward pass. operators: of a pass without gradients."""
 
     shape: ModelShape
     layout: Layout
@@ -56,6 +56,7 @@ class PassModel:
     lora: Lora | None = None
     recompute: Recompute | None = None
     recomputes_head: bool = True
+    operators: Operators = FORWARD
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -78,18 +79,47 @@ class PassModel:
     def forward(self, micro: Micro) -> list[Cost]:
         """Of each stage, of a pass without gradients."""
         each = {is_moe: self._forward_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
-        return [self._of_stage(stage, each) + self._ends(stage, micro, trains=False) for stage in self.stages]
+        return [
+            self._launched(
+                self._of_stage(stage, each) + self._ends(stage, micro, trains=False), stage, micro, self.operators
+            )
+            for stage in self.stages
+        ]
 
     def training(self, micro: Micro) -> list[Cost]:
         """Of each stage, of a forward and a backward pass, with what it computes again."""
         each = {is_moe: self._training_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
         again = {is_moe: self._again(is_moe, micro) for is_moe in each}
         return [
-            self._of_stage(stage, each)
-            + self._of_stage(stage, again) * self._share_again(stage)
-            + self._ends(stage, micro, trains=True)
+            self._launched(
+                self._of_stage(stage, each)
+                + self._of_stage(stage, again) * self._share_again(stage)
+                + self._ends(stage, micro, trains=True),
+                stage,
+                micro,
+                TRAINING,
+            )
             for stage in self.stages
         ]
+
+    def _launched(self, cost: Cost, stage: Stage, micro: Micro, operators: Operators) -> Cost:
+        """With the host's time for all operators of a micro-batch. A GPU's host is ahead of it, so that only what takes
+        longer than the GPU's work counts."""
+        count = operators.of_batch(self.layout) + operators.of_head(self.head) * stage.is_last
+        count += operators.sequence * micro.tokens / micro.length
+        for layers, is_moe in ((stage.dense, False), (stage.moe, True)):
+            if layers:
+                found = self.layer(is_moe)
+                experts = min(found.num_experts, micro.tokens * self.shape.moe_topk)  # that have tokens
+                qk_norm = self.shape.qk_norm
+                each = operators.of_layer(self.layout, experts, len(found.adapters), qk_norm=qk_norm)
+                if operators is TRAINING and self.recompute is not None and self.recompute.granularity == "full":
+                    each += FORWARD.of_layer(self.layout, experts, qk_norm=qk_norm) * self._share_again(stage)
+                count += layers * each
+        launches = count * operators.launches * self.units.launch
+        if self.units.is_ahead:
+            launches = max(0.0, launches - (cost.seconds - cost.launches))
+        return cost._replace(launches=launches)
 
     def backward_share(self) -> float:
         """Of a training pass, the backward pass's share of the time, about."""
@@ -129,7 +159,7 @@ class PassModel:
         reductions = self._reductions(is_moe, micro) * (2.5 if self._shares_tokens else 2.0)
         summed = 0 if self.lora is not None else layer.parameters + layer.expert_parameters
         found = found + self.units.moved(2.0 * FP32 * summed, 0)  # gradients are added to those of other micro-batches
-        return found + Cost(communication=reductions + 3.0 * self._exchanged_keys(micro))
+        return found + Cost(communication=reductions + 2.0 * self._exchanged_keys(micro))
 
     def _again(self, is_moe: bool, micro: Micro) -> Cost:
         """What the backward pass computes again of a layer: all of it, or parts (Chen et al. 2016, arXiv:1604.06174;
@@ -192,7 +222,7 @@ class PassModel:
         width = shape.moe_topk * shape.moe_ffn_hidden_size + shape.moe_shared_ffn_hidden_size
         ffn = (width if is_moe else shape.ffn_hidden_size) / tp
         numbers = local * 10 * shape.hidden_size + micro.tokens * (2 * heads + 3 * ffn)
-        return self.units.moved(numbers * self.units.itemsize, ELEMENTWISE)
+        return self.units.moved(numbers * self.units.itemsize)
 
     def _reductions(self, is_moe: bool, micro: Micro) -> float:
         """Two all-reduces per layer, or as many pairs of a gather and a reduce-scatter (Shoeybi et al. 2019,
@@ -205,7 +235,7 @@ class PassModel:
         return 2.0 * self.network.all_reduce(nbytes, self._tp)
 
     def _exchanged_keys(self, micro: Micro) -> float:
-        """Keys and values of all context-parallel ranks, which each of them gathers."""
+        """Keys and values of all context-parallel ranks, which each of them gathers; their gradients are scattered."""
         shape, layout = self.shape, self.layout
         if layout.cp == 1:
             return 0.0

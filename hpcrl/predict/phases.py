@@ -21,6 +21,7 @@ from hpcrl.predict.decode import Engine, Work, kv_width
 from hpcrl.predict.layers import Stage, numbers_of
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Dtype, Machine
+from hpcrl.predict.operators import ENGINE, GRAPH
 from hpcrl.predict.passes import PassModel, Recompute
 from hpcrl.predict.training import (
     Optimizer,
@@ -202,8 +203,19 @@ class JobTimes:
         return self._engine_of(rollout, self.job.models["actor"].shape, self.job.layouts["rollout"], itemsize)
 
     def _engine_of(self, cfg: EngineConfig, shape: ModelShape, layout: Layout, itemsize: int) -> Engine:
-        units = Units.of(self.machine.device, DTYPES[itemsize], itemsize, replays=not cfg.enforce_eager)
-        model = PassModel(shape, layout, "lm", units, units, self.network, self.ranks_per_node, sequence_parallel=False)
+        replays = self.machine.device.replay > 0 and not cfg.enforce_eager
+        units = Units.of(self.machine.device, DTYPES[itemsize], itemsize, replays=replays)
+        model = PassModel(
+            shape,
+            layout,
+            "lm",
+            units,
+            units,
+            self.network,
+            self.ranks_per_node,
+            sequence_parallel=False,
+            operators=GRAPH if replays else ENGINE,
+        )
         return Engine(model, cfg.max_num_batched_tokens)
 
     @cached_property

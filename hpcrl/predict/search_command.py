@@ -74,16 +74,19 @@ def describe(job: JobDescription, path: str, overrides: Sequence[str], parsed: a
     lengths = lengths_of(TrainingPlan(config), parsed.response_lengths)
     asked = Asked(path, config, tuple(job.own_specs()), machine, lengths, parsed.objective)
     knobs, sizes, found = Knobs(modes=_modes(parsed.modes)), nodes_of(parsed.nodes, config.job.nodes), {}
+    best, fastest = 0, None  # of the sizes, and its search
     for nodes in sizes:
-        kept = KEPT if len(sizes) == 1 else 1
-        results = Search(asked.space(nodes, knobs), machine, asked.lengths, kept).run()
+        search = Search(asked.space(nodes, knobs), machine, asked.lengths, kept=KEPT if len(sizes) == 1 else 1)
+        results = search.run()
         if results.results:
             found[nodes] = results
-    if not found:
+            if not best or asked.score(results.results[0]) < asked.score(found[best].results[0]):
+                best, fastest = nodes, search
+    if fastest is None:
         raise InputError(asked.fits_nowhere(sizes[-1]))
-    best = min(found, key=lambda nodes: asked.score(found[nodes].results[0]))
     if len(sizes) > 1:
-        found[best] = Search(asked.space(best, knobs), machine, asked.lengths).run()
+        fastest.kept = KEPT
+        found[best] = fastest.run()
     lines = [*asked.lines(found[best])]
     if len(found) > 1:
         lines += ["", *scaling(found, asked.cost)]

@@ -19,7 +19,7 @@ from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.passes import Micro, PassModel, evenness, pipelined
 
 PACKED = 256  # sequences that are packed one by one; more are taken to need micro-batches in proportion
-OPTIMIZER_OPERATORS = 20
+OPTIMIZER_OPERATORS = 100  # gradients' norm and Adam, counted as in `hpcrl.predict.operators`
 
 
 class Packing(NamedTuple):

@@ -217,12 +217,13 @@ def main(
     find_folder: Callable[[], str],
     verify: Callable[[str], list[str]],
     save_machine: Callable[[dict[str, Any]], str] | None = None,
+    rounds: int = 3,
 ) -> NoReturn:
     """Run the subcommand. Collective over the ranks that the launcher started.
 
     find_folder: returns the run directory, on rank 0; it may be relative, and need not exist. verify: returns what is
     wrong with the files of a bundle. save_machine: with --machine, writes the description of the machine on rank 0, and
-    returns the file's name.
+    returns the file's name; what changes with what else the hardware does is measured in so many `rounds`.
     """
     status = RankStatus(phase="starting MPI")
     timer = _start_timer(status, DEADLINE)
@@ -233,7 +234,7 @@ def main(
             report([Finding("MPI", "unusable", str(error))])
         os._exit(exits.OTHER)
     try:
-        finish(_run(comm, status, timer, find_folder, verify, save_machine))
+        finish(_run(comm, status, timer, find_folder, verify, save_machine, rounds))
     except BaseException as error:  # the others would wait for this rank
         abort(error, rank=comm.rank, phase=status.phase)
 
@@ -245,6 +246,7 @@ def _run(
     find_folder: Callable[[], str],
     verify: Callable[[str], list[str]],
     save_machine: Callable[[dict[str, Any]], str] | None,
+    rounds: int,
 ) -> int:
     """Run the checks and return the exit code on every rank. `timer` is cancelled after all steps that may hang."""
     from mpi4py import MPI
@@ -278,7 +280,7 @@ def _run(
         code = report(table, "a job on these nodes")
     code = int(broadcast_object(comm, code))
     if save_machine is not None and code == exits.DONE:
-        _measure(comm, status, [node.ranks for node in nodes], shared.path, save_machine)
+        _measure(comm, status, [node.ranks for node in nodes], shared.path, save_machine, rounds)
     elif save_machine is not None and comm.rank == 0:
         print("the machine is not measured, because something is wrong with it")
     return code
@@ -290,9 +292,10 @@ def _measure(
     nodes: Sequence[Sequence[int]],
     folder: str,
     save: Callable[[dict[str, Any]], str],
+    rounds: int,
 ) -> None:
     """Measure the machine and save its description. Ends the job if that cannot be done. Collective."""
-    timer = _start_timer(status, MEASURING_DEADLINE)
+    timer = _start_timer(status, MEASURING_DEADLINE * max(1, rounds // 3))
     try:
         with status.within("check", "starting torch"):
             world = start_torch(comm, status=status, nccl_timeout=MEASURING_DEADLINE)
@@ -302,7 +305,7 @@ def _measure(
         if comm.rank == 0:
             print(f"\nmeasuring on {comm.size} rank(s), {world.threads} thread(s) per rank", flush=True)
         with status.within("check", "measuring"):
-            found = measure(world, nodes, folder, partial(print, flush=True))
+            found = measure(world, nodes, folder, partial(print, flush=True), rounds)
         path = run_collectively(comm, lambda: save(found) if comm.rank == 0 else None)
     except InputError as error:
         finish_with_error(error, comm.rank)

@@ -67,6 +67,14 @@ def shared_cores(single: float, together: Sequence[float]) -> float:
     return min(sum(together) / single, float(len(together)))
 
 
+def crowding(size: int, nodes: Sequence[Sequence[int]], cores: float | None) -> float:
+    """How much longer the first `size` ranks take that compute at the same time, where the ranks of a node share so
+    many cores; None: each has its own."""
+    if cores is None:
+        return 1.0
+    return max(1.0, *(sum(rank < size for rank in ranks) / cores for ranks in nodes))
+
+
 def ring_bandwidth(size: int, nodes: Sequence[Sequence[int]], inside: float, between: float, has_rings: bool) -> float:
     """Bandwidth of the links that a collective of the first `size` ranks uses, of which the all-reduce has a share.
 

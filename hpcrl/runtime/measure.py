@@ -13,55 +13,65 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpcrl.runtime.exits import InputError
-from hpcrl.runtime.fits import ring_bandwidth, shared_cores
-from hpcrl.runtime.measure_device import DeviceFigures, measure_device, product_rate
+from hpcrl.runtime.fits import crowding, ring_bandwidth, shared_cores
+from hpcrl.runtime.measure_device import DeviceFigures, best, measure_device, product_rate
 from hpcrl.runtime.measure_links import bus_bandwidths, contention, node_network, pair_link
 
 if TYPE_CHECKING:
     from hpcrl.runtime.world import World
 
 GIB = 2**30
-SINGLE_SECONDS, TOGETHER_SECONDS = 0.3, 0.9
+SINGLE_SECONDS, TOGETHER_SECONDS = 0.3, 0.6
 IDLE = 0.9  # of the time of its cores that a rank has if nothing else runs there
 FILE_BYTES = {"cpu": 2**24, "cuda": 2**26}  # of each rank
 BLOCK = 2**22
 SHARED = 0.8  # of what the links of a node's ranks carry one by one; below, they share a limit
 
 
-def measure(world: World, nodes: Sequence[Sequence[int]], folder: str, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    world: World, nodes: Sequence[Sequence[int]], folder: str, say: Callable[[str], None], rounds: int = 3
+) -> dict[str, Any]:
     """Measure the machine, and return its description. Collective.
 
     nodes: ranks of each node. folder: where files are written and read. say: called on rank 0 with a line per figure.
+    rounds: of what one rank can do alone and all can do together, of which the best count: whatever else the hardware
+    does, such as another virtual machine on the second thread of a core, comes and goes.
     """
     show = say if world.rank == 0 else lambda line: None
-    single = _first_ranks(world, nodes)
+    local = next(node for node in nodes if world.rank in node)
+    on_cpu = world.device.type == "cpu"
+    alone, rates, waits = [], [], []
+    for _ in range(rounds):
+        alone.append(_first_ranks(world, nodes))
+        rates.append(_rates(world, local))
+        waits.append(contention(world, local) if on_cpu else 0.0)
+    single = [best(its) for its in zip(*alone, strict=True)]
     device = _device(world, single)
     for line in _device_lines(device):
         show(line)
-    local = next(node for node in nodes if world.rank in node)
-    cores, own = _cores(world, local)
+    cores, own = _cores(world, local, rates)
     node: dict[str, Any] = {"ranks": max(map(len, nodes)), "cores": cores}
     show(f"cores              {cores:.2f} of {len(local)} ranks compute at full speed together")
     busy = ""
-    if world.device.type == "cpu" and own < IDLE:
+    if on_cpu and own < IDLE:
         busy = f"; other programs had {1 - own:.0%} of the time of a rank's cores"
         show(f"not idle           {busy[2:]}: measure again on idle nodes")
-    if world.device.type == "cuda" and node["cores"] > SHARED * node["ranks"]:
+    if not on_cpu and node["cores"] > SHARED * node["ranks"]:
         node["cores"] = None
-    if node["cores"] is not None and node["ranks"] > 1:
-        node["contention"] = contention(world, local)
+    if on_cpu and node["ranks"] > 1:
+        node["contention"] = median(waits)
         show(
             f"contention         {1e6 * node['contention']:.0f} us in a collective of ranks without cores of their own"
         )
     node["host_copy"] = median(figures.host_copy for figures in single)
     show(f"host copy          {_bytes(node['host_copy'])}")
-    links = _links(world, nodes, device)
+    links = _links(world, nodes, device, node["cores"])
     for line in _link_lines(links):
         show(line)
     node["network"] = _network(world, nodes, links["between"]["bandwidth"])
@@ -106,29 +116,35 @@ def _device(world: World, single: Sequence[DeviceFigures]) -> dict[str, Any]:
     }
 
 
-def _cores(world: World, local: Sequence[int]) -> tuple[float, float]:
-    """(ranks of a node that compute at full speed at the same time, share of its cores' time that a rank has while the
-    others wait), the least of all nodes. Collective."""
-    rates = []
-    for together in (False, True, False):
+def _rates(world: World, local: Sequence[int]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Products of the first rank of each node, and of all ranks together: by rank, see `product_rate`. Collective."""
+    found = []
+    for together in (False, True):
         world.barrier()
         runs = together or world.rank == local[0]
         seconds = TOGETHER_SECONDS if together else SINGLE_SECONDS
-        rates.append(world.all_gather_object(product_rate(world.device, seconds) if runs else (0.0, 0.0)))
-    before, beside, after = rates
-    single = mean((before[local[0]][0], after[local[0]][0]))
-    cores = shared_cores(single, [beside[rank][0] for rank in local])
-    if world.device.type == "cpu":  # a rank that was slowed by other programs while it ran by itself makes it too large
+        found.append(world.all_gather_object(product_rate(world.device, seconds) if runs else (0.0, 0.0)))
+    return found[0], found[1]
+
+
+def _cores(world: World, local: Sequence[int], rounds: Sequence[Any]) -> tuple[float, float]:
+    """(ranks of a node that compute at full speed at the same time, share of its cores' time that a rank has while the
+    others wait), the least of all nodes, from the best of the rounds of `_rates`. Collective."""
+    single = max(alone[local[0]][0] for alone, _ in rounds)
+    together = max(([beside[rank][0] for rank in local] for _, beside in rounds), key=sum)
+    cores = shared_cores(single, together)
+    if world.device.type == "cpu":
         allowed = world.all_gather_object(os.sched_getaffinity(0))
         cores = min(cores, len(set().union(*(allowed[rank] for rank in local))) / world.threads)
-    own = mean((before[local[0]][1], after[local[0]][1])) / world.threads
+    own = max(alone[local[0]][1] for alone, _ in rounds) / world.threads
     found = world.all_gather_object((cores, own))
     return min(cores for cores, _ in found), min(own for _, own in found)
 
 
-def _links(world: World, nodes: Sequence[Sequence[int]], device: dict[str, Any]) -> dict[str, Any]:
+def _links(world: World, nodes: Sequence[Sequence[int]], device: dict[str, Any], cores: float | None) -> dict[str, Any]:
     """Links inside a node and between nodes. If the job has only one kind, it stands for both; a job of one rank has
-    copies within its memory instead."""
+    copies within its memory instead. Shares of groups are those of ranks with cores of their own: how much longer ranks
+    take that share cores is known from `cores`."""
     inside = between = None
     crowded = next((ranks for ranks in nodes if len(ranks) > 1), None)
     if crowded is not None:
@@ -139,7 +155,7 @@ def _links(world: World, nodes: Sequence[Sequence[int]], device: dict[str, Any])
     inside, between = inside or between or itself, between or inside or itself
     on_gpu = world.device.type == "cuda"
     shares = {  # keys of YAML files are text
-        str(size): bandwidth / ring_bandwidth(size, nodes, inside[1], between[1], on_gpu)
+        str(size): bandwidth * crowding(size, nodes, cores) / ring_bandwidth(size, nodes, inside[1], between[1], on_gpu)
         for size, bandwidth in bus_bandwidths(world).items()
     }
     return {"inside": _link(inside), "between": _link(between), "group": shares}

@@ -6,17 +6,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.runtime.fits import fit_rate
 
 DTYPES = (torch.float32, torch.bfloat16)
 LARGEST = 0.25  # seconds that one call may take; products and sequences grow up to it
-REPEATS, REPEAT_SECONDS = 9, 0.5  # of a call, whichever ends first, but at least 3 calls
-SMALL_CALLS = 500  # of an operator that takes microseconds
+REPEATS, REPEAT_SECONDS = 5, 0.2  # of a call, whichever ends first, but at least 3 calls
+SMALL_CALLS = 500  # of an operator in a CUDA graph
+SMALL_WIDTH, SMALL_TOKENS, SMALL_LAYERS = 64, 8, 20  # of layers that take nearly no time but the host's
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,25 @@ class DeviceFigures:
     launch: float
     replay: float | None
     host_copy: float
+
+
+def best(rounds: Sequence[DeviceFigures]) -> DeviceFigures:
+    """Of each figure the best one: what else runs on the hardware, such as another virtual machine on the other thread
+    of a core, only takes time."""
+
+    def rates(kind: str) -> dict[str, tuple[float, float]]:
+        each = [getattr(figures, kind) for figures in rounds]
+        return {dtype: max(found[dtype] for found in each) for dtype in each[0]}
+
+    replays = [it.replay for it in rounds if it.replay is not None]
+    return DeviceFigures(
+        rates("matmul"),
+        rates("attention"),
+        max(it.memory_bandwidth for it in rounds),
+        min(it.launch for it in rounds),
+        min(replays) if replays else None,
+        max(it.host_copy for it in rounds),
+    )
 
 
 def sizes_of(device: torch.device) -> Sizes:
@@ -115,14 +137,52 @@ def host_copy(device: torch.device) -> float:
     return source.numel() / median_seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
+class SmallLayer(torch.nn.Module):
+    """A transformer layer: (tokens, width) -> the same shape."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = torch.nn.RMSNorm(width), torch.nn.RMSNorm(width)
+        self.to_heads, self.from_heads = torch.nn.Linear(width, 3 * width, False), torch.nn.Linear(width, width, False)
+        self.up, self.down = torch.nn.Linear(width, 2 * width, False), torch.nn.Linear(width, width, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.to_heads(self.norm(x)).unflatten(-1, (3, 4, -1)).transpose(0, 2).unsqueeze(0)
+        query, key, value = heads.unbind(2)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.from_heads(attended.squeeze(0).transpose(0, 1).flatten(1))
+        gate, up = self.up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(torch.nn.functional.silu(gate) * up)
+
+
+class _Count(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        return function(*args, **(kwargs or {}))
+
+
 def launch_seconds(device: torch.device) -> float:
-    """Seconds of an operator on few elements, in a row of them."""
-    small = torch.zeros(16, device=device)
-    return median_seconds(lambda: _add(small), device) / SMALL_CALLS
+    """Seconds of a host for an operator, in the mean of a small layer's: with modules, arguments and results."""
+    layer = SmallLayer(SMALL_WIDTH).to(device)
+    x = torch.randn(SMALL_TOKENS, SMALL_WIDTH, device=device)
+    with _Count() as count:
+        layer(x)
+
+    def layers() -> None:
+        for _ in range(SMALL_LAYERS):
+            layer(x)
+
+    return median_seconds(layers, device) / SMALL_LAYERS / count.operators
 
 
 def replay_seconds(device: torch.device) -> float:
-    """Seconds of the same operator in a replayed CUDA graph."""
+    """Seconds of an operator on few elements in a replayed CUDA graph."""
     small = torch.zeros(16, device=device)
     _add(small)  # a graph may not load kernels
     torch.cuda.synchronize(device)
