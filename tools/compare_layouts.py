@@ -147,7 +147,8 @@ def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured
     for case in cases():
         if case.name in repeats:
             each = repeats[case.name]
-            middle = {phase: median(it[phase] for it in each) for phase in each[0]}
+            common = [phase for phase in each[0] if all(phase in it for it in each)]
+            middle = {phase: median(it[phase] for it in each) for phase in common}
             steps = [it["step"] for it in each]
             job = TrainingPlan(config_of(case, Path("/nowhere")))
             measured = Measured(case.name, job, lengths_of(case), middle)
