@@ -40,18 +40,18 @@ def measure(
     """Measure the machine, and return its description. Collective.
 
     nodes: ranks of each node. folder: where files are written and read. say: called on rank 0 with a line per figure.
-    rounds: of what one rank can do alone and all can do together, of which the best count: whatever else the hardware
+    rounds: of what one rank does while others wait and all do together, of which the best count: whatever else the hardware
     does, such as another virtual machine on the second thread of a core, comes and goes.
     """
     show = say if world.rank == 0 else lambda line: None
     local = next(node for node in nodes if world.rank in node)
     on_cpu = world.device.type == "cpu"
-    alone, rates, waits = [], [], []
+    firsts, rates, waits = [], [], []
     for _ in range(rounds):
-        alone.append(_first_ranks(world, nodes))
+        firsts.append(_first_ranks(world, nodes))
         rates.append(_rates(world, local))
         waits.append(contention(world, local) if on_cpu else 0.0)
-    single = [best(its) for its in zip(*alone, strict=True)]
+    single = [best(its) for its in zip(*firsts, strict=True)]
     device = _device(world, single)
     for line in _device_lines(device):
         show(line)
@@ -130,13 +130,13 @@ def _rates(world: World, local: Sequence[int]) -> tuple[list[tuple[float, float]
 def _cores(world: World, local: Sequence[int], rounds: Sequence[Any]) -> tuple[float, float]:
     """(ranks of a node that compute at full speed at the same time, share of its cores' time that a rank has while the
     others wait), the least of all nodes, from the best of the rounds of `_rates`. Collective."""
-    single = max(alone[local[0]][0] for alone, _ in rounds)
+    single = max(single_rank[local[0]][0] for single_rank, _ in rounds)
     together = max(([beside[rank][0] for rank in local] for _, beside in rounds), key=sum)
     cores = shared_cores(single, together)
     if world.device.type == "cpu":
         allowed = world.all_gather_object(os.sched_getaffinity(0))
         cores = min(cores, len(set().union(*(allowed[rank] for rank in local))) / world.threads)
-    own = max(alone[local[0]][1] for alone, _ in rounds) / world.threads
+    own = max(single_rank[local[0]][1] for single_rank, _ in rounds) / world.threads
     found = world.all_gather_object((cores, own))
     return min(cores for cores, _ in found), min(own for _, own in found)
 

@@ -26,7 +26,7 @@ from tests.plan.shapes import MOE, SHAPE
 from tests.plan.test_memory import make_engine
 from tests.rollout.small_model import draw_weights
 
-LAYOUTS = {"alone": Layout((0,)), "tp2": Layout((0, 1), tp=2), "cp2": Layout((0, 1), cp=2)}
+LAYOUTS = {"one": Layout((0,)), "tp2": Layout((0, 1), tp=2), "cp2": Layout((0, 1), cp=2)}
 NEAR = 0.25  # backward passes of some widths have a sixth more, context parallelism fewer where no sequence is cut
 
 
@@ -58,11 +58,11 @@ def expected(operators: Operators, model: RoleModel) -> float:
 @pytest.mark.parametrize(
     "shape, layout, head",
     [
-        (SHAPE, "alone", "lm"),
-        (SHAPE, "alone", "value"),
+        (SHAPE, "one", "lm"),
+        (SHAPE, "one", "value"),
         (SHAPE, "tp2", "lm"),
         (SHAPE, "cp2", "lm"),
-        (MOE, "alone", "lm"),
+        (MOE, "one", "lm"),
     ],
 )
 def test_passes_run_as_many(shape: ModelShape, layout: str, head: Head) -> None:
@@ -89,5 +89,5 @@ def test_a_decode_step_runs_as_many(shape: ModelShape) -> None:
         engine.generate(requests, SamplingParams(tokens, ignore_eos=True), seed=0, step=1)
 
     of_step = (counted(lambda: generate(24)) - counted(lambda: generate(4))) / 20
-    model = RoleModel(shape, LAYOUTS["alone"], "lm", 4)
+    model = RoleModel(shape, LAYOUTS["one"], "lm", 4)
     assert of_step == pytest.approx(expected(ENGINE, model), rel=NEAR)
