@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.jobs is not None:
         run_on_ranks(options)
-    known = {(line["case"], line["repeat"]) for line in read(options.out)}
+    lines = read(options.out)
+    known = {(line["case"], line["repeat"]) for line in lines}
     chosen = [(number, case) for number, case in enumerate(layout_cases.cases()) if re.search(options.only, case.name)]
     repeats = [*range(options.repeats), *(["memory"] if options.memory else [])]
     left = [
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         for number, case in sorted(chosen, key=lambda it: crc32(f"{repeat} {it[1].name}".encode()))
         if (case.name, repeat) not in known
     ]
-    began, starts = time.monotonic(), 1 + max((line["start"] for line in read(options.out)), default=-1)
+    began, starts = time.monotonic(), 1 + max((line["start"] for line in lines), default=-1)
     for first in range(0, len(left), JOBS):
         jobs = left[first : first + JOBS]
         with tempfile.TemporaryDirectory(prefix="bench_layouts_") as folder:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
-from hpcrl.grid.layout import Layout
 from hpcrl.model.sizes import forward_flops
 from hpcrl.plan.memory import Phase
 from hpcrl.predict.cost import Cost
 from hpcrl.predict.decode import Engine
-from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.passes import BACKWARD_ATTENTION, PassModel
 from hpcrl.predict.phases import JobTimes, Timed
-from hpcrl.predict.training import packing
 
 SAMPLED = 0.9  # the tokens of an engine's sequences are those of few quantiles, which may be fewer than the mean says
-
-
-class Floor(NamedTuple):
-    """A pass: seconds of its operations on all ranks of its role, and samples of one of its optimizer steps."""
-
-    seconds: float
-    samples: int
 
 
 def least(times: JobTimes) -> list[Timed]:
@@ -40,27 +28,6 @@ def least(times: JobTimes) -> list[Timed]:
             continue
         ideal = Cost(products=seconds / times.machine.efficiency.get(name, 1.0))
         found.append(Timed(name, phase.role, phase.kind, times.job.derived.roles[phase.role].ranks, ideal))
-    return found
-
-
-def pipelined_floor(passes: Sequence[Floor], layout: Layout, most_tokens: int, lengths: Lengths) -> float:
-    """Seconds that passes take at least in a layout, with micro-batches of so many tokens: with m of them in a
-    pipeline of p stages and v chunks, 1 + (p - 1) / (v m) times as long as all operations, because the slowest stage
-    takes at least the mean stage's time, see `hpcrl.predict.passes.pipelined`."""
-    found = 0.0
-    for seconds, samples in passes:
-        count = layout.scheduled(packing(lengths, math.ceil(samples / layout.dp), most_tokens).num_micro_batches)
-        found += seconds * (1.0 + (layout.pp - 1) / (layout.vpp * count))
-    return found
-
-
-def floors(times: JobTimes) -> list[Floor]:
-    """Of the forward and training phases of a job, after the machine's efficiency."""
-    found = []
-    for phase in times.job.phases:
-        if phase.kind in ("forward", "train"):
-            seconds = _pass(times, phase) / times.machine.efficiency.get(phase.name, 1.0)
-            found.append(Floor(seconds, times.passes(phase).samples))
     return found
 
 

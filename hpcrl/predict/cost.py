@@ -68,8 +68,9 @@ def rate_of(rates: Mapping[Dtype, Rate], dtype: Dtype) -> Rate:
 
 
 class Units(NamedTuple):
-    """A device at one dtype. flops, half_rows: of products; attended: operations per second of attention. is_ahead:
-    whether a host launches operators while the device still computes earlier ones."""
+    """A device at one dtype. flops, half_rows: of products; attended: operations per second of attention. replays:
+    whether operators are launched by a CUDA graph; is_ahead: by a host, while the device still computes earlier ones.
+    """
 
     itemsize: int
     flops: float
@@ -77,15 +78,17 @@ class Units(NamedTuple):
     attended: Rate
     bandwidth: float
     launch: float
+    replays: bool
     is_ahead: bool
 
     @classmethod
     def of(cls, device: Device, dtype: Dtype, itemsize: int, *, replays: bool = False) -> Units:
-        """replays: whether operators are launched by a CUDA graph."""
-        product = rate_of(device.matmul, dtype)
-        launch = device.replay if replays else device.launch
-        attended, is_ahead = rate_of(device.attention, dtype), device.kind == "gpu" and not replays
-        return cls(itemsize, product.flops, product.half_rows, attended, device.memory_bandwidth, launch, is_ahead)
+        """replays: whether operators are launched by a CUDA graph, if the device has them."""
+        product, attended = rate_of(device.matmul, dtype), rate_of(device.attention, dtype)
+        replays = replays and device.replay > 0
+        launch, is_ahead = device.replay if replays else device.launch, device.kind == "gpu" and not replays
+        rates = product.flops, product.half_rows, attended, device.memory_bandwidth
+        return cls(itemsize, *rates, launch, replays, is_ahead)
 
     def product(self, rows: float, inner: float, outer: float, *, groups: float = 1.0) -> Cost:
         """(rows, inner) times (inner, outer), `rows` divided over so many groups, each with a matrix of its own.

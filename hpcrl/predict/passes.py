@@ -103,8 +103,8 @@ class PassModel:
         ]
 
     def _launched(self, cost: Cost, stage: Stage, micro: Micro, operators: Operators) -> Cost:
-        """With the host's time for all operators of a micro-batch. A GPU's host is ahead of it, so that only what takes
-        longer than the GPU's work counts."""
+        """With the host's time for all operators of a micro-batch, in place of those that `cost` has. A GPU's host is
+        ahead of it, so that only what takes longer than the GPU's work counts."""
         count = operators.of_batch(self.layout) + operators.of_head(self.head) * stage.is_last
         count += operators.sequence * micro.tokens / micro.length
         for layers, is_moe in ((stage.dense, False), (stage.moe, True)):
@@ -158,7 +158,7 @@ class PassModel:
         found = found + self._attention(micro) * (1 + BACKWARD_ATTENTION) + self._elementwise(is_moe, micro) * 3.0
         reductions = self._reductions(is_moe, micro) * (2.5 if self._shares_tokens else 2.0)
         summed = 0 if self.lora is not None else layer.parameters + layer.expert_parameters
-        found = found + self.units.moved(2.0 * FP32 * summed, 0)  # gradients are added to those of other micro-batches
+        found = found + self.units.moved(2.0 * FP32 * summed)  # gradients are added to those of other micro-batches
         return found + Cost(communication=reductions + 2.0 * self._exchanged_keys(micro))
 
     def _again(self, is_moe: bool, micro: Micro) -> Cost:
@@ -205,7 +205,7 @@ class PassModel:
         groups = max(1.0, used)
         found = _sum(self.units.product(rows * uneven, *matrix, groups=groups) for matrix in layer.experts)
         sent = rows / layout.etp * shape.hidden_size * self.units.itemsize
-        moved = self.units.moved(4.0 * sent, 4)  # sorted by expert, and back
+        moved = self.units.moved(4.0 * sent)  # sorted by expert, and back
         exchanged = 2.0 * self.network.all_to_all(sent, group_of(layout, self.ranks_per_node, "ep"))
         if self._shares_tokens or layout.tp == 1:
             gathered = group_of(layout, self.ranks_per_node, "etp")
@@ -249,7 +249,7 @@ class PassModel:
         hidden = shape.hidden_size * units.itemsize
         passes = 2 if trains else 1
         if stage.is_first:
-            found = found + units.moved(passes * 2.0 * micro.tokens * hidden, passes)
+            found = found + units.moved(passes * 2.0 * micro.tokens * hidden)
             reduced = self.network.all_gather(micro.tokens * hidden, self._tp) * (1 if self._shares_tokens else 2)
             found = found + Cost(communication=passes * reduced)
         if stage.is_last:
@@ -266,7 +266,7 @@ class PassModel:
         times = (3.0 + self.recomputes_head if self.lora is None else 2.0 + self.recomputes_head) if trains else 1.0
         logits = micro.outputs * columns * FP32
         found = units.product(micro.outputs, shape.hidden_size, columns) * times
-        found = found + units.moved(logits * (5.0 if trains else 2.0), 6.0 * times)
+        found = found + units.moved(logits * (5.0 if trains else 2.0))
         reduced = 3.0 * self.network.all_reduce(micro.outputs * FP32, self._tp)
         hidden = micro.outputs * shape.hidden_size * self.units.itemsize
         reduced += self.network.all_reduce(hidden, self._tp) * trains

@@ -203,8 +203,7 @@ class JobTimes:
         return self._engine_of(rollout, self.job.models["actor"].shape, self.job.layouts["rollout"], itemsize)
 
     def _engine_of(self, cfg: EngineConfig, shape: ModelShape, layout: Layout, itemsize: int) -> Engine:
-        replays = self.machine.device.replay > 0 and not cfg.enforce_eager
-        units = Units.of(self.machine.device, DTYPES[itemsize], itemsize, replays=replays)
+        units = Units.of(self.machine.device, DTYPES[itemsize], itemsize, replays=not cfg.enforce_eager)
         model = PassModel(
             shape,
             layout,
@@ -214,7 +213,7 @@ class JobTimes:
             self.network,
             self.ranks_per_node,
             sequence_parallel=False,
-            operators=GRAPH if replays else ENGINE,
+            operators=GRAPH if units.replays else ENGINE,
         )
         return Engine(model, cfg.max_num_batched_tokens)
 

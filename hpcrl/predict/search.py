@@ -25,20 +25,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpcrl.config.roles import KEYS, Part
 from hpcrl.config.schema import Config
-from hpcrl.model.params import role_layout
 from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import Row, TrainingPlan, with_keys
-from hpcrl.predict.bound import floors, least, pipelined_floor
+from hpcrl.predict.bound import least
 from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, undominated
 from hpcrl.predict.cost import fitted
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine
 from hpcrl.predict.phases import JobTimes, Timed
-from hpcrl.predict.space import AXES, Keys, Placement, Space
+from hpcrl.predict.space import Keys, Placement, Space
 from hpcrl.predict.step import Prediction, lower_bound, predict
 from hpcrl.runtime.exits import is_user_error
 
@@ -274,19 +273,8 @@ class Search:
         def probe(keys: Keys) -> Probe:
             return Probe(with_keys(config, keys), space.own_roles, base=space.base, role=role, ranks=ranks)
 
-        spec = space.specs[role]
-        passes = [] if spec.is_engine else floors(JobTimes(probe({}), self.machine, self.lengths))
         for grid in space.grids(role, ranks[0], len(ranks)):
-            sizes = {axis: grid[f"placement.{role}.{axis}"] for axis in AXES}
-            layout, works = role_layout(space.shapes[role], role, ranks=ranks, **sizes), []
-            for work in space.work(role):
-                tokens: Any = work.get(f"{spec.path}.{spec.max_tokens}") or spec.token_budget(config)
-                if pipelined_floor(passes, layout, tokens, self.lengths) < most:
-                    works.append((work, probe({**grid, **work, **offloads[0]})))
-                else:
-                    self.counts.too_slow += len(offloads)
-            if not works:
-                continue
+            works = [(work, probe({**grid, **work, **offloads[0]})) for work in space.work(role)]
             everything = self._parts(role, dict.fromkeys(offloads[-1], True))
             if capacity is not None and Choice(grid, works[0][1], memo=self._memo, away=everything).state > capacity:
                 self.counts.too_large += len(works) * len(offloads)

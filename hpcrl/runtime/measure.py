@@ -35,7 +35,7 @@ SHARED = 0.8  # of what the links of a node's ranks carry one by one; below, the
 
 
 def measure(
-    world: World, nodes: Sequence[Sequence[int]], folder: str, say: Callable[[str], None], rounds: int = 3
+    world: World, nodes: Sequence[Sequence[int]], folder: str, say: Callable[[str], None], rounds: int
 ) -> dict[str, Any]:
     """Measure the machine, and return its description. Collective.
 
@@ -130,13 +130,13 @@ def _rates(world: World, local: Sequence[int]) -> tuple[list[tuple[float, float]
 def _cores(world: World, local: Sequence[int], rounds: Sequence[Any]) -> tuple[float, float]:
     """(ranks of a node that compute at full speed at the same time, share of its cores' time that a rank has while the
     others wait), the least of all nodes, from the best of the rounds of `_rates`. Collective."""
-    single = max(single_rank[local[0]][0] for single_rank, _ in rounds)
+    single = max(first[local[0]][0] for first, _ in rounds)
     together = max(([beside[rank][0] for rank in local] for _, beside in rounds), key=sum)
     cores = shared_cores(single, together)
     if world.device.type == "cpu":
         allowed = world.all_gather_object(os.sched_getaffinity(0))
         cores = min(cores, len(set().union(*(allowed[rank] for rank in local))) / world.threads)
-    own = max(single_rank[local[0]][1] for single_rank, _ in rounds) / world.threads
+    own = max(first[local[0]][1] for first, _ in rounds) / world.threads
     found = world.all_gather_object((cores, own))
     return min(cores for cores, _ in found), min(own for _, own in found)
 

@@ -155,8 +155,8 @@ class SmallLayer(torch.nn.Module):
         return x + self.down(torch.nn.functional.silu(gate) * up)
 
 
-class _Count(TorchDispatchMode):
-    """Counts operators."""
+class CountOperators(TorchDispatchMode):
+    """Counts the operators that PyTorch runs in its context, views included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def launch_seconds(device: torch.device) -> float:
     """Seconds of a host for an operator, in the mean of a small layer's: with modules, arguments and results."""
     layer = SmallLayer(SMALL_WIDTH).to(device)
     x = torch.randn(SMALL_TOKENS, SMALL_WIDTH, device=device)
-    with _Count() as count:
+    with CountOperators() as count:
         layer(x)
 
     def layers() -> None:

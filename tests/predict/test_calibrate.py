@@ -46,12 +46,12 @@ def test_the_efficiencies_of_a_known_machine_are_found(names: tuple[str, ...]) -
 
 
 def test_communication_has_an_efficiency_of_its_own() -> None:
-    base = cpu(node__contention=1e-3)
+    base = cpu(node__contention=2e-3)
     true = base.model_copy(update={"efficiency": TRUE, "communication": {"update_actor": 0.4}})
     runs = [measured_on(true, "grpo_countdown_cpu", f"tp{tp}", placement__actor__tp=tp) for tp in (1, 2)]
     found = fit(runs, base)
     assert found["update_actor"].efficiency == pytest.approx(TRUE["update_actor"], rel=0.1)
-    assert 0.3 < found["update_actor"].communication < 0.7  # of two runs, drawn towards 1
+    assert 0.3 < found["update_actor"].communication < 0.6  # of two runs, drawn towards 1
     assert found["gen"].communication == pytest.approx(1.0)
     assert not list(misses(runs, fitted_machine(base, found)))
 

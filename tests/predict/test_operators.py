@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.config.schema import OptimConfig
 from hpcrl.grid.layout import Layout
@@ -21,6 +19,7 @@ from hpcrl.predict.operators import ENGINE, FORWARD, TRAINING, Operators
 from hpcrl.predict.training import OPTIMIZER_OPERATORS
 from hpcrl.rollout.native.engine import NativeEngine
 from hpcrl.rollout.protocol import Request, SamplingParams
+from hpcrl.runtime.measure_device import CountOperators
 from tests.plan.passes import LENGTH, SAMPLES, loss, make_batch
 from tests.plan.shapes import MOE, SHAPE
 from tests.plan.test_memory import make_engine
@@ -30,19 +29,9 @@ LAYOUTS = {"one": Layout((0,)), "tp2": Layout((0, 1), tp=2), "cp2": Layout((0, 1
 NEAR = 0.25  # backward passes of some widths have a sixth more, context parallelism fewer where no sequence is cut
 
 
-class Count(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators += 1
-        return function(*args, **(kwargs or {}))
-
-
 def counted(call: Callable[[], object]) -> int:
     call()
-    with Count() as count:
+    with CountOperators() as count:
         call()
     return count.operators
 
