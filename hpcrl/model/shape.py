@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from hpcrl.model.vision import Vision
@@ -122,7 +123,7 @@ class ModelShape:
         """Whether its Hugging Face directories have a layer's experts in one tensor."""
         return self.family == "qwen3_vl_moe"
 
-    @property
+    @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """The MoE layers."""
         return tuple(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))

@@ -8,6 +8,7 @@ attention pads none, and experts to get equally many tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from hpcrl.config.schema import MoeConfig, RecomputeConfig
@@ -262,11 +263,15 @@ class Pass:
     def _kept_of_layers(self, layers: range) -> int:
         experts = sum(map(self.model.shape.is_moe_layer, layers))
         counts = {True: experts, False: len(layers) - experts}
-        return sum(count * self._layer(is_moe) for is_moe, count in counts.items() if count)
+        return sum(count * self._kept_of_layer[is_moe] for is_moe, count in counts.items() if count)
 
-    def _layer(self, is_moe: bool) -> int:
-        norms = 2 * self._norm(self._local, self.model.shape.hidden_size)
-        return norms + self._kept_of_attention() + self._kept_of_mlp(is_moe) + self._adapters(is_moe)
+    @cached_property
+    def _kept_of_layer(self) -> dict[bool, int]:
+        """Of a layer of each kind that the model has, by whether it has experts."""
+        shape = self.model.shape
+        norms_and_attention = 2 * self._norm(self._local, shape.hidden_size) + self._kept_of_attention()
+        kinds = {*map(shape.is_moe_layer, range(shape.num_layers))}
+        return {is_moe: norms_and_attention + self._kept_of_mlp(is_moe) + self._adapters(is_moe) for is_moe in kinds}
 
     def _kept_of_attention(self) -> int:
         """Bytes kept of an attention. If it is recomputed: queries, keys and values as its inputs, and the output."""

@@ -7,11 +7,11 @@ of the optimizer, of which the largest is taken.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hpcrl.config.derive import Derived, check
 from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, Part, RoleSpec, offloaded, with_own
@@ -397,15 +397,21 @@ def _traffic(resharding: Resharding) -> dict[int, RankTraffic]:
 
 
 def with_keys(config: Config, changes: Mapping[str, object]) -> Config:
-    """The config with other values of dotted keys."""
+    """The config with other values of dotted keys. Those of a section change its new value, if it has one, too."""
+    return _with_keys(config, changes)
+
+
+def _with_keys(section: S, changes: Mapping[str, object]) -> S:
+    update, inside = dict[str, Any](), defaultdict[str, dict[str, object]](dict)
     for key, value in changes.items():
-        config = _with_key(config, key, value)
-    return config
-
-
-def _with_key(section: S, key: str, value: object) -> S:
-    name, _, rest = key.partition(".")
-    return section.model_copy(update={name: _with_key(getattr(section, name), rest, value) if rest else value})
+        name, _, rest = key.partition(".")
+        if rest:
+            inside[name][rest] = value
+        else:
+            update[name] = value
+    for name, its in inside.items():
+        update[name] = _with_keys(update[name] if name in update else getattr(section, name), its)
+    return section.model_copy(update=update)
 
 
 def binary(nbytes: int) -> str:

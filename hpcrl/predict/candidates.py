@@ -163,14 +163,14 @@ class Choice:
     @cached_property
     def idle(self) -> int:
         """While other roles work, of the stage with the fewest."""
-        return min((state.without(self._away).total for state in self._states), default=0)
+        return min((state.without(self.on_host).total for state in self._distinct), default=0)
 
     @cached_property
     def state(self) -> int:
         """Weights, gradients and optimizer of the fullest stage while the role works."""
         if self.probe.role == "rollout":
             return self.idle
-        return max((self._working(phase, state) for phase in self._phases for state in self._states), default=0)
+        return max((self._working(phase, state) for phase in self._phases for state in self._distinct), default=0)
 
     @cached_property
     def peak(self) -> int:
@@ -196,14 +196,19 @@ class Choice:
         return self.probe.phases if self._states else []
 
     def _working(self, phase: Phase, state: State) -> int:
-        return state.without([part for part in self._away if part not in NEEDED[phase.kind]]).total
+        return state.without([part for part in self.on_host if part not in NEEDED[phase.kind]]).total
 
     @cached_property
-    def _away(self) -> Collection[Part]:
+    def on_host(self) -> Collection[Part]:
+        """What is in host memory while other roles work."""
         if self.away is not None:
             return self.away
         spec = self.probe.specs.get(self.probe.role)
         return offloaded(self.probe.config, spec) if spec is not None else ()
+
+    @cached_property
+    def _distinct(self) -> set[State]:
+        return {*self._states}
 
     @cached_property
     def _states(self) -> list[State]:

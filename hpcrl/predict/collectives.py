@@ -30,7 +30,7 @@ class Group(NamedTuple):
         return math.ceil(self.size / self.per_node)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def group_of(layout: Layout, ranks_per_node: int, *dims: str) -> Group:
     """The group with the fewest ranks on one node, of those whose ranks differ along `dims`."""
     groups = layout.groups(*dims)

@@ -79,19 +79,20 @@ class PassModel:
     def forward(self, micro: Micro) -> list[Cost]:
         """Of each stage, of a pass without gradients."""
         each = {is_moe: self._forward_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
-        return [
-            self._launched(
+        costs = {
+            stage: self._launched(
                 self._of_stage(stage, each) + self._ends(stage, micro, trains=False), stage, micro, self.operators
             )
-            for stage in self.stages
-        ]
+            for stage in {*self.stages}
+        }
+        return [costs[stage] for stage in self.stages]
 
     def training(self, micro: Micro) -> list[Cost]:
         """Of each stage, of a forward and a backward pass, with what it computes again."""
         each = {is_moe: self._training_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
         again = {is_moe: self._again(is_moe, micro) for is_moe in each}
-        return [
-            self._launched(
+        costs = {
+            stage: self._launched(
                 self._of_stage(stage, each)
                 + self._of_stage(stage, again) * self._share_again(stage)
                 + self._ends(stage, micro, trains=True),
@@ -99,8 +100,9 @@ class PassModel:
                 micro,
                 TRAINING,
             )
-            for stage in self.stages
-        ]
+            for stage in {*self.stages}
+        }
+        return [costs[stage] for stage in self.stages]
 
     def _launched(self, cost: Cost, stage: Stage, micro: Micro, operators: Operators) -> Cost:
         """With the host's time for all operators of a micro-batch, in place of those that `cost` has. A GPU's host is

@@ -80,6 +80,9 @@ class JobTimes:
 
     def phases(self) -> list[Timed]:
         """In the order of a step; a save is one phase, with what it takes each step in the mean."""
+        return [*self.without_saves(), *self.saves()]
+
+    def without_saves(self) -> list[Timed]:
         found = []
         for phase in self.job.phases:
             if phase.name == "rollout":
@@ -89,13 +92,17 @@ class JobTimes:
             elif phase.kind == "generate":
                 found.append(self._timed(phase.name, phase, self._judged(phase)))
             elif phase.kind == "refit":
-                found.append(self._timed("update_weights", phase, self._refit()))
+                found.append(self.refit())
             elif phase.kind == "forward":
                 found.append(self._timed(phase.name, phase, self._forward(phase), self._evenness(phase)))
             elif phase.kind == "train":
                 if phase.name.startswith("update") and not any(it.name == "adv" for it in found):
                     found.append(Timed("adv", "actor", "forward", self._ranks("actor"), self._advantages()))
                 found.append(self._timed(phase.name, phase, self._update(phase), self._evenness(phase)))
+        return found
+
+    def saves(self) -> list[Timed]:
+        found = []
         if self.job.config.trainer.save_rollouts:
             actor = self._ranks("actor")
             found.append(Timed("dump_rollout_generations", "actor", "save", actor, self._archive()))
@@ -104,10 +111,7 @@ class JobTimes:
         return found
 
     def _timed(self, name: str, phase: Phase, cost: Cost, evenness: float = 1.0) -> Timed:
-        ranks = self._ranks(phase.role)
-        if phase.kind == "refit":
-            ranks = tuple(sorted({*ranks, *self._ranks("actor")}))
-        return Timed(name, phase.role, phase.kind, ranks, cost, evenness)
+        return Timed(name, phase.role, phase.kind, self._ranks(phase.role), cost, evenness)
 
     def _ranks(self, role: str) -> tuple[int, ...]:
         return self.job.derived.roles[role].ranks
@@ -302,6 +306,10 @@ class JobTimes:
         return float(whole_numbers(shape) * self.engine.model.units.itemsize)
 
     # the rest
+
+    def refit(self) -> Timed:
+        ranks = tuple(sorted({*self._ranks("rollout"), *self._ranks("actor")}))
+        return Timed("update_weights", "rollout", "refit", ranks, self._refit())
 
     def _refit(self) -> Cost:
         source, destination = self.job.layouts["actor"], self.job.layouts["rollout"]

@@ -44,6 +44,7 @@ from hpcrl.runtime.exits import is_user_error
 KEPT = 5  # results
 MOST_COMPUTED = 150  # candidates whose memory is computed exactly
 FEW = 6  # candidates that are computed for each result that a search begins with
+NEAR = 1.1  # times as long as the fastest result: others are looked for among these first
 FIRST = ("actor", "rollout")  # roles whose layouts differ between results
 SPLIT = ("generate", "forward", "train")  # kinds of phases that are a role's own
 PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
@@ -136,16 +137,23 @@ class Search:
         self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
         self._choices: dict[tuple[object, ...], tuple[float, list[Choice]]] = {}
         self._floors: dict[tuple[object, ...], Split] = {}
+        self._moved: dict[tuple[object, ...], float] = {}
         self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
+        self._ceiling = math.inf
 
     def run(self) -> Found:
         """What the search finds; again after another value of `kept`, what it has computed is used."""
         self._deadline, self._reached = time.process_time() + self.seconds, 0.0
-        self.counts, self._computed = Counts(), 0
+        self._computed = 0
         with suppress(_OutOfTime):
             if not self._found:
                 self._begin_with_fewer()
-            self._visit()
+            has_few = 0 < len(self._found) < self.kept
+            for ceiling in [NEAR * self._seconds()[0], math.inf] if has_few else [math.inf]:
+                self._ceiling, self.counts = ceiling, Counts()
+                self._visit()
+                if sum(seconds < ceiling for seconds in self._seconds()) >= self.kept:
+                    break
         results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
         return Found(results or self._only_one(), self.counts, self._reached)
 
@@ -291,7 +299,7 @@ class Search:
                     if capacity is not None and (choice.state > capacity or choice.peak > capacity):
                         self.counts.too_large += 1
                         continue
-                    split = split or self._split(own, times.phases())
+                    split = split or self._split(own, times.without_saves())
                     choice.split = self._with_copies(split, times, choice.away or ())
                     if sum(choice.split) < most:
                         yield choice
@@ -329,17 +337,38 @@ class Search:
         sets = [[by_role[role] for role in roles] for roles in frame.placement.sets]
         if frame.placement.mode == "sync":
             parts = zip(*([sum(part) for part in zip(*each, strict=True)] for each in sets), strict=True)
-            return sum(map(max, parts))
+            moving = self._moving(frame, chosen) if len(chosen) >= len(FIRST) else 0.0
+            return sum(map(max, parts)) + moving
         return max(sum(map(sum, each)) for each in sets)
+
+    def _moving(self, frame: Frame, chosen: Sequence[Choice]) -> float:
+        """Seconds of a synchronous step's refit and saves, which depend on the placement, the actor and the engine."""
+        key = *self._layout(frame, chosen), "parameters" in chosen[0].on_host
+        if key not in self._moved:
+            keys = self.space.joined(frame.placement, {}, [choice.keys for choice in chosen[: len(FIRST)]])
+            job = Candidate(with_keys(self.space.base.config, keys), self.space.own_roles)
+            times = JobTimes(job, self.machine, self.lengths)
+            try:
+                found = [times.refit(), *times.saves()]
+            except Exception as error:
+                if not is_user_error(error):
+                    raise
+                found = []
+            self._moved[key] = sum(fitted(it.cost, self.machine, it.name).seconds for it in found)
+        return self._moved[key]
 
     def _limit(self, frame: Frame | None = None, chosen: Sequence[Choice] = ()) -> float:
         """Seconds from which on a candidate changes no result."""
-        seconds = sorted(result.prediction.seconds for result in self._found.values())
-        limit = seconds[self.kept - 1] if len(seconds) >= self.kept else self.faster_than
+        seconds = self._seconds()
+        limit = min(self._ceiling, seconds[self.kept - 1] if len(seconds) >= self.kept else self.faster_than)
         if frame is not None and len(chosen) >= len(FIRST):
             same = self._found.get(self._layout(frame, chosen))
             return limit if same is None else min(limit, same.prediction.seconds)
         return limit
+
+    def _seconds(self) -> list[float]:
+        """Of the results, ascending."""
+        return sorted(result.prediction.seconds for result in self._found.values())
 
     def _layout(self, frame: Frame, chosen: Sequence[Choice]) -> tuple[object, ...]:
         return frame.placement, *(choice.grid for choice in chosen[: len(FIRST)])

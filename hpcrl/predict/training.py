@@ -161,7 +161,7 @@ def _replicas(model: PassModel, update: Update, backward: float, forward: float)
     dense, experts = _groups(model)
     network, itemsize = model.network, model.units.itemsize
     reduced = gathered = 0.0
-    for numbers in model.numbers:
+    for numbers in {*model.numbers}:
         pair = ((numbers.trained_dense, dense), (numbers.trained_experts, experts))
         collective = network.all_gather if update.optimizer.is_divided else network.all_reduce
         reduced = max(reduced, sum(collective(FP32 * count, group) for count, group in pair if count))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -35,31 +35,36 @@ def refit_shares(
     stages: of the weights, the share of each pipeline stage; all weights of a stage count as divided by tensor
     parallelism, experts and norms too.
     """
+    own = {rank: (it.pp, it.tp) for rank in source.ranks for it in [source.coord(rank)]}
     on_node: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    own: dict[int, tuple[int, int]] = {}
-    for rank in source.ranks:
-        coord = source.coord(rank)
-        own[rank] = coord.pp, coord.tp
-        on_node[rank // ranks_per_node].add(own[rank])
+    for rank, part in own.items():
+        on_node[rank // ranks_per_node].add(part)
+    on_nodes = {node: frozenset(parts) for node, parts in on_node.items()}
+    alike = Counter(
+        (destination.coord(rank).tp, own.get(rank), on_nodes.get(rank // ranks_per_node, frozenset()))
+        for rank in destination.ranks
+    )
+
+    def overlap(part: tuple[int, int], wanted: int) -> float:
+        stage, slice_ = part
+        low = max(wanted / destination.tp, slice_ / source.tp)
+        high = min((wanted + 1) / destination.tp, (slice_ + 1) / source.tp)
+        return stages[stage] * max(0.0, high - low)
+
     needs = []
-    for rank in destination.ranks:
-        part = destination.coord(rank).tp
-
-        def overlap(held: tuple[int, int], part: int = part) -> float:
-            stage, slice_ = held
-            low = max(part / destination.tp, slice_ / source.tp)
-            high = min((part + 1) / destination.tp, (slice_ + 1) / source.tp)
-            return stages[stage] * max(0.0, high - low)
-
-        whole = 1 / destination.tp
-        copied = overlap(own[rank]) if rank in own else 0.0
-        there = sum(map(overlap, on_node[rank // ranks_per_node]))
-        peers = source.pp * math.ceil(source.tp / destination.tp)
-        near, far = max(0.0, there - copied), max(0.0, whole - max(there, copied))
-        needs.append((rank, copied, near, far, peers if near + far > 1e-9 else 0))
-    sent = sum(near + far for _, _, near, far, _ in needs) / source.size
-    found = {Moved(sent if rank in own else 0.0, near, far, copied, peers) for rank, copied, near, far, peers in needs}
-    found |= {Moved(sent, 0.0, 0.0, 0.0, 0) for rank in source.ranks if rank not in destination}
+    for (wanted, held, beside), count in alike.items():
+        copied = overlap(held, wanted) if held is not None else 0.0
+        there = sum(overlap(part, wanted) for part in sorted(beside))
+        near, far = max(0.0, there - copied), max(0.0, 1 / destination.tp - max(there, copied))
+        needs.append((count, held is not None, near, far, copied))
+    sent = sum(count * (near + far) for count, _, near, far, _ in needs) / source.size
+    most = source.pp * math.ceil(source.tp / destination.tp)
+    found = {
+        Moved(sent * sends, near, far, copied, most if near + far > 1e-9 else 0)
+        for _, sends, near, far, copied in needs
+    }
+    if any(rank not in destination for rank in source.ranks):
+        found.add(Moved(sent, 0.0, 0.0, 0.0, 0))
     return tuple(found)
 
 
