@@ -28,6 +28,7 @@ DENSE = {
     "num_query_groups": 4,
 }
 MOE = DENSE | {"family": "qwen3_moe", "num_experts": 8, "moe_topk": 2, "moe_ffn_hidden_size": 352}
+MOE["moe"] = {"load_imbalance": 2.5}  # actor/moe_load_imbalance/mean of such a job: routers are as initialised
 MODELS = {"dense": DENSE, "moe": MOE}
 AXES = ("tp", "pp", "cp", "vpp", "ep")
 SINGLE = (("single", 1),)  # one rank trains, beside the one that leads and two that generate

@@ -247,12 +247,19 @@ class RopeScalingConfig(Section):
 
 
 class MoeConfig(Section):
-    """What routers add to the loss of the model that is trained: sums over layers, in Megatron's names."""
+    """What routers add to the loss of the model that is trained: sums over layers, in Megatron's names. And how evenly
+    they divide the tokens, which is only for predictions."""
 
     aux_loss_coeff: NonNegativeFloat = Field(
         0.0, description="weight of the loss that balances experts within each sequence; 0: none"
     )
     z_loss_coeff: NonNegativeFloat = Field(0.0, description="weight of the loss that keeps logits small; 0: none")
+    load_imbalance: float | None = Field(
+        None,
+        ge=1.0,
+        description="tokens of the busiest expert over the mean, for predicted times: actor/moe_load_imbalance/mean of "
+        "a run; null: tokens choose at random. `train` and `--calibrate` take what they measure",
+    )
 
 
 class VisionConfig(Section):
@@ -304,7 +311,7 @@ class ModelConfig(Section):
     dense_layers: list[NonNegativeInt] = Field(
         default_factory=list, description="of a model with experts, the layers without, from 0"
     )
-    moe: MoeConfig = Field(default_factory=MoeConfig, description="losses of routers in training")
+    moe: MoeConfig = Field(default_factory=MoeConfig, description="routers in training")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and activations")
     recompute: RecomputeConfig = Field(
         default_factory=RecomputeConfig, description="activations that training computes twice to save memory"

@@ -124,8 +124,8 @@ class Network(NamedTuple):
         inside, between = self.inside, self.between(group.busy)
         near, far = group.per_node - 1, group.size - group.per_node
         latency = near * inside.latency + far * between.latency
-        share = nbytes / group.size
-        return self.contended(group) + latency + max(near * share / inside.bandwidth, far * share / between.bandwidth)
+        share, bandwidth = nbytes / group.size, inside.bandwidth * interpolated(self.shares, group.per_node)
+        return self.contended(group) + latency + max(near * share / bandwidth, far * share / between.bandwidth)
 
     def send(self, nbytes: float, group: Group) -> float:
         """One message to a neighbour of the group."""

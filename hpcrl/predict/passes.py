@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,6 +12,7 @@ from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.predict.collectives import Group, Network, group_of
 from hpcrl.predict.cost import NOTHING, Cost, Units
+from hpcrl.predict.experts import fullest_rank, most_of
 from hpcrl.predict.layers import Layer, Matrix, Numbers, Stage, layer_of, numbers_of, stages_of
 from hpcrl.predict.operators import FORWARD, TRAINING, Operators
 
@@ -43,7 +43,8 @@ class Micro(NamedTuple):
 @dataclass(frozen=True)
 class PassModel:
     """A role's model as its passes see it. sequence_parallel, recompute, lora: as in `hpcrl.plan`. recomputes_head:
-    whether logits are computed again in the backward pass. operators: of a pass without gradients."""
+    whether logits are computed again in the backward pass. operators: of a pass without gradients. load_imbalance:
+    tokens of the expert with most, as a multiple of the mean."""
 
     shape: ModelShape
     layout: Layout
@@ -57,6 +58,7 @@ class PassModel:
     recompute: Recompute | None = None
     recomputes_head: bool = True
     operators: Operators = FORWARD
+    load_imbalance: float = 1.0
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -147,7 +149,8 @@ class PassModel:
         layer = self.layer(is_moe)
         found = self._products((*layer.attention, *layer.adapters), micro.tokens) + self._attention(micro)
         found = found + self._mlp(layer, micro) + self._elementwise(is_moe, micro)
-        return found + Cost(communication=self._reductions(is_moe, micro) + self._exchanged_keys(micro))
+        exchanged = self._exchanged_keys(micro) + (self._exchanged_tokens(micro) if is_moe else 0.0)
+        return found + Cost(communication=self._reductions(is_moe, micro) + exchanged)
 
     def _training_layer(self, is_moe: bool, micro: Micro) -> Cost:
         """A backward pass has two products per product, of frozen weights one. Sequence parallelism gathers a layer's
@@ -161,7 +164,8 @@ class PassModel:
         reductions = self._reductions(is_moe, micro) * (2.5 if self._shares_tokens else 2.0)
         summed = 0 if self.lora is not None else layer.parameters + layer.expert_parameters
         found = found + self.units.moved(2.0 * FP32 * summed)  # gradients are added to those of other micro-batches
-        return found + Cost(communication=reductions + 2.0 * self._exchanged_keys(micro))
+        exchanged = self._exchanged_keys(micro) + (self._exchanged_tokens(micro) if is_moe else 0.0)
+        return found + Cost(communication=reductions + 2.0 * exchanged)
 
     def _again(self, is_moe: bool, micro: Micro) -> Cost:
         """What the backward pass computes again of a layer: all of it, or parts (Chen et al. 2016, arXiv:1604.06174;
@@ -195,26 +199,39 @@ class PassModel:
         return found + self._experts(layer, micro) if layer.experts else found
 
     def _experts(self, layer: Layer, micro: Micro) -> Cost:
-        """Grouped products of the experts that tokens are sent to, and the exchange of the tokens. With tokens that
-        choose at random, an expert-parallel rank with most of them has 1 + sqrt(2 ln(ep) (ep - 1) / copies) times the
-        mean (Raab and Steger 1998, theorem 1, the case of many balls). The ranks of an engine, which all have all
-        tokens, exchange none: their parts of each expert are summed with those of the layer, see `_reductions`."""
+        """Grouped products of the experts that tokens are sent to, of the expert-parallel rank with most of them: as
+        many as chance gives it, times those of the experts that routers prefer."""
         shape, layout = self.shape, self.layout
         rows = micro.tokens * shape.moe_topk * layout.etp / layout.tp
         seen = micro.tokens * layout.etp * layout.ep / layout.tp  # tokens of the group
         used = layer.num_experts * (1.0 - (1.0 - shape.moe_topk / shape.num_experts) ** seen)
-        uneven = most_of(layout.ep, rows * layout.ep)
+        uneven = self._uneven(rows)
         groups = max(1.0, used)
         found = _sum(self.units.product(rows * uneven, *matrix, groups=groups) for matrix in layer.experts)
         sent = rows / layout.etp * shape.hidden_size * self.units.itemsize
         moved = self.units.moved(4.0 * sent)  # sorted by expert, and back
-        exchanged = 2.0 * self.network.all_to_all(sent, group_of(layout, self.ranks_per_node, "ep"))
-        if self._shares_tokens or layout.tp == 1:
-            gathered = group_of(layout, self.ranks_per_node, "etp")
-            exchanged += 2.0 * self.network.all_gather(sent * layout.etp, gathered)
         waited = (uneven - 1.0) / uneven * found.seconds
         even = found * (1.0 / uneven)
-        return even + moved + Cost(communication=exchanged, waiting=waited)
+        return even + moved + Cost(waiting=waited)
+
+    def _uneven(self, rows: float) -> float:
+        """Tokens of the expert-parallel rank with most, as a multiple of the mean."""
+        ep = self.layout.ep
+        return most_of(ep, rows * ep) * fullest_rank(ep, self.shape.num_experts, self.load_imbalance)
+
+    def _exchanged_tokens(self, micro: Micro) -> float:
+        """Tokens, with their probabilities in a message of their own, are sent to experts' ranks and back; before it,
+        ranks tell each other how many there are."""
+        shape, layout, network = self.shape, self.layout, self.network
+        if layout.tp > 1 and not self._shares_tokens:
+            return 0.0
+        rows = micro.tokens * shape.moe_topk / layout.tp
+        width, most = shape.hidden_size * self.units.itemsize, rows * self._uneven(rows * layout.etp)
+        ep, etp = (group_of(layout, self.ranks_per_node, dim) for dim in ("ep", "etp"))
+        exchanged = 2.0 * network.all_to_all(most * width, ep) + network.all_to_all(most * FP32, ep)
+        gathered = 2.0 * network.all_gather(rows * width * layout.etp, etp)
+        gathered += network.all_gather(rows * FP32 * layout.etp, etp)
+        return exchanged + gathered
 
     def _elementwise(self, is_moe: bool, micro: Micro) -> Cost:
         """Two norms (read, write), two residual sums (two reads, a write), the rotary embedding, the activation."""
@@ -280,13 +297,6 @@ def _numbers(
     shape: ModelShape, stages: tuple[Stage, ...], tp: int, ep: int, etp: int, head: Head, lora: Lora | None
 ) -> tuple[Numbers, ...]:
     return tuple(numbers_of(shape, stage, tp, ep, etp, head, lora) for stage in stages)
-
-
-def most_of(ranks: int, balls: float) -> float:
-    """Largest share of a rank as a multiple of the mean, of `balls` that are thrown at random."""
-    if ranks < 2 or balls <= 0:
-        return 1.0
-    return min(float(ranks), 1.0 + math.sqrt(2.0 * math.log(ranks) * (ranks - 1) / balls))
 
 
 def pipelined(stages: Sequence[Cost], count: int, vpp: int = 1, send: float = 0.0, sends: int = 1) -> Cost:

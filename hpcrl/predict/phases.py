@@ -138,6 +138,7 @@ class JobTimes:
             lora=model.lora,
             recompute=_recompute(work.recompute) if phase is not None and phase.kind == "train" and work else None,
             recomputes_head=work is None or work.chunk_tokens is not None,
+            load_imbalance=config.model.moe.load_imbalance or 1.0,
         )
 
     def passes(self, phase: Phase) -> Passes:

@@ -11,6 +11,7 @@ from hpcrl.config.derive import JobDescription
 from hpcrl.config.schema import Config
 from hpcrl.plan.memory import TrainingPlan, with_keys
 from hpcrl.predict.calibrate import Measured
+from hpcrl.predict.experts import with_measured_load
 from hpcrl.predict.lengths import Lengths
 from hpcrl.runtime.exits import InputError
 from hpcrl.telemetry.archive import ArchiveError, read_samples, step_path
@@ -36,6 +37,7 @@ def read_measured(folder: str, job: JobDescription) -> list[Measured]:
     usable = timed[WARM_UP:] or timed[-1:]
     chosen = [usable[number * len(usable) // STEPS] for number in range(STEPS)] if len(usable) > STEPS else usable
     config = on_its_ranks(job.read_config(str(run / "config.yaml")), _num_ranks(run))
+    config = with_measured_load(config, rows[chosen[len(chosen) // 2]])
     plan = TrainingPlan(config, tuple(job.own_specs()))
     samples = plan.derived.samples_per_step
     return [

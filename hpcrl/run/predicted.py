@@ -15,6 +15,7 @@ import numpy as np
 from hpcrl.config.schema import Config
 from hpcrl.controller.controller import Controller
 from hpcrl.plan.memory import TrainingPlan, with_keys
+from hpcrl.predict.experts import with_measured_load
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.step import APART, Prediction, forget_lengths, predict
@@ -133,7 +134,7 @@ class PredictedSteps:
             return {}
         try:
             lengths = Lengths.of_samples(np.asarray(prompts).tolist(), np.asarray(responses).tolist())
-            prediction = predict(self._plan, self._machine, lengths)
+            prediction = predict(self._plan_of(metrics), self._machine, lengths)
         except Exception as error:  # the run continues without it
             log.warning("steps are not predicted: %s: %s", type(error).__name__, error)
             self._is_possible = False
@@ -147,6 +148,13 @@ class PredictedSteps:
             measured = {phase: seconds[f"timing_s/{phase}"] for phase in shown}
             self._warn(prediction, compared(prediction, measured, shown, self._machine.efficiency), metrics, slow)
         return {f"perf/predicted_s/{phase}": it for phase, it in shown.items()}
+
+    def _plan_of(self, metrics: Mapping[str, float]) -> TrainingPlan:
+        """With the load of experts that the step had."""
+        config = with_measured_load(self._plan.config, metrics)
+        if config.model.moe != self._plan.config.model.moe:
+            self._plan = TrainingPlan(config, self._plan.own_roles)
+        return self._plan
 
     def _warn(
         self, prediction: Prediction, step: Sequence[Compared], metrics: Mapping[str, float], slow: Sequence[Slow]

@@ -15,6 +15,7 @@ from hpcrl.config import yaml_core
 from hpcrl.config.loader import dump_config
 from hpcrl.jobs.train import Train
 from hpcrl.predict.calibrate import Measured, cause, fit, fitted_machine, misses
+from hpcrl.predict.experts import METRIC
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.recorded import read_measured, sigma_of
@@ -84,7 +85,7 @@ def test_sigma_of_the_longest() -> None:
 def make_run(folder: Path, times: dict[str, float]) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_config(job_of("grpo_countdown_cpu").config))
-    sizes = {"prompt_length/mean": 14.0, "response_length/mean": 12.0, "response_length/max": 20.0}
+    sizes = {"prompt_length/mean": 14.0, "response_length/mean": 12.0, "response_length/max": 20.0, METRIC: 1.84}
     lines = [
         {"step": step, **sizes, **{f"timing_s/{name}": took for name, took in times.items()}} for step in range(1, 30)
     ]
@@ -106,7 +107,7 @@ def test_a_command_fits_the_machine_to_runs(tmp_path: Path) -> None:
     assert "every phase of every run is within 25%" in done.stdout
     fitted, steps = read_machine(str(out)), read_measured(str(runs[0]), Train)
     assert fitted.measured and fitted.sources[-1].endswith("of first, second")
-    assert len(steps) == 8
+    assert len(steps) == 8 and steps[0].job.config.model.moe.load_imbalance == 1.8
     for name, took in times.items():
         found = predict(steps[0].job, fitted, steps[0].lengths).phases
         assert name == "step" or found[name] == pytest.approx(took, rel=0.01)

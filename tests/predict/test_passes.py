@@ -13,8 +13,9 @@ from hpcrl.model.shape import Lora, ModelShape
 from hpcrl.model.sizes import forward_flops
 from hpcrl.predict.collectives import Network
 from hpcrl.predict.cost import Cost, Units
+from hpcrl.predict.experts import most_of
 from hpcrl.predict.lengths import Lengths
-from hpcrl.predict.passes import Micro, PassModel, Recompute, most_of, pipelined
+from hpcrl.predict.passes import Micro, PassModel, Recompute, pipelined
 from hpcrl.predict.training import Optimizer, Passes, Update, forward_cost, imbalance, packing, update_cost
 from tests.plan.shapes import DEEPSEEK, MOE, SHAPE
 from tests.predict.machines import gpu
@@ -107,7 +108,9 @@ def test_experts_have_the_collectives_of_their_layers() -> None:
     assert each_layer(engine) == pytest.approx(2 * engine.network.all_reduce(nbytes, engine._tp))
     trained = model(shape, ranks=2, machine=machine, layout={"tp": 2, "ep": 2})
     pair = 2 * trained.network.all_gather(nbytes, trained._tp)
-    exchanged = 2 * trained.network.all_to_all(nbytes / 2 * shape.moe_topk, trained._tp)
+    most = most_of(2, 4 * LENGTH * shape.moe_topk) / 2 * shape.moe_topk  # of a token's copies
+    exchanged = 2 * trained.network.all_to_all(nbytes * most, trained._tp)
+    exchanged += trained.network.all_to_all(4 * LENGTH * 4 * most, trained._tp)  # probabilities
     assert each_layer(trained) == pytest.approx(pair + exchanged)
     shared = replace(trained, shape=replace(shape, moe_shared_ffn_hidden_size=72))
     assert each_layer(shared) == pytest.approx(2 * pair + exchanged)
@@ -157,11 +160,6 @@ def test_replicas_wait_for_the_one_with_most_tokens() -> None:
     assert imbalance(Passes(64, 8192, False), fixed, 8) == 1.0
     assert imbalance(Passes(512, 8192, False), varied, 8) > imbalance(Passes(512, 8192, True), varied, 8) >= 1.0
     assert imbalance(Passes(8, 8192, True), varied, 8) == pytest.approx((10 + varied.longest(8)) / varied.mean)
-
-
-def test_experts_of_a_rank_with_most_tokens() -> None:
-    assert most_of(1, 100) == 1.0
-    assert 1.0 < most_of(8, 1e6) < most_of(8, 1e3) < most_of(8, 10) <= 8.0
 
 
 def test_overlap_of_gradients_hides_what_is_shorter_than_the_backward_pass() -> None:

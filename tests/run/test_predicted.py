@@ -13,6 +13,7 @@ from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.jobs.train import Train
 from hpcrl.plan.memory import TrainingPlan
+from hpcrl.predict.experts import METRIC
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.step import Prediction, predict
 from hpcrl.predict.timeline import Span
@@ -146,6 +147,18 @@ def test_a_slow_phase_of_a_job_is_one_line(caplog: pytest.LogCaptureFixture) -> 
     observe(steps, slow, 2 * STEPS)
     (line,) = caplog.messages
     assert line.startswith("gen takes 2") and "times its predicted time, for 10 steps; likely cause: " in line
+
+
+def test_a_step_is_predicted_with_its_load_of_experts() -> None:
+    """An expert-parallel rank with more tokens than others sends and receives more."""
+    experts = {"family": "qwen3_moe", "num_experts": 4, "moe_ffn_hidden_size": 32}
+    steps = PredictedSteps(plan(model=MODEL | experts, placement={"actor": {"ep": 2}}), cpu(), {})
+    seconds = {"timing_s/update_actor": 1.0, "timing_s/step": 1.0}
+    even, uneven, again = (
+        steps.observe(seconds, PROMPTS, RESPONSES, {METRIC: load})["perf/predicted_s/update_actor"]
+        for load in (1.0, 2.0, 1.0)
+    )
+    assert uneven > even == again
 
 
 def test_the_plan_is_of_the_ranks_that_run() -> None:
