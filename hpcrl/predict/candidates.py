@@ -166,6 +166,11 @@ class Choice:
         return min((state.without(self.on_host).total for state in self._distinct), default=0)
 
     @cached_property
+    def resident(self) -> int:
+        """The same of the stage with most."""
+        return max((state.without(self.on_host).total for state in self._distinct), default=0)
+
+    @cached_property
     def state(self) -> int:
         """Weights, gradients and optimizer of the fullest stage while the role works."""
         if self.probe.role == "rollout":

@@ -60,11 +60,13 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class JobTimes:
-    """The costs of a job's phases on a machine, before its efficiency."""
+    """The costs of a job's phases on a machine, before its efficiency. beside: bytes of other models on the engine's
+    ranks; None: those of the job."""
 
     job: TrainingPlan
     machine: Machine
     lengths: Lengths
+    beside: int | None = None
 
     @cached_property
     def network(self) -> Network:
@@ -279,7 +281,8 @@ class JobTimes:
         capacity = self.job.capacity
         if self.on_gpu and self.machine.device.memory_gib is not None:
             capacity = int(min(config.job.gpu_memory_gib, self.machine.device.memory_gib) * GIB)
-        free = None if capacity is None else max(0, capacity - int(self._resident()))
+        resident = int(self._resident()) if self.beside is None else self.beside
+        free = None if capacity is None else max(0, capacity - resident)
         if rollout.engine == "tensorrt_llm" and free is not None:
             free = max(0, free - int(self.engine_bytes / model.layout.tp))
         tp = min(model.layout.tp, model.shape.num_query_groups)  # a head is not split

@@ -138,6 +138,7 @@ class Search:
         self._choices: dict[tuple[object, ...], tuple[float, list[Choice]]] = {}
         self._floors: dict[tuple[object, ...], Split] = {}
         self._moved: dict[tuple[object, ...], float] = {}
+        self._generated: dict[tuple[object, ...], Split] = {}
         self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
         self._ceiling = math.inf
 
@@ -333,6 +334,8 @@ class Search:
     def _bound(self, frame: Frame, chosen: Sequence[Choice]) -> float:
         """Seconds that a step takes at least."""
         splits = [*(choice.split for choice in chosen), *frame.fastest[len(chosen) :]]
+        if len(chosen) >= len(FIRST):
+            splits[FIRST.index("rollout")] = self._generating(frame, chosen)
         by_role = dict(zip(self.roles, splits, strict=True))
         sets = [[by_role[role] for role in roles] for roles in frame.placement.sets]
         if frame.placement.mode == "sync":
@@ -340,6 +343,18 @@ class Search:
             moving = self._moving(frame, chosen) if len(chosen) >= len(FIRST) else 0.0
             return sum(map(max, parts)) + moving
         return max(sum(map(sum, each)) for each in sets)
+
+    def _generating(self, frame: Frame, chosen: Sequence[Choice]) -> Split:
+        """Of the engine, whose KV cache has what other models leave of its ranks' memory."""
+        engine, by_role = chosen[FIRST.index("rollout")], dict(zip(self.roles, chosen, strict=False))
+        roles = frame.placement.roles_beside("rollout")
+        beside = sum(by_role[role].resident if role in by_role else frame.idle[role] for role in roles)
+        times = JobTimes(engine.probe, self.machine, self.lengths, beside)
+        ranks = engine.probe.ranks
+        key = engine.grid, engine.share, ranks[0], len(ranks), frame.placement.mode, times.work.slots
+        if key not in self._generated:
+            self._generated[key] = self._split(engine.probe, times.without_saves())
+        return self._generated[key]
 
     def _moving(self, frame: Frame, chosen: Sequence[Choice]) -> float:
         """Seconds of a synchronous step's refit and saves, which depend on the placement, the actor and the engine."""

@@ -77,6 +77,18 @@ def test_eight_ranks_without_torch(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
+def test_the_layout_of_a_search_runs_dry(tmp_path: Path) -> None:
+    """Its file is a template like any other: `plan` finds that it fits, and 16 ranks agree on where they are."""
+    command = [sys.executable, "-m", "hpcrl", "plan"]
+    search = ["--search", f"{ROOT}/configs/grpo_8b.yaml", "--machine", "dgx_h100", "--nodes", "2", "--out", "best.yaml"]
+    for arguments, said in ((search, "written               best.yaml"), (["best.yaml"], "it fits")):
+        done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and said in done.stdout, done.stderr
+    ran = dry_run(16, "train", "best.yaml", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "all ranks agree on all coordinates and groups; none imported torch" in ran.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -103,6 +103,14 @@ def test_search_finds_what_brute_force_finds(ranks: int, changes: dict[str, obje
     assert found.counts.evaluated + found.counts.by_memory <= found.counts.all
 
 
+def test_a_large_space_is_searched_to_its_end() -> None:
+    """A candidate's bound is its step, so that few more are computed than are found."""
+    found = Search(Space(load_config(ROOT / "configs" / "grpo_8b.yaml"), 4), MACHINE, LENGTHS).run()
+    assert len(found.results) == 5 and found.counts.all > 10_000
+    assert found.counts.evaluated <= 10
+    assert found.bound >= found.results[-1].prediction.seconds * (1 - 1e-9)
+
+
 def test_results_fit_and_are_valid() -> None:
     config = small(8)
     found, again = (Search(Space(config, 2), MACHINE, LENGTHS, most=10).run() for _ in range(2))
