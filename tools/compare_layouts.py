@@ -4,7 +4,8 @@
 
 The machine's efficiencies are fitted to the six cases of CALIBRATED; all figures are of the other cases. A case's
 seconds are the medians of its repeats, each of which is the median of a job's counted steps, divided by how much slower
-than otherwise the machine was during that start of the ranks, of 24 jobs: see `drift`.
+than otherwise the machine was during that start of the ranks, of 24 jobs: see `drift`. Lines of `--memory` are
+compared with the memory that is planned.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--misses", type=int, default=10, help="cases that are listed, the worst first")
     options = parser.parse_args(arguments)
-    every = read(options.file)
-    for text in memory([line for line in every if line["repeat"] == "memory"]):
-        print(text)
-    measured = measurements([line for line in every if line["repeat"] != "memory"])
+    lines = read(options.file)
+    if shares := memory(lines):
+        most = max(shares, key=lambda name: shares[name])
+        print(f"memory: {len(shares)} ranks, peak of live bytes / planned {median(shares.values()):.2f} in the middle,")
+        print(f"  {min(shares.values()):.2f} to {shares[most]:.2f} ({most})")
+    measured = measurements(lines)
     held_out, fitted = compared(measured, read_machine(options.machine))
     for line in report(held_out, fitted, len(measured) - len(held_out)):
         print(line)
@@ -98,9 +101,10 @@ def compared(measured: Mapping[str, tuple[Measured, float]], machine: Machine) -
     return held_out, fitted
 
 
-def memory(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Peaks of live tensor bytes as shares of what `hpcrl plan` counts, by the ranks that hold the same."""
-    peaks = {line["case"]: line["peak_bytes"] for line in lines}
+def memory(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Peaks of live tensor bytes as shares of what `hpcrl plan` counts, by case and first rank of those that hold the
+    same."""
+    peaks = {line["case"]: line["peak_bytes"] for line in lines if "peak_bytes" in line}
     shares: dict[str, float] = {}
     for case in cases():
         if case.name in peaks:
@@ -110,10 +114,7 @@ def memory(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 planned = max(row.total for row in rows if row.place == place)
                 measured = max(peaks[case.name][rank] for rank in place.ranks)
                 shares[f"{case.name}, rank {place.ranks[0]}"] = measured / planned
-    if shares:
-        most, middle = max(shares, key=lambda name: shares[name]), median(shares.values())
-        yield f"memory: {len(shares)} ranks of {len(peaks)} cases, measured / planned {middle:.2f} in the middle,"
-        yield f"  {min(shares.values()):.2f} to {shares[most]:.2f} ({most})"
+    return shares
 
 
 def drift(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -136,10 +137,11 @@ def _medians(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
 
 
 def measurements(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Measured, float]]:
-    """By case, the medians and the spread of the step."""
+    """By case, the medians and the spread of the step, of the lines that have times."""
     repeats: dict[str, list[dict[str, float]]] = defaultdict(list)
-    slower = drift(lines)
-    for line in lines:
+    timed = [line for line in lines if "phases" in line]
+    slower = drift(timed)
+    for line in timed:
         repeats[line["case"]].append(
             {phase: median(seconds) / slower[line["start"]] for phase, seconds in line["phases"].items()}
         )

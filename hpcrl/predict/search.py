@@ -2,9 +2,10 @@
 
 A candidate is a placement of the roles, a way of recomputing, and a choice for each role: layout, micro-batch, offload.
 A node of the search tree has choices for the first roles; its bound is the time of a step in which each role that is
-left has its fastest choice. Nodes are visited in the order of their bounds, so nothing is faster than the results as
-soon as a bound reaches them. A large space may have more candidates near the best than can be computed: then the search
-ends after `MOST_COMPUTED` of them, and says how much faster another one could be.
+left has its fastest choice, and takes least memory from the KV cache. Nodes are visited in the order of their bounds,
+so nothing is faster than the results as soon as a bound reaches them. A large space may have more candidates near the
+best than can be computed: then the search ends after `MOST_COMPUTED` of them, and says how much faster another one
+could be.
 
 HybridFlow's mapping (Sheng et al. 2024, arXiv:2409.19256, section 6, algorithm 1) is alike: it enumerates sets of
 colocated models, gives each set at least the ranks that its memory needs, takes each model's fastest layout on so many

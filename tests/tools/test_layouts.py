@@ -77,6 +77,16 @@ def test_recorded_layouts_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None
         assert compare_layouts.correlation(group) > 0.75
 
 
+def test_no_recorded_layout_takes_more_memory_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import compare_layouts
+    from bench_layouts import read
+
+    shares = compare_layouts.memory(read(DOCS / "layouts.jsonl"))
+    assert len(shares) > 300
+    assert max(shares.values()) < 1.1
+
+
 def phases_of(case, machine: Machine) -> dict[str, list[float]]:
     from bench_layouts import config_of
     from compare_layouts import lengths_of
