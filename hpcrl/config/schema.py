@@ -247,8 +247,8 @@ class RopeScalingConfig(Section):
 
 
 class MoeConfig(Section):
-    """What routers add to the loss of the model that is trained: sums over layers, in Megatron's names. And how evenly
-    they divide the tokens, which is only for predictions."""
+    """What routers add to the loss of the model that is trained: sums over layers, in Megatron's names.
+    `load_imbalance` is only for predictions."""
 
     aux_loss_coeff: NonNegativeFloat = Field(
         0.0, description="weight of the loss that balances experts within each sequence; 0: none"
@@ -257,8 +257,9 @@ class MoeConfig(Section):
     load_imbalance: float | None = Field(
         None,
         ge=1.0,
-        description="tokens of the busiest expert over the mean, for predicted times: actor/moe_load_imbalance/mean of "
-        "a run; null: tokens choose at random. `train` and `--calibrate` take what they measure",
+        description="tokens of the busiest expert over the mean, beyond what chance gives it, for predicted times: "
+        "actor/moe_load_imbalance/mean of a run; null is 1. The steps of a run, in `perf/predicted_s` and for "
+        "`--calibrate`, are predicted with their own",
     )
 
 

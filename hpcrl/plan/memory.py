@@ -396,12 +396,9 @@ def _traffic(resharding: Resharding) -> dict[int, RankTraffic]:
     return resharding.traffic()
 
 
-def with_keys(config: Config, changes: Mapping[str, object]) -> Config:
-    """The config with other values of dotted keys. Those of a section change its new value, if it has one, too."""
-    return _with_keys(config, changes)
-
-
-def _with_keys(section: S, changes: Mapping[str, object]) -> S:
+def with_keys(section: S, changes: Mapping[str, object]) -> S:
+    """The config, or a section, with other values of dotted keys. Keys inside a section that is itself replaced change
+    the new one."""
     update, inside = dict[str, Any](), defaultdict[str, dict[str, object]](dict)
     for key, value in changes.items():
         name, _, rest = key.partition(".")
@@ -410,7 +407,7 @@ def _with_keys(section: S, changes: Mapping[str, object]) -> S:
         else:
             update[name] = value
     for name, its in inside.items():
-        update[name] = _with_keys(update[name] if name in update else getattr(section, name), its)
+        update[name] = with_keys(update[name] if name in update else getattr(section, name), its)
     return section.model_copy(update=update)
 
 

@@ -142,7 +142,8 @@ class Split(NamedTuple):
 @dataclass(eq=False)
 class Choice:
     """A role's layout, micro-batch and offload, its seconds, and the least bytes of a rank that it takes: less than
-    the plan's by final norms, padding, and pictures. away: what is offloaded; None: what the probe's config says."""
+    the plan's by final norms, padding, and pictures. away: what is offloaded; None: what the probe's config says.
+    family: of an engine, the choices that differ only in the KV cache, the smallest first."""
 
     keys: Keys
     probe: Probe = field(repr=False)
@@ -150,6 +151,7 @@ class Choice:
     shared: tuple[object, ...] = ()  # what its activations depend on
     memo: Memo = field(default_factory=Memo, repr=False)
     away: tuple[Part, ...] | None = None
+    family: tuple[Choice, ...] = field(default=(), repr=False)
 
     @cached_property
     def grid(self) -> tuple[object, ...]:
@@ -163,12 +165,12 @@ class Choice:
     @cached_property
     def idle(self) -> int:
         """While other roles work, of the stage with the fewest."""
-        return min((state.without(self.on_host).total for state in self._distinct), default=0)
+        return min((state.without(self.offloaded_parts).total for state in self._distinct), default=0)
 
     @cached_property
     def resident(self) -> int:
-        """The same of the stage with most."""
-        return max((state.without(self.on_host).total for state in self._distinct), default=0)
+        """While other roles work, of the stage with most."""
+        return max((state.without(self.offloaded_parts).total for state in self._distinct), default=0)
 
     @cached_property
     def state(self) -> int:
@@ -201,10 +203,10 @@ class Choice:
         return self.probe.phases if self._states else []
 
     def _working(self, phase: Phase, state: State) -> int:
-        return state.without([part for part in self.on_host if part not in NEEDED[phase.kind]]).total
+        return state.without([part for part in self.offloaded_parts if part not in NEEDED[phase.kind]]).total
 
     @cached_property
-    def on_host(self) -> Collection[Part]:
+    def offloaded_parts(self) -> Collection[Part]:
         """What is in host memory while other roles work."""
         if self.away is not None:
             return self.away
@@ -257,8 +259,17 @@ def undominated(choices: Sequence[Choice], *, by_grid: bool) -> list[Choice]:
     return sorted((choice for each in kept.values() for choice in each), key=lambda it: sum(it.split))
 
 
+def families(choices: Sequence[Choice]) -> list[Choice]:
+    """An engine's choices, the fastest first: of each layout one, with the others as its family, because how fast each
+    is depends on the memory of the models beside it."""
+    kept: dict[object, list[Choice]] = {}
+    for choice in sorted(choices, key=lambda it: it.share):
+        kept.setdefault(choice.grid, []).append(choice)
+    found = [replace(family[-1], family=tuple(family)) for family in kept.values()]
+    return sorted(found, key=lambda it: sum(it.split))
+
+
 def _dominates(one: Choice, other: Choice) -> bool:
     is_faster = all(mine <= its for mine, its in zip(one.split, other.split, strict=True))
-    if one.probe.role == "rollout":
-        return is_faster and one.share <= other.share
-    return is_faster and one.idle <= other.idle and one.state <= other.state and one.peak <= other.peak
+    mine, its = ((it.idle, it.resident, it.state, it.peak) for it in (one, other))
+    return is_faster and all(a <= b for a, b in zip(mine, its, strict=True))

@@ -9,12 +9,12 @@ from statistics import NormalDist
 from hpcrl.config.schema import Config
 from hpcrl.plan.memory import with_keys
 
-METRIC = "actor/moe_load_imbalance/mean"
+LOAD_METRIC = "actor/moe_load_imbalance/mean"
 
 
 def with_measured_load(config: Config, row: Mapping[str, float]) -> Config:
     """The config with `model.moe.load_imbalance` of a step's metrics, to a tenth; as it is if they have none."""
-    imbalance = row.get(METRIC)
+    imbalance = row.get(LOAD_METRIC)
     if imbalance is None or not math.isfinite(imbalance):
         return config
     return with_keys(config, {"model.moe.load_imbalance": max(1.0, round(imbalance, 1))})

@@ -16,7 +16,7 @@ from hpcrl.predict.experts import fullest_rank, most_of
 from hpcrl.predict.layers import Layer, Matrix, Numbers, Stage, layer_of, numbers_of, stages_of
 from hpcrl.predict.operators import FORWARD, TRAINING, Operators
 
-FP32 = 4
+FP32, INT64 = 4, 8
 BACKWARD_ATTENTION = 2.5  # five products for the forward pass's two (Dao 2023, FlashAttention-2, arXiv:2307.08691)
 
 
@@ -149,7 +149,9 @@ class PassModel:
         layer = self.layer(is_moe)
         found = self._products((*layer.attention, *layer.adapters), micro.tokens) + self._attention(micro)
         found = found + self._mlp(layer, micro) + self._elementwise(is_moe, micro)
-        exchanged = self._exchanged_keys(micro) + (self._exchanged_tokens(micro) if is_moe else 0.0)
+        exchanged = self._exchanged_keys(micro)
+        if is_moe:
+            exchanged += self._exchanged_tokens(micro) + self._gathered_numbers()
         return found + Cost(communication=self._reductions(is_moe, micro) + exchanged)
 
     def _training_layer(self, is_moe: bool, micro: Micro) -> Cost:
@@ -164,8 +166,10 @@ class PassModel:
         reductions = self._reductions(is_moe, micro) * (2.5 if self._shares_tokens else 2.0)
         summed = 0 if self.lora is not None else layer.parameters + layer.expert_parameters
         found = found + self.units.moved(2.0 * FP32 * summed)  # gradients are added to those of other micro-batches
-        exchanged = self._exchanged_keys(micro) + (self._exchanged_tokens(micro) if is_moe else 0.0)
-        return found + Cost(communication=reductions + 2.0 * exchanged)
+        exchanged = 2.0 * self._exchanged_keys(micro)
+        if is_moe:
+            exchanged += 2.0 * self._exchanged_tokens(micro) + self._gathered_numbers()
+        return found + Cost(communication=reductions + exchanged)
 
     def _again(self, is_moe: bool, micro: Micro) -> Cost:
         """What the backward pass computes again of a layer: all of it, or parts (Chen et al. 2016, arXiv:1604.06174;
@@ -176,8 +180,11 @@ class PassModel:
         if again.granularity == "full":
             return self._forward_layer(is_moe, micro)
         found = self._attention(micro) if "core_attn" in again.modules else NOTHING
-        computes_mlp = ("moe" if is_moe else "mlp") in again.modules
-        return found + self._mlp(self.layer(is_moe), micro) if computes_mlp else found
+        if ("moe" if is_moe else "mlp") in again.modules:
+            found = found + self._mlp(self.layer(is_moe), micro)
+            if is_moe:
+                found = found + Cost(communication=self._exchanged_tokens(micro) + self._gathered_numbers())
+        return found
 
     def _share_again(self, stage: Stage) -> float:
         """Of a stage's layers, those that compute something again."""
@@ -217,21 +224,35 @@ class PassModel:
     def _uneven(self, rows: float) -> float:
         """Tokens of the expert-parallel rank with most, as a multiple of the mean."""
         ep = self.layout.ep
-        return most_of(ep, rows * ep) * fullest_rank(ep, self.shape.num_experts, self.load_imbalance)
+        by_chance = most_of(ep, rows * ep)
+        return min(float(ep), by_chance * fullest_rank(ep, self.shape.num_experts, self.load_imbalance))
 
     def _exchanged_tokens(self, micro: Micro) -> float:
-        """Tokens, with their probabilities in a message of their own, are sent to experts' ranks and back; before it,
-        ranks tell each other how many there are."""
+        """Seconds in which tokens go to the ranks of their experts, their probabilities in a message of their own, and
+        back, as in megatron's all-to-all dispatcher; those of the rank with most. Ranks that divide each expert gather
+        both, and scatter sums in fp32. An engine's ranks have all tokens, and exchange none: their parts of each expert
+        are summed with those of the layer, see `_reductions`."""
         shape, layout, network = self.shape, self.layout, self.network
-        if layout.tp > 1 and not self._shares_tokens:
+        if self._has_all_tokens:
             return 0.0
         rows = micro.tokens * shape.moe_topk / layout.tp
-        width, most = shape.hidden_size * self.units.itemsize, rows * self._uneven(rows * layout.etp)
+        most, hidden = rows * self._uneven(rows * layout.etp), shape.hidden_size
         ep, etp = (group_of(layout, self.ranks_per_node, dim) for dim in ("ep", "etp"))
-        exchanged = 2.0 * network.all_to_all(most * width, ep) + network.all_to_all(most * FP32, ep)
-        gathered = 2.0 * network.all_gather(rows * width * layout.etp, etp)
-        gathered += network.all_gather(rows * FP32 * layout.etp, etp)
-        return exchanged + gathered
+        exchanged = 2.0 * network.all_to_all(most * hidden * self.units.itemsize, ep)
+        exchanged += network.all_to_all(most * FP32, ep)
+        widths = hidden * self.units.itemsize, FP32, hidden * FP32
+        return exchanged + sum(network.all_gather(most * layout.etp * width, etp) for width in widths)
+
+    def _gathered_numbers(self) -> float:
+        """Seconds in which the ranks of all experts gather the number of tokens of each expert, before an exchange."""
+        group = group_of(self.layout, self.ranks_per_node, "etp", "ep")
+        nbytes = INT64 * self.shape.num_experts * group.size
+        return 0.0 if self._has_all_tokens else self.network.all_gather(nbytes, group)
+
+    @property
+    def _has_all_tokens(self) -> bool:
+        """Whether tensor-parallel ranks do not share tokens."""
+        return self.layout.tp > 1 and not self._shares_tokens
 
     def _elementwise(self, is_moe: bool, micro: Micro) -> Cost:
         """Two norms (read, write), two residual sums (two reads, a write), the rotary embedding, the activation."""

@@ -60,13 +60,13 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class JobTimes:
-    """The costs of a job's phases on a machine, before its efficiency. beside: bytes of other models on the engine's
-    ranks; None: those of the job."""
+    """The costs of a job's phases on a machine, before its efficiency. resident_beside: bytes of other models on the
+    engine's ranks while it generates; None: those of the job."""
 
     job: TrainingPlan
     machine: Machine
     lengths: Lengths
-    beside: int | None = None
+    resident_beside: int | None = None
 
     @cached_property
     def network(self) -> Network:
@@ -140,7 +140,7 @@ class JobTimes:
             lora=model.lora,
             recompute=_recompute(work.recompute) if phase is not None and phase.kind == "train" and work else None,
             recomputes_head=work is None or work.chunk_tokens is not None,
-            load_imbalance=config.model.moe.load_imbalance or 1.0,
+            load_imbalance=self.job.specs[role].architecture(config).moe.load_imbalance or 1.0,
         )
 
     def passes(self, phase: Phase) -> Passes:
@@ -281,7 +281,7 @@ class JobTimes:
         capacity = self.job.capacity
         if self.on_gpu and self.machine.device.memory_gib is not None:
             capacity = int(min(config.job.gpu_memory_gib, self.machine.device.memory_gib) * GIB)
-        resident = int(self._resident()) if self.beside is None else self.beside
+        resident = int(self._resident()) if self.resident_beside is None else self.resident_beside
         free = None if capacity is None else max(0, capacity - resident)
         if rollout.engine == "tensorrt_llm" and free is not None:
             free = max(0, free - int(self.engine_bytes / model.layout.tp))
@@ -294,13 +294,16 @@ class JobTimes:
         for role, model in job.models.items():
             if rollout.isdisjoint(model.layout.ranks):
                 continue
-            away, own = offloaded(job.config, job.specs[role]), self.pass_model(role)
-            numbers, optimizer = max(own.numbers, key=lambda it: it.all), self._optimizer(role)
-            total += numbers.all * model.itemsize * ("parameters" not in away)
-            if optimizer is not None:
-                total += FP32 * numbers.trained * ("gradients" not in away)
-                if "optimizer" not in away:
-                    total += optimizer.nbytes(numbers, model.layout.dp * model.layout.cp, model.layout.edp)
+            away, optimizer, layout = offloaded(job.config, job.specs[role]), self._optimizer(role), model.layout
+            most = 0.0
+            for numbers in {*self.pass_model(role).numbers}:
+                held = float(numbers.all * model.itemsize * ("parameters" not in away))
+                if optimizer is not None:
+                    held += FP32 * numbers.trained * ("gradients" not in away)
+                    if "optimizer" not in away:
+                        held += optimizer.nbytes(numbers, layout.dp * layout.cp, layout.edp)
+                most = max(most, held)
+            total += most
         return total
 
     @cached_property

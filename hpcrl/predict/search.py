@@ -33,7 +33,7 @@ from hpcrl.config.schema import Config
 from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import Row, TrainingPlan, with_keys
 from hpcrl.predict.bound import least
-from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, undominated
+from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, families, undominated
 from hpcrl.predict.cost import fitted
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine
@@ -45,7 +45,7 @@ from hpcrl.runtime.exits import is_user_error
 KEPT = 5  # results
 MOST_COMPUTED = 150  # candidates whose memory is computed exactly
 FEW = 6  # candidates that are computed for each result that a search begins with
-NEAR = 1.1  # times as long as the fastest result: others are looked for among these first
+NEAR = 1.1  # further results are looked for first among those that take less than so many times as long as the fastest
 FIRST = ("actor", "rollout")  # roles whose layouts differ between results
 SPLIT = ("generate", "forward", "train")  # kinds of phases that are a role's own
 PART_OF = {"gen": "generate", "gen_max": "generate", "judge": "score", "reward": "score", "adv": "advantages"}
@@ -138,10 +138,11 @@ class Search:
         self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
         self._choices: dict[tuple[object, ...], tuple[float, list[Choice]]] = {}
         self._floors: dict[tuple[object, ...], Split] = {}
+        self._splits: dict[tuple[object, ...], Split] = {}
         self._moved: dict[tuple[object, ...], float] = {}
         self._generated: dict[tuple[object, ...], Split] = {}
         self._memo, self._found, self._computed = Memo(), dict[tuple[object, ...], Result](), 0
-        self._ceiling = math.inf
+        self._ceiling = math.inf  # seconds above which nothing is looked for yet
 
     def run(self) -> Found:
         """What the search finds; again after another value of `kept`, what it has computed is used."""
@@ -154,7 +155,8 @@ class Search:
             for ceiling in [NEAR * self._seconds()[0], math.inf] if has_few else [math.inf]:
                 self._ceiling, self.counts = ceiling, Counts()
                 self._visit()
-                if sum(seconds < ceiling for seconds in self._seconds()) >= self.kept:
+                num_near = sum(seconds < ceiling for seconds in self._seconds())
+                if num_near >= self.kept or self._computed >= self.most:
                     break
         results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
         return Found(results or self._only_one(), self.counts, self._reached)
@@ -268,7 +270,7 @@ class Search:
         if known < most:
             config = with_keys(self.space.base.config, {**common, "async_training.mode": placement.mode})
             made = list(self._made(role, config, tuple(range(first, first + count)), tuple(common.values()), most))
-            few = undominated(made, by_grid=role in FIRST)
+            few = families(made) if role == "rollout" else undominated(made, by_grid=role in FIRST)
             self.counts.dominated += len(made) - len(few)
             self._choices[key] = most, few
         return few
@@ -301,7 +303,10 @@ class Search:
                     if capacity is not None and (choice.state > capacity or choice.peak > capacity):
                         self.counts.too_large += 1
                         continue
-                    split = split or self._split(own, times.without_saves())
+                    if split is None:
+                        key = *shared, ranks[0], config.async_training.mode
+                        split = self._splits.get(key) or self._split(own, times.without_saves())
+                        self._splits[key] = split
                     choice.split = self._with_copies(split, times, choice.away or ())
                     if sum(choice.split) < most:
                         yield choice
@@ -346,20 +351,25 @@ class Search:
         return max(sum(map(sum, each)) for each in sets)
 
     def _generating(self, frame: Frame, chosen: Sequence[Choice]) -> Split:
-        """Of the engine, whose KV cache has what other models leave of its ranks' memory."""
+        """The engine's seconds with the KV cache that other models leave, which take as little as they can if they are
+        not chosen yet; of a family the least."""
         engine, by_role = chosen[FIRST.index("rollout")], dict(zip(self.roles, chosen, strict=False))
         roles = frame.placement.roles_beside("rollout")
-        beside = sum(by_role[role].resident if role in by_role else frame.idle[role] for role in roles)
-        times = JobTimes(engine.probe, self.machine, self.lengths, beside)
+        resident = sum(by_role[role].resident if role in by_role else frame.idle[role] for role in roles)
+        return _least(self._generated_by(each, resident, frame.placement.mode) for each in engine.family or (engine,))
+
+    def _generated_by(self, engine: Choice, resident: int, mode: str) -> Split:
+        """resident: bytes of other models."""
+        times = JobTimes(engine.probe, self.machine, self.lengths, resident)
         ranks = engine.probe.ranks
-        key = engine.grid, engine.share, ranks[0], len(ranks), frame.placement.mode, times.work.slots
+        key = engine.grid, ranks[0], len(ranks), mode, times.work.slots
         if key not in self._generated:
             self._generated[key] = self._split(engine.probe, times.without_saves())
         return self._generated[key]
 
     def _moving(self, frame: Frame, chosen: Sequence[Choice]) -> float:
         """Seconds of a synchronous step's refit and saves, which depend on the placement, the actor and the engine."""
-        key = *self._layout(frame, chosen), "parameters" in chosen[0].on_host
+        key = *self._layout(frame, chosen), "parameters" in chosen[0].offloaded_parts
         if key not in self._moved:
             keys = self.space.joined(frame.placement, {}, [choice.keys for choice in chosen[: len(FIRST)]])
             job = Candidate(with_keys(self.space.base.config, keys), self.space.own_roles)
@@ -374,7 +384,7 @@ class Search:
         return self._moved[key]
 
     def _limit(self, frame: Frame | None = None, chosen: Sequence[Choice] = ()) -> float:
-        """Seconds from which on a candidate changes no result."""
+        """Seconds from which on candidates are not looked at: they change no result, or are not near it."""
         seconds = self._seconds()
         limit = min(self._ceiling, seconds[self.kept - 1] if len(seconds) >= self.kept else self.faster_than)
         if frame is not None and len(chosen) >= len(FIRST):
@@ -383,7 +393,7 @@ class Search:
         return limit
 
     def _seconds(self) -> list[float]:
-        """Of the results, ascending."""
+        """Seconds of a step of the results, ascending."""
         return sorted(result.prediction.seconds for result in self._found.values())
 
     def _layout(self, frame: Frame, chosen: Sequence[Choice]) -> tuple[object, ...]:
@@ -407,30 +417,43 @@ class Search:
         if "rollout" not in by_role:
             return True
         beside = sum(idle[role] for role in frame.placement.roles_beside("rollout"))
-        return by_role["rollout"].probe.generating(beside, idle["rollout"]) <= capacity
+        smallest = (by_role["rollout"].family or (by_role["rollout"],))[0]
+        return smallest.probe.generating(beside, idle["rollout"]) <= capacity
 
     def _evaluate(self, frame: Frame, chosen: Sequence[Choice]) -> None:
+        """Compute the candidate with the KV cache that is the fastest of those that fit, of equals the smallest."""
+        place = FIRST.index("rollout")
+        each = [(*chosen[:place], engine, *chosen[place + 1 :]) for engine in chosen[place].family]
+        bounds = [self._bound(frame, its) for its in each]
+        counts, before = self.counts, self.counts.evaluated + self.counts.rejected
+        for bound, its in sorted(zip(bounds, each, strict=True), key=lambda it: it[0]):
+            if bound >= self._limit(frame, its) or (self._may_fit(frame, its) and self._is_possible(frame, its)):
+                return
+        counts.by_memory += counts.evaluated + counts.rejected == before
+
+    def _is_possible(self, frame: Frame, chosen: Sequence[Choice]) -> bool:
+        """Compute a candidate, which becomes a result if it is faster than others; False: it does not fit."""
         space, counts = self.space, self.counts
         keys = space.joined(frame.placement, frame.common, [choice.keys for choice in chosen])
         config, limit = with_keys(space.template, keys), self._limit(frame, chosen)
         job = Candidate(config, space.own_roles, self._memo)
         try:
             if lower_bound(job, self.machine, self.lengths) >= limit:
-                return
+                return True
             self._computed += 1
             row = fullest(job, space.capacity)
         except Exception as error:
             if not is_user_error(error):
                 raise
             counts.rejected += 1
-            return
+            return True
         if space.capacity is not None and row.total > space.capacity:
-            counts.by_memory += 1
-            return
+            return False
         counts.evaluated += 1
         prediction, layout = predict(job, self.machine, self.lengths), self._layout(frame, chosen)
         if prediction.seconds < limit:
             self._found[layout] = Result(keys, job, prediction, row, layout)
+        return True
 
 
 def fullest(job: Candidate, capacity: int | None) -> Row:

@@ -103,6 +103,7 @@ class PredictedSteps:
 
     def __init__(self, plan: TrainingPlan, machine: Machine, methods: Mapping[str, Sequence[str]]) -> None:
         self._plan, self._machine, self._methods = plan, machine, methods
+        self._plans = {plan.config.model.moe.load_imbalance: plan}  # by the load of experts
         self._left_out = left_out(plan.config)
         self._slowdowns = Slowdowns()
         self._num_observed = 0
@@ -150,11 +151,12 @@ class PredictedSteps:
         return {f"perf/predicted_s/{phase}": it for phase, it in shown.items()}
 
     def _plan_of(self, metrics: Mapping[str, float]) -> TrainingPlan:
-        """With the load of experts that the step had."""
+        """The plan with the load of experts that a step had."""
         config = with_measured_load(self._plan.config, metrics)
-        if config.model.moe != self._plan.config.model.moe:
-            self._plan = TrainingPlan(config, self._plan.own_roles)
-        return self._plan
+        load = config.model.moe.load_imbalance
+        if load not in self._plans:
+            self._plans[load] = TrainingPlan(config, self._plan.own_roles)
+        return self._plans[load]
 
     def _warn(
         self, prediction: Prediction, step: Sequence[Compared], metrics: Mapping[str, float], slow: Sequence[Slow]

@@ -15,7 +15,7 @@ from hpcrl.config import yaml_core
 from hpcrl.config.loader import dump_config
 from hpcrl.jobs.train import Train
 from hpcrl.predict.calibrate import Measured, cause, fit, fitted_machine, misses
-from hpcrl.predict.experts import METRIC
+from hpcrl.predict.experts import LOAD_METRIC
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine, read_machine
 from hpcrl.predict.recorded import read_measured, sigma_of
@@ -85,7 +85,7 @@ def test_sigma_of_the_longest() -> None:
 def make_run(folder: Path, times: dict[str, float]) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_config(job_of("grpo_countdown_cpu").config))
-    sizes = {"prompt_length/mean": 14.0, "response_length/mean": 12.0, "response_length/max": 20.0, METRIC: 1.84}
+    sizes = {"prompt_length/mean": 14.0, "response_length/mean": 12.0, "response_length/max": 20.0, LOAD_METRIC: 1.84}
     lines = [
         {"step": step, **sizes, **{f"timing_s/{name}": took for name, took in times.items()}} for step in range(1, 30)
     ]

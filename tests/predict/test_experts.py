@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcrl.predict.experts import METRIC, fullest_rank, most_of, with_measured_load
+from hpcrl.predict.experts import LOAD_METRIC, fullest_rank, most_of, with_measured_load
 from tests.plan.shapes import MOE
 from tests.predict.test_passes import micro, model
 from tests.run.test_predicted import config
@@ -42,6 +42,6 @@ def test_only_ranks_that_divide_experts_wait_for_the_fullest_one() -> None:
 
 
 def test_a_runs_load_is_that_of_its_metrics() -> None:
-    assert with_measured_load(config(), {METRIC: 1.84}).model.moe.load_imbalance == 1.8
-    assert with_measured_load(config(), {METRIC: 0.99}).model.moe.load_imbalance == 1.0
-    assert with_measured_load(config(), {METRIC: float("nan")}) == with_measured_load(config(), {}) == config()
+    assert with_measured_load(config(), {LOAD_METRIC: 1.84}).model.moe.load_imbalance == 1.8
+    assert with_measured_load(config(), {LOAD_METRIC: 0.99}).model.moe.load_imbalance == 1.0
+    assert with_measured_load(config(), {LOAD_METRIC: float("nan")}) == with_measured_load(config(), {}) == config()

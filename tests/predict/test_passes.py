@@ -111,6 +111,7 @@ def test_experts_have_the_collectives_of_their_layers() -> None:
     most = most_of(2, 4 * LENGTH * shape.moe_topk) / 2 * shape.moe_topk  # of a token's copies
     exchanged = 2 * trained.network.all_to_all(nbytes * most, trained._tp)
     exchanged += trained.network.all_to_all(4 * LENGTH * 4 * most, trained._tp)  # probabilities
+    exchanged += trained.network.all_gather(8 * shape.num_experts * 2, trained._tp)  # numbers of tokens
     assert each_layer(trained) == pytest.approx(pair + exchanged)
     shared = replace(trained, shape=replace(shape, moe_shared_ffn_hidden_size=72))
     assert each_layer(shared) == pytest.approx(2 * pair + exchanged)

@@ -82,6 +82,7 @@ def brute_force(space: Space) -> dict[tuple[object, ...], float]:
 
 
 LAYOUT = ("placement.pools", "placement.actor", "placement.rollout", "async_training")
+MANY_SEQUENCES = {"data.train_batch_size": 256, "rollout.max_num_seqs": 512}  # which the KV cache limits
 FIXED = {"micro_batches": False, "offload": False, "kv_cache": False, "recompute": False}
 CASES = [
     (4, {}, Knobs(("tp", "pp"), **{**FIXED, "offload": True}, pools=False)),
@@ -89,6 +90,7 @@ CASES = [
     (4, {}, Knobs(("tp",), **FIXED, modes=("one_step_off", "sync"))),
     (4, EXPERTS, Knobs(("ep", "etp"), **FIXED)),
     (8, {}, Knobs(("tp",), **FIXED)),
+    (2, MANY_SEQUENCES, Knobs(("tp",), **{**FIXED, "kv_cache": True}, pools=False)),
     (4, {"job.gpus_per_node": 0}, Knobs(("tp", "pp"), **FIXED)),  # memory has no limit
 ]
 

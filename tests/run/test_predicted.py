@@ -13,7 +13,7 @@ from hpcrl.controller.controller import Controller
 from hpcrl.controller.register import Dispatch, Worker, register
 from hpcrl.jobs.train import Train
 from hpcrl.plan.memory import TrainingPlan
-from hpcrl.predict.experts import METRIC
+from hpcrl.predict.experts import LOAD_METRIC
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.step import Prediction, predict
 from hpcrl.predict.timeline import Span
@@ -155,7 +155,7 @@ def test_a_step_is_predicted_with_its_load_of_experts() -> None:
     steps = PredictedSteps(plan(model=MODEL | experts, placement={"actor": {"ep": 2}}), cpu(), {})
     seconds = {"timing_s/update_actor": 1.0, "timing_s/step": 1.0}
     even, uneven, again = (
-        steps.observe(seconds, PROMPTS, RESPONSES, {METRIC: load})["perf/predicted_s/update_actor"]
+        steps.observe(seconds, PROMPTS, RESPONSES, {LOAD_METRIC: load})["perf/predicted_s/update_actor"]
         for load in (1.0, 2.0, 1.0)
     )
     assert uneven > even == again
