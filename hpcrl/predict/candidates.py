@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -139,6 +139,12 @@ class Split(NamedTuple):
     train: float = 0.0
 
 
+def least_split(splits: Iterable[Split]) -> Split:
+    """The least of each part; no bound of what has no choice."""
+    each = list(splits)
+    return Split(*map(min, zip(*each, strict=True))) if each else Split()
+
+
 @dataclass(eq=False)
 class Choice:
     """A role's layout, micro-batch and offload, its seconds, and the least bytes of a rank that it takes: less than
@@ -265,7 +271,10 @@ def families(choices: Sequence[Choice]) -> list[Choice]:
     kept: dict[object, list[Choice]] = {}
     for choice in sorted(choices, key=lambda it: it.share):
         kept.setdefault(choice.grid, []).append(choice)
-    found = [replace(family[-1], family=tuple(family)) for family in kept.values()]
+    found = []
+    for family in kept.values():
+        least = least_split(choice.split for choice in family)
+        found.append(replace(family[-1], split=least, family=tuple(family)))
     return sorted(found, key=lambda it: sum(it.split))
 
 

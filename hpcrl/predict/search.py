@@ -22,7 +22,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from hpcrl.config.schema import Config
 from hpcrl.plan.fixes import tightest
 from hpcrl.plan.memory import Row, TrainingPlan, with_keys
 from hpcrl.predict.bound import least
-from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, families, undominated
+from hpcrl.predict.candidates import Candidate, Choice, Memo, Probe, Split, families, least_split, undominated
 from hpcrl.predict.cost import fitted
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.machine import Machine
@@ -237,7 +237,7 @@ class Search:
         made = frame._replace(choices=tuple(choices))
         self.counts.opened += 1
         self.counts.all += made.below(0)
-        fastest = tuple(_least(choice.split for choice in each) for each in choices)
+        fastest = tuple(least_split(choice.split for choice in each) for each in choices)
         idle = {role: min((it.idle for it in each), default=0) for role, each in zip(self.roles, choices, strict=True)}
         return made._replace(fastest=fastest, idle=idle)
 
@@ -249,7 +249,7 @@ class Search:
 
     def _floor_of(self, role: str, frame: Frame) -> Split:
         if role == "rollout":
-            return _least(choice.split for choice in self._choices_of(role, frame.placement, frame.common))
+            return least_split(choice.split for choice in self._choices_of(role, frame.placement, frame.common))
         key = "floor", role, frame.placement.of(role)[1], frame.placement.mode
         if key not in self._floors:
             first, count = frame.placement.of(role)
@@ -356,7 +356,9 @@ class Search:
         engine, by_role = chosen[FIRST.index("rollout")], dict(zip(self.roles, chosen, strict=False))
         roles = frame.placement.roles_beside("rollout")
         resident = sum(by_role[role].resident if role in by_role else frame.idle[role] for role in roles)
-        return _least(self._generated_by(each, resident, frame.placement.mode) for each in engine.family or (engine,))
+        return least_split(
+            self._generated_by(each, resident, frame.placement.mode) for each in engine.family or (engine,)
+        )
 
     def _generated_by(self, engine: Choice, resident: int, mode: str) -> Split:
         """resident: bytes of other models."""
@@ -425,11 +427,10 @@ class Search:
         place = FIRST.index("rollout")
         each = [(*chosen[:place], engine, *chosen[place + 1 :]) for engine in chosen[place].family]
         bounds = [self._bound(frame, its) for its in each]
-        counts, before = self.counts, self.counts.evaluated + self.counts.rejected
         for bound, its in sorted(zip(bounds, each, strict=True), key=lambda it: it[0]):
             if bound >= self._limit(frame, its) or (self._may_fit(frame, its) and self._is_possible(frame, its)):
                 return
-        counts.by_memory += counts.evaluated + counts.rejected == before
+        self.counts.by_memory += 1
 
     def _is_possible(self, frame: Frame, chosen: Sequence[Choice]) -> bool:
         """Compute a candidate, which becomes a result if it is faster than others; False: it does not fit."""
@@ -481,9 +482,3 @@ def leanest(space: Space) -> tuple[Keys, Candidate]:
         chosen.append(best.keys)
     keys = space.joined(placement, common, chosen)
     return keys, Candidate(with_keys(space.template, keys), space.own_roles)
-
-
-def _least(splits: Iterable[Split]) -> Split:
-    """The least of each part; no bound of what has no choice."""
-    each = list(splits)
-    return Split(*map(min, zip(*each, strict=True))) if each else Split()
