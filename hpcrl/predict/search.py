@@ -137,6 +137,7 @@ class Search:
         roles = list(self.space.specs)
         self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
         self._choices: dict[tuple[object, ...], tuple[float, list[Choice]]] = {}
+        self._left_out: dict[tuple[object, ...], Counts] = {}
         self._floors: dict[tuple[object, ...], Split] = {}
         self._splits: dict[tuple[object, ...], Split] = {}
         self._moved: dict[tuple[object, ...], float] = {}
@@ -158,6 +159,8 @@ class Search:
                 num_near = sum(seconds < ceiling for seconds in self._seconds())
                 if num_near >= self.kept or self._computed >= self.most:
                     break
+        for name in ("too_large", "too_slow", "dominated"):
+            setattr(self.counts, name, sum(getattr(each, name) for each in self._left_out.values()))
         results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
         return Found(results or self._only_one(), self.counts, self._reached)
 
@@ -269,14 +272,18 @@ class Search:
         known, few = self._choices.get(key, (-math.inf, []))
         if known < most:
             config = with_keys(self.space.base.config, {**common, "async_training.mode": placement.mode})
-            made = list(self._made(role, config, tuple(range(first, first + count)), tuple(common.values()), most))
-            few = families(made) if role == "rollout" else undominated(made, by_grid=role in FIRST)
-            self.counts.dominated += len(made) - len(few)
-            self._choices[key] = most, few
+            ranks, counts = tuple(range(first, first + count)), Counts()
+            made = list(self._made(role, config, ranks, tuple(common.values()), most, counts))
+            if role == "rollout":
+                few = families(made)
+            else:
+                few = undominated(made, by_grid=role in FIRST)
+                counts.dominated = len(made) - len(few)
+            self._choices[key], self._left_out[key] = (most, few), counts
         return few
 
     def _made(
-        self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...], most: float
+        self, role: str, config: Config, ranks: tuple[int, ...], common: tuple[object, ...], most: float, counts: Counts
     ) -> Iterator[Choice]:
         """The choices whose state may fit, which is computed first, and that take less than `most` seconds."""
         space, capacity = self.space, self.space.capacity
@@ -289,7 +296,7 @@ class Search:
             works = [(work, probe({**grid, **work, **offloads[0]})) for work in space.work(role)]
             everything = self._parts(role, dict.fromkeys(offloads[-1], True))
             if capacity is not None and Choice(grid, works[0][1], memo=self._memo, away=everything).state > capacity:
-                self.counts.too_large += len(works) * len(offloads)
+                counts.too_large += len(works) * len(offloads)
                 continue
             for work, own in works:
                 times = JobTimes(own, self.machine, self.lengths)
@@ -301,7 +308,7 @@ class Search:
                     if place:
                         choice.away = self._parts(role, moved)
                     if capacity is not None and (choice.state > capacity or choice.peak > capacity):
-                        self.counts.too_large += 1
+                        counts.too_large += 1
                         continue
                     if split is None:
                         key = *shared, ranks[0], config.async_training.mode
@@ -311,10 +318,10 @@ class Search:
                     if sum(choice.split) < most:
                         yield choice
                     elif place == 0:  # it offloads nothing, so the others are slower still
-                        self.counts.too_slow += len(offloads)
+                        counts.too_slow += len(offloads)
                         break
                     else:
-                        self.counts.too_slow += 1
+                        counts.too_slow += 1
 
     def _parts(self, role: str, moved: Keys) -> tuple[Part, ...]:
         path = self.space.specs[role].path
