@@ -15,11 +15,10 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.params import chunk_layers, role_layout
 from hpcrl.plan.activations import Pass
 from hpcrl.plan.memory import NEEDED, Phase, TrainingPlan
-from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel, State
-from hpcrl.predict.layers import numbers_of, stages_of
+from hpcrl.plan.state import ITEMSIZE, RoleModel, State
 from hpcrl.predict.phases import whole_numbers
 from hpcrl.predict.space import AXES, Keys
-from hpcrl.predict.training import Optimizer
+from hpcrl.predict.training import least_states
 from hpcrl.reshard.planner import Resharding
 
 NOWHERE = Layout((-1,))
@@ -159,6 +158,11 @@ class Choice:
     away: tuple[Part, ...] | None = None
     family: tuple[Choice, ...] = field(default=(), repr=False)
 
+    @property
+    def members(self) -> tuple[Choice, ...]:
+        """The family; another choice is its own."""
+        return self.family or (self,)
+
     @cached_property
     def grid(self) -> tuple[object, ...]:
         return tuple(self.keys[f"placement.{self.probe.role}.{axis}"] for axis in AXES)
@@ -240,25 +244,11 @@ class Choice:
         return [State(0 if may_share else nbytes // probe.derived.roles["rollout"].tp)]
 
 
-def least_states(model: RoleModel) -> list[State]:
-    """Bytes of each stage, with an even share of the optimizer. Cheaper than `states_of`."""
-    shape, layout, optim, found = model.shape, model.layout, model.optim, []
-    sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
-    for stage in stages_of(shape.num_layers, shape.moe_layers, layout.pp, layout.vpp):
-        numbers = numbers_of(shape, stage, *sizes)
-        if optim is None:
-            found.append(State(numbers.all * model.itemsize))
-            continue
-        held = Optimizer.of(optim, model.itemsize).nbytes(numbers, layout.dp * layout.cp, layout.edp)
-        found.append(State(numbers.all * model.itemsize, numbers.trained * FP32, int(held)))
-    return found
-
-
 def undominated(choices: Sequence[Choice], *, by_grid: bool) -> list[Choice]:
     """The choices, the fastest first, without those that are no faster in any part of a step than another one and take
     no less memory. by_grid: of those with one layout."""
     kept: dict[object, list[Choice]] = {}
-    for choice in sorted(choices, key=lambda it: (sum(it.split), it.share)):
+    for choice in sorted(choices, key=lambda it: sum(it.split)):
         others = kept.setdefault(choice.grid if by_grid else (), [])
         if not any(_dominates(other, choice) for other in others):
             others.append(choice)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from hpcrl.plan.state import FP32
 from hpcrl.predict.collectives import group_of
 from hpcrl.predict.cost import NOTHING, Cost
 from hpcrl.predict.lengths import Lengths, spread
-from hpcrl.predict.passes import FP32, Micro, PassModel
+from hpcrl.predict.passes import Micro, PassModel
 
 SIMULATED = 1024  # sequences of an engine that are scheduled one by one; of more, each stands for several
 GROUPS = 12  # decode steps with about equally many running sequences are computed together

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -10,13 +10,14 @@ from typing import NamedTuple
 from hpcrl.grid.layout import Layout
 from hpcrl.model.params import Head
 from hpcrl.model.shape import Lora, ModelShape
+from hpcrl.plan.activations import INT64
+from hpcrl.plan.state import FP32
 from hpcrl.predict.collectives import Group, Network, group_of
 from hpcrl.predict.cost import NOTHING, Cost, Units
 from hpcrl.predict.experts import fullest_rank, most_of
 from hpcrl.predict.layers import Layer, Matrix, Numbers, Stage, layer_of, numbers_of, stages_of
 from hpcrl.predict.operators import FORWARD, TRAINING, Operators
 
-FP32, INT64 = 4, 8
 BACKWARD_ATTENTION = 2.5  # five products for the forward pass's two (Dao 2023, FlashAttention-2, arXiv:2307.08691)
 
 
@@ -81,29 +82,27 @@ class PassModel:
     def forward(self, micro: Micro) -> list[Cost]:
         """Of each stage, of a pass without gradients."""
         each = {is_moe: self._forward_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
-        costs = {
-            stage: self._launched(
-                self._of_stage(stage, each) + self._ends(stage, micro, trains=False), stage, micro, self.operators
-            )
-            for stage in {*self.stages}
-        }
-        return [costs[stage] for stage in self.stages]
+
+        def cost(stage: Stage) -> Cost:
+            found = self._of_stage(stage, each) + self._ends(stage, micro, trains=False)
+            return self._launched(found, stage, micro, self.operators)
+
+        return self._of_stages(cost)
 
     def training(self, micro: Micro) -> list[Cost]:
         """Of each stage, of a forward and a backward pass, with what it computes again."""
         each = {is_moe: self._training_layer(is_moe, micro) for is_moe in (False, True) if self._has(is_moe)}
         again = {is_moe: self._again(is_moe, micro) for is_moe in each}
-        costs = {
-            stage: self._launched(
-                self._of_stage(stage, each)
-                + self._of_stage(stage, again) * self._share_again(stage)
-                + self._ends(stage, micro, trains=True),
-                stage,
-                micro,
-                TRAINING,
-            )
-            for stage in {*self.stages}
-        }
+
+        def cost(stage: Stage) -> Cost:
+            found = self._of_stage(stage, each) + self._of_stage(stage, again) * self._share_again(stage)
+            return self._launched(found + self._ends(stage, micro, trains=True), stage, micro, TRAINING)
+
+        return self._of_stages(cost)
+
+    def _of_stages(self, cost: Callable[[Stage], Cost]) -> list[Cost]:
+        """Of each stage; those that are alike are computed once."""
+        costs = {stage: cost(stage) for stage in {*self.stages}}
         return [costs[stage] for stage in self.stages]
 
     def _launched(self, cost: Cost, stage: Stage, micro: Micro, operators: Operators) -> Cost:
@@ -149,9 +148,7 @@ class PassModel:
         layer = self.layer(is_moe)
         found = self._products((*layer.attention, *layer.adapters), micro.tokens) + self._attention(micro)
         found = found + self._mlp(layer, micro) + self._elementwise(is_moe, micro)
-        exchanged = self._exchanged_keys(micro)
-        if is_moe:
-            exchanged += self._exchanged_tokens(micro) + self._gathered_numbers()
+        exchanged = self._exchanged_keys(micro) + self._exchanged_tokens(is_moe, micro)
         return found + Cost(communication=self._reductions(is_moe, micro) + exchanged)
 
     def _training_layer(self, is_moe: bool, micro: Micro) -> Cost:
@@ -166,9 +163,7 @@ class PassModel:
         reductions = self._reductions(is_moe, micro) * (2.5 if self._shares_tokens else 2.0)
         summed = 0 if self.lora is not None else layer.parameters + layer.expert_parameters
         found = found + self.units.moved(2.0 * FP32 * summed)  # gradients are added to those of other micro-batches
-        exchanged = 2.0 * self._exchanged_keys(micro)
-        if is_moe:
-            exchanged += 2.0 * self._exchanged_tokens(micro) + self._gathered_numbers()
+        exchanged = 2.0 * self._exchanged_keys(micro) + self._exchanged_tokens(is_moe, micro, passes=2)
         return found + Cost(communication=reductions + exchanged)
 
     def _again(self, is_moe: bool, micro: Micro) -> Cost:
@@ -182,8 +177,7 @@ class PassModel:
         found = self._attention(micro) if "core_attn" in again.modules else NOTHING
         if ("moe" if is_moe else "mlp") in again.modules:
             found = found + self._mlp(self.layer(is_moe), micro)
-            if is_moe:
-                found = found + Cost(communication=self._exchanged_tokens(micro) + self._gathered_numbers())
+            found = found + Cost(communication=self._exchanged_tokens(is_moe, micro))
         return found
 
     def _share_again(self, stage: Stage) -> float:
@@ -227,32 +221,24 @@ class PassModel:
         by_chance = most_of(ep, rows * ep)
         return min(float(ep), by_chance * fullest_rank(ep, self.shape.num_experts, self.load_imbalance))
 
-    def _exchanged_tokens(self, micro: Micro) -> float:
+    def _exchanged_tokens(self, is_moe: bool, micro: Micro, passes: int = 1) -> float:
         """Seconds in which tokens go to the ranks of their experts, their probabilities in a message of their own, and
         back, as in megatron's all-to-all dispatcher; those of the rank with most. Ranks that divide each expert gather
-        both, and scatter sums in fp32. An engine's ranks have all tokens, and exchange none: their parts of each expert
-        are summed with those of the layer, see `_reductions`."""
+        both, and scatter sums in fp32. Before the first of the passes all ranks gather the number of tokens of each
+        expert. An engine's ranks have all tokens, and exchange none: their parts of each expert are summed with those
+        of the layer, see `_reductions`."""
         shape, layout, network = self.shape, self.layout, self.network
-        if self._has_all_tokens:
+        if not is_moe or (layout.tp > 1 and not self._shares_tokens):
             return 0.0
         rows = micro.tokens * shape.moe_topk / layout.tp
         most, hidden = rows * self._uneven(rows * layout.etp), shape.hidden_size
         ep, etp = (group_of(layout, self.ranks_per_node, dim) for dim in ("ep", "etp"))
         exchanged = 2.0 * network.all_to_all(most * hidden * self.units.itemsize, ep)
         exchanged += network.all_to_all(most * FP32, ep)
-        widths = hidden * self.units.itemsize, FP32, hidden * FP32
-        return exchanged + sum(network.all_gather(most * layout.etp * width, etp) for width in widths)
-
-    def _gathered_numbers(self) -> float:
-        """Seconds in which the ranks of all experts gather the number of tokens of each expert, before an exchange."""
-        group = group_of(self.layout, self.ranks_per_node, "etp", "ep")
-        nbytes = INT64 * self.shape.num_experts * group.size
-        return 0.0 if self._has_all_tokens else self.network.all_gather(nbytes, group)
-
-    @property
-    def _has_all_tokens(self) -> bool:
-        """Whether tensor-parallel ranks do not share tokens."""
-        return self.layout.tp > 1 and not self._shares_tokens
+        for width in (hidden * self.units.itemsize, FP32, hidden * FP32):
+            exchanged += network.all_gather(most * layout.etp * width, etp)
+        every = group_of(layout, self.ranks_per_node, "etp", "ep")
+        return passes * exchanged + network.all_gather(INT64 * shape.num_experts * every.size, every)
 
     def _elementwise(self, is_moe: bool, micro: Micro) -> Cost:
         """Two norms (read, write), two residual sums (two reads, a write), the rotary embedding, the activation."""

@@ -29,6 +29,7 @@ from hpcrl.predict.training import (
     Update,
     copied_cost,
     forward_cost,
+    least_states,
     stage_evenness,
     update_cost,
 )
@@ -294,16 +295,8 @@ class JobTimes:
         for role, model in job.models.items():
             if rollout.isdisjoint(model.layout.ranks):
                 continue
-            away, optimizer, layout = offloaded(job.config, job.specs[role]), self._optimizer(role), model.layout
-            most = 0.0
-            for numbers in {*self.pass_model(role).numbers}:
-                held = float(numbers.all * model.itemsize * ("parameters" not in away))
-                if optimizer is not None:
-                    held += FP32 * numbers.trained * ("gradients" not in away)
-                    if "optimizer" not in away:
-                        held += optimizer.nbytes(numbers, layout.dp * layout.cp, layout.edp)
-                most = max(most, held)
-            total += most
+            away = offloaded(job.config, job.specs[role])
+            total += max(state.without(away).total for state in least_states(model))
         return total
 
     @cached_property

@@ -136,8 +136,7 @@ class Search:
     def __post_init__(self) -> None:
         roles = list(self.space.specs)
         self.roles = [*FIRST, *(role for role in roles if role not in FIRST)]
-        self._choices: dict[tuple[object, ...], tuple[float, list[Choice]]] = {}
-        self._left_out: dict[tuple[object, ...], Counts] = {}
+        self._choices: dict[tuple[object, ...], tuple[float, list[Choice], Counts]] = {}
         self._floors: dict[tuple[object, ...], Split] = {}
         self._splits: dict[tuple[object, ...], Split] = {}
         self._moved: dict[tuple[object, ...], float] = {}
@@ -160,7 +159,7 @@ class Search:
                 if num_near >= self.kept or self._computed >= self.most:
                     break
         for name in ("too_large", "too_slow", "dominated"):
-            setattr(self.counts, name, sum(getattr(each, name) for each in self._left_out.values()))
+            setattr(self.counts, name, sum(getattr(counts, name) for _, _, counts in self._choices.values()))
         results = sorted(self._found.values(), key=lambda it: it.prediction.seconds)[: self.kept]
         return Found(results or self._only_one(), self.counts, self._reached)
 
@@ -269,7 +268,7 @@ class Search:
         first %= self.space.per_node
         trains = self.space.specs[role].trains
         key = role, first, count, placement.mode, tuple(common.items()) if trains else ()
-        known, few = self._choices.get(key, (-math.inf, []))
+        known, few, _ = self._choices.get(key, (-math.inf, [], Counts()))
         if known < most:
             config = with_keys(self.space.base.config, {**common, "async_training.mode": placement.mode})
             ranks, counts = tuple(range(first, first + count)), Counts()
@@ -277,9 +276,9 @@ class Search:
             if role == "rollout":
                 few = families(made)
             else:
-                few = undominated(made, by_grid=role in FIRST)
+                few = undominated(made, by_grid=role == "actor")
                 counts.dominated = len(made) - len(few)
-            self._choices[key], self._left_out[key] = (most, few), counts
+            self._choices[key] = most, few, counts
         return few
 
     def _made(
@@ -363,9 +362,7 @@ class Search:
         engine, by_role = chosen[FIRST.index("rollout")], dict(zip(self.roles, chosen, strict=False))
         roles = frame.placement.roles_beside("rollout")
         resident = sum(by_role[role].resident if role in by_role else frame.idle[role] for role in roles)
-        return least_split(
-            self._generated_by(each, resident, frame.placement.mode) for each in engine.family or (engine,)
-        )
+        return least_split(self._generated_by(each, resident, frame.placement.mode) for each in engine.members)
 
     def _generated_by(self, engine: Choice, resident: int, mode: str) -> Split:
         """resident: bytes of other models."""
@@ -426,13 +423,12 @@ class Search:
         if "rollout" not in by_role:
             return True
         beside = sum(idle[role] for role in frame.placement.roles_beside("rollout"))
-        smallest = (by_role["rollout"].family or (by_role["rollout"],))[0]
-        return smallest.probe.generating(beside, idle["rollout"]) <= capacity
+        return by_role["rollout"].members[0].probe.generating(beside, idle["rollout"]) <= capacity
 
     def _evaluate(self, frame: Frame, chosen: Sequence[Choice]) -> None:
         """Compute the candidate with the KV cache that is the fastest of those that fit, of equals the smallest."""
         place = FIRST.index("rollout")
-        each = [(*chosen[:place], engine, *chosen[place + 1 :]) for engine in chosen[place].family]
+        each = [(*chosen[:place], engine, *chosen[place + 1 :]) for engine in chosen[place].members]
         bounds = [self._bound(frame, its) for its in each]
         for bound, its in sorted(zip(bounds, each, strict=True), key=lambda it: it[0]):
             if bound >= self._limit(frame, its) or (self._may_fit(frame, its) and self._is_possible(frame, its)):

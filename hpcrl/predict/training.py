@@ -11,10 +11,10 @@ import numpy as np
 from hpcrl.batch.packing import micro_batches
 from hpcrl.config.schema import OptimConfig
 from hpcrl.model.sizes import ROW_MULTIPLE
-from hpcrl.plan.state import FP32, ITEMSIZE
+from hpcrl.plan.state import FP32, ITEMSIZE, RoleModel, State
 from hpcrl.predict.collectives import Group, group_of
 from hpcrl.predict.cost import NOTHING, Cost
-from hpcrl.predict.layers import Numbers
+from hpcrl.predict.layers import Numbers, numbers_of, stages_of
 from hpcrl.predict.lengths import Lengths
 from hpcrl.predict.passes import Micro, PassModel, evenness, pipelined
 
@@ -123,6 +123,21 @@ class Optimizer(NamedTuple):
         if not self.is_divided:
             return float(numbers.trained)
         return numbers.trained_dense / dense + numbers.trained_experts / experts
+
+
+def least_states(model: RoleModel) -> list[State]:
+    """Bytes of each stage, with an even share of the optimizer. Cheaper than
+    `hpcrl.predict.candidates.states_of`."""
+    shape, layout, optim, found = model.shape, model.layout, model.optim, []
+    sizes = (layout.tp, layout.ep, layout.etp, model.head, model.lora)
+    for stage in stages_of(shape.num_layers, shape.moe_layers, layout.pp, layout.vpp):
+        numbers = numbers_of(shape, stage, *sizes)
+        if optim is None:
+            found.append(State(numbers.all * model.itemsize))
+            continue
+        held = Optimizer.of(optim, model.itemsize).nbytes(numbers, layout.dp * layout.cp, layout.edp)
+        found.append(State(numbers.all * model.itemsize, numbers.trained * FP32, int(held)))
+    return found
 
 
 class Update(NamedTuple):
