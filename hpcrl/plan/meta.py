@@ -20,6 +20,7 @@ from hpcrl.grid.layout import Layout
 from hpcrl.model.build import build_model
 from hpcrl.plan.state import RoleModel
 from hpcrl.runtime.exits import InputError
+from hpcrl.runtime.platform import make_gather_buffer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +41,9 @@ class OwnGroups(GroupCache):
 
 @contextmanager
 def fake_rank(layout: Layout, rank: int) -> Iterator[RoleGroups]:
-    """Context in which this process is a rank of a layout, in a world that ends with the layout's last rank."""
+    """Context in which this process is a rank of a layout, in a world that ends with the layout's last rank. It has
+    nothing of a rank that the process was before."""
+    make_gather_buffer()
     hook = sys.excepthook  # torch puts its own around it each time
     dist.init_process_group("fake", rank=rank, world_size=max(layout.ranks) + 1, store=FakeStore())
     try:

@@ -40,12 +40,12 @@ def in_place_of_cuda(device: torch.device) -> Iterator[None]:
     global _in_place_of_cuda
     install()
     before, _in_place_of_cuda = _in_place_of_cuda, device
-    _make_gather_buffer()
+    make_gather_buffer()
     try:
         yield
     finally:
         _in_place_of_cuda = before
-        _make_gather_buffer()
+        make_gather_buffer()
 
 
 def import_megatron() -> None:
@@ -96,11 +96,11 @@ def install() -> None:
     random._get_all_rng_states = lambda: ()  # type: ignore[assignment,return-value]
     random._set_all_rng_states = lambda *states: None
     random._fork_rng = contextlib.nullcontext  # type: ignore[assignment]
-    _make_gather_buffer()
+    make_gather_buffer()
 
 
-def _make_gather_buffer() -> None:
-    """Allocate the buffer into which sequence parallelism gathers a layer's input. It is no other parallel state."""
+def make_gather_buffer() -> None:
+    """Make an empty buffer, into which sequence parallelism gathers a layer's input. It is no other parallel state."""
     from megatron.core import parallel_state
 
     parallel_state._GLOBAL_MEMORY_BUFFER = None
