@@ -117,11 +117,11 @@ def run_file(arguments: list[str]) -> NoReturn:
         parser.parse_args(arguments)
     if arguments[0].endswith(".py"):
         run_job(arguments[0], arguments[1:])
-    from hpcrl.config.loader import raw_value
+    from hpcrl.config.loader import job_file
 
     with exits.one_line_for_user_errors():
-        file = raw_value(arguments[0], arguments[1:], ("run", "job_file"))
-    if not isinstance(file, str):
+        file = job_file(arguments[0], arguments[1:])
+    if file is None:
         fail(f"{arguments[0]} has no run.job_file, so it does not say which job it is for; use {RUN_USAGE}")
     run_job(file, arguments)
 

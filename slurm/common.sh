@@ -111,11 +111,27 @@ hpcrl_run_dir() {
     local folder=${1%/*} name=${1##*/} argument
     for argument in "${@:2}"; do
         case $argument in
-        run.dir=*) folder=${argument#run.dir=} ;;
-        run.name=*) name=${argument#run.name=} ;;
+        run.dir=*) folder=$(hpcrl_path "${argument#run.dir=}") || exit ;;
+        run.name=*) name=$(hpcrl_path "${argument#run.name=}") || exit ;;
         esac
     done
     printf '%s\n' "$folder/$name"
+}
+
+# hpcrl_path PATH: as hpcrl/config/paths.py expands it: ~/, $NAME, ${NAME}, ${oc.env:NAME}, ${oc.env:NAME,default}, $$
+hpcrl_path() {
+    local rest=$1 path= name
+    local variable='^([^$]*)\$(\$|([A-Za-z_][A-Za-z0-9_]*)|\{(oc\.env:)?([A-Za-z_][A-Za-z0-9_]*)(,([^}]*))?\})(.*)$'
+    while [[ $rest =~ $variable ]]; do
+        path+=${BASH_REMATCH[1]} name=${BASH_REMATCH[3]}${BASH_REMATCH[5]} rest=${BASH_REMATCH[8]}
+        [[ -z $name || -n ${!name:-${BASH_REMATCH[7]}} ]] || hpcrl_fail "found $1; expected $name to be set"
+        if [[ -n $name ]]; then path+=${!name:-${BASH_REMATCH[7]}}; else path+='$'; fi
+    done
+    path+=$rest
+    case $path in
+    \~ | \~/*) path=$HOME${path#\~} ;;
+    esac
+    printf '%s\n' "$path"
 }
 
 # hpcrl_choose_python: hpcrl_python, the start of a command line, and hpcrl_srun_options where srun needs them as well

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from hpcrl.config.paths import expanded
+
 MAX_UNSYNCED = 1 << 30  # bytes; else the last fsync, which reports no progress, would take most of a large file's time
 
 
@@ -246,7 +248,7 @@ def write_file(
     """Let `write` fill the file `target`, and call `on_written` when its data is no longer needed.
 
     scratch: folder on this node to write to first, so that the copy in memory is freed as soon as the fast disk has it;
-    `$NAME` is an environment variable. If it cannot be used, a warning is logged and the file is written directly.
+    its variables are those of this rank. If it cannot be used, a warning is logged and the file is written directly.
     on_progress: called during writing. Returns the entry of `target` under its bare name. Raises OSError if it cannot
     be written.
     """
@@ -267,7 +269,7 @@ def _scratch_path(scratch: str, target: Path) -> Path:
     """Return one path for all checkpoints of a run, so that leftovers of a killed attempt are replaced."""
     run, role = str(target.parents[2]), target.parent.name
     key = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
-    return Path(os.path.expandvars(scratch)) / f"hpcrl_{key}_{role}_{target.name}"
+    return Path(expanded(scratch)) / f"hpcrl_{key}_{role}_{target.name}"
 
 
 def _write_scratch(

@@ -9,14 +9,12 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from hpcrl.algorithms.advantages import ESTIMATORS
 from hpcrl.algorithms.distillation import DISTILLATION_LOSSES
 from hpcrl.algorithms.parameters import inherited
 from hpcrl.algorithms.policy_losses import POLICY_LOSSES
 from hpcrl.algorithms.registry import Registry, UnknownName
-from hpcrl.config.loader import KeyPath, explain, keys_of, suggest
+from hpcrl.config.problems import KeyPath, hint, validated
 from hpcrl.config.schema import Config, SamplerConfig, Section
 from hpcrl.config.yaml_core import ConfigError, Node
 from hpcrl.rewards.manager import REWARD_MANAGERS
@@ -99,8 +97,8 @@ def _check_mappings(section: Section, path: str, declared: Mapping[str, type], i
         if name in declared:
             given_parameters(keys, declared[name], given)
         elif is_complete:
-            known = [*keys_of(), *((*path.split("."), plugin) for plugin in declared)]
-            raise ConfigError(f"unknown key {'.'.join(keys)}; {suggest(keys, known)}")
+            names = [*type(section).model_fields, *declared]
+            raise ConfigError(f"unknown key {'.'.join(keys)}; {hint(keys, names)}")
 
 
 def parameters(config: Config, path: str, name: str) -> Any:
@@ -130,11 +128,7 @@ def sampler_parameters(sampler: SamplerConfig, declaration: type) -> Any:
 
 def given_parameters(prefix: KeyPath, declaration: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The values under the key `prefix`, checked against a declaration."""
-    schema = section_of(declaration)
-    try:
-        found = schema.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Node.of(dict(given)), schema, prefix)) from None
+    found = validated(Node.of(dict(given)), section_of(declaration), prefix)
     return {key: getattr(found, key) for key in found.model_fields_set}
 
 

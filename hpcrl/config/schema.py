@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PlainSerializer,
     PositiveFloat,
     PositiveInt,
     create_model,
@@ -32,6 +33,7 @@ from hpcrl.algorithms.pf_ppo import PfPpo
 from hpcrl.algorithms.rollout_correction import RolloutCorrection
 from hpcrl.algorithms.surrogate_losses import ActorParameters, PolicyLossParameters
 from hpcrl.algorithms.token_advantages import AlgorithmParameters
+from hpcrl.config.paths import Files, NodePath, PathStr, expanded, literal, one_or_several
 from hpcrl.rewards.manager import CustomReward, OverlongBuffer, RewardKwargsParameters, Scoring
 
 
@@ -61,7 +63,7 @@ def _not_blank(value: str) -> str:
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-FolderName = Annotated[str, AfterValidator(_folder_name)]
+FolderName = Annotated[str, AfterValidator(expanded), AfterValidator(_folder_name), PlainSerializer(literal)]
 DisplayName = Annotated[str, AfterValidator(_not_blank)]
 PositiveOrMinusOne = Annotated[int, AfterValidator(_minus_one_or_positive)]
 
@@ -122,12 +124,7 @@ class OpenSection(Section):
     __pydantic_extra__: dict[str, dict[str, Any]]
 
 
-def _one_or_several(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-Files = Annotated[list[str], BeforeValidator(_one_or_several)]
-Loggers = Annotated[list[Literal["console", "tensorboard", "wandb", "mlflow"]], BeforeValidator(_one_or_several)]
+Loggers = Annotated[list[Literal["console", "tensorboard", "wandb", "mlflow"]], BeforeValidator(one_or_several)]
 
 
 class WatchdogConfig(Section):
@@ -146,12 +143,12 @@ class WatchdogConfig(Section):
 
 class RunConfig(Section):
     name: FolderName = Field("run", description="name of the run; its files go to <dir>/<name>/")
-    dir: str = Field("runs", description="folder that holds runs")
+    dir: PathStr = Field("runs", description="folder that holds runs")
     seed: int = Field(0, ge=-(2**63), lt=2**63, description="seed of weights, data order and sampling")
     plugins: Files = Field(
         default_factory=list, description="Python files that register estimators or losses of your own"
     )
-    job_file: str | None = Field(None, description="Python file of a job of your own, as `hpcrl run` was given it")
+    job_file: PathStr | None = Field(None, description="Python file of a job of your own, as `hpcrl run` was given it")
     c10d_backend: Literal["mpi_host", "gloo"] = Field(
         "mpi_host", description="torch.distributed backend on the CPU: our own over MPI, or gloo"
     )
@@ -282,11 +279,11 @@ class ModelConfig(Section):
     The architecture is given here, or is that of the Hugging Face directory `path`; the rest holds for both.
     """
 
-    path: str | None = Field(None, description="Hugging Face directory, or null for the architecture given here")
-    init_from: str | None = Field(
+    path: PathStr | None = Field(None, description="Hugging Face directory, or null for the architecture given here")
+    init_from: PathStr | None = Field(
         None, description="run, checkpoint or Hugging Face directory whose weights start actor, reference, critic body"
     )
-    tokenizer: str | None = Field(None, description="tokenizer directory; null: model.path")
+    tokenizer: PathStr | None = Field(None, description="tokenizer directory; null: model.path")
     family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = Field(
         "llama",
         description="model_type of its config.json: qwen2 has biases of queries, keys, values, qwen3* norms of "
@@ -361,7 +358,9 @@ class PlacementConfig(Section):
 
 
 class SamplerConfig(OpenSection):
-    class_path: str | None = Field(None, description="Python file of a sampler of your own; null: the built-in order")
+    class_path: PathStr | None = Field(
+        None, description="Python file of a sampler of your own; null: the built-in order"
+    )
     class_name: str | None = Field(
         None, description="class in that file, or a built-in curriculum: DifficultyCurriculum"
     )
@@ -430,14 +429,16 @@ class MultiTurnConfig(Section):
         "hermes",
         description="how the model writes a tool call: hermes, json, or a parser that the tools' file registers",
     )
-    function_tool_path: str | None = Field(None, description="Python file whose functions marked @tool are the tools")
+    function_tool_path: PathStr | None = Field(
+        None, description="Python file whose functions marked @tool are the tools"
+    )
     tool_timeout: PositiveFloat = Field(10.0, description="seconds for one tool call; then its answer says so")
     num_tool_workers: PositiveInt = Field(1, description="processes per rollout leader that run tools")
     max_tool_response_length: PositiveInt = Field(256, description="tokens of one tool's answer at most")
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
         "middle", description="which side of an answer that is too long is kept; middle: both ends"
     )
-    interaction_path: str | None = Field(None, description="Python file of a user simulator; null: no user answers")
+    interaction_path: PathStr | None = Field(None, description="Python file of a user simulator; null: no user answers")
     interaction_name: str = Field("Interaction", description="class in that file")
 
 
@@ -459,7 +460,7 @@ class TrtllmConfig(Section):
     design: Literal["tp_group", "single_process"] = Field(
         "tp_group", description="tp_group: one worker per rank of a replica; single_process: replicas of tp 1"
     )
-    model_dir: str | None = Field(None, description="Hugging Face directory with config.json; null: model.path")
+    model_dir: PathStr | None = Field(None, description="Hugging Face directory with config.json; null: model.path")
 
 
 class EngineConfig(Section):
@@ -608,7 +609,9 @@ class RefConfig(Section):
 
 
 class TeacherConfig(Section):
-    init_from: str | None = Field(None, description="weights: a run's folder or a checkpoint; null: model.init_from")
+    init_from: PathStr | None = Field(
+        None, description="weights: a run's folder or a checkpoint; null: model.init_from"
+    )
     model: ModelConfig | None = Field(None, description="architecture; null: the actor's")
     log_prob_max_token_len_per_gpu: PositiveInt | None = Field(
         None, description="tokens per micro-batch of one model replica; null: the actor's"
@@ -628,7 +631,7 @@ class DistillationConfig(Section):
 
 
 class CustomRewardConfig(Section, CustomReward):
-    pass
+    path: PathStr | None = Field(None, description="Python file of a reward function of your own; null: by data_source")
 
 
 class RewardManagerConfig(Section):
@@ -647,7 +650,7 @@ class RewardKwargs(Section, RewardKwargsParameters):
 
 class RewardModelConfig(Section):
     enable: bool = Field(False, description="score with a reward model too")
-    init_from: str | None = Field(None, description="its weights: a run's folder or a checkpoint of `hpcrl rm`")
+    init_from: PathStr | None = Field(None, description="its weights: a run's folder or a checkpoint of `hpcrl rm`")
     model: ModelConfig | None = Field(None, description="its architecture; null: the actor's")
     weight: float = Field(1.0, description="weight of the reward model's score")
     rule_weight: float = Field(1.0, description="weight of the rule's score; 0: no rule is asked")
@@ -659,7 +662,7 @@ class JudgeConfig(EngineConfig):
     """A second generation engine, of frozen weights, that is asked about responses."""
 
     enable: bool = Field(False, description="ask a model about every response, and add its verdict to the score")
-    init_from: str | None = Field(
+    init_from: PathStr | None = Field(
         None,
         description="its weights: a run, checkpoint or Hugging Face directory; null: model.path, or without model what "
         "the policy starts from",
@@ -675,7 +678,7 @@ class JudgeConfig(EngineConfig):
         description="prompt of the judge, with {response} and where wanted {prompt}, {ground_truth}, {rubric}, and for "
         "pairwise {other}; null: built in",
     )
-    template_path: str | None = Field(None, description="text file with the template, in place of template")
+    template_path: PathStr | None = Field(None, description="text file with the template, in place of template")
     rubric: list[str | dict[str, str | float]] = Field(
         default_factory=list,
         description="criteria, texts or {criterion, weight}, of rows that have none in extra_info.rubric",
@@ -780,7 +783,7 @@ class CheckpointConfig(Section):
         True,
         description="training continues while a checkpoint is written, from a copy in host memory; false: it waits",
     )
-    scratch_dir: str | None = Field(
+    scratch_dir: NodePath | None = Field(
         None,
         description="folder on each node that a checkpoint is written to before it goes to the run directory; "
         "$NAME is a variable of the environment; null: straight to the run directory",
@@ -803,7 +806,7 @@ class TrainerConfig(Section):
     save_hf: bool = Field(False, description="put the policy into each checkpoint as a Hugging Face directory, too")
     val_before_train: bool = Field(True, description="validate before the first step")
     critic_warmup: NonNegativeInt = Field(0, description="steps that train only the critic")
-    rollouts_from: str | None = Field(
+    rollouts_from: PathStr | None = Field(
         None, description="rollout archive folder that feeds the steps, in place of rollout"
     )
     save_rollouts: bool = Field(True, description="write rollouts/step_*.h5")
@@ -874,7 +877,8 @@ def _shell_words(value: str) -> str:
         raise ValueError(f"a command in the shell's notation ({error})") from None
     if not words or not words[0]:
         raise ValueError("a command, such as ./notify.sh")
-    return value
+    program = expanded(words[0])
+    return value if program == words[0] else shlex.join([program, *words[1:]])
 
 
 ShellCommand = Annotated[str, AfterValidator(_shell_words)]
@@ -913,7 +917,7 @@ class JobConfig(Section):
     gpu_memory_gib: PositiveFloat = Field(
         80.0, description="memory of a GPU that `hpcrl plan` fits the job into, in GiB"
     )
-    machine: str | None = Field(
+    machine: PathStr | None = Field(
         None,
         description="machine file, or the name of one in configs/machines: submit and train predict by it how long a "
         "step takes; null: they do not",
@@ -927,7 +931,7 @@ class JobConfig(Section):
     extra: list[SbatchOption] = Field(
         default_factory=list, description="further options of sbatch, such as --mail-type=END"
     )
-    on_event: Annotated[list[ShellCommand], BeforeValidator(_one_or_several)] = Field(
+    on_event: Annotated[list[ShellCommand], BeforeValidator(one_or_several)] = Field(
         default_factory=list,
         description="command, or a list of them, that runs when the job has started, saved, left, is done, hangs or "
         "has failed, such as ./notify.sh",

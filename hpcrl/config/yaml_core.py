@@ -14,11 +14,17 @@ import yaml
 
 
 class ConfigError(ValueError):
-    """A line for the user: what was found, what was expected, what to do. The program ends with exit code 2."""
+    """A line for the user, or several: what was found, what was expected, what to do. The program ends with exit code
+    2."""
 
     user_error = True
 
+    def __init__(self, *lines: str):
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
+
+OVERRIDE = "override "  # begins the place of a value that an override gives
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"

@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt
 
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.config.derive import RoleLayouts
+from hpcrl.config.paths import PathStr
 from hpcrl.config.schema import Config, Section
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.tokenizer import end_token_ids
@@ -47,7 +48,7 @@ DECISIVE = re.compile(
 class GenerateConfig(Section):
     """`hpcrl generate` and `hpcrl evaluate`: the engine on a dataset, without training."""
 
-    output_path: str | None = Field(None, description="JSONL file of the responses; null: <run>/generations.jsonl")
+    output_path: PathStr | None = Field(None, description="JSONL file of the responses; null: <run>/generations.jsonl")
     batch_size: PositiveInt | None = Field(
         None, description="prompts between two writes to that file; null: as many as fill the engines' slots 16 times"
     )

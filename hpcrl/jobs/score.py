@@ -16,7 +16,8 @@ from pydantic import Field, PositiveInt
 from hpcrl.batch.balance import balanced_assignment
 from hpcrl.batch.data_proto import DataProto
 from hpcrl.batch.ragged import Ragged
-from hpcrl.config.loader import quoted
+from hpcrl.config.loader import quoted_path
+from hpcrl.config.paths import PathStr
 from hpcrl.config.roles import POLICY
 from hpcrl.config.schema import Config, Section
 from hpcrl.run.job import WeightsJob, add_overrides
@@ -35,8 +36,8 @@ WAVE = 16  # micro-batches of every replica between two writes
 class ScoreConfig(Section):
     """`hpcrl score`: log-probs of given token sequences."""
 
-    tokens_path: str | None = Field(None, description='JSONL file with {"tokens": [...]} per line (--tokens)')
-    output_path: str | None = Field(None, description='JSONL file of {"log_probs": [...]} per line (--out)')
+    tokens_path: PathStr | None = Field(None, description='JSONL file with {"tokens": [...]} per line (--tokens)')
+    output_path: PathStr | None = Field(None, description='JSONL file of {"log_probs": [...]} per line (--out)')
     max_token_len_per_gpu: PositiveInt = Field(
         16384, description="tokens per micro-batch and replica; a longer sequence has one to itself"
     )
@@ -57,7 +58,10 @@ class Score(WeightsJob):
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Config:
-        files = [f"score.tokens_path={quoted(arguments.tokens)}", f"score.output_path={quoted(arguments.out)}"]
+        files = [
+            f"score.tokens_path={quoted_path(arguments.tokens)}",
+            f"score.output_path={quoted_path(arguments.out)}",
+        ]
         return config_of(arguments.model, f"{arguments.out}.job", [*files, *arguments.overrides], cls.schema())
 
     def main(self) -> int:

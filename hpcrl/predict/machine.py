@@ -10,11 +10,11 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hpcrl.config import yaml_core
 from hpcrl.config.inputs import is_machine_file
-from hpcrl.config.loader import explain
+from hpcrl.config.problems import validated
 from hpcrl.config.schema import Section
 from hpcrl.config.yaml_core import ConfigError
 
@@ -114,8 +114,4 @@ def read_machine(name: str) -> Machine:
         nearest = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"expected a YAML file or one of {', '.join(known)}"
         raise ConfigError(f"no machine {name}: {getattr(error, 'strerror', None) or error}; {hint}") from None
-    tree = yaml_core.parse(text, str(path))
-    try:
-        return Machine.model_validate(tree.plain())
-    except ValidationError as error:
-        raise ConfigError(explain(error, tree, Machine)) from None
+    return validated(yaml_core.parse(text, str(path)), Machine)

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from hpcrl.config.derive import RoleLayouts, check_lengths
-from hpcrl.config.loader import load_config, quoted
+from hpcrl.config.loader import load_config, quoted_path
 from hpcrl.config.placement import place
 from hpcrl.config.plugins import load_plugins
 from hpcrl.config.roles import ACTOR, EXPORT, RoleSpec, with_own
@@ -109,7 +109,7 @@ class Job:
     @classmethod
     def read_config(cls, path: str, overrides: Sequence[str] = ()) -> Config:
         """The config of a YAML file and overrides, without values filled in."""
-        own = [f"run.job_file={quoted(cls.file)}"] if cls.file is not None else []
+        own = [f"run.job_file={quoted_path(cls.file)}"] if cls.file is not None else []
         return load_config(path, [*overrides, *own], cls.schema())
 
     @classmethod
@@ -290,10 +290,11 @@ class TrainingJob(Job):
 
     def main(self) -> int:
         from hpcrl.run.run import Run
-        from hpcrl.run.start import check_time, find_start
+        from hpcrl.run.start import check_scratch, check_time, find_start
         from hpcrl.workers.team import build_team
 
         world, config = self.world, self.config
+        check_scratch(world, config)
         self.inputs = world.run_collectively(self.read_inputs)
         self.inputs.shapes |= world.run_collectively(self.own_shapes)
         frozen, trained, needs_ref = self.frozen_weights(), self.trained_role, self.needs_start_weights

@@ -12,7 +12,7 @@ from typing import TypeVar
 from hpcrl.algorithms.registry import UnknownName
 from hpcrl.algorithms.rollout_correction import RolloutCorrection, preset
 from hpcrl.checkpoint.store import is_hugging_face
-from hpcrl.config.loader import load_config, quoted, raw_value
+from hpcrl.config.loader import load_config, quoted_path, raw_value
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.runtime.exits import InputError
@@ -59,14 +59,14 @@ def config_of(source: str, folder: str, overrides: list[str], schema: type[Confi
     The model section comes from the run's config; the other sections, such as the layout of a larger job, do not.
     """
     path, target = Path(os.path.abspath(source)), Path(os.path.abspath(folder))
-    name = [f"run.dir={quoted(str(target.parent))}", f"run.name={quoted(target.name)}"]
+    name = [f"run.dir={quoted_path(str(target.parent))}", f"run.name={quoted_path(target.name)}"]
     if is_hugging_face(path):
-        return load_config(None, [f"model.path={quoted(str(path))}", *name, *overrides], schema)
+        return load_config(None, [f"model.path={quoted_path(str(path))}", *name, *overrides], schema)
     run = _run_of(path)
     if run is None:
         raise InputError(f"{source}: expected a Hugging Face directory, a run or one of its checkpoints")
     model = json.dumps(raw_value(run / "config.yaml", (), ("model",)))  # JSON is YAML
-    return load_config(None, [f"model={model}", f"model.init_from={quoted(str(path))}", *name, *overrides], schema)
+    return load_config(None, [f"model={model}", f"model.init_from={quoted_path(str(path))}", *name, *overrides], schema)
 
 
 def folder_of(source: str, target: str) -> str:

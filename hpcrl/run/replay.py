@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.checkpoint.store import TRAINER_FILE, CheckpointStore
 from hpcrl.config.derive import RoleLayouts
 from hpcrl.config.inputs import KEYS as INPUT_FILES
-from hpcrl.config.loader import load_config, quoted, raw_value
+from hpcrl.config.loader import job_file, load_config, quoted_path, raw_value
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.run.job import SupervisedJob, TrainingJob
@@ -90,8 +90,8 @@ def job_of(run: Path, overrides: Sequence[str]) -> str:
     path = run / "config.yaml"
     if not path.is_file():
         raise InputError(f"{run} is no run's folder: it has no config.yaml; expected <run.dir>/<run.name> of a run")
-    file = raw_value(path, overrides, ("run", "job_file"))
-    if isinstance(file, str):
+    file = job_file(path, overrides)
+    if file is not None:
         return file
     with open(path, encoding="utf-8") as lines:
         named = re.fullmatch(r"# hpcrl (\w+)\n", lines.readline())
@@ -127,7 +127,7 @@ class Replay(TrainingJob):
         starts = starts_of(run, step, needs_rollouts(cls))
         overrides = [*arguments.overrides, *FIXED, *_own(run, starts, arguments, cls)]
         folder = make_folder(run, step, arguments.out)
-        overrides += [f"run.dir={quoted(str(folder.parent))}", f"run.name={quoted(folder.name)}"]
+        overrides += [f"run.dir={quoted_path(str(folder.parent))}", f"run.name={quoted_path(folder.name)}"]
         placement = [text for text in overrides if text.startswith("placement")]
         config = cls.read_config(str(run / "config.yaml"), [text for text in overrides if text not in placement])
         if placement:
@@ -281,13 +281,13 @@ def _own(run: Path, starts: dict[int, Path], arguments: argparse.Namespace, job:
     overrides = arguments.overrides
     found = [f"{job.name}.eval_freq=-1"] if issubclass(job, SupervisedJob) else []
     if needs_rollouts(job):
-        found.append(f"trainer.rollouts_from={quoted(str(run / 'rollouts'))}")
+        found.append(f"trainer.rollouts_from={quoted_path(str(run / 'rollouts'))}")
     if arguments.tokens:
         found.append(f"trainer.record_update_steps=[{arguments.step}]")
     began_with = _saved(run).get("init_from")
     given = raw_value(run / "config.yaml", (), ("model", "init_from"))
     if not starts and given and began_with and not any(text.startswith("model.init_from=") for text in overrides):
-        found.append(f"model.init_from={quoted(began_with)}")  # `given` may have newer contents now
+        found.append(f"model.init_from={quoted_path(began_with)}")  # `given` may have newer contents now
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from hpcrl.checkpoint.store import CheckpointStore, load_path
 from hpcrl.config.loader import load_config
+from hpcrl.config.paths import expanded
 from hpcrl.config.schema import Config
 from hpcrl.run.time_budget import check_progress
 from hpcrl.runtime.exits import InputError
@@ -93,6 +95,19 @@ def check_time(world: World, config: Config, start: Start, total_steps: int) -> 
     def check() -> None:
         if world.rank == 0 and (start.step < total_steps or start.unlogged is not None):
             check_progress(run_directory(config), found_step, world.ends_at, config.trainer.walltime_margin)
+
+    world.run_collectively(check)
+
+
+def check_scratch(world: World, config: Config) -> None:
+    """Raise InputError on all ranks if trainer.checkpoint.scratch_dir cannot be expanded on one of them."""
+
+    def check() -> None:
+        try:
+            expanded(config.trainer.checkpoint.scratch_dir or "")
+        except ValueError as error:
+            found = f"trainer.checkpoint.scratch_dir={config.trainer.checkpoint.scratch_dir}"
+            raise InputError(f"{found} on {socket.gethostname()}: expected {error}") from None
 
     world.run_collectively(check)
 

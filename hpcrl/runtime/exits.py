@@ -83,8 +83,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """`hpcrl: error: <message>`, with line breaks folded into spaces."""
-    return "hpcrl: error: " + " ".join(str(error).split())
+    """`hpcrl: error: <message>`, with line breaks folded into spaces; one such line for each of `error.lines`."""
+    lines = getattr(error, "lines", None) or [str(error)]
+    return "\n".join("hpcrl: error: " + " ".join(line.split()) for line in lines)
 
 
 def summary(error: BaseException) -> str:

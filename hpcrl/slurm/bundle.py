@@ -19,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hpcrl.checkpoint.manifest import MANIFEST, FileEntry, write_manifest
 from hpcrl.checkpoint.store import load_path
 from hpcrl.config import yaml_core
 from hpcrl.config.inputs import file_of, inputs
+from hpcrl.config.paths import literal
 from hpcrl.config.schema import Config
 from hpcrl.runtime.exits import InputError
 from hpcrl.runtime.job import run_directory
@@ -103,15 +105,15 @@ def with_paths(config: Config, staged: dict[str, str]) -> dict[str, Any]:
     """Return the template with absolute folders and staged paths. Absent keys stay absent, because presets set only
     those."""
     tree = config.model_dump(exclude_unset=True)
-    tree.setdefault("run", {})["dir"] = str(run_directory(config).parent)
+    tree.setdefault("run", {})["dir"] = literal(str(run_directory(config).parent))
     for key in {given.key for given in inputs(config)}:
         *sections, name = key.split(".")
         section = tree
         for part in sections:
             section = section[part]
-        value = section[name]
+        value = attrgetter(key)(config)
         several = [value] if isinstance(value, str) else value
-        moved = [_replace_path(key, path, staged) for path in several]
+        moved = [literal(_replace_path(key, path, staged)) for path in several]
         section[name] = moved[0] if isinstance(value, str) else moved
     if config.job.on_event:
         tree.setdefault("job", {})["on_event"] = [_with_absolute_program(command) for command in config.job.on_event]

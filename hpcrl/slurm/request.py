@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcrl.config.loader import quoted
+from hpcrl.config.loader import quoted_path
 from hpcrl.runtime.exits import ArgumentParser, InputError
 
 
@@ -17,9 +17,10 @@ def array_elements(arrays: Sequence[str], run_dir: str, run_name: str) -> list[l
     """Return the overrides of every element: all combinations of the values, as runs
     `<run_dir>/<run_name>/<key=value>`, joined with '+'."""
     choices = list(itertools.product(*map(_axis, arrays)))
-    folder = f"run.dir={quoted(f'{run_dir}/{run_name}')}"
+    folder = f"run.dir={quoted_path(f'{run_dir}/{run_name}')}"
     return [
-        [*choice, folder, f"run.name={quoted(name)}"] for choice, name in zip(choices, _names(choices), strict=True)
+        [*choice, folder, f"run.name={quoted_path(name)}"]
+        for choice, name in zip(choices, _names(choices), strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hpcrl.checkpoint.store import load_path
 from hpcrl.config.derive import JobDescription
 from hpcrl.config.inputs import inputs, missing
-from hpcrl.config.loader import quoted
+from hpcrl.config.loader import quoted_path
 from hpcrl.config.schema import AUTO, Config, JobConfig
 from hpcrl.runtime import exits
 from hpcrl.runtime.exits import InputError
@@ -184,7 +184,7 @@ def chained(config: Config, before: Sequence[PlannedJob]) -> list[str]:
             f"{config.run.name} starts from {name}, which is {len(last.batch.run_dirs)} runs; name one of them with "
             f"model.init_from, such as {last.batch.run_dirs[0]}"
         )
-    return [f"model.init_from={quoted(str(last.batch.run_dirs[0]))}"]
+    return [f"model.init_from={quoted_path(str(last.batch.run_dirs[0]))}"]
 
 
 def plan(

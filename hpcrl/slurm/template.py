@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
+from hpcrl.config.paths import in_bash
 from hpcrl.config.schema import JobConfig
 from hpcrl.runtime.exits import InputError
 from hpcrl.slurm.site import SiteConfig
@@ -50,7 +51,7 @@ def render(batch: Batch, site: SiteConfig, venv: str) -> str:
         "# made by `hpcrl submit`; what it runs and reads is in the bundle, which its manifest.json lists",
         *(f"#SBATCH {option}" for option in _options(batch, site)),
         "",
-        *([f'export TMPDIR="{site.scratch}"'] if site.scratch else []),
+        *([f'export TMPDIR="{in_bash(site.scratch)}"'] if site.scratch else []),
         *(f"export {name}={quote(value)}" for name, value in _variables(batch, site, venv).items()),
         *_choose_run(batch),
         "",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hpcrl.cli import load_job
 from hpcrl.config.loader import dump_config, load_config
+from hpcrl.config.paths import literal
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 
@@ -96,9 +97,9 @@ scalars = st.one_of(texts, st.sampled_from(["1e-4", "no", "~", "", "12:30", "<<"
 def test_dump_loads_back_equal(tmp_path: Path, text: str, lr: float, seed: int, extra: dict) -> None:
     config = Config.model_validate(
         {
-            "run": {"dir": text, "seed": seed},
+            "run": {"dir": literal(text), "seed": seed},
             "actor": {"optim": {"lr": lr}},
-            "data": {"apply_chat_template_kwargs": extra, "val_files": [text]},
+            "data": {"apply_chat_template_kwargs": extra, "val_files": [literal(text)]},
             "rollout": {"val_kwargs": {"n": 4, "temperature": 1}},
         }
     )
@@ -113,10 +114,10 @@ def test_dump_loads_back_equal(tmp_path: Path, text: str, lr: float, seed: int, 
     [
         ("actor.optm.lr=1", "unknown key actor.optm; did you mean actor.optim?"),
         ("actr.optim.lr=1", "unknown key actr; did you mean actor?"),
-        ("actor.temperature=1", "unknown key actor.temperature; did you mean rollout.temperature?"),
-        ("rollout.tp=2", "unknown key rollout.tp; did you mean placement.rollout.tp?"),
+        ("actor.temperature=1", "unknown key actor.temperature; known here: "),
+        ("rollout.tp=2", "unknown key rollout.tp; use placement.rollout.tp"),
         ("rollout.val_kwargs={top_kk: 1}", "key rollout.val_kwargs.top_kk; did you mean rollout.val_kwargs.top_k?"),
-        ("actor_rollout_ref.actor.ppo_epochs=1", "unknown key actor_rollout_ref; names are verl's without the prefix"),
+        ("actor_rollout_ref.actor.ppo_epochs=1", "key actor_rollout_ref.actor.ppo_epochs; use actor.ppo_epochs"),
         ("zzz=1", "unknown key zzz; known here: run, model, placement"),
         ("actor.optim.lr=fast", "actor.optim.lr is the text 'fast'; expected a number"),
         ("actor.optim.lr=true", "actor.optim.lr is true; expected a number"),
@@ -214,22 +215,6 @@ def test_every_field_is_explained() -> None:
                 walk(getattr(__import__("hpcrl.config.schema", fromlist=[inner]), inner))
 
     walk(Config)
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("actor.policy_loss._target_=verl.X", "Hydra's; leave them out"),
-        ("actor.ppo_micro_batch_size_per_gpu=4", "in tokens per model replica: ppo_max_token_len_per_gpu"),
-        ("rollout.tensor_model_parallel_size=2", "placement.<role>.{tp,pp}"),
-    ],
-)
-def test_keys_of_verl_without_a_namesake_say_what_to_write(tmp_path: Path, override: str, words: str) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text("run: {name: x}\n")
-    with pytest.raises(ConfigError) as refusal:
-        load_config(str(file), [override])
-    assert words in str(refusal.value)
 
 
 def test_one_file_may_stand_for_a_list_and_a_name_for_a_manager(tmp_path: Path) -> None:

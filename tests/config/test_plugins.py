@@ -12,7 +12,8 @@ import pytest
 from hpcrl.algorithms.parameters import param, parameters_of
 from hpcrl.config import plugins
 from hpcrl.config.derive import check
-from hpcrl.config.loader import dump_config, keys_of, load_config
+from hpcrl.config.loader import dump_config, load_config
+from hpcrl.config.problems import keys_of
 from hpcrl.config.schema import Config
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.rewards.manager import ScoreRequest

@@ -22,16 +22,19 @@ def test_which_site_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("acount: abc", "acount: unknown key; expected one of account, partition"),
-        ("container: {kind: docker}", "container.kind: "),
-        ("account: a b", "account: "),
+        ("acount: abc", "site.yaml:1: unknown key acount; did you mean account"),
+        ("container: {kind: docker}", "site.yaml:1: container.kind is the text .docker.; expected none, apptainer"),
+        ("account: a b", "account is the text .a b.; expected "),
         ("environment: {'A B': x}", "environment"),
-        ("venv: $HOME/venv", "venv: .*only scratch may contain variables"),
-        ("container: {mounts: [/a:$HOME]}", "container.mounts.0: .*only scratch may contain variables"),
-        ("container: {image: $HOME/x.sif}", "container.image: .*only scratch may contain variables"),
-        ("scratch: $(touch x)", "scratch: .*expected an absolute path"),
-        ("scratch: '/${x'", "scratch: .*expected an absolute path"),
-        ("scratch: tmp", "scratch: .*expected an absolute path"),
+        ("venv: $NO_SUCH/venv", "venv is the text .*expected NO_SUCH to be set in the environment"),
+        ("container: {mounts: [/a:$NO_SUCH]}", r"container.mounts\[0\] is .*expected NO_SUCH to be set"),
+        ("container: {image: $NO_SUCH/x.sif}", "container.image is .*expected NO_SUCH to be set"),
+        ("environment: {HF_HOME: $NO_SUCH/hf}", "environment.HF_HOME is .*expected NO_SUCH to be set"),
+        ("scratch: $(touch x)", "scratch is .*expected an absolute path"),
+        ("scratch: $$HOME", "scratch is .*expected an absolute path"),
+        ("scratch: '${oc.env:X,`touch x`}'", "scratch is .*expected an absolute path"),
+        ("scratch: '/${x'", r"scratch is .*expected \$\{NAME\}, "),
+        ("scratch: tmp", "scratch is .*expected an absolute path"),
         ("[", "not valid YAML"),
     ],
 )
@@ -48,10 +51,14 @@ def test_paths_are_those_of_whoever_submits(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.sif").touch()
     path = tmp_path / "site.yaml"
-    path.write_text("{venv: ~/venv, container: {image: x.sif, mounts: [data, ~/a:/b:ro]}}")
+    monkeypatch.setenv("DISK", "/disk/me")
+    path.write_text(
+        "{venv: ~/venv, container: {image: x.sif, mounts: [data, $DISK/a:/b:ro]}, environment: {H: $DISK/h}}"
+    )
     site = load_site(path)
     assert site.venv == "/home/me/venv"
     assert site.container.image == str(tmp_path / "x.sif")
-    assert site.container.mounts == [str(tmp_path / "data"), "/home/me/a:/b:ro"]
+    assert site.container.mounts == [str(tmp_path / "data"), "/disk/me/a:/b:ro"]
+    assert site.environment == {"H": "/disk/me/h"}
     path.write_text("container: {image: docker://ubuntu}")
     assert load_site(path).container.image == "docker://ubuntu"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hpcrl.config.loader import load_config
+from hpcrl.config.paths import expanded, literal
 from hpcrl.config.schema import JobConfig
 from hpcrl.jobs.train import Train
 from hpcrl.run.job_config import with_presets
@@ -152,7 +153,7 @@ def seen(folder: Path, name: str) -> None:
     code.mkdir(parents=True)
     show = """hpcrl_start() { :; }; hpcrl_leave() { :; }; hpcrl_srun() { printf '%s\\0' "$@" "$WORD"; }"""
     (code / "common.sh").write_text(show)
-    site = {"environment": {"WORD": name}}
+    site = {"environment": {"WORD": literal(name)}}
     one = {"run_dirs": (run,), "bundles": ("bundle_1",)}
     several = {"run_dirs": (folder / "no", run), "bundles": ("bundle_0", "bundle_1"), "is_array": True}
     for more in (one, several):
@@ -165,7 +166,7 @@ def seen(folder: Path, name: str) -> None:
         )
         assert ran.stderr == b""
         words = [word.decode() for word in ran.stdout.split(b"\0")[:-1]]
-        assert words == [str(run), "train", f"{run}/bundle_1/config.yaml", name]
+        assert words == [str(run), "train", f"{run}/bundle_1/config.yaml", expanded(literal(name))]
         title = options(text)[0].removeprefix("--job-name=")
         assert title and not set(title) & set(" '\"\\$`;#%")
 
@@ -180,6 +181,9 @@ def test_scratch_is_found_on_the_node() -> None:
         env={"LOCAL": "/disk/a b", "SLURM_JOB_ID": "7"},
     )
     assert ran.stdout == "/disk/a b/7"
+    unset = subprocess.run(["bash", "-c", f"{line}; echo $TMPDIR"], capture_output=True, text=True, env={"LOCAL": "/x"})
+    assert unset.returncode != 0 and not unset.stdout
+    assert "SLURM_JOB_ID: scratch of the site file names it, and it is unset" in unset.stderr
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\x1b[31m", "a\u2028b"])

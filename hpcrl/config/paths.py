@@ -1,0 +1,84 @@
+"""Paths in YAML files and overrides: `~`, `$NAME`, `${NAME}` and, as in verl, `${oc.env:NAME}` and
+`${oc.env:NAME,default}` are expanded.
+
+A key of type `PathStr` is expanded where the config is read: on rank 0, or on the login node by `hpcrl submit`. A key
+of type `NodePath` is expanded on each rank, because its variables, such as $TMPDIR, may differ from node to node.
+`slurm/common.sh` has the same rule in bash (`hpcrl_path`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_VARIABLE = re.compile(
+    rf"\$(?:(?P<dollar>\$)|(?P<plain>{_NAME})"
+    rf"|\{{(?:(?P<braced>{_NAME})|oc\.env:(?P<resolved>{_NAME})(?:,(?P<default>[^${{}}]*))?)\}}|(?P<other>\{{))"
+)
+
+
+def expanded(path: str) -> str:
+    """The path without variables and `~`; `$$` is a plain dollar sign.
+
+    Raises ValueError, which says what was expected, for a variable that is unset or empty, an unknown user, and other
+    expressions in braces.
+    """
+    return _home(_substitute(path, _value_of))
+
+
+def literal(path: str) -> str:
+    """Text that `expanded` reads as this path."""
+    text = path.replace("$", "$$")
+    return f"./{text}" if text.startswith("~") else text
+
+
+def in_bash(path: str) -> str:
+    """The path for bash, between double quotes. A variable that is unset there ends the script with a line."""
+    unset = ":?scratch of the site file names it, and it is unset"
+    return _substitute(path, lambda name, default: f"${{{name}{f':-{default}' if default else unset}}}")
+
+
+def _substitute(path: str, value_of: Callable[[str, str], str]) -> str:
+    """The path with `value_of(name, default)` in place of its variables."""
+
+    def replacement(found: re.Match[str]) -> str:
+        if found["dollar"]:
+            return "$"
+        if found["other"]:
+            raise ValueError("${NAME}, ${oc.env:NAME} or ${oc.env:NAME,default} where braces follow a $, or $$ for a $")
+        return value_of(found["plain"] or found["braced"] or found["resolved"], found["default"] or "")
+
+    return _VARIABLE.sub(replacement, path)
+
+
+def _value_of(name: str, default: str) -> str:
+    value = os.environ.get(name) or default
+    if not value:
+        raise ValueError(f"{name} to be set in the environment, or $$ for a plain $")
+    return value
+
+
+def _home(path: str) -> str:
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise ValueError(f"a user of this machine after the ~, or ./{path}")
+    return found
+
+
+def _well_formed(path: str) -> str:
+    _substitute(path, lambda name, default: name)
+    return path
+
+
+def one_or_several(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+PathStr = Annotated[str, AfterValidator(expanded), PlainSerializer(literal)]
+NodePath = Annotated[str, AfterValidator(_well_formed)]
+Files = Annotated[list[PathStr], BeforeValidator(one_or_several)]
