@@ -183,7 +183,7 @@ def flat_config(
         if key in subsections and value is None:
             continue
         if key not in known:
-            near = difflib.get_close_matches(key, [*known, *passed_over], n=1)
+            near = difflib.get_close_matches(key, [*known, *passed_over], n=1, cutoff=0.7)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
             raise UnknownName(f"unknown key {dotted!r} in {section}; {hint}")
         flat[key] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from operator import attrgetter
 from types import ModuleType
@@ -62,18 +62,21 @@ def load_plugins(config: Config) -> bool:
         family.registry.entries()  # built-in names are taken first
     modules = [_import("run.plugins", path) for path in config.run.plugins]
     is_complete = None not in modules
+    wrong: list[str] = []
     for path, family in FAMILIES.items():
         entries = family.registry.entries().items()
         of_plugins = {
             name: entry.params for name, entry in entries if not entry.function.__module__.startswith("hpcrl.")
         }
-        _check_mappings(attrgetter(path)(config), path, of_plugins, is_complete)
+        wrong += _wrong_mappings(attrgetter(path)(config), path, of_plugins, is_complete)
     sampler = config.data.sampler
     if sampler.__pydantic_extra__:
         module = _import("data.sampler.class_path", sampler.class_path) if sampler.class_path else None
         declaration = getattr(getattr(module, sampler.class_name or "", None), "Parameters", None)
         declared = {sampler.class_name or "": declaration} if declaration is not None else {}
-        _check_mappings(sampler, "data.sampler", declared, not sampler.class_path or module is not None)
+        wrong += _wrong_mappings(sampler, "data.sampler", declared, not sampler.class_path or module is not None)
+    if wrong:
+        raise ConfigError(*wrong)
     return is_complete
 
 
@@ -90,15 +93,18 @@ def _import(key: str, path: str) -> ModuleType | None:
         ) from None
 
 
-def _check_mappings(section: Section, path: str, declared: Mapping[str, type], is_complete: bool) -> None:
-    """Check the mappings of an open section; `is_complete`: all that may have one is in `declared`."""
+def _wrong_mappings(section: Section, path: str, declared: Mapping[str, type], is_complete: bool) -> Iterator[str]:
+    """Lines about the mappings of an open section; `is_complete`: all that may have one is in `declared`."""
     for name, given in (section.__pydantic_extra__ or {}).items():
         keys = (*path.split("."), name)
         if name in declared:
-            given_parameters(keys, declared[name], given)
+            try:
+                given_parameters(keys, declared[name], given)
+            except ConfigError as error:
+                yield from error.lines
         elif is_complete:
             names = [*type(section).model_fields, *declared]
-            raise ConfigError(f"unknown key {'.'.join(keys)}; {hint(keys, names)}")
+            yield f"unknown key {'.'.join(keys)}; {hint(keys, names)}"
 
 
 def parameters(config: Config, path: str, name: str) -> Any:

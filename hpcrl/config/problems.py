@@ -129,24 +129,21 @@ def _leaves(path: KeyPath, node: Node) -> Iterator[tuple[KeyPath, Node]]:
 def _advice(tree: Node, path: KeyPath, key: UnknownKey, schema: type[Section], prefix: KeyPath) -> tuple[KeyPath, str]:
     """What to write instead of the key `path`, which is unknown from `key` on; and the key or section that this is
     about."""
-    text = dotted((*prefix, *path))
+    text, front = dotted((*prefix, *path)), 0
+    if plain(text) != text:  # verl has it elsewhere
+        names = plain(text).split(".")
+        front = len(path) - len(names)
+        inside = Node(None, "")
+        for name in reversed(names):
+            inside = Node({name: inside}, "")
+        unknown = next(unknown_keys(inside, schema), None)
+        if unknown is None or _may_be_a_plugins(tree, unknown):
+            return path, f"use {plain(text)}"
+        key = unknown
     found = counterpart(text)
     if found is not None:
         return path[: found.names - len(prefix)], found.words
-    inside = plain(text)
-    if inside == text:
-        return key.path, nearest((*prefix, *key.path), key.section.model_fields)
-    if not inside:
-        return path, "names are verl's without this prefix"
-    names = inside.split(".")
-    node = Node(None, "")
-    for name in reversed(names):
-        node = Node({name: node}, "")
-    unknown = next(unknown_keys(node, schema), None)
-    if unknown is None or _may_be_a_plugins(tree, unknown):
-        return path, f"use {inside}"
-    depth = len(path) - len(names) + len(unknown.path)
-    return path[:depth], nearest(unknown.path, unknown.section.model_fields)
+    return path[: front + len(key.path)], nearest((*prefix, *key.path), key.section.model_fields)
 
 
 def hint(path: KeyPath, names: Collection[str]) -> str:
@@ -156,8 +153,9 @@ def hint(path: KeyPath, names: Collection[str]) -> str:
 
 
 def nearest(path: KeyPath, names: Collection[str]) -> str:
-    """The name that is meant, if it is spelled almost as the last one of `path`; else all names of the section."""
-    found = difflib.get_close_matches(path[-1], names, n=1, cutoff=CLOSE)
+    """The name that is meant, if it begins as the last one of `path` and is spelled almost like it; else all names."""
+    alike = [name for name in names if name[:1] == path[-1][:1]]
+    found = difflib.get_close_matches(path[-1], alike, n=1, cutoff=CLOSE)
     return f"did you mean {dotted((*path[:-1], found[0]))}?" if found else f"known here: {', '.join(names)}"
 
 

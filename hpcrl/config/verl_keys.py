@@ -194,7 +194,6 @@ OF_VERL = {
     "reward.reward_model.{enable_resource_pool,n_gpus_per_node,nnodes}": "use placement.reward.pool",
     "reward.reward_model.model_path": "use reward.reward_model.init_from, or reward.judge.init_from for a model that "
     "writes its verdict",
-    "reward.reward_model.model.path": "use reward.reward_model.init_from for weights of `hpcrl rm`",
     "reward.reward_model.rollout.{gpu_memory_utilization,enforce_eager,temperature}": "use reward.judge.<last>",
     "reward.reward_model.rollout.{max_num_batched_tokens,max_num_seqs}": "use reward.judge.<last>",
     "reward.reward_model.rollout.tensor_model_parallel_size": "use placement.judge.tp",
@@ -260,7 +259,7 @@ def plain(key: str) -> str:
 def counterpart(key: str) -> Counterpart | None:
     """Of a dotted key of verl without a namesake; None if the table has no words for it."""
     inside = plain(key)
-    matches = ((pattern.fullmatch(inside), words) for pattern, words in _patterns())
+    matches = ((pattern.fullmatch(inside), words) for pattern, words in patterns())
     found, words = next((match for match in matches if match[0] is not None), (None, ""))
     if found is None:
         return None
@@ -271,7 +270,7 @@ def counterpart(key: str) -> Counterpart | None:
 
 
 @cache
-def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
+def patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
     return tuple((re.compile(_regex(pattern)), words) for pattern, words in OF_VERL.items())
 
 
