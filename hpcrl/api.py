@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpcrl.algorithms.policy_losses import register_policy_loss as register_policy_loss
     from hpcrl.batch.data_proto import DataProto as DataProto
     from hpcrl.batch.ragged import Ragged as Ragged
+    from hpcrl.config.paths import PathStr as PathStr
     from hpcrl.config.roles import RoleSpec as RoleSpec
     from hpcrl.config.schema import ModelConfig as ModelConfig
     from hpcrl.config.schema import Section as Section
@@ -45,6 +46,7 @@ _MODULES = {
     "hpcrl.jobs.train": ("Train",),
     "hpcrl.run.run": ("Run",),
     "hpcrl.config.schema": ("Section", "ModelConfig"),
+    "hpcrl.config.paths": ("PathStr",),
     "pydantic": ("Field",),
     # roles
     "hpcrl.config.roles": ("RoleSpec",),

@@ -189,7 +189,7 @@ def print_derived(world: World, compute: Callable[[], RoleLayouts]) -> RoleLayou
         derived = compute()
     except ValueError as error:
         if exits.is_user_error(error):
-            raise InputError(str(error), everywhere=True) from None
+            raise InputError(*exits.lines_of(error), everywhere=True) from None
         raise
     if world.rank == 0:
         logging.getLogger("hpcrl").info("%s", describe(derived))

@@ -110,10 +110,10 @@ def launch(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
 
 
-def assert_one_line(run: subprocess.CompletedProcess[str], line: str) -> None:
+def assert_one_line(run: subprocess.CompletedProcess[str], line: str, *others: str) -> None:
     assert run.returncode == 2, run.stderr
-    assert run.stderr.count("hpcrl: error: ") == 1, run.stderr
-    assert f"hpcrl: error: {line}" in run.stderr
+    assert run.stderr.count("hpcrl: error: ") == 1 + len(others), run.stderr
+    assert all(f"hpcrl: error: {each}" in run.stderr for each in (line, *others))
     assert "Traceback" not in run.stderr + run.stdout
 
 
@@ -140,5 +140,8 @@ def test_refusals_under_mpi(tmp_path: Path) -> None:
         "actor.policy_loss.loss_mode=vanila": "unknown policy_loss.loss_mode 'vanila'; did you mean 'vanilla'?",
     }.items():
         assert_one_line(launch("train", str(job), override), line)
+    several = ("rollout.name=vllm", "run.dir=$NO_SUCH/runs")  # a line each
+    one, other = (f"override {override}: " for override in several)
+    assert_one_line(launch("train", str(job), *several), f"{one}unknown key rollout.name; use", f"{other}run.dir is")
     assert_one_line(launch("evaluate", str(job)), "data.val_files is empty; name at least one")
     assert_one_line(launch("generate", str(job)), "model.tokenizer and model.path are null; name a tokenizer directory")

@@ -785,8 +785,8 @@ class CheckpointConfig(Section):
     )
     scratch_dir: NodePath | None = Field(
         None,
-        description="folder on each node that a checkpoint is written to before it goes to the run directory; "
-        "$NAME is a variable of the environment; null: straight to the run directory",
+        description="folder on each node that a checkpoint is written to before it goes to the run directory, "
+        "with variables of the node; null: straight to the run directory",
     )
     keep_every: PositiveInt | None = Field(None, description="checkpoints of every N-th step stay; null: none")
     keep_best: PositiveInt | None = Field(None, description="the N checkpoints best by best_metric stay; null: none")

@@ -25,16 +25,17 @@ INTERRUPTED = 130
 
 
 class InputError(Exception):
-    """Bad input, in one line: what was found, what was expected, what to do next.
+    """Bad input, in one line for each mistake: what was found, what was expected, what to do next.
 
-    Shown as `hpcrl: error: <line>`; exit code 2, no traceback.
+    Each is shown as `hpcrl: error: <line>`; exit code 2, no traceback.
     `everywhere`: all ranks raise this error, so that they can finalize MPI together.
     """
 
     user_error = True
 
-    def __init__(self, line: str, *, everywhere: bool = False):
-        super().__init__(line)
+    def __init__(self, *lines: str, everywhere: bool = False):
+        super().__init__("\n".join(lines))
+        self.lines = lines
         self.everywhere = everywhere
 
 
@@ -83,9 +84,13 @@ def exit_code(error: BaseException) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """`hpcrl: error: <message>`, with line breaks folded into spaces; one such line for each of `error.lines`."""
-    lines = getattr(error, "lines", None) or [str(error)]
-    return "\n".join("hpcrl: error: " + " ".join(line.split()) for line in lines)
+    """`hpcrl: error: <message>`, with line breaks folded into spaces; one such line for each mistake."""
+    return "\n".join("hpcrl: error: " + " ".join(line.split()) for line in lines_of(error))
+
+
+def lines_of(error: BaseException) -> tuple[str, ...]:
+    """The mistakes that a user error is about."""
+    return getattr(error, "lines", None) or (str(error),)
 
 
 def summary(error: BaseException) -> str:

@@ -178,16 +178,16 @@ def run_collectively(comm: MPI.Intracomm, fn: Callable[[], T]) -> T:
     MPI_Abort. Any other exception is raised on its own rank only, and ends the job.
     """
     result: T
-    line = None
+    wrong: tuple[str, ...] = ()
     try:
         result = fn()
     except Exception as error:
         if not exits.is_user_error(error) or getattr(error, "everywhere", False):
             raise  # if everywhere, `fn` is collective itself and has raised on all ranks already
-        line = str(error)
-    lines = [line for line in all_gather_object(comm, line) if line is not None]
-    if lines:
-        raise InputError(lines[0], everywhere=True)
+        wrong = exits.lines_of(error)
+    first = next(filter(None, all_gather_object(comm, wrong)), None)
+    if first:
+        raise InputError(*first, everywhere=True)
     return result
 
 

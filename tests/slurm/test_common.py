@@ -97,6 +97,13 @@ def test_the_end_is_known_or_left_open(said: str, end: str) -> None:
 def test_run_folder_follows_overrides() -> None:
     found = bash('hpcrl_run_dir "$@"', "runs/ppo", "actor.optim.lr=1", "run.name=a b", "run.dir=/x y")
     assert found.stdout == "/x y/a b\n"
+    expanded = bash(
+        'hpcrl_run_dir "$@"', "runs/ppo", "run.dir=${oc.env:WORK}/r", "run.name=$WHO", WORK="/x y", WHO="me"
+    )
+    assert expanded.stdout == "/x y/r/me\n"
+    unset = bash('run=$(hpcrl_run_dir "$@") || exit; echo "$run"', "runs/ppo", "run.dir=$NO_SUCH/r")
+    assert (unset.returncode, unset.stdout) == (2, "")
+    assert unset.stderr == "hpcrl: error: found $NO_SUCH/r; expected NO_SUCH to be set\n"
 
 
 class Site:
