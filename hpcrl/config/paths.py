@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _VARIABLE = re.compile(
     rf"\$(?:(?P<dollar>\$)|(?P<plain>{_NAME})"
-    rf"|\{{(?:(?P<braced>{_NAME})|oc\.env:(?P<resolved>{_NAME})(?:,(?P<default>[^${{}}]*))?)\}}|(?P<other>\{{))"
+    rf"|\{{(?:(?P<braced>{_NAME})|oc\.env:(?P<resolved>{_NAME})(?:,(?P<default>[^${{}}'\"\s]*))?)\}}|(?P<other>\{{))"
 )
 
 

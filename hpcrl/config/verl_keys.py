@@ -29,7 +29,7 @@ MTP = "there is no multi-token prediction"
 TURNS = "tokens of earlier turns are never tokenised again"
 SERVERS = "there are no servers; the ranks generate"
 PLUGIN = "use run.plugins: a Python file that registers it"
-POSITIONS = "use run.seed: data order, mini-batches and samples follow from it"
+SEED = "use run.seed: data order, mini-batches and samples follow from it"
 
 # A key matches the first pattern that fits: <role> is actor, critic or ref, <trained> one of the first two, {a,b} one
 # of several, * any text of one name, and ** at an end any names. Words that do not begin with "use" follow "leave it
@@ -63,7 +63,7 @@ OF_VERL = {
     "<trained>.{megatron,fsdp_config,fsdp}.optimizer_offload": "use <trained>.optimizer_offload",
     "ref.{megatron,fsdp_config,fsdp}.{grad,optimizer}_offload": "the reference has weights only",
     "<role>.{megatron,fsdp_config,fsdp}.{dtype,model_dtype}": "use model.dtype",
-    "<role>.{megatron,fsdp_config,fsdp}.seed": POSITIONS,
+    "<role>.{megatron,fsdp_config,fsdp}.seed": SEED,
     "<role>.{megatron,fsdp_config,fsdp}.full_determinism": "use run.full_determinism",
     "<role>.{megatron,fsdp_config,fsdp}.forward_only": "the role says whether it is trained",
     "<role>.{,megatron.,fsdp_config.,fsdp.}entropy_from_logits_*": "use trainer.head_chunk_tokens",
@@ -103,7 +103,7 @@ OF_VERL = {
     "{actor,critic,ref,rollout}.{,log_prob_}use_dynamic_bsz": PACKED,
     "actor.freeze_vision_tower": "use model.vision.train: none, merger, tower or all",
     "actor.use_prefix_grouper": "a prompt is computed once for its samples in generation only",
-    "<trained>.data_loader_seed": POSITIONS,
+    "<trained>.data_loader_seed": SEED,
     "<trained>.checkpoint.async_save": "use trainer.checkpoint.async_save",
     "<trained>.checkpoint.{save,load}_contents": "use trainer.save_hf for a Hugging Face directory; the rest is always "
     "saved and loaded",
@@ -126,7 +126,7 @@ OF_VERL = {
     "rollout.pipeline_model_parallel_size": "use placement.rollout.pp",
     "rollout.expert_parallel_size": "use placement.rollout.ep",
     "rollout.full_determinism": "use run.full_determinism",
-    "rollout.seed": POSITIONS,
+    "rollout.seed": SEED,
     "rollout.prompt_length": "use data.max_prompt_length",
     "rollout.response_length": "use data.max_response_length",
     "rollout.max_model_len": "it is data.max_prompt_length + data.max_response_length",
@@ -173,7 +173,7 @@ OF_VERL = {
     "{model,data}.use_shm": "files are read where they are",
     # data
     "data.tokenizer": "use model.tokenizer",
-    "data.seed": POSITIONS,
+    "data.seed": SEED,
     "data.reward_fn_key": "rules are chosen by the column data_source",
     "data.val_batch_size": "all validation prompts are generated together",
     "data.{tool_config_path,function_tool_path}": "use rollout.multi_turn.function_tool_path",

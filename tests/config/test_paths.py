@@ -44,6 +44,7 @@ WRONG = [
     ("$UNSET/runs", "UNSET to be set in the environment"),
     ("${oc.env:EMPTY}/runs", "EMPTY to be set"),
     ("${WORK:-/tmp}", "${NAME}, ${oc.env:NAME} or ${oc.env:NAME,default} where"),
+    ('${oc.env:UNSET,"/tmp"}/x', "${NAME}, ${oc.env:NAME}"),
     ("${trainer.project_name}/x", "${NAME}, ${oc.env:NAME}"),
     ("~no_such_user/x", "a user of this machine after the ~, or ./~no_such_user/x"),
 ]
