@@ -22,6 +22,7 @@ from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
+from hpcrl.model.architecture import check_longest
 from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.world import World
@@ -222,9 +223,13 @@ class TrainingJob(Job):
         from hpcrl.model.hf.directory import shape_of  # imports torch
 
         config, inputs = self.config, self.inputs
-        models = {spec.name: spec.architecture(config) for spec in self.own_specs() if spec.head is not None}
-        own = {role: model for role, model in models.items() if model is not config.model and role not in inputs.shapes}
-        return {role: shape_of(model, inputs.shape.vocab_size) for role, model in own.items()}
+        found: dict[str, ModelShape] = {}
+        for spec in self.own_specs():
+            model = spec.architecture(config)
+            if spec.head is not None and model is not config.model and spec.name not in inputs.shapes:
+                found[spec.name] = shape_of(model, inputs.shape.vocab_size)
+                check_longest(found[spec.name], config, spec.path)
+        return found
 
     def stands_for(self, role: str) -> str:
         """The role whose workers are called for `role`."""
