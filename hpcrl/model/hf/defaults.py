@@ -23,7 +23,6 @@ _COMMON = {
 _WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _LAYERS_WITH_WINDOW = _WINDOW | {"max_window_layers": 28, "layer_types": None}
 _QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
-_DEEPSEEK = {"q_lora_rank": 1536}
 # transformers 4.57 and 5 have different defaults of rope_theta.
 _QWEN3_VL = {key: value for key, value in _COMMON.items() if key != "rope_theta"} | {"max_position_embeddings": 128000}
 
@@ -51,8 +50,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": _QWEN3_VL | {"num_key_value_heads": 32, "head_dim": 128},
     "qwen3_vl_moe": _QWEN3_VL | _QWEN_MOE | {"num_key_value_heads": 16, "num_experts_per_tok": 4},
     "deepseek_v2": _COMMON
-    | _DEEPSEEK
     | {
+        "q_lora_rank": 1536,
         "max_position_embeddings": 2048,
         "first_k_dense_replace": 0,
         "n_shared_experts": 2,
@@ -60,8 +59,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "topk_method": "greedy",
     },
     "deepseek_v3": _COMMON
-    | _DEEPSEEK
     | {
+        "q_lora_rank": 1536,
         "max_position_embeddings": 4096,
         "first_k_dense_replace": 3,
         "n_shared_experts": 1,
@@ -71,6 +70,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 4,
     },
 }
+_SLIDING = "sliding_attention"  # one of layer_types
 # With a meaning of its own.
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "n_shared_experts")
 
@@ -92,6 +92,3 @@ def window_of(config: Mapping[str, Any], family: str) -> int | None:
         raise InputError(f"max_window_layers={first!r}; expected a whole number")
     some = first < config["num_hidden_layers"] if types is None else _SLIDING in types
     return own.get("sliding_window") if some and own.get("use_sliding_window", True) else None
-
-
-_SLIDING = "sliding_attention"
