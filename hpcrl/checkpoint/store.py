@@ -59,7 +59,7 @@ TRAINER_FILE = "trainer.json"
 LATEST = "latest"
 # Types of the entries of trainer.json, which is untrusted.
 STATE_TYPES: dict[str, type | tuple[type, ...]] = {
-    "step": int,
+    **dict.fromkeys(("step", "consumed_rows", "consumed_pairs"), int),
     "epoch": (int, float),
     "init_from": (str, type(None)),
     "surplus": bool,

@@ -107,9 +107,12 @@ def weighted_rows_at(
     return rows, epochs
 
 
-def steps_for_epochs(num_rows: int, batch_size: int, epochs: int) -> int:
-    """Return the steps of `epochs` passes over the rows, without an incomplete last batch; at least one."""
-    return max(1, num_rows * epochs // batch_size)
+def steps_for_epochs(num_rows: int, batch_size: int, epochs: int, *, steps_done: int = 0, rows_done: int = 0) -> int:
+    """Return the steps of `epochs` passes over the rows, without an incomplete last batch; at least one.
+
+    The steps done took `rows_done` of the rows, in batches of any size; the others have this size.
+    """
+    return max(1, steps_done + (num_rows * epochs - rows_done) // batch_size)
 
 
 log = logging.getLogger(__name__)
@@ -135,10 +138,6 @@ class OrderedSampler:
         """Return the rows of the n prompts that come next, int64 (n,), without drawing them."""
         return self._rows_at(np.arange(self.position, self.position + n, dtype=np.int64))[0]
 
-    def rows_of_step(self, step: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `next_rows`, of a step of a run whose steps all have this size; `step` counts from 1."""
-        return self._rows_at(np.arange((step - 1) * batch_size, step * batch_size, dtype=np.int64))
-
     def update(self, report: StepReport) -> None:
         """Ignored: the order does not depend on results."""
 
@@ -155,8 +154,8 @@ class OrderedSampler:
         self.position = int(state["position"])
         if state.get("order", self._order()) != self._order():
             log.warning(
-                "the order of the training prompts differs from the checkpoint's (%s, was %s): some prompts may repeat "
-                "within an epoch",
+                "the order of the training rows differs from the checkpoint's (%s, was %s): some may repeat within an "
+                "epoch",
                 *(self._order(), state["order"]),
             )
 

@@ -58,7 +58,7 @@ class Preference(PairsJob):
         self.precompute_ref_log_probs(run)
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
             batch = data.load(self.next_pairs(run, step))  # chosen and rejected, next to each other
-            self.load_ahead(run, step + 1, partial(self.pairs, "train"))
+            self.load_ahead(run, partial(self.pairs, "train"))
             batch = batch | ref.compute_ref_log_prob(batch)  # nothing, where they are kept or the loss needs none
             actor.update(batch)
 

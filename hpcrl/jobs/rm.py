@@ -51,10 +51,10 @@ class RewardModel(PairsJob):
         return cls.check_pairs(config, [REWARD], num_ranks)
 
     def read_inputs(self) -> Inputs:
-        from hpcrl.model.hf.directory import shape_of
+        from hpcrl.workers.team import reward_shape
 
         inputs = super().read_inputs()
-        inputs.shape = shape_of(REWARD.architecture(self.config), inputs.shape.vocab_size)
+        inputs.shape = reward_shape(self.config, inputs.shape)
         return inputs
 
     def roles(self) -> list[RoleSpec]:

@@ -74,7 +74,7 @@ class Score(WeightsJob):
         team, weights = self.build([POLICY])
         shape = team.inputs.shape
         sequences = world.run_collectively(
-            lambda: read_sequences(Path(source), shape.vocab_size, shape.max_position_embeddings)
+            lambda: read_sequences(Path(source), shape.vocab_size, shape.longest_sequence)
         )
         policy = cast("PolicyWorker | None", team.workers.get("actor"))
         if weights is None and world.rank == 0:

@@ -69,9 +69,9 @@ class Sft(SupervisedJob):
     def loop(self, run: Run) -> None:
         data, actor = run.roles("data", "actor")
         for step in run.steps():  # between two steps: wait, log, evaluate, save, stop if asked to
-            rows = self.next_rows(run, step, self.lengths["train"])
+            rows = self.next_rows(run, self.lengths["train"])
             batch = data.load(self.balanced("train", rows, step=step))  # sequences, and which of their tokens have loss
-            self.load_ahead(run, step + 1, partial(self.balanced, "train"))
+            self.load_ahead(run, partial(self.balanced, "train"))
             actor.update(batch)
 
     def balanced(self, split: str, rows: np.ndarray, **meta_info: int) -> DataProto:
@@ -205,9 +205,6 @@ class Sft(SupervisedJob):
         if "val/loss" in metrics:
             shown["val_loss"] = metrics["val/loss"]
         return {"loss": metrics["train/loss"], **shown}
-
-    def state(self, step: int) -> dict[str, int]:
-        return {"consumed_rows": step * self.own.batch_size}
 
 
 JOB = Sft

@@ -27,7 +27,7 @@ from hpcrl.config.roles import (
     judge_weights,
 )
 from hpcrl.config.schema import Config
-from hpcrl.data.sampler import make_sampler, steps_for_epochs
+from hpcrl.data.sampler import make_sampler
 from hpcrl.model.sizes import peak_of
 from hpcrl.rollout_source.source import idle_metrics
 from hpcrl.run.job import TrainingJob
@@ -187,8 +187,11 @@ class Train(TrainingJob):
 
     def total_steps(self) -> int:
         trainer, prompts = self.config.trainer, len(self.inputs.prompts["train"])
-        size = self.config.data.train_batch_size
-        return trainer.total_training_steps or steps_for_epochs(prompts, size, trainer.total_epochs)
+        return trainer.total_training_steps or self.steps_for_epochs(prompts, trainer.total_epochs)
+
+    @property
+    def rows_per_step(self) -> int:  # type: ignore[override]
+        return self.config.data.train_batch_size
 
     @property
     def label(self) -> str:  # type: ignore[override]

@@ -10,7 +10,7 @@ from hpcrl.model.shape import ModelShape
 from hpcrl.runtime.exits import InputError
 
 if TYPE_CHECKING:
-    from hpcrl.config.schema import ModelConfig
+    from hpcrl.config.schema import Config, ModelConfig
 
 
 def shape_from_yaml(model: ModelConfig, vocab_size: int) -> ModelShape:
@@ -56,6 +56,12 @@ def with_training(shape: ModelShape, model: ModelConfig) -> ModelShape:
     return shape
 
 
+def check_longest(shape: ModelShape, config: Config, section: str) -> None:
+    """Raise InputError if sequences may be longer than the context of the model of this section."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    shape.check_longest(longest, "data.max_prompt_length + data.max_response_length", f"the model of {section}")
+
+
 def _head_dim(model: ModelConfig) -> int:
     if model.head_dim is not None:
         return model.head_dim
@@ -75,7 +81,10 @@ def _rope_scaling(model: ModelConfig) -> Any:
         "rope_scaling": model.rope_scaling.model_dump(exclude_none=True),
         "max_position_embeddings": model.max_position_embeddings,
     }
-    return rope_from_hf(keys, "model.rope_scaling")[1]
+    try:
+        return rope_from_hf(keys)[1]
+    except InputError as error:
+        raise InputError(f"model.rope_scaling: {error}") from error
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:

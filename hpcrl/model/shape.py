@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -59,6 +59,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int = 4096
+    window: int | None = field(default=None, repr=False)  # tokens that attention sees; only full attention is computed
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     init_std: float = 0.02
@@ -95,6 +96,34 @@ class ModelShape:
         if self.num_experts and self.moe_topk > self.num_experts:
             raise InputError(
                 f"model.moe_topk={self.moe_topk} is more than model.num_experts={self.num_experts}; use fewer"
+            )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that is computed as the model means it: within the window, attention in a
+        window is full attention."""
+        return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
+
+    def check_longest(self, tokens: int, keys: str, model: str) -> None:
+        """Raise InputError if sequences of so many tokens, which `keys` allow, are too long for this model."""
+        if self.window is not None and tokens > self.window:
+            raise InputError(
+                f"{keys} = {tokens} exceeds sliding_window={self.window} of {model}; only full attention is computed, "
+                "which is the same within the window: shorten them, or use a model without one"
+            )
+        if tokens > self.max_position_embeddings:
+            raise InputError(
+                f"{keys} = {tokens} exceeds the {self.max_position_embeddings} tokens that {model} supports; shorten "
+                "them"
+            )
+
+    def check_window(self, window: int | None, where: str) -> None:
+        """Raise InputError if this model's sequences may exceed the window of other weights for it."""
+        if window is not None and window < self.longest_sequence:
+            raise InputError(
+                f"{where} has sliding_window={window}, and the model that it is for has sequences of up to "
+                f"{self.longest_sequence} tokens; only full attention is computed: name this directory in the model's "
+                f"path, or set its max_position_embeddings to {window}"
             )
 
     @property

@@ -96,34 +96,45 @@ class Vision:
         return time * height * width // self.merge_size**2
 
 
-def vision_from_hf(config: Mapping[str, Any], where: str, head_dim: int) -> Vision:
-    """Return the tower described by config.json. Raises InputError for an unsupported one."""
+def vision_from_hf(config: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int) -> Vision:
+    """Return the tower described by config.json, where `rope` is the section of the rotary embedding. Raises InputError
+    for an unsupported one."""
     tower, is_qwen2_5 = config.get("vision_config"), config["model_type"] == "qwen2_5_vl"
-    text = config.get("text_config") or config
     if not isinstance(tower, dict):
-        raise InputError(f"{where}: vision_config={tower!r}; expected the description of the vision tower")
-    ids = [f"{name}_token_id" for name in VISION_TOKENS]
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sections: Any = rope.get("mrope_section")
-    for key in ids:
-        if not isinstance(config.get(key), int):
-            raise InputError(f"{where}: {key}={config.get(key)!r}; expected the id of a token")
+        raise InputError(f"vision_config={tower!r}; expected the description of the vision tower")
+    config, tower, rope = (
+        {key: value for key, value in section.items() if value is not None} for section in (config, tower, rope)
+    )
+    ids = {key: config.get(key, default) for key, default in _IDS.items()}
+    sections: Any = rope.get("mrope_section", [16, 24, 24] if is_qwen2_5 else [24, 20, 20])
+    for key, token in ids.items():
+        if not isinstance(token, int):
+            raise InputError(f"{key}={token!r}; expected the id of a token")
+    activation = "silu" if is_qwen2_5 else "gelu_pytorch_tanh"
+    if (found := tower.get("hidden_act", activation)) != activation:
+        raise InputError(f"vision_config.hidden_act={found}; only {activation} is supported; use another model")
     sound = (
         isinstance(sections, list) and len(sections) == 3 and all(isinstance(it, int) and it >= 0 for it in sections)
     )
     if not sound or 2 * sum(sections) != head_dim:
-        raise InputError(f"{where}: mrope_section={sections!r}; expected three numbers whose sum is {head_dim // 2}")
+        raise InputError(f"mrope_section={sections!r}; expected three numbers whose sum is {head_dim // 2}")
     vision = Vision(
         json.dumps({**_DEFAULTS, **(_QWEN2_5 if is_qwen2_5 else _QWEN3), **tower}, sort_keys=True),
-        **{key: config[key] for key in ids},
+        **ids,
         mrope_section=tuple(sections),
         mrope_interleaved=not is_qwen2_5,
     )
-    _check_tower(vision, where)
+    _check_tower(vision)
     return vision
 
 
-# Files leave out keys with these values, and Qwen's own in_channels.
+# As in transformers. Files leave out keys with these values, and Qwen's own in_channels.
+_IDS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
 _DEFAULTS = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _QWEN2_5 = {
     "depth": 32,
@@ -148,12 +159,12 @@ _SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels
 _MERGED = ("spatial_merge_size", "temporal_patch_size", "out_hidden_size")
 
 
-def _check_tower(vision: Vision, where: str) -> None:
+def _check_tower(vision: Vision) -> None:
     """Validate the numbers, because the file is untrusted."""
     for key in (*_SIZES, *_MERGED, *(["num_position_embeddings"] if vision.mrope_interleaved else ["window_size"])):
         found = vision.tower.get(key)
         if isinstance(found, bool) or not isinstance(found, int) or not 0 < found < 2**31:
-            raise InputError(f"{where}: vision_config.{key}={found!r}; expected a positive whole number")
+            raise InputError(f"vision_config.{key}={found!r}; expected a positive whole number")
 
 
 def tower_tensors(vision: Vision) -> dict[str, Size]:

@@ -17,6 +17,7 @@ from hpcrl.config.derive import Derived, check
 from hpcrl.config.roles import ACTOR, JUDGE, PLACED, REF, Part, RoleSpec, offloaded, with_own
 from hpcrl.config.schema import Config, S
 from hpcrl.grid.layout import Layout
+from hpcrl.model.architecture import check_longest
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora
 from hpcrl.model.sizes import BLOCK_SIZE, ROW_MULTIPLE, blocks_for, kv_bytes_per_token
@@ -116,6 +117,7 @@ class TrainingPlan:
         for role, spec in self.specs.items():
             architecture = spec.architecture(config)
             own = shape if architecture is config.model else model_shape(architecture, shape.vocab_size)
+            check_longest(own, config, "model" if own is shape else spec.path)
             layout = role_layout(own, role, **self.derived.roles[role].grid)
             if own.mla and layout.cp > 1:
                 raise InputError(

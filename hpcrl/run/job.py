@@ -22,6 +22,7 @@ from hpcrl.config.rules import check_checkpoints
 from hpcrl.config.schema import Config, PositiveOrMinusOne, Section, extended
 from hpcrl.config.yaml_core import ConfigError
 from hpcrl.data.sampler import OrderedSampler, file_order, steps_for_epochs
+from hpcrl.model.architecture import check_longest
 from hpcrl.run.job_config import with_presets
 from hpcrl.runtime.exits import DONE, InputError
 from hpcrl.runtime.world import World
@@ -180,8 +181,10 @@ class TrainingJob(Job):
     validates_first: bool = False  # before the first step
     phases_from_update: ClassVar[tuple[str, ...]] = ("step",)  # that a step which updates a model still has to finish
     phases_per_token: ClassVar[tuple[str, ...]] = ()  # whose time is also logged per token
+    rows_per_step: int = 0  # of the training data
 
     inputs: Inputs
+    start: Start
 
     @property
     def last_step(self) -> int | None:
@@ -220,9 +223,13 @@ class TrainingJob(Job):
         from hpcrl.model.hf.directory import shape_of  # imports torch
 
         config, inputs = self.config, self.inputs
-        models = {spec.name: spec.architecture(config) for spec in self.own_specs() if spec.head is not None}
-        own = {role: model for role, model in models.items() if model is not config.model and role not in inputs.shapes}
-        return {role: shape_of(model, inputs.shape.vocab_size) for role, model in own.items()}
+        found: dict[str, ModelShape] = {}
+        for spec in self.own_specs():
+            model = spec.architecture(config)
+            if spec.head is not None and model is not config.model and spec.name not in inputs.shapes:
+                found[spec.name] = shape_of(model, inputs.shape.vocab_size)
+                check_longest(found[spec.name], config, spec.path)
+        return found
 
     def stands_for(self, role: str) -> str:
         """The role whose workers are called for `role`."""
@@ -255,6 +262,20 @@ class TrainingJob(Job):
 
     def total_steps(self) -> int:
         raise NotImplementedError
+
+    def steps_for_epochs(self, num_rows: int, epochs: int) -> int:
+        """Steps of the run with so many passes over the training data, of which `start` has taken a part."""
+        rows_done = self.start.consumed_rows(self.rows_per_step)
+        return steps_for_epochs(num_rows, self.rows_per_step, epochs, steps_done=self.start.step, rows_done=rows_done)
+
+    def position(self, step: int) -> dict[str, Any]:
+        """How far the run is in its training data after `step`, as JSON: the steps since the start have one size."""
+        since = (step - self.start.step) * self.rows_per_step
+        return {"consumed_rows": self.start.consumed_rows(self.rows_per_step) + since}
+
+    def continue_from(self, start: Start) -> None:
+        """Set the start, on every rank, once the inputs are read."""
+        self.start = start
 
     def set_up(self, run: Run) -> None:
         """Make what the loop uses, on rank 0, before state is loaded into it."""
@@ -299,6 +320,7 @@ class TrainingJob(Job):
         self.inputs.shapes |= world.run_collectively(self.own_shapes)
         frozen, trained, needs_ref = self.frozen_weights(), self.trained_role, self.needs_start_weights
         start: Start = find_start(world, config, needs_ref, frozen, trained, self.name)
+        self.continue_from(start)
         total = self.total_steps()
         check_time(world, config, start, 0 if start.state.get("reached") else total)
         team = build_team(world, config, self.derived, self.inputs, self.all_roles(), total)
@@ -359,21 +381,34 @@ class SupervisedJob(TrainingJob):
 
     def total_steps(self) -> int:
         own = self.own
-        return own.total_training_steps or steps_for_epochs(self.order.num_rows, own.batch_size, own.total_epochs)
+        return own.total_training_steps or self.steps_for_epochs(self.order.num_rows, own.total_epochs)
+
+    @property
+    def rows_per_step(self) -> int:  # type: ignore[override]
+        return int(self.own.batch_size)
+
+    def continue_from(self, start: Start) -> None:
+        super().continue_from(start)
+        if self.world.rank == 0:
+            self.order.load_state_dict(
+                start.state.get("sampler", {"position": start.consumed_rows(self.rows_per_step)})
+            )
+
+    def position(self, step: int) -> dict[str, Any]:
+        return {**super().position(step), "sampler": self.order.state_dict()}
 
     @property
     def validation_freq(self) -> int:
         return int(self.own.eval_freq)
 
-    def load_ahead(self, run: Run, step: int, batch_of: Callable[[np.ndarray], DataProto]) -> None:
-        """Have the pictures of a later step decoded in processes, meanwhile. batch_of: from rows to what the data
+    def load_ahead(self, run: Run, batch_of: Callable[[np.ndarray], DataProto]) -> None:
+        """Have the pictures of the next step decoded in processes, meanwhile. batch_of: from rows to what the data
         worker loads."""
         if self.config.data.image_workers > 0:
-            rows, _ = self.order.rows_of_step(step, self.own.batch_size)
-            run.controller["data"].load_ahead(batch_of(rows))
+            run.controller["data"].load_ahead(batch_of(self.order.rows_ahead(self.rows_per_step)))
 
-    def next_rows(self, run: Run, step: int, lengths: np.ndarray) -> np.ndarray:
-        """The rows of the data that a step trains on, int64. lengths: tokens of every row, int64."""
-        rows, epochs = self.order.rows_of_step(step, self.own.batch_size)
+    def next_rows(self, run: Run, lengths: np.ndarray) -> np.ndarray:
+        """The rows of the data that the next step trains on, int64. lengths: tokens of every row, int64."""
+        rows, epochs = self.order.next_rows(self.rows_per_step)
         run.log({"training/epoch": float(epochs[0]), "perf/total_num_tokens": float(np.sum(lengths[rows]))})
         return rows

@@ -110,7 +110,7 @@ class PairsJob(SupervisedJob):
 
     def next_pairs(self, run: Run, step: int) -> DataProto:
         """The pairs that a step trains on, for the data worker to load."""
-        batch = self.pairs("train", self.next_rows(run, step, self.pair_lengths["train"]))
+        batch = self.pairs("train", self.next_rows(run, self.pair_lengths["train"]))
         batch.meta_info["step"] = step
         return batch
 
@@ -133,6 +133,3 @@ class PairsJob(SupervisedJob):
     def with_reference(self, run: Run, batch: DataProto) -> DataProto:
         """The batch with what the trained role's `evaluate` reads besides its sequences."""
         return batch
-
-    def state(self, step: int) -> dict[str, int]:
-        return {"consumed_pairs": step * self.own.batch_size}

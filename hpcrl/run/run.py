@@ -210,7 +210,8 @@ class Run:
                 self.wait()
             self._can_stop = False
             self.metrics |= self._poll_save()
-            self.step, self._state, self.unlogged = step, self._take_state(), self._line(step)
+            self.step = step
+            self._state, self.unlogged = self._take_state(), self._line(step)
             final = self._close_step(step) or final
             # After the log: a kill in between repeats the step, where the other order would lose its line.
             is_last = self.is_complete or (step == self.total_steps and self.job.saves_last)
@@ -320,7 +321,8 @@ class Run:
             "frozen": {role: str(folder) for role, folder in self.start.frozen.items()},
         }
         source = self.rollouts.between_steps() if self.rollouts is not None else None
-        return StateAfterStep(loop | self.job.state(self.step), source, self.metrics)
+        job = self.job.position(self.step) | self.job.state(self.step)
+        return StateAfterStep(loop | job, source, self.metrics)
 
     def _save(self) -> None:
         """Begin a checkpoint of the last trained step, whether it is logged or not."""

@@ -19,6 +19,7 @@ from hpcrl.data.sft import SftDataset
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.grid.groups import GroupCache, RoleGroups, make_groups
 from hpcrl.grid.layout import Layout
+from hpcrl.model.architecture import check_longest
 from hpcrl.model.hf.directory import shape_of
 from hpcrl.model.params import check_adapters, role_layout
 from hpcrl.model.shape import Lora, ModelShape
@@ -138,7 +139,7 @@ def read_generation_inputs(config: Config, split: str, world: World, *, scored: 
     inputs = Inputs(shape, tokenizer, {split: prompts}, images=images, is_scored=scored)
     if scored:
         if config.reward.reward_model.enable:
-            inputs.shapes["reward"] = shape_of(REWARD.architecture(config), shape.vocab_size)
+            inputs.shapes["reward"] = reward_shape(config, shape)
         if config.reward.judge.enable:
             inputs.judge = JudgePrompts(config)
             inputs.shapes["judge"] = judge_shape(config, inputs.judge)
@@ -150,11 +151,7 @@ def judge_shape(config: Config, prompts: JudgePrompts) -> ModelShape:
     """The judge's architecture. Raises InputError if its context is too short."""
     cfg, shape = config.reward.judge, shape_of(JUDGE.architecture(config), len(prompts.tokenizer))
     longest = cfg.max_prompt_length + cfg.max_response_length
-    if longest > shape.max_position_embeddings:
-        raise InputError(
-            f"reward.judge.max_prompt_length + max_response_length = {longest} exceeds the "
-            f"{shape.max_position_embeddings} tokens that the judge supports; lower them"
-        )
+    shape.check_longest(longest, "reward.judge.max_prompt_length + max_response_length", "the judge")
     return shape
 
 
@@ -217,14 +214,11 @@ def check_experts(shape: ModelShape, config: Config) -> None:
             raise InputError(f"{key} is for a mixture of experts, and the model has none; leave it out")
 
 
-def check_longest(shape: ModelShape, config: Config, section: str) -> None:
-    """Raise InputError if sequences may be longer than the context of the model of this section."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > shape.max_position_embeddings:
-        raise InputError(
-            f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
-            f"{shape.max_position_embeddings} tokens that the model of {section} supports; shorten them"
-        )
+def reward_shape(config: Config, policy: ModelShape) -> ModelShape:
+    """The reward model's architecture: its own, or the policy's."""
+    shape = shape_of(REWARD.architecture(config), policy.vocab_size)
+    check_longest(shape, config, REWARD.path)
+    return shape
 
 
 def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:

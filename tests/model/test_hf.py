@@ -174,13 +174,6 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert json.loads((target / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_a_window_bounds_the_sequences() -> None:
-    config = {**SIZES, "model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": 64}
-    assert shape_from_hf(config).max_position_embeddings == 64
-    qwen = {**config, "model_type": "qwen2", "use_sliding_window": False}
-    assert shape_from_hf(qwen).max_position_embeddings == 256
-
-
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"config\.json"):
         read_shape(tmp_path)

@@ -47,10 +47,12 @@ def open_weights(folder: Path, shape: ModelShape) -> Safetensors:
     found = read_shape(folder)
     for field in fields(ModelShape):
         found_value, expected = getattr(found, field.name), getattr(shape, field.name)
-        if field.name not in ("max_position_embeddings", "init_std", "family") and found_value != expected:
+        compared = field.name not in ("max_position_embeddings", "window", "init_std", "family")
+        if compared and found_value != expected:
             raise InputError(
                 f"{folder / CONFIG} describes another model: {field.name} is {found_value}, expected {expected}"
             )
+    shape.check_window(found.window, str(folder / CONFIG))
     source = Safetensors(folder)
     source.check(shape)
     return source

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrl.model.hf.defaults import window_of, with_defaults
 from hpcrl.model.params import EMBEDDING, OUTPUT_LAYER
 from hpcrl.model.shape import LatentAttention, ModelShape, RopeScaling
 from hpcrl.model.vision import VISION_TOKENS, vision_from_hf
@@ -37,28 +38,31 @@ def read_config(folder: Path) -> dict[str, Any]:
 Rope = tuple[float, RopeScaling | None]
 
 
-def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
-    """Return base and scaling. Raises InputError for an unsupported kind."""
-    rope = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta"),
-        **(scaling if isinstance(scaling := config.get("rope_scaling"), dict) else {}),
-    }
+def rope_section(config: Mapping[str, Any]) -> Any:
+    """The keys of the rotary embedding: those of transformers 4 have priority, as in transformers 5."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def rope_from_hf(config: Mapping[str, Any]) -> Rope:
+    """Return base and scaling. Raises InputError for an unsupported kind. config: with defaults."""
+    rope = rope_section(config)
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise InputError(f"{where}: rope_parameters={rope!r}; expected one rotary embedding for all layers")
-    theta, kind = rope.get("rope_theta") or 10000.0, rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(
-            f"{where}: partial_rotary_factor={rope['partial_rotary_factor']}; only 1.0 is supported, so take another "
-            "model"
-        )
+        raise InputError(f"rope_parameters={rope!r}; expected one rotary embedding for all layers")
+    rope = {key: value for key, value in rope.items() if value is not None}
+    theta = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise InputError(f"partial_rotary_factor={partial}; only 1.0 is supported, so take another model")
     if kind in ("default", "mrope"):  # positions of pictures are in `hpcrl.model.rope`
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
-        raise InputError(f"{where}: rope_type={kind}; expected default, linear, llama3 or yarn; use another model")
-    longest: Any = config.get("max_position_embeddings")
-    original: Any = rope.get("original_max_position_embeddings") or longest
+        raise InputError(f"rope_type={kind}; expected default, linear, llama3 or yarn; use another model")
+    longest: Any = config["max_position_embeddings"]
+    given: Any = rope.get("original_max_position_embeddings")
+    original = given or longest
     try:
-        factor = longest / original if rope.get("factor") is None else rope["factor"]
+        factor = longest / original if kind == "yarn" and given and "factor" not in rope else rope["factor"]
         options: dict[str, Any] = {}
         if kind == "llama3":
             options = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
@@ -67,16 +71,16 @@ def rope_from_hf(config: Mapping[str, Any], where: str) -> Rope:
             options = {name: float(rope[name]) for name in names if rope.get(name)}
             options["attention_factor"] = _attention_factor(rope, factor)
             if not rope.get("truncate", True):
-                raise InputError(f"{where}: rope_type=yarn with truncate=false is not supported; use another model")
+                raise InputError("rope_type=yarn with truncate=false is not supported; use another model")
         if kind != "linear":
             options["original_max_position_embeddings"] = int(original)
         numbers = {"rope_theta": theta, "factor": factor, **options}
         for name, value in numbers.items():
             if not 0 < float(value) < 2**31:
-                raise InputError(f"{where}: rope_type={kind} has {name}={value}; expected a positive number")
+                raise InputError(f"rope_type={kind} has {name}={value}; expected a positive number")
         return theta, RopeScaling(kind, float(factor), **options)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"{where}: rope_type={kind} lacks a number: {error}; add it") from error
+        raise InputError(f"rope_type={kind} lacks a number: {error}; add it") from error
 
 
 def rope_to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
@@ -123,7 +127,7 @@ V3_FIXED = _FIXED | {
 
 
 def v2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    method = config.get("topk_method", "greedy")
+    method = config["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
         raise InputError(f"topk_method={method}; expected greedy or group_limited_greedy; use another model")
     groups = _groups(config) if method == "group_limited_greedy" else {}
@@ -142,11 +146,11 @@ def v3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers, dense, width = config["num_hidden_layers"], config.get("first_k_dense_replace", 0), "moe_intermediate_size"
+    layers, dense, width = config["num_hidden_layers"], config["first_k_dense_replace"], "moe_intermediate_size"
     if not isinstance(dense, int) or not 0 <= dense < layers:
         raise InputError(f"first_k_dense_replace={dense!r} of num_hidden_layers={layers}; expected less, 0 at least")
     mla = LatentAttention(
-        q_lora_rank=config.get("q_lora_rank"),
+        q_lora_rank=config["q_lora_rank"],
         **{name: config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
     )
     return {
@@ -155,15 +159,15 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         "num_experts": config["n_routed_experts"],
         "moe_ffn_hidden_size": config[width],
-        "moe_shared_ffn_hidden_size": config.get("n_shared_experts", 0) * config[width],
+        "moe_shared_ffn_hidden_size": (config["n_shared_experts"] or 0) * config[width],
         "moe_topk": config["num_experts_per_tok"],
-        "moe_routed_scale": float(config.get("routed_scaling_factor", 1.0)),
+        "moe_routed_scale": float(config["routed_scaling_factor"]),
         "dense_layers": tuple(range(dense)),
     }
 
 
 def _groups(config: Mapping[str, Any]) -> dict[str, int]:
-    experts, groups, chosen = config["n_routed_experts"], config.get("n_group", 1), config.get("topk_group", 1)
+    experts, groups, chosen = (config[key] for key in ("n_routed_experts", "n_group", "topk_group"))
     if experts % groups or chosen > groups or config["num_experts_per_tok"] > chosen * (experts // groups):
         raise InputError(
             f"num_experts_per_tok={config['num_experts_per_tok']} in topk_group={chosen} of n_group={groups} groups of "
@@ -297,14 +301,14 @@ def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_moe_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
     layers = range(config["num_hidden_layers"])
     return {
         "qk_norm": True,
-        "num_experts": config.get("num_experts") or config["num_local_experts"],
+        "num_experts": config.get("num_local_experts") or config["num_experts"],
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_topk": config["num_experts_per_tok"],
-        "moe_norm_topk_prob": config.get("norm_topk_prob", False),
+        "moe_norm_topk_prob": config["norm_topk_prob"],
         "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
     }
 
@@ -316,7 +320,7 @@ def _qwen3_vl_moe_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             f"moe_intermediate_size={ffn} is hidden_size={hidden} or half of it, so the files do not show whether the "
             "experts' matrices are transposed; use another model"
         )
-    return {**_qwen_moe_fields(config), "moe_norm_topk_prob": True}
+    return _qwen_moe_fields({**config, "norm_topk_prob": True})
 
 
 def _mixtral_keys(shape: ModelShape) -> dict[str, Any]:
@@ -393,55 +397,56 @@ def family_of(shape: ModelShape) -> Family:
 def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
     """Return the shape described by config.json. Raises InputError for an unsupported model."""
     family = FAMILIES.get(name := str(config.get("model_type", "")))
-    if family is None:
-        raise InputError(f"{where}: model_type={name}; expected one of {', '.join(FAMILIES)}; use another model")
-    whole = config
-    if family.tower is not None and isinstance(text := config.get("text_config"), dict):
-        # The text section that transformers 5 writes for qwen3_vl_moe says true, whatever the model has.
-        sections = (whole,) if name == "qwen3_vl_moe" else (whole, text)
-        is_tied = any(section.get("tie_word_embeddings") for section in sections)
-        config = text | {"tie_word_embeddings": is_tied}
-    for key, expected in family.fixed.items():
-        if (found := config.get(key, expected)) != expected:
-            raise InputError(f"{where}: {key}={found}; only {expected} is supported; use another model")
-
-    if (quantised := config.get("quantization_config")) is not None:
-        raise InputError(
-            f"{where}: quantization_config={quantised}; quantised weights are not supported, so convert them to "
-            "bfloat16 first"
-        )
-    theta, scaling = rope_from_hf(config, where)
-    _check_numbers(config, where)
-    config = {key: value for key, value in config.items() if value is not None}
     try:
-        heads = config["num_attention_heads"]
-        longest = config.get("max_position_embeddings", 2048)
-        fields = {
-            "num_layers": config["num_hidden_layers"],
-            "hidden_size": config["hidden_size"],
-            "ffn_hidden_size": config["intermediate_size"],
-            "num_attention_heads": heads,
-            "num_query_groups": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-            "vocab_size": config["vocab_size"],
-            # within the window, windowed attention equals full attention
-            "max_position_embeddings": min(longest, _window(config) or longest),
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-            "rms_norm_eps": config["rms_norm_eps"],
-            "init_std": config.get("initializer_range", 0.02),
-            "tie_word_embeddings": config.get("tie_word_embeddings", False),
-            "family": name,
-        }
-        if family.tower is not None:
-            fields["vision"] = vision_from_hf(whole, where, fields["head_dim"])
-        return ModelShape(**{**fields, **family.fields(config)})
+        if family is None:
+            raise InputError(f"model_type={name}; expected one of {', '.join(FAMILIES)}; use another model")
+        return _shape(config, name, family)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     except KeyError as error:
+        assert family is not None
         raise InputError(
             f"{where} has no {error}; expected that of a {family.architecture}, as written by save_pretrained()"
         ) from error
+
+
+def _shape(whole: Mapping[str, Any], name: str, family: Family) -> ModelShape:
+    config = whole
+    if family.tower is not None and isinstance(text := whole.get("text_config"), dict):
+        # The text section that transformers 5 writes for qwen3_vl_moe says true, whatever the model has.
+        sections = (whole,) if name == "qwen3_vl_moe" else (whole, text)
+        config = text | {"tie_word_embeddings": any(section.get("tie_word_embeddings") for section in sections)}
+    config = with_defaults(config, name)
+    for key, expected in family.fixed.items():
+        if (found := config.get(key, expected)) != expected:
+            raise InputError(f"{key}={found}; only {expected} is supported; use another model")
+    if (quantised := config.get("quantization_config")) is not None:
+        raise InputError(
+            f"quantization_config={quantised}; quantised weights are not supported, so convert them to bfloat16 first"
+        )
+    _check_numbers(config)
+    theta, scaling = rope_from_hf(config)
+    heads = config["num_attention_heads"]
+    head_dim = config["head_dim"] or config["hidden_size"] // heads
+    fields = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": config["num_key_value_heads"] or heads,
+        "head_dim": head_dim,
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "window": window_of(config, name),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rms_norm_eps": config["rms_norm_eps"],
+        "init_std": config["initializer_range"],
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "family": name,
+        "vision": None if family.tower is None else vision_from_hf(whole, rope_section(config), head_dim),
+    }
+    return ModelShape(**{**fields, **family.fields(config)})
 
 
 _SIZES = (
@@ -453,19 +458,19 @@ _SIZES = (
 )
 
 
-def _check_numbers(config: Mapping[str, Any], where: str) -> None:
+def _check_numbers(config: Mapping[str, Any]) -> None:
     """Validate the numbers, because the file is untrusted."""
     for key in (*_SIZES, "rms_norm_eps", "initializer_range", "routed_scaling_factor"):
         kinds = (int,) if key in _SIZES else (int, float)
         found = config.get(key)
         if found is not None and (isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < 2**31):
-            raise InputError(f"{where}: {key}={found!r}; expected a positive {'whole ' if key in _SIZES else ''}number")
+            raise InputError(f"{key}={found!r}; expected a positive {'whole ' if key in _SIZES else ''}number")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if experts is not None and (config.get("num_experts_per_tok") or 0) > experts:
-        raise InputError(f"{where}: num_experts_per_tok={config['num_experts_per_tok']} of {experts} experts")
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise InputError(f"{where}: mlp_only_layers={dense!r}; expected numbers of layers")
+        raise InputError(f"num_experts_per_tok={config['num_experts_per_tok']} of {experts} experts")
+    dense = config.get("mlp_only_layers", ())
+    if not isinstance(dense, list | tuple) or not all(isinstance(layer, int) for layer in dense):
+        raise InputError(f"mlp_only_layers={dense!r}; expected numbers of layers")
 
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:
@@ -495,14 +500,8 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
         "mrope_section": list(vision.mrope_section),
         **({"mrope_interleaved": True} if vision.mrope_interleaved else {}),
     }
-    text |= {"model_type": f"{shape.family}_text", "rope_parameters": rope}
+    ropes = dict.fromkeys(text.keys() & {"rope_parameters", "rope_scaling"}, rope)
+    text |= {"model_type": f"{shape.family}_text", **ropes}
     ids = {f"{name}_token_id": getattr(vision, f"{name}_token_id") for name in VISION_TOKENS}
     is_tied = {"tie_word_embeddings": shape.tie_word_embeddings}
     return named | {"text_config": text, "vision_config": dict(vision.tower), **ids, **is_tied}
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    """Return the window of attention in tokens, None for full attention."""
-    types = config.get("layer_types") or ["sliding_attention"]
-    uses = config.get("use_sliding_window", True) and set(types) != {"full_attention"}
-    return config.get("sliding_window") if uses else None

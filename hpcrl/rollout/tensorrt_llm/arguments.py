@@ -17,7 +17,7 @@ import numpy as np
 
 from hpcrl.config.rules import TENSORRT_LLM_TOP_K, check_tensorrt_llm
 from hpcrl.config.schema import Config
-from hpcrl.model.hf.families import CONFIG, read_config, read_shape
+from hpcrl.model.hf.families import CONFIG, read_shape
 from hpcrl.model.shape import ModelShape
 from hpcrl.model.sizes import kv_bytes_per_token
 from hpcrl.rollout.protocol import Completion, FinishReason, Request, SamplingParams
@@ -197,6 +197,4 @@ def check_architecture(folder: Path, shape: ModelShape) -> None:
             raise InputError(
                 f"{folder / CONFIG} has {key}={found_value}, but the trained model has {trained_value}; make them equal"
             )
-    scaling = read_config(folder).get("rope_scaling")  # the shape's reader ignores it beside rope_parameters
-    if scaling and shape.rope_scaling is None:
-        raise InputError(f"{folder / CONFIG} has rope_scaling={scaling}, but the trained model has none; remove it")
+    shape.check_window(found.window, str(folder / CONFIG))

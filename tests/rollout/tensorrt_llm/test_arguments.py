@@ -105,7 +105,7 @@ def test_a_model_directory_of_the_same_architecture(tmp_path: Path) -> None:
         ({"head_dim": 16}, "head_dim=16"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type=linear"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
-        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear"}}, "rope_scaling="),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear"}}, "rope_type=linear"),
         ({"model_type": "qwen2"}, "attention_bias=True"),
         ({"model_type": "gpt2"}, "model_type=gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
