@@ -87,6 +87,11 @@ def one_line(error: BaseException) -> str:
     return "hpcrl: error: " + " ".join(str(error).split())
 
 
+def folded(error: BaseException) -> str:
+    """Return an error's message with its white space collapsed, at most 160 characters."""
+    return " ".join(str(error).split())[:160]
+
+
 def summary(error: BaseException) -> str:
     """The text of an error in exit.json."""
     return str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
